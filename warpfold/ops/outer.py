@@ -40,8 +40,15 @@ def _other_dtype(pair: Tensor | None, like: Tensor) -> str | None:
     return None if pair is None or pair.dtype == like.dtype else "z has another dtype than what is multiplied"
 
 
+def _exact_on_gpu(x: Tensor) -> bool:
+    """Return whether x lies on a GPU and has more than 16 bits: without tensor cores torch's products are as fast."""
+    return backend(x) == "triton" and x.element_size() > 2
+
+
 def _merge_leading_axes(registered: Callable[..., Tensor], t: Any) -> Tensor:
-    """Call the registered operation, which has one leading axis."""
+    """Call the registered operation, which has one leading axis; in fp32 on a GPU the definition."""
+    if _exact_on_gpu(t.a):
+        return outer_product.definition(*t)
     leading, *rest = t.a.shape[:-3], t.weight, t.bias
     tensors = (t.a, t.b, t.a_mask, t.b_mask, t.z)
     a, b, a_mask, b_mask, z = (
@@ -109,19 +116,13 @@ def outer_product(
     return new if z is None else z + new
 
 
-def empty_factors(x: Tensor, channels: int) -> Tensor:
-    """Allocate both factors of x [*, s, r, c], [*, 2, s, r, h]: on a GPU those of a position side by side."""
+def empty_factors(x: Tensor, channels: int) -> tuple[Tensor, Tensor]:
+    """Allocate both factors of x [*, s, r, c], [*, s, r, h] each; on a GPU b's channels lie before the residues."""
     *batch, s, r, _ = x.shape
     if backend(x) == "triton":
-        y = x.new_empty(*batch, s, r, padded(2 * channels)).narrow(-1, 0, 2 * channels)
-        return y.unflatten(-1, (2, channels)).movedim(-2, -4)
-    return x.new_empty(*batch, 2, s, r, channels)
-
-
-def empty_turned(x: Tensor, channels: int) -> Tensor:
-    """Allocate the left factor with its channels before the residues, [*, s, h, r], as a GPU's kernels read it too."""
-    *batch, s, r, _ = x.shape
-    return x.new_empty(*batch, s, channels, r) if backend(x) == "triton" else x.new_empty(0)
+        a = x.new_empty(*batch, s, r, padded(channels)).narrow(-1, 0, channels)
+        return a, x.new_empty(*batch, s, channels, r).mT
+    return x.new_empty(*batch, s, r, channels), x.new_empty(*batch, s, r, channels)
 
 
 def _empty_mean(t: Operands) -> tuple[Tensor, ...]:
@@ -130,7 +131,7 @@ def _empty_mean(t: Operands) -> tuple[Tensor, ...]:
     out = x.new_empty(*batch, r, r, t.out_weight.shape[0])
     if not t.kept:
         return out, *(x.new_empty(0) for _ in range(5))
-    return out, empty_factors(x, h), empty_turned(x, h), *empty_statistics(x), empty_share(x, *batch, r, r)
+    return out, *empty_factors(x, h), *empty_statistics(x), empty_share(x, *batch, r, r)
 
 
 def _empty_mean_gradients(t: Operands) -> tuple[Tensor, ...]:
@@ -153,6 +154,11 @@ def _check_mean(op: str, sizes: Sizes, t: Operands) -> None:
         raise ValueError(f"{op}: factors have {sizes['h']} channels, but weight makes {sizes['o']} of both")
 
 
+def _mean(registered: Callable[..., Tensor], t: Any) -> Tensor:
+    """Call the registered operation; in fp32 on a GPU the definition."""
+    return outer_product_mean.definition(*t) if _exact_on_gpu(t.x) else registered(*t)
+
+
 def _unsupported_mean(t: Any) -> str | None:
     wrong = _wrong_mean(t) or _other_dtype(t.z, t.x) or _unsupported_width(t.x, t.weight.shape[0] // 2)
     return wrong or unsupported_channels(t.x)
@@ -160,16 +166,17 @@ def _unsupported_mean(t: Any) -> str | None:
 
 @register(
     shapes="x [*, s, r, c], norm_weight [c], norm_bias [c], weight [o, c], bias [b], out_weight [p, q], out_bias [p], "
-    "mask [*, s, r], z [*, r, r, p], grad [*, r, r, p], factors [*, 2, s, r, h], turned [...], mean [*, s, r], "
+    "mask [*, s, r], z [*, r, r, p], grad [*, r, r, p], a [*, s, r, h], b [*, s, r, h], mean [*, s, r], "
     "scale [*, s, r], share [*, r, r]",
     empty=_empty_mean,
-    results="out factors turned mean scale share",
-    keeps="x norm_weight norm_bias weight bias out_weight out_bias mask factors turned mean scale share bias_divided",
+    results="out a b mean scale share",
+    keeps="x norm_weight norm_bias weight bias out_weight out_bias mask a b mean scale share bias_divided",
     gradients="x norm_weight norm_bias weight bias out_weight out_bias",
     empty_gradients=_empty_mean_gradients,
     residual="z",
     kept=True,
     check=_check_mean,
+    adapter=_mean,
     unsupported=_unsupported_mean,
     # Decided by the products.
     prefer_definition=lambda t: faster_on_cpu(

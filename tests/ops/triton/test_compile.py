@@ -51,8 +51,6 @@ KNOWN: tuple[str, ...] = (
     ": 8 bytes of a thread are spilled",
     "attention_dkdv_fp32 (32, 2, 256, 256) BLOCK_Q 32, BLOCK_K 32, ROWS 1, 4 warps, 2 stages on sm_80"
     ": 8 bytes of a thread are spilled",
-    "outer_product_factor (1024, 32, 128) TILE_I 16, TILE_J 4, TILE_C 4, BLOCK_S 128, BLOCK_Z 128, 8 warps, 2 stages"
-    " on sm_80: 8 bytes of a thread are spilled",
     # Of the headline step's 132 rows, whose axes are more.
     "norm_linear_backward (256, 1024) BLOCK_M 64, BLOCK_O 64, 8 warps, 2 stages on sm_90"
     ": 8 bytes of a thread are spilled",
@@ -78,30 +76,19 @@ KNOWN: tuple[str, ...] = (
         for launch in (
             "triangle_out_weight (128,) BLOCK_M 32, BLOCK_O 64, 8 warps, 2 stages on sm_120",
             "adam_step (4296015872,) BLOCK 1024, 4 warps, 1 stages on sm_89",
-            "outer_product_factor (132, 32, 128) TILE_I 16, TILE_J 2, TILE_C 4, BLOCK_S 128, BLOCK_Z 128, 8 warps, "
-            "2 stages on sm_120",
         )
     ),
     # Of layers of other models, without biases; and of 64 sequences.
     "triangle_factors_backward (128,) BLOCK_M 64, BLOCK_O 32, 4 warps, 2 stages on sm_80"
     ": 56 bytes of a thread are spilled",
-    *(
-        "outer_product_factor (64, 32, 128) TILE_I 16, TILE_J 4, TILE_C 4, BLOCK_S 128, BLOCK_Z 128, 8 warps, 2 stages"
-        f" on sm_80: {spilled} bytes of a thread are spilled"
-        for spilled in (8, 24)
-    ),
 )
 # By Triton 3.6 alone; from the third on, of a model that is wider than AlphaFold2.
 if triton.__version__.startswith("3.6."):
     KNOWN += (
         "norm_linear_backward (256, 1024) BLOCK_M 64, BLOCK_O 64, 8 warps, 2 stages on sm_90"
         ": 16 bytes of a thread are spilled",
-        "outer_product_factor (1024, 32, 128) TILE_I 16, TILE_J 4, TILE_C 4, BLOCK_S 256, BLOCK_Z 128, 8 warps, "
-        "2 stages on sm_90: 8 bytes of a thread are spilled",
         "tail_backward (512, 512) BLOCK_M 64, BLOCK_K 32, BLOCK_I 256, 8 warps, 2 stages on sm_80"
         ": 8 bytes of a thread are spilled",
-        "outer_product_factor (1024, 32, 256) TILE_I 16, TILE_J 4, TILE_C 4, BLOCK_S 64, BLOCK_Z 128, 8 warps, 2 stages"
-        " on sm_80: 8 bytes of a thread are spilled",
         *(
             f"triangle_factors_backward (256,) BLOCK_M 32, BLOCK_O 16, 8 warps, 2 stages on {arch}"
             ": 16 bytes of a thread are spilled"
@@ -122,16 +109,10 @@ if triton.__version__.startswith("3.9."):
             "norm_linear_backward (512, 2048) BLOCK_M 32, BLOCK_O 32, 8 warps, 2 stages on sm_90": 8,
             "norm_linear_backward (256, 8) BLOCK_M 64, BLOCK_O 16, 8 warps, 2 stages on sm_100": 160,
             "norm_linear_backward (256, 1028) BLOCK_M 64, BLOCK_O 64, 8 warps, 2 stages on sm_100": 88,
-            "outer_product_weight (1024, 32, 256) TILE_I 16, TILE_J 4, TILE_C 4, BLOCK_S 32, BLOCK_Z 128, 8 warps, "
-            "2 stages on sm_100": 8,
-            "outer_product_fp32 (1024, 32, 256) TILE_I 16, TILE_J 2, TILE_C 1, BLOCK_S 16, BLOCK_Z 64, 4 warps, "
-            "1 stages on sm_80": 16,
             "transition_backward_fp32 (256, 1024, 1) BLOCK_M 16, BLOCK_H 16, BLOCK_K 16, 4 warps, 1 stages on sm_80": 8,
             "transition_fp32 (128, 256, 2) BLOCK_M 16, BLOCK_H 16, BLOCK_K 16, 4 warps, 1 stages on sm_80": 8,
             "triangle_out (256,) BLOCK_M 64, BLOCK_O 16, 8 warps, 2 stages on gfx942": 32,
             "norm_linear_weight (512, 2048) BLOCK_M 64, BLOCK_O 128, BLOCK_C 128, 8 warps, 3 stages on gfx942": 120,
-            "outer_product_factor (1024, 32, 128) TILE_I 16, TILE_J 4, TILE_C 4, BLOCK_S 256, BLOCK_Z 128, 8 warps, "
-            "2 stages on sm_90": 8,
             "norm_linear_backward (128, 516) BLOCK_M 64, BLOCK_O 32, 8 warps, 3 stages on sm_89": 8,
             "tail (128, 128) BLOCK_M 64, BLOCK_K 64, BLOCK_C 128, 8 warps, 2 stages on sm_120": 8,
             "norm_linear_weight (128, 516) BLOCK_M 64, BLOCK_O 128, BLOCK_C 128, 8 warps, 3 stages on sm_120": 48,
@@ -319,9 +300,7 @@ def test_the_headline_step_is_on_the_fast_path(arch: str) -> None:
     target = (BUDGETS | SMALL)[arch].target
     with table_used(read(SHIPPED / f"{FAMILY[arch]}.json")):
         found = distinct(launches_of(Plan(precision="bf16"), ModelConfig(), INITIAL), target)
-    assert {"transition_weight_kept", "triangle_factors_weight", "outer_product_factor"} <= {
-        l.kernel.name for l in found
-    }
+    assert {"transition_weight_kept", "triangle_factors_weight", "outer_products"} <= {l.kernel.name for l in found}
     beside = [line for launch in found for line in beside_the_fast_path(launch, figures(launch, target), arch)]
     assert not [*over_budget(found, arch), *beside]
 

@@ -110,32 +110,31 @@ def outer_product_mean(t: Operands) -> tuple[Tensor, ...]:
     x, h = t.x, len(t.weight) // 2
     *batch, _, r, c = x.shape
     out, share = x.new_empty(*batch, r, r, len(t.out_weight)), empty_share(x, *batch, r, r)
-    factors, (mean, scale) = empty_factors(x, h), empty_statistics(x)
+    (a, b), (mean, scale) = empty_factors(x, h), empty_statistics(x)
     nw, nb = t.norm_weight.to(mean.dtype), None if t.norm_bias is None else t.norm_bias.to(mean.dtype)
-    w, b, masks = t.weight.to(x.dtype).t(), None if t.bias is None else t.bias.to(x.dtype), t.mask.to(x.dtype)
+    w, shift, masks = t.weight.to(x.dtype).t(), None if t.bias is None else t.bias.to(x.dtype), t.mask.to(x.dtype)
 
     def project(at: tuple[int, ...], some: slice) -> None:
         """Make both factors of one part."""
         n, of_mean, of_scale = torch.native_layer_norm(rows(x[at][some]), [c], nw, nb, t.eps)
-        if b is not None and len(b) == 2 * h:
-            y = torch.addmm(b, n, w)
+        if shift is not None and len(shift) == 2 * h:
+            y = torch.addmm(shift, n, w)
         else:
             y = torch.mm(n, w)
-            if b is not None:
-                y[:, : len(b)] += b
-        y = y.view(-1, r, 2, h)
-        torch.mul(y.movedim(2, 0), masks[at][some][..., None], out=factors[at][:, some])
+            if shift is not None:
+                y[:, : len(shift)] += shift
+        for factor, values in zip((a, b), y.view(-1, r, 2, h).unbind(2)):
+            torch.mul(values, masks[at][some][..., None], out=factor[at][some])
         put(mean[at][some], of_mean.flatten())
         put(scale[at][some], of_scale.flatten())
 
     in_threads(project, parts_of(x, POSITIONS))
     for at in examples(x):
-        one, other = factors[at]
-        of_example = t.but(a=one, b=other, weight=t.out_weight, bias=t.out_bias, a_mask=t.mask[at], b_mask=t.mask[at])
+        of_example = t.but(a=a[at], b=b[at], weight=t.out_weight, bias=t.out_bias, a_mask=t.mask[at], b_mask=t.mask[at])
         _forward(of_example.but(z=None if t.z is None else t.z[at]), out[at], share[at])
     if not t.kept:
         return out, *(x.new_empty(0) for _ in range(5))
-    return out, factors, x.new_empty(0), mean, scale, share
+    return out, a, b, mean, scale, share
 
 
 def outer_product_mean_backward(t: Operands) -> tuple[Tensor, ...]:
@@ -143,7 +142,7 @@ def outer_product_mean_backward(t: Operands) -> tuple[Tensor, ...]:
     sums = _Sums.zeros(t.out_weight, t.x)
     dy = t.x.new_empty(*t.x.shape[:-1], len(t.weight))
     for at in examples(t.x):
-        a, b = t.factors[at]
+        a, b = t.a[at], t.b[at]
         da, db = torch.empty_like(a), torch.empty_like(b)
         _backward(t.but(grad=t.grad[at], a=a, b=b, share=t.share[at], weight=t.out_weight), da, db, sums)
         torch.cat((da, db), -1, out=dy[at]).mul_(t.mask[at][..., None].to(dy.dtype))

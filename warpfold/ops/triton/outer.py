@@ -1,7 +1,7 @@
-"""The outer product mean on a GPU: products of two positions' channels are made, projected and forgotten, in registers.
+"""The outer product mean on a GPU: one fused kernel forward, and products of the vendor's library backward.
 
-What decides the shape of the kernels is what a tile of positions (i, j) reads from the second cache.  With c = d = 32
-channels, z = 128 and s sequences, forward, of a tile of 16 x 8 positions:
+What decides the shape of the forward kernel is what a tile of positions (i, j) reads from the second cache.  With
+c = d = 32 channels, z = 128 and s sequences, of a tile of 16 x 8 positions:
 
     the projection's weight, once                   2 z c d                                   262 kB
     a and b, once for every TILE_C left channels    2 s (16 TILE_C + 8 d) c / TILE_C          655 kB
@@ -11,17 +11,18 @@ would read less, but their products alone, 512 x 256 numbers in fp32, are two re
 a quarter of one, and the sums of 128 positions by 128 channels another.  Between its two matrix products a program
 changes the order of the products, (c, i), (j, d) to (i, j), (c, d); no [i, j, c d] is ever in memory.
 
-The backward pass multiplies again.  `_factor` makes the gradient of one factor, a program for TILE_C of its channels:
-it runs over the other factor's positions, turns a tile of the gradient into that of the products, and multiplies by the
-other factor.  The same kernel makes both, with a and b exchanged.  `_weight` makes the weight's, with the products as
-forward.  Together they multiply six times what one forward product costs; five is the least, without products kept.
+The backward pass works on chunks of the pair rows, whose products [i, j, c, d] stay in the second cache.  For a chunk,
+`_outer_products` stores the products of the factors, or their gradients, in the order that the next product needs;
+torch.mm (cuBLAS) makes the gradients of the weight and of the factors from them.  In total it multiplies six times what
+one forward product costs.  Five would do, but then the gradient of b would be summed over chunks in fp32.
 
-As a whole layer, outer_product_mean, it is two kernels forward: `norm_linear` masks both factors as it writes them,
-side by side, and the left one a second time, turned; and `_outer_product`, which counts sequences and adds what is
-there already.  Backward five and the sums: each factor's gradient is masked and written where the projection's backward
-pass reads it.
+As a whole layer, outer_product_mean, the forward pass is two kernels: `norm_linear` masks both factors as it writes
+them, and stores b with its channels before the residues; `_outer_product` counts sequences and adds the residual.
 """
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,22 +30,22 @@ from torch import Tensor
 from warpfold.ops.attention import batched
 from warpfold.ops.dispatch import Operands, empty_parameters
 from warpfold.ops.linear import empty_statistics, padded
-from warpfold.ops.outer import empty_factors, empty_share, empty_turned
-from warpfold.ops.triton.launch import configs, register_by_precision
+from warpfold.ops.outer import empty_factors, empty_share
+from warpfold.ops.triton.launch import configs, register
 from warpfold.ops.triton.linear import Planes, norm_linear_backward, project
 from warpfold.ops.triton.positions import (
     Sum,
     cast_weight,
     contiguous,
     empty_partials,
-    or_unwanted,
+    fp32_product,
     power_of_two,
-    programs_for,
     sum_partials,
 )
 
-TILES = 256  # programs of the gradient of the weight: as in `norm_linear`
-LEAST = 16  # sequences of a tile, as tensor cores want them
+# The products of a chunk of pair rows, [i, j, c, d]: 64 rows of 256 residues and 32 channels.  They must stay in the
+# 50 MB of an H100's second cache between the kernel that stores them and the product that reads them.
+CHUNK_BYTES = 2**25
 
 
 @triton.jit
@@ -102,13 +103,14 @@ def _shares(
 def _outer_product(
     a: tl.tensor, b: tl.tensor, weight: tl.tensor, bias: tl.tensor, a_mask: tl.tensor, b_mask: tl.tensor,
     pair: tl.tensor, out: tl.tensor, share: tl.tensor, pitch: tl.tensor, added: tl.tensor, least: tl.tensor,
-    S: tl.tensor, I: tl.tensor, J: tl.tensor,
+    stride_i: tl.tensor, stride_j: tl.tensor, S: tl.tensor, I: tl.tensor, J: tl.tensor,
     C: tl.constexpr, D: tl.constexpr, Z: tl.constexpr, BIAS_DIVIDED: tl.constexpr, BLOCK_D: tl.constexpr,
     TILE_I: tl.constexpr, TILE_J: tl.constexpr, TILE_C: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_Z: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store BLOCK_Z channels of TILE_I x TILE_J positions of out [batch, i, j, z], and their share.
+    """Store BLOCK_Z channels of TILE_I x TILE_J positions of out [batch, positions, z], and their share.
 
-    BIAS_DIVIDED: the bias is added before the division by the count, else after it.  pair: what is added last, or None.
+    stride_i, stride_j: positions from one i, and one j, to the next.  BIAS_DIVIDED: the bias is added before the
+    division by the count, else after it.  pair: the residual that is added last, or None.
     """
     across, down = tl.cdiv(J, TILE_J), tl.cdiv(I, TILE_I)
     tile = tl.program_id(0)
@@ -131,7 +133,7 @@ def _outer_product(
     m = tl.arange(0, TILE_I * TILE_J)
     at_i, at_j = i + m // TILE_J, j + m % TILE_J
     real = (at_i < I) & (at_j < J)
-    position = (batch * I + at_i) * J + at_j
+    position = batch * I * J + at_i.to(tl.int64) * stride_i + at_j.to(tl.int64) * stride_j
     each = _shares(a_mask + batch * S * I, b_mask + batch * S * J, i, j, added, least, S, I, J, TILE_I, TILE_J, BLOCK_S)
     acc *= each[:, None]
     if bias is not None and not BIAS_DIVIDED:
@@ -144,145 +146,75 @@ def _outer_product(
         tl.store(share + position, each, mask=real)
 
 
-@triton.jit
-def _gradient(
-    grad: tl.tensor, share: tl.tensor, position: tl.tensor, real: tl.tensor, z: tl.tensor, Z: tl.constexpr
-) -> tl.tensor:
-    """Return the gradient of the projection at positions, [position, z]: that of the result, divided by the count."""
-    g = tl.load(grad + position[:, None] * Z + z[None, :], mask=real[:, None] & (z < Z)[None, :], other=0)
-    return (g.to(tl.float32) * tl.load(share + position, mask=real, other=0)[:, None]).to(g.dtype)
+class Operand(NamedTuple):
+    """One side of a product as `_outer_products` takes it: [depth, outer, inner].
 
-
-@triton.jit
-def _factor(
-    grad: tl.tensor, share: tl.tensor, weight: tl.tensor, other: tl.tensor, mask: tl.tensor, result: tl.tensor,
-    pitch: tl.tensor, result_pitch: tl.tensor, S: tl.tensor, I: tl.tensor, J: tl.tensor, stride_i: tl.tensor,
-    stride_j: tl.tensor, stride_c: tl.tensor, stride_d: tl.tensor,
-    C: tl.constexpr, D: tl.constexpr, Z: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_S: tl.constexpr,
-    TILE_I: tl.constexpr, TILE_J: tl.constexpr, TILE_C: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_Z: tl.constexpr,
-) -> None:  # fmt: skip
-    """Store TILE_C channels of the gradient of a factor, result [batch, s, i, c], at BLOCK_S x TILE_I positions.
-
-    TAIL_S: where so few sequences are left over, the last program takes them too, as a tile beside its own: a program
-    for them alone would make all products again.  0: there are none, or they are as a block of others.
-
-    other [batch, s, j, d] is the other factor; the pitches are from one position of it, and of the result, to the next.
-    Strides: of positions of grad and share, and of the weight's channels.  mask [batch, s, i]: of the factor, or None.
+    Strides of the depth, outer and inner axis; of outer and inner in the result (`_out`) and in the share (`_share`).
+    The fields are no tuples of their own: in those Triton 3.6 loses a stride of 1.
     """
-    down, chunks = tl.cdiv(I, TILE_I), tl.cdiv(C, TILE_C)
-    tile = tl.program_id(0)
-    first = tile % chunks * TILE_C
-    i = tile // chunks % down * TILE_I
-    batch = (tile // (chunks * down)).to(tl.int64)
-    other += batch * S * (J * pitch)
-    s = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
-    m = tl.arange(0, TILE_I * TILE_J)
-    k = tl.arange(0, TILE_C * BLOCK_D)
-    c, d = first + k // BLOCK_D, k % BLOCK_D
-    column = tl.arange(0, TILE_J * BLOCK_D)
-    z = tl.arange(0, BLOCK_Z)
-    known = (c < C) & (d < D)
-    w_at = (c * stride_c + d * stride_d)[None, :]
-    dtype = grad.dtype.element_ty
-    if BLOCK_Z >= Z:
-        w = tl.load(weight + z[:, None] * (C * D) + w_at, mask=(z < Z)[:, None] & known[None, :], other=0).to(dtype)
-    acc = tl.zeros([BLOCK_S, TILE_I * TILE_C], tl.float32)
-    if TAIL_S > 0:
-        last = tl.num_programs(1) * BLOCK_S + tl.arange(0, TAIL_S)
-        rest = tl.zeros([TAIL_S, TILE_I * TILE_C], tl.float32)
-    for j in range(0, J, TILE_J):
-        at_i, at_j = i + m // TILE_J, j + m % TILE_J
-        real = (at_i < I) & (at_j < J)
-        position = batch * I * J + at_i.to(tl.int64) * stride_i + at_j.to(tl.int64) * stride_j
-        if BLOCK_Z >= Z:
-            products = tl.dot(_gradient(grad, share, position, real, z, Z), w)
-        else:
-            products = tl.zeros([TILE_I * TILE_J, TILE_C * BLOCK_D], tl.float32)
-            for start in range(0, Z, BLOCK_Z):
-                at_z = start + z
-                of_z = (at_z < Z)[:, None] & known[None, :]
-                some = tl.load(weight + at_z[:, None] * (C * D) + w_at, mask=of_z, other=0).to(dtype)
-                g = _gradient(grad, share, position, real, at_z, Z)
-                products = tl.dot(g, some, products)
-        turned = tl.reshape(products.to(dtype), [TILE_I, TILE_J, TILE_C, BLOCK_D])
-        turned = tl.reshape(tl.permute(turned, (1, 3, 0, 2)), [TILE_J * BLOCK_D, TILE_I * TILE_C])
-        to_j, of_d = j + column // BLOCK_D, column % BLOCK_D
-        at, readable = to_j * pitch + of_d, (to_j < J) & (of_d < D)
-        acc = tl.dot(_others(other, s, S, J * pitch, at, readable), turned, acc)
-        if TAIL_S > 0:
-            rest = tl.dot(_others(other, last, S, J * pitch, at, readable), turned, rest)
-    _store_factor(acc, result, mask, batch, s, i, first, result_pitch, S, I, C, TILE_I, TILE_C)
-    if TAIL_S > 0 and tl.program_id(1) == tl.num_programs(1) - 1:
-        _store_factor(rest, result, mask, batch, last, i, first, result_pitch, S, I, C, TILE_I, TILE_C)
+
+    data: Tensor
+    depth: int
+    outer: int
+    inner: int
+    outer_out: int
+    inner_out: int
+    outer_share: int
+    inner_share: int
+    outer_size: int
+    inner_size: int
+
+    @classmethod
+    def of(
+        cls, t: Tensor, strides: tuple[int, int, int], sizes: tuple[int, int], out: tuple[int, int],
+        share: tuple[int, int] = (0, 0),
+    ) -> "Operand":  # fmt: skip
+        """Describe t [depth, outer, inner] by its strides, the sizes of its last axes, and their strides elsewhere."""
+        return cls(t, *strides, *out, *share, *sizes)
 
 
 @triton.jit
-def _others(
-    other: tl.tensor, s: tl.tensor, S: tl.tensor, apart: tl.tensor, at: tl.tensor, readable: tl.tensor
-) -> tl.tensor:
-    """Load the columns `at` of the other factor, where they are readable, in sequences s, `apart` from each other."""
-    valid = (s < S)[:, None] & readable[None, :]
-    return tl.load(other + (s[:, None].to(tl.int64) * apart + at[None, :]), mask=valid, other=0)
-
-
-@triton.jit
-def _store_factor(
-    acc: tl.tensor, result: tl.tensor, mask: tl.tensor, batch: tl.tensor, s: tl.tensor, i: tl.tensor, first: tl.tensor,
-    pitch: tl.tensor, S: tl.tensor, I: tl.tensor, C: tl.constexpr, TILE_I: tl.constexpr, TILE_C: tl.constexpr,
+def _outer_products(
+    left: tl.tuple, right: tl.tuple, share: tl.tensor, out: tl.tensor, depth: tl.tensor,
+    SHARE_OF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store acc [s, (i, c)], times the mask of its positions, from i and channel `first` on."""
-    column = tl.arange(0, TILE_I * TILE_C)
-    at_i, c = i + column // TILE_C, first + column % TILE_C
-    line = (batch * S + s.to(tl.int64))[:, None] * I
-    writable = (s < S)[:, None] & ((at_i < I) & (c < C))[None, :]
-    if mask is not None:
-        acc *= tl.load(mask + line + at_i[None, :], mask=writable, other=0).to(tl.float32)
-    rows = result + line * pitch
-    tl.store(rows + (at_i * pitch + c)[None, :], acc.to(result.dtype.element_ty), mask=writable)
+    """Store share * left^T right: BLOCK_M of the left operand's (outer, inner) by BLOCK_N of the right one's.
 
-
-@triton.jit
-def _weight(
-    grad: tl.tensor, share: tl.tensor, a: tl.tensor, b: tl.tensor, partials: tl.tensor, pitch: tl.tensor,
-    tiles: tl.tensor, S: tl.tensor, I: tl.tensor, J: tl.tensor,
-    C: tl.constexpr, D: tl.constexpr, Z: tl.constexpr, BIAS_DIVIDED: tl.constexpr, BLOCK_D: tl.constexpr,
-    TILE_I: tl.constexpr, TILE_J: tl.constexpr, TILE_C: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_Z: tl.constexpr,
-) -> None:  # fmt: skip
-    """Store in partials [programs, Z C D + Z] a part of the gradients of weight and bias, from a span of the tiles."""
-    first = tl.program_id(0) * TILE_C
-    z = tl.program_id(1) * BLOCK_Z + tl.arange(0, BLOCK_Z)
-    across, down = tl.cdiv(J, TILE_J), tl.cdiv(I, TILE_I)
-    m = tl.arange(0, TILE_I * TILE_J)
-    each = tl.cdiv(tiles, tl.num_programs(2))
-    begin = tl.program_id(2) * each
-    dw = tl.zeros([BLOCK_Z, TILE_C * BLOCK_D], tl.float32)
-    db = tl.zeros([BLOCK_Z], tl.float32)
-    for tile in range(begin, min(tiles, begin + each)):
-        j = tile % across * TILE_J
-        i = tile // across % down * TILE_I
-        batch = (tile // (across * down)).to(tl.int64)
-        of_a, of_b = a + batch * S * (C * I), b + batch * S * (J * pitch)
-        products = _products(of_a, of_b, pitch, i, j, first, S, I, J, C, D, BLOCK_D, TILE_I, TILE_J, TILE_C, BLOCK_S)
-        at_i, at_j = i + m // TILE_J, j + m % TILE_J
-        position, real = (batch * I + at_i) * J + at_j, (at_i < I) & (at_j < J)
-        g = _gradient(grad, share, position, real, z, Z)
-        dw = tl.dot(tl.trans(g), products, dw)
-        if BIAS_DIVIDED:
-            db += tl.sum(g.to(tl.float32), 0)
-        else:
-            whole = tl.load(grad + position[:, None] * Z + z[None, :], mask=real[:, None] & (z < Z)[None, :], other=0)
-            db += tl.sum(whole.to(tl.float32), 0)
-    mine = partials + tl.program_id(2).to(tl.int64) * (Z * C * D + Z)
-    k = tl.arange(0, TILE_C * BLOCK_D)
-    c, d = first + k // BLOCK_D, k % BLOCK_D
-    known = (z < Z)[:, None] & ((c < C) & (d < D))[None, :]
-    tl.store(mine + z[:, None] * (C * D) + (c * D + d)[None, :], dw, mask=known)
-    if tl.program_id(0) == 0:
-        tl.store(mine + Z * C * D + z, db, mask=z < Z)
+    A plain product, but for the order of its four axes in `out`, which no library's product can choose.
+    SHARE_OF: "left" or "right" where the share is of that operand's axes alone, else "both".
+    """
+    rows, columns = left.outer_size * left.inner_size, right.outer_size * right.inner_size
+    across = tl.cdiv(columns, BLOCK_N)
+    m = tl.program_id(0) // across * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) % across * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_outer, m_inner = (m // left.inner_size).to(tl.int64), (m % left.inner_size).to(tl.int64)
+    n_outer, n_inner = (n // right.inner_size).to(tl.int64), (n % right.inner_size).to(tl.int64)
+    left_at = m_outer * left.outer + m_inner * left.inner
+    right_at = n_outer * right.outer + n_inner * right.inner
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, depth, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        left_rows = left.data + k[:, None].to(tl.int64) * left.depth
+        right_rows = right.data + k[:, None].to(tl.int64) * right.depth
+        some = tl.load(left_rows + left_at[None, :], mask=(k < depth)[:, None] & (m < rows)[None, :], other=0)
+        others = tl.load(right_rows + right_at[None, :], mask=(k < depth)[:, None] & (n < columns)[None, :], other=0)
+        acc = tl.dot(tl.trans(some), others, acc)
+    valid = (m < rows)[:, None] & (n < columns)[None, :]
+    left_share = m_outer * left.outer_share + m_inner * left.inner_share
+    right_share = n_outer * right.outer_share + n_inner * right.inner_share
+    if SHARE_OF == "left":
+        acc *= tl.load(share + left_share, mask=m < rows, other=0)[:, None]
+    elif SHARE_OF == "right":
+        acc *= tl.load(share + right_share, mask=n < columns, other=0)[None, :]
+    else:
+        acc *= tl.load(share + (left_share[:, None] + right_share[None, :]), mask=valid, other=0)
+    left_out = m_outer * left.outer_out + m_inner * left.inner_out
+    right_out = n_outer * right.outer_out + n_inner * right.inner_out
+    tl.store(out + (left_out[:, None] + right_out[None, :]), acc.to(out.dtype.element_ty), mask=valid)
 
 
 _NAMES = "TILE_I TILE_J TILE_C BLOCK_S BLOCK_Z"
-FORWARD = register_by_precision(
+FORWARD = register(
     "outer_product",
     _outer_product,
     configs(
@@ -291,30 +223,16 @@ FORWARD = register_by_precision(
         *((16, 8, 8, n, 128, 8, 2) for n in (32, 64)),
         *((16, 4, 4, n, 128, w, 2) for n, w in ((32, 8), (64, 4))),
     ),
-    configs(_NAMES, (16, 2, 1, 16, 64, 4, 1), (16, 1, 1, 16, 64, 4, 1)),
 )
-FACTOR = register_by_precision(
-    "outer_product_factor",
-    _factor,
+PRODUCTS = register(
+    "outer_products",
+    _outer_products,
     configs(
-        _NAMES,
-        *((16, 4, 4, n, 128, 8, s) for n in (64, 128) for s in (1, 2)),
-        *((16, 8, 4, 64, 128, 8, s) for s in (1, 2)),
-        *((16, 2, 4, n, 128, 8, 2) for n in (64, 128)),
-        (16, 4, 4, 256, 128, 8, 2),  # of many sequences
+        "BLOCK_M BLOCK_N BLOCK_K",
+        *((128, 128, k, 8, s) for k in (32, 64) for s in (2, 3)),
+        *((128, 256, 32, 8, s) for s in (2, 3)),
+        *((64, 128, 32, 4, s) for s in (2, 3)),
     ),
-    configs(_NAMES, (16, 1, 4, 16, 16, 4, 1), (16, 1, 4, 32, 16, 4, 1)),
-)
-WEIGHT = register_by_precision(
-    "outer_product_weight",
-    _weight,
-    configs(
-        _NAMES,
-        *((16, 4, 4, n, 128, 8, s) for n in (32, 64) for s in (2, 3)),
-        *((16, 8, 4, n, 128, 8, 2) for n in (32, 64)),
-        *((t, u, 4, 32, 128, 8, 2) for t, u in ((8, 8), (16, 2))),
-    ),
-    configs(_NAMES, (16, 1, 1, 16, 64, 4, 1), (16, 1, 1, 16, 32, 4, 1)),
 )
 
 
@@ -322,17 +240,16 @@ def outer_product(t: Operands) -> tuple[Tensor, Tensor]:
     """Compute warpfold::outer_product."""
     out = t.a.new_empty(t.a.shape[0], t.a.shape[2], t.b.shape[2], len(t.weight))
     share = empty_share(t.a, *out.shape[:-1])
-    _forward(t.but(turned=_turned(t.a), b=t.b.contiguous()), t.b.shape[-1], out, share)
+    _forward(t.but(turned=_turned(t.a), b=t.b.contiguous()), (t.b.shape[2], 1), out, share)
     return out, share
 
 
 def outer_product_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute warpfold::outer_product_backward."""
-    a, b = t.a.contiguous(), t.b.contiguous()
-    da, db = a.new_empty(a.shape), b.new_empty(b.shape)
+    a, b = t.a.contiguous(), _turned(t.b)
+    da, db = t.a.new_empty(t.a.shape), t.b.new_empty(t.b.shape)
     of_weight = empty_parameters(t.weight, t.bias)
-    pitches = a.shape[-1], b.shape[-1]
-    sum_partials(_backward(t.but(a=a, b=b, turned=_turned(a)), pitches, da, db, None, of_weight))
+    sum_partials(*_backward(t, a, b, da, db, None, of_weight))
     return da, db, *of_weight
 
 
@@ -341,25 +258,27 @@ def outer_product_mean(t: Operands) -> tuple[Tensor, ...]:
     x, h, mask = t.x, len(t.weight) // 2, t.mask.contiguous()
     *batch, _, r, _ = x.shape
     out, share = x.new_empty(*batch, r, r, len(t.out_weight)), empty_share(x, *batch, r, r)
-    factors, turned, (mean, scale) = empty_factors(x, h), empty_turned(x, h), empty_statistics(x)
-    project(t.but(mean=mean, scale=scale), _joined(factors), Planes(turned.mT, 0), mask)
-    left, b, masks = batched(turned, 4), batched(factors.select(-4, 1), 4), batched(mask, 3)
-    of_factors = t.but(turned=left, b=b, a_mask=masks, b_mask=masks, weight=t.out_weight, bias=t.out_bias)
-    _forward(of_factors, padded(2 * h), batched(out, 4), batched(share, 3))
+    (a, b), (mean, scale) = empty_factors(x, h), empty_statistics(x)
+    project(t.but(mean=mean, scale=scale), a, Planes(b, h), mask)
+    # b is the factor that lies turned here, so the weight's channels and the axes of the pairs change places.
+    masks, weight = batched(mask, 3), _exchanged(t.out_weight, h, h, x)
+    of_factors = t.but(turned=batched(b.mT, 4), b=batched(a, 4), a_mask=masks, b_mask=masks, bias=t.out_bias)
+    _forward(of_factors.but(weight=weight), (1, r), batched(out, 4), batched(share, 3))
     if not t.kept:
         return out, *(x.new_empty(0) for _ in range(5))
-    return out, factors, turned, mean, scale, share
+    return out, a, b, mean, scale, share
 
 
 def outer_product_mean_backward(t: Operands) -> tuple[Tensor, ...]:
     """Compute warpfold::outer_product_mean_backward."""
-    h, mask = len(t.weight) // 2, t.mask.contiguous()
-    dfactors, of_weight = empty_factors(t.x, h), empty_parameters(t.out_weight, t.out_bias)
-    a, b, da, db = (batched(each, 4) for each in (*t.factors.unbind(-4), *dfactors.unbind(-4)))
-    of_factors = t.but(grad=batched(t.grad, 4), share=batched(t.share, 3), turned=batched(t.turned, 4), a=a, b=b)
-    pitches = padded(2 * h), padded(2 * h)
-    sums = _backward(of_factors.but(weight=t.out_weight), pitches, da, db, batched(mask, 3), of_weight)
-    return *norm_linear_backward(t.but(grad=_joined(dfactors)), None, (sums,)), *of_weight
+    h, mask = len(t.weight) // 2, batched(t.mask, 3)
+    *positions, _ = t.x.shape
+    dy = t.x.new_empty(*positions, padded(2 * h)).narrow(-1, 0, 2 * h)
+    of_weight = empty_parameters(t.out_weight, t.out_bias)
+    a, b, da, db = (batched(each, 4) for each in (t.a, t.b.mT, *dy.split(h, -1)))
+    of_factors = t.but(grad=batched(t.grad, 4), share=batched(t.share, 3), weight=t.out_weight, bias=t.out_bias)
+    sums = _backward(of_factors, a.contiguous(), b, da, db, mask, of_weight)
+    return *norm_linear_backward(t.but(grad=dy), None, sums), *of_weight
 
 
 def _turned(a: Tensor) -> Tensor:
@@ -367,15 +286,15 @@ def _turned(a: Tensor) -> Tensor:
     return a.mT.contiguous()
 
 
-def _joined(factors: Tensor) -> Tensor:
-    """Return both factors [*, 2, s, r, h] as one projection [*, s, r, 2 h], as which they lie."""
-    return factors.movedim(-4, -2).flatten(-2)
+def _exchanged(weight: Tensor, c: int, d: int, like: Tensor) -> Tensor:
+    """Return a weight [z, c d] as [z, d c], in the dtype of `like`."""
+    return like.new_empty(len(weight), d, c).copy_(weight.unflatten(-1, (c, d)).mT).flatten(1)
 
 
-def _forward(t: Operands, pitch: int, out: Tensor, share: Tensor) -> None:
-    """Write the result [B, i, j, z] and the share of each pair, of factors turned [B, s, c, i] and b [B, s, j, d].
+def _forward(t: Operands, strides: tuple[int, int], out: Tensor, share: Tensor) -> None:
+    """Write the result [B, positions, z] and the share of each pair, of factors turned [B, s, c, i] and b [B, s, j, d].
 
-    pitch: numbers from one position of b to the next.
+    strides: positions of the result from one i, and one j, to the next.
     """
     (batches, s, c, i), (_, _, j, d), z = t.turned.shape, t.b.shape, len(t.weight)
     kernel = FORWARD.tiled((s, c, z), t.b)
@@ -391,7 +310,9 @@ def _forward(t: Operands, pitch: int, out: Tensor, share: Tensor) -> None:
         pair=contiguous(t.z),
         out=out,
         share=share,
-        pitch=pitch,
+        pitch=t.b.stride(2),
+        stride_i=strides[0],
+        stride_j=strides[1],
         added=t.added,
         least=t.least,
         BIAS_DIVIDED=t.bias_divided,
@@ -400,57 +321,94 @@ def _forward(t: Operands, pitch: int, out: Tensor, share: Tensor) -> None:
 
 
 def _backward(
-    t: Operands, pitches: tuple[int, int], da: Tensor, db: Tensor, mask: Tensor | None, of_weight: tuple[Tensor, ...]
-) -> Sum:
+    t: Operands, a: Tensor, b: Tensor, da: Tensor, db: Tensor, mask: Tensor | None, of_weight: tuple[Tensor, ...]
+) -> list[Sum]:
     """Write the gradients of the factors, times a mask [B, s, i] of both; return the sums that make those `of_weight`.
 
-    Factors and their gradients [B, s, i, c] and [B, s, j, d]: numbers from one position to the next are `pitches`.
+    a [B, s, i, c] and b [B, s, d, j], both contiguous; da [B, s, i, c] and db [B, s, j, d] of any strides.
     """
-    grad, weight, (dweight, dbias) = t.grad.contiguous(), t.weight, of_weight
-    (batches, s, i, c), (_, _, j, d), z = t.a.shape, t.b.shape, len(weight)
-    w = cast_weight(weight, t.a, batches * i * j)
-    of_a, of_b = pitches
-    for other, pitch, result, result_pitch, strides in (
-        (t.b, of_b, da, of_a, (j, 1, d, 1)),
-        (t.a, of_a, db, of_b, (1, j, 1, d)),
-    ):
-        (_, _, m, own), (_, _, n, others) = result.shape, other.shape
-        kernel = FACTOR.tiled((s, max(own, others), z), other)
-        parts = batches * triton.cdiv(m, kernel["TILE_I"]) * triton.cdiv(own, kernel["TILE_C"])
-        whole, rest = divmod(s, kernel["BLOCK_S"])
-        tail = whole > 0 and 0 < rest <= LEAST < kernel["BLOCK_S"]
-        kernel.run(
-            (parts, whole if tail else triton.cdiv(s, kernel["BLOCK_S"])),
-            grad=grad,
-            share=t.share,
-            weight=w,
-            other=other,
-            mask=mask,
-            result=result,
-            pitch=pitch,
-            result_pitch=result_pitch,
-            TAIL_S=LEAST if tail else 0,
-            **dict(zip(("stride_i", "stride_j", "stride_c", "stride_d"), strides)),
-            **_sizes(s, m, n, own, others, z),
-        )
-    kernel = WEIGHT.tiled((s, c, z), t.a)
-    tiles = batches * triton.cdiv(i, kernel["TILE_I"]) * triton.cdiv(j, kernel["TILE_J"])
-    chunks = triton.cdiv(c, kernel["TILE_C"]), triton.cdiv(z, kernel["BLOCK_Z"])
-    programs = programs_for(tiles, 1, max(1, TILES // (chunks[0] * chunks[1])))
-    partials = empty_partials(t.a, programs, z * c * d + z)
-    kernel.run(
-        (*chunks, programs),
-        grad=grad,
-        share=t.share,
-        a=t.turned,
-        b=t.b,
-        partials=partials,
-        pitch=of_b,
-        tiles=tiles,
-        BIAS_DIVIDED=t.bias_divided,
-        **_sizes(s, i, j, c, d, z),
-    )
-    return Sum(partials, (dweight, or_unwanted(dbias, partials, z)))
+    grad, share, (dweight, dbias) = t.grad.contiguous(), t.share, of_weight
+    (batches, s, i, c), (_, _, d, j), z = a.shape, b.shape, len(t.weight)
+    weight, exchanged = t.weight.to(a.dtype).contiguous(), _exchanged(t.weight, c, d, a)
+    i_rows, j_rows = (_rows_at_once(n * c * d * a.element_size()) for n in (j, i))
+    chunks = [(at, first, min(i, first + i_rows)) for at in range(batches) for first in range(0, i, i_rows)]
+    weights = empty_partials(a, len(chunks), z * c * d)
+    shares = _parts_of_share(t, share)
+    biases = empty_partials(a, len(chunks) * len(shares), z)
+    work = a.new_empty(max(min(i, i_rows) * j, min(j, j_rows) * i) * c * d)
+    for number, (at, first, end) in enumerate(chunks):
+        n, some, of_chunk = end - first, grad[at, first:end], share[at, first:end]
+        products = work[: n * j * c * d]
+        _product(
+            # [(i, c), (d, j)] to [c, d, i, j]
+            Operand.of(a[at, :, first:], (i * c, c, 1), (n, c), (j, d * n * j), (j, 0)),
+            Operand.of(b[at], (d * j, j, 1), (d, j), (n * j, 1), (0, 1)),
+            of_chunk, products, s,
+        )  # fmt: skip
+        fp32_product(some.flatten(0, 1).t(), products.view(c * d, n * j).t(), weights[number].view(z, c * d))
+        if len(shares):
+            own = biases[number * len(shares) : (number + 1) * len(shares)]
+            fp32_product(shares[:, at, first:end].flatten(1), some.flatten(0, 1), own)
+        _product(
+            # [(c, d), (i, j)] to [i, c, d, j]
+            Operand.of(weight, (c * d, d, 1), (c, d), (d * j, j)),
+            Operand.of(some, (1, j * z, z), (n, j), (c * d * j, 1), (j, 1)),
+            of_chunk, products, z,
+        )  # fmt: skip
+        gradient = torch.mm(b[at].flatten(1), products.view(n * c, d * j).t()).view(s, n, c)
+        _put(da[at, :, first:end], gradient, None if mask is None else mask[at, :, first:end])
+    for at in range(batches):
+        for first in range(0, j, j_rows):
+            n = min(j, first + j_rows) - first
+            products = work[: n * i * c * d]
+            _product(
+                # [(j, i), (d, c)] to [j, d, i, c]
+                Operand.of(grad[at, :, first:], (1, z, j * z), (n, i), (d * i * c, c), (1, j)),
+                Operand.of(exchanged, (d * c, c, 1), (d, c), (i * c, 1)),
+                share[at, :, first:], products, z,
+            )  # fmt: skip
+            gradient = torch.mm(a[at].flatten(1), products.view(n * d, i * c).t()).view(s, n, d)
+            _put(db[at, :, first : first + n], gradient, None if mask is None else mask[at, :, first : first + n])
+    sums = [Sum(weights, (dweight,))]
+    return sums if not len(shares) else [*sums, Sum(biases, (dbias,))]
+
+
+def _rows_at_once(row_bytes: int) -> int:
+    """Return how many rows a chunk has: a multiple of 4, so that the tiles of 32 channels are full."""
+    rows = max(1, CHUNK_BYTES // row_bytes)
+    return rows if rows < 4 else rows // 4 * 4
+
+
+def _parts_of_share(t: Operands, share: Tensor) -> Tensor:
+    """Return the rows [n, B, i, j] by which `grad` is multiplied for the gradient of the bias: none without a bias.
+
+    The share takes two rows of 16 bits, which sum to it: of one, each pair with the same count is off by up to 0.4 %.
+    """
+    if t.bias is None:
+        return t.grad.new_empty(0, *share.shape)
+    if not t.bias_divided:
+        return t.grad.new_ones(1, *share.shape)
+    parts = t.grad.new_empty(2, *share.shape)
+    parts[0].copy_(share)
+    torch.sub(share, parts[0], out=parts[1])
+    return parts
+
+
+def _product(left: Operand, right: Operand, share: Tensor, out: Tensor, depth: int) -> None:
+    kernel = PRODUCTS.tiled((depth,), out)
+    rows, columns = left.outer_size * left.inner_size, right.outer_size * right.inner_size
+    programs = triton.cdiv(rows, kernel["BLOCK_M"]) * triton.cdiv(columns, kernel["BLOCK_N"])
+    of_left, of_right = (any((side.outer_share, side.inner_share)) for side in (left, right))
+    share_of = "both" if of_left and of_right else "left" if of_left else "right"
+    kernel.run((programs,), left=left, right=right, share=share, out=out, depth=depth, SHARE_OF=share_of)
+
+
+def _put(where: Tensor, values: Tensor, mask: Tensor | None) -> None:
+    """Store values [s, i, c], times a mask [s, i]."""
+    if mask is None:
+        where.copy_(values)
+    else:
+        torch.mul(values, mask[..., None], out=where)
 
 
 def _sizes(s: int, i: int, j: int, c: int, d: int, z: int) -> dict[str, int]:

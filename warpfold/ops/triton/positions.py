@@ -193,6 +193,15 @@ def cast_weight(weight: Tensor, x: Tensor, rows: int) -> Tensor:
     return (weight.to(x.dtype) if rows >= CAST_ROWS else weight).contiguous()
 
 
+def fp32_product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Write the product of two matrices into `out`, in fp32 also where they have 16 bits."""
+    if left.element_size() == 2 and left.device.type != "cpu" and torch.version.hip is None:
+        torch.mm(left, right, out_dtype=torch.float32, out=out)
+    else:
+        # torch multiplies 16 bits into fp32 on NVIDIA's GPUs alone.
+        torch.mm(left.float(), right.float(), out=out)
+
+
 @triton.jit
 def offsets(x: tl.tuple, m: tl.tensor, axes: tl.tuple) -> tl.tensor:
     """Return where positions m begin in a `Strided`: elements, in 64 bits."""
