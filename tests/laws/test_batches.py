@@ -7,7 +7,7 @@ from torch import Tensor
 from tests.laws.test_plans import LIMIT, Work, example, model_for
 from warpfold.batch import Batch, stack
 from warpfold.data.features.choose import SampleConfig
-from warpfold.data.features.make import few_sizes, pad_features
+from warpfold.data.features.make import pad_features, padded_shape
 from warpfold.data.load.examples import Sample
 from warpfold.engine.learn import Learner, in_batches
 from warpfold.engine.optim import OptimConfig, Optimizer
@@ -31,9 +31,9 @@ def whole(work: Work, index: int) -> Batch:
     return features | {"seq_mask": torch.ones_like(features["seq_mask"])}
 
 
-def padded(batch: Batch, count: int) -> Batch:
+def padded(batch: Batch, count: int, multiple: int = 1) -> Batch:
     arrays = {name: x.numpy() for name, x in batch.items()}
-    found = pad_features(arrays, few_sizes(arrays, SAMPLES, count))
+    found = pad_features(arrays, padded_shape(arrays, multiple, SAMPLES, count))
     return {name: torch.from_numpy(x) for name, x in found.items()}
 
 
@@ -57,11 +57,15 @@ def assert_agree(found: list[Tensor], expected: list[Tensor]) -> None:
 COMPLEX = Work(chains=(3, 2, 3), residues=8, sequences=3, extra=2, templates=1, recycles=1)
 
 
-@pytest.mark.parametrize(("work", "count"), [(WORK, 1), (WORK, 4), (COMPLEX, 1)], ids=["one", "four", "complex"])
-def test_padding_changes_nothing(work: Work, count: int) -> None:
+@pytest.mark.parametrize(
+    ("work", "count", "multiple"),
+    [(WORK, 1, 1), (WORK, 4, 1), (COMPLEX, 1, 1), (WORK, 0, 16), (WORK, 2, 16), (COMPLEX, 0, 16)],
+    ids=str,
+)
+def test_padding_changes_nothing(work: Work, count: int, multiple: int) -> None:
     """Neither losses nor gradients, with dropout."""
     model, features = model_for(work), whole(work, 0)
-    more = padded(features, count)
+    more = padded(features, count, multiple)
     assert more["aatype"].shape > features["aatype"].shape
     assert_agree(trained(model, 1, [more]), trained(model, 1, [features]))
 

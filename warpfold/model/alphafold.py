@@ -89,29 +89,6 @@ class LastPass(NamedTuple):
         parts = zip(_unbound(self.representations, 0), _unbound(self.structure, 0))
         return [LastPass(representations, structure, self.recycles) for representations, structure in parts]
 
-    def without_padding(self, sequences: int, residues: int) -> "LastPass":
-        """Return the first rows of the alignment and the first residues, where the others were padding."""
-        r, s, only = self.representations, self.structure, slice(residues)
-        structure = replace(
-            s,
-            final_atom14=s.final_atom14[..., only, :, :],
-            final_atom37=s.final_atom37[..., only, :, :],
-            single=s.single[..., only, :],
-            frames=s.frames[..., only],
-            sidechain_frames=s.sidechain_frames[..., only, :],
-            angles=s.angles[..., only, :, :],
-            unnormalized_angles=s.unnormalized_angles[..., only, :, :],
-            atom14=s.atom14[..., only, :, :],
-            traj=s.traj[..., only, :],
-        )
-        representations = Representations(
-            msa=r.msa[..., :sequences, only, :],
-            pair=r.pair[..., only, only, :],
-            single=r.single[..., only, :],
-            msa_first_row=r.msa_first_row[..., only, :],
-        )
-        return LastPass(representations, structure, self.recycles)
-
 
 @dataclass(frozen=True)
 class Output:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from warpfold.model.axial import ALL, PLAIN, PlainExecution, Residues
@@ -48,21 +49,27 @@ class Errors:
 
 
 def predicted_errors(
-    head: nn.Module, z: Tensor, execution: PlainExecution = PLAIN, asym_id: Tensor | None = None
+    head: nn.Module,
+    z: Tensor,
+    execution: PlainExecution = PLAIN,
+    asym_id: Tensor | None = None,
+    length: int | None = None,
 ) -> Errors:
-    """Run the aligned-error head on z [I, N, c_z], some rows at a time: its logits never exist for all.
+    """Run the aligned-error head on z [I, P, c_z], some rows at a time: its logits never exist for all.
 
-    asym_id int64 [N] on the device of z: of a complex; 1 to C, 0 for none.  All processes that share the example call
-    this.
+    length: N, the true residues, which come first; the other P - N are padding, and count nowhere.  None: all.
+    asym_id: int64 [N] on the device of z, of a complex; 1 to C, 0 for none.
+    All processes that share the example call this.  The result has a row for each of the I residues of this process.
     """
-    count, tm = z.shape[-3], None
-    pae = torch.empty(count, z.shape[-2])
+    count, tm, padded = z.shape[-3], None, z.shape[-2]
+    length = padded if length is None else length
+    pae = torch.empty(count, length)
     found: dict[str, Tensor] = {}
     for rows in uniform_loop(execution.rows(count)):
-        logits = upcast_half(head(execution.fetch(z, rows)))
+        logits = upcast_half(head(execution.fetch(z, rows)[..., :length, :]))
         if tm is None:
             breaks = pae_breaks(logits.shape[-1]).to(logits.device)
-            tm, centers = TMScores(breaks, z.shape[-2], asym_id, execution.residues), _centers(breaks)
+            tm, centers = TMScores(breaks, length, asym_id, execution.residues, padded), _centers(breaks)
         probabilities = logits.softmax(-1)
         del logits
         pae[rows] = _expected(probabilities, centers).to("cpu", torch.float32)
@@ -127,16 +134,26 @@ def _expected(probabilities: Tensor, values: Tensor) -> Tensor:
 class TMScores:
     """Expected TM-scores of a prediction, from the probabilities of aligned errors of some frames at a time.
 
-    breaks [bins - 1]; length: residues in all; asym_id [N]: 1 to C, 0 for none, or None for one chain; residues: those
-    whose frames this process has, of which `rows` below are some.
+    breaks [bins - 1]; length: residues in all, N; asym_id [N]: 1 to C, 0 for none, or None for one chain; residues:
+    those whose frames this process has, of which `rows` below are some; padded: residues with the padding behind them,
+    whose frames have scores that `best` and `best_of_chains` leave out.
     """
 
-    def __init__(self, breaks: Tensor, length: int, asym_id: Tensor | None, residues: Residues = ALL) -> None:
-        self.length, self.residues = length, residues
+    def __init__(
+        self,
+        breaks: Tensor,
+        length: int,
+        asym_id: Tensor | None,
+        residues: Residues = ALL,
+        padded: int | None = None,
+    ) -> None:
+        self.length, self.residues, self.padded = length, residues, length if padded is None else padded
         self._breaks, self._score = breaks, _score(breaks, length)
         if asym_id is not None:
             self.asym_id = asym_id
-            self._here: list[int] = residues.local_shard(asym_id, -1).tolist()  # the chain of each residue held here
+            of_frames = F.pad(asym_id, (0, self.padded - length))
+            self._of_frames = residues.local_shard(of_frames, -1)  # the chain of each residue held here
+            self._here: list[int] = self._of_frames.tolist()
             self._columns = [(asym_id == chain + 1).nonzero()[:, 0] for chain in range(int(asym_id.max()))]
 
     def of_frames(self, probabilities: Tensor, rows: slice, between: bool = False) -> Tensor:
@@ -147,12 +164,12 @@ class TMScores:
         expected = _expected(probabilities, self._score)
         if not between:
             return expected.sum(-1) / (1e-8 + self.length)
-        pairs = self.residues.local_shard(self.asym_id, -1)[rows, None] != self.asym_id
+        pairs = self._of_frames[rows, None] != self.asym_id
         return (expected * pairs).sum(-1) / (1e-8 + pairs.sum(-1))
 
     def best(self, per_frame: Tensor) -> Tensor:
         """Return the score of the best frame of all, given those of this process's."""
-        return self.residues.all_gather(per_frame, -1, self.length).max()
+        return self.residues.all_gather(per_frame, -1, self.padded)[..., : self.length].max()
 
     def of_chains(self, probabilities: Tensor, rows: slice) -> Tensor:
         """Return the score of each frame over the residues of each chain: [I, C].
@@ -175,7 +192,7 @@ class TMScores:
 
     def best_of_chains(self, per_frame: Tensor) -> Tensor:
         """Return the score of every two chains [C, C], that of the best frame of either, given those here."""
-        per_frame = self.residues.all_gather(per_frame, -2, self.length)
+        per_frame = self.residues.all_gather(per_frame, -2, self.padded)
         best = per_frame.new_zeros(len(self._columns), len(self._columns))
         for chain, columns in enumerate(self._columns):
             best[chain] = per_frame[columns].amax(0)

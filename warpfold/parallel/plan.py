@@ -22,6 +22,8 @@ CACHED = 2**23  # 32 MiB in fp32
 # Bytes that could have moved while one more call begins.  Of 2^12 to 2^22 this loses least against the better way,
 # at most 1.15 times from 64 residues on, over NVLink, InfiniBand and Ethernet (docs/communication.md; modelled).
 CALL = 2**18
+# Triton compiles a kernel again for numbers that 16 does not divide (docs/kernels.md, "What is compiled").
+GPU_MULTIPLE = 16
 DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -75,7 +77,9 @@ class Plan:
     z lies there (of a CPU: in a temporary file), and is fetched and stored slice by slice.
     graph: record the passes and updates of a training as graphs of the device, and replay them; "auto": where
     `why_no_graphs` has nothing against it.
-    sizes: pad training examples so that each axis has at most so many sizes (`few_sizes`); 0: as they are.
+    pad_to: pad residues and alignment rows to a multiple of so many, in training and predictions; None: 16 on a CUDA
+    device, so that one set of compiled kernels serves all lengths, and 1 (no padding) on others (`multiple_on`).
+    sizes: pad training examples so that each axis has at most so many sizes (`padded_shape`); 0: only as `pad_to` says.
     batch: examples that go through the model together; they are padded to the largest of them.
     precision: of the trunk's activations; parameters, norms, softmax, frames, losses and logits stay in fp32, and so do
     the structure module and the heads, which project in bf16 too in "bf16_all".  "fp16": losses are scaled
@@ -102,6 +106,7 @@ class Plan:
     keep_blocks: int = 0
     offload: bool = False
     graph: Graph = "auto"
+    pad_to: int | None = None
     sizes: int = 0
     batch: int = 1
     precision: Precision = "fp32"
@@ -138,6 +143,8 @@ class Plan:
             )
         if self.sizes < 0 or self.batch < 1:
             raise ValueError(f"plan.sizes is {self.sizes}, plan.batch {self.batch}: at least 0 and 1")
+        if self.pad_to is not None and self.pad_to < 1:
+            raise ValueError(f"plan.pad_to is {self.pad_to}: at least 1, which pads nothing")
         if self.batch > 1 and self.axial * self.branch > 1:
             raise ValueError("plan.batch is for ranks that have an example each: leave plan.axial and plan.branch at 1")
         if self.threads is not None and self.threads < 1:
@@ -158,6 +165,10 @@ class Plan:
         p, position = ranks, residues**2 * itemsize
         gathered = 2 * (p - 1) / p * channels + 2 * (p - 1) / p**2 * c_z
         return (gathered - 6 * (p - 1) / p**2 * channels) * position > 2 * CALL
+
+    def multiple_on(self, device: str) -> int:
+        """Return the number to a multiple of which residues and alignment rows are padded on a kind of device."""
+        return self.pad_to or (GPU_MULTIPLE if device == "cuda" else 1)
 
     def why_no_graphs(self, device: str) -> str | None:
         """Say why the passes of a training are not recorded as graphs on a kind of device; None: they are.

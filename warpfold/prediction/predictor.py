@@ -14,13 +14,13 @@ import torch
 
 from warpfold import arguments
 from warpfold.arguments import Memory, PathLike, Seed, decides
-from warpfold.batch import stack, to_tensors
+from warpfold.batch import Batch, stack, to_tensors
 from warpfold.cost.machine import parse_memory
 from warpfold.data.example.guess import GuessLike, as_guess, guess_positions, own_template
 from warpfold.data.example.query_files import Complex
 from warpfold.data.example.raw_example import Assembly, Example, RawExample
 from warpfold.data.features.choose import SampleConfig
-from warpfold.data.features.make import as_one_chain, make_features
+from warpfold.data.features.make import as_one_chain, make_features, pad_batch
 from warpfold.data.features.msa import query_part
 from warpfold.device import caveats, device_of
 from warpfold.engine.gradient import Loss, Through, gradient_by_shares
@@ -147,6 +147,7 @@ class Predictor:
         self.recycling = fold_options.Recycling()
         self.dropout = False  # of the trunk, as in training, drawn by a prediction's seed
         self.chain_gap: int | None = None  # with which a model of single chains folds complexes
+        self.pad_to: int | None = None  # as `Plan.pad_to`
         self.msa_server: AlignmentServer | None = None
         self.to(device)
         for caveat in caveats(self.precision, self.device) if self.team.is_rank_zero else ():
@@ -545,10 +546,11 @@ class Predictor:
         Where memory runs out, the next tighter plan is tried.
         Errors: UserError where nothing fits, or even the tightest plan runs out.
         """
-        start, planned = time.perf_counter(), self.plan(prepared, asked.representations)
+        start, batch = time.perf_counter(), self._padded(prepared.batch)
+        planned = self.plan(replace(prepared, batch=batch), asked.representations)
         while True:
             try:
-                recycles, prediction = self._fold(prepared, planned.plan, asked)
+                recycles, prediction = self._fold(prepared, batch, planned.plan, asked)
                 break
             except (RuntimeError, MemoryError) as error:
                 planned = self.planner.after(planned, error)
@@ -568,11 +570,8 @@ class Predictor:
             raise ValueError("recycling that ends early or is kept, and dropout cannot share a pass")
         if len({(one.recycles, one.ensemble) for one in several}) > 1:
             raise ValueError("what shares a pass needs the same recycles and ensemble")
-        batch = stack([one.batch for one in several])
-        guess = torch.zeros(*batch["aatype"].shape, 37, 3)
-        for own, one in zip(guess, several):
-            if one.guess is not None:
-                own[: len(one.guess)] = one.guess
+        batch = self._padded(stack([one.batch for one in several]))
+        guess = torch.stack([_padded_guess(one.guess, batch["aatype"].shape[-1]) for one in several])
         planned = self.plan(replace(first, batch=batch), asked.representations)
         if planned.plan.offload:
             raise ValueError("with z in host memory each is folded alone")
@@ -580,8 +579,7 @@ class Predictor:
         with self._running(planned.plan, first):
             folded = self.model.fold(batch, first.recycles, start=self.model.first_recycled(batch, guess))
             for one, part in zip(several, folded.unbind()):
-                alone = part.without_padding(*one.batch["bert_mask"].shape[-2:])
-                found.append(self._read_out.prediction(one, alone, asked))
+                found.append(self._read_out.prediction(one, part, asked))
         seconds = (time.perf_counter() - start) / len(several)
         more = {"together": len(several), "plan": dict(planned.details)}
         details = [self._details(one, folded.recycles, seconds) | more for one in several]
@@ -591,16 +589,22 @@ class Predictor:
         found = details_of(prepared, recycles, seconds, None if self.model.templates is None else self.sample)
         return found | ({"dropout": True} if self.dropout else {})
 
-    def _fold(self, prepared: Prepared, plan: Plan, asked: fold_options.Asked) -> tuple[int, Prediction]:
+    def _padded(self, batch: Batch) -> Batch:
+        """Return features in the shape that the device gets: `padded_shape` decides it."""
+        return pad_batch(batch, Plan(pad_to=self.pad_to).multiple_on(self.device.type))
+
+    def _fold(self, prepared: Prepared, batch: Batch, plan: Plan, asked: fold_options.Asked) -> tuple[int, Prediction]:
+        """Fold a protein whose features have been padded to `batch`; return the recycles that it took, too."""
         recycled: list[PassStructure] = []
 
         def watch(handed_on: Recycled, activations: torch.Tensor) -> None:
             recycled.append(self._read_out.of_pass(prepared, handed_on, activations))
 
         with self._running(plan, prepared):
-            start = self.model.first_recycled(prepared.batch, prepared.guess)
+            guess = _padded_guess(prepared.guess, batch["aatype"].shape[-1])
+            start = self.model.first_recycled(batch, guess)
             watched = watch if asked.save_recycles else None
-            folded = self.model.fold(prepared.batch, prepared.recycles, watched, start)
+            folded = self.model.fold(batch, prepared.recycles, watched, start)
             prediction = self._read_out.prediction(prepared, folded, asked)
         return folded.recycles, replace(prediction, recycled=recycled)
 
@@ -654,6 +658,14 @@ class Predictor:
                 f"{name}: a complex, but these parameters are for single chains; give AlphaFold-Multimer's "
                 f"({MULTIMERS}), {called('chain_gap')} 200, or fold each chain alone (from Python: fold_many)"
             )
+
+
+def _padded_guess(guess: torch.Tensor | None, length: int) -> torch.Tensor:
+    """Return the positions [length, 37, 3] that the first pass starts from: zeros where there is no guess."""
+    positions = torch.zeros(length, 37, 3, dtype=None if guess is None else guess.dtype)
+    if guess is not None:
+        positions[: len(guess)] = guess
+    return positions
 
 
 def with_warnings(query: Query, prediction: Prediction) -> Prediction:

@@ -37,10 +37,19 @@ class Prepared:
     coverage: Coverage | None = None  # of the alignment
     guess: Tensor | None = None  # [N, 37, 3] angstrom: the positions that the first pass starts from
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The rows of the clustered alignment and the residues, as they are without padding."""
+        sequences, residues = self.batch["bert_mask"].shape[-2:]
+        return sequences, residues
+
 
 @dataclass(frozen=True)
 class ReadOut:
-    """Makes predictions of a model's last passes; all processes of the team that share an example call it."""
+    """Makes predictions of a model's last passes; all processes of the team that share an example call it.
+
+    A pass may have been padded (`padded_shape`).  Predictions have the sizes of the example without padding.
+    """
 
     model: AlphaFold
     team: Team
@@ -48,39 +57,40 @@ class ReadOut:
     def prediction(self, prepared: Prepared, folded: LastPass, asked: Asked) -> Prediction:
         """Return a prediction, and how sure the model is of it."""
         model, (r, structure, _), assembly = self.model, folded, prepared.assembly
-        asym_id, length = self._asym_id(prepared), assembly.length
+        asym_id, (sequences, length), padded = self._asym_id(prepared), prepared.sizes, r.single.shape[-2]
+        single, activations, msa = r.single[:length], structure.single[:length], r.msa[:sequences]
         logits: dict[str, np.ndarray | None] = {}
         with model.computing():
-            of_plddt = model.plddt(structure.single)
+            of_plddt = model.plddt(activations)
             plddt = confidence.plddt(of_plddt)
             errors = None
             if model.pae is not None:
-                errors = confidence.predicted_errors(model.pae, r.pair, model.execution, asym_id)
+                errors = confidence.predicted_errors(model.pae, r.pair, model.execution, asym_id, length)
             distances = self._distances(r.pair, length, asked)
             if asked.logits:
-                logits = {"plddt": _numpy(of_plddt), "resolved": _numpy(model.resolved(r.single))}
-                logits["masked_msa"] = self._whole(model.masked_msa(r.msa), -2, length)
+                logits = {"plddt": _numpy(of_plddt), "resolved": _numpy(model.resolved(single))}
+                logits["masked_msa"] = self._whole(model.masked_msa(msa), -2, padded, length)
                 logits["distogram"] = distances.pop("logits")
                 if model.pae is not None:
                     logits["pae"] = self._pae_logits(model.pae, r.pair, length)
         pairs, pair = None if errors is None else errors.chain_pair_iptm, r.pair
         if asked.representations and isinstance(r.pair, HostTensor):  # which no operation can take whole
             pair = torch.empty(r.pair.shape, dtype=r.pair.dtype)
-            for rows in model.execution.rows(r.pair.shape[-3]):
-                pair[rows] = model.execution.fetch(r.pair, rows).to("cpu")
+            for part in model.execution.rows(r.pair.shape[-3]):
+                pair[part] = model.execution.fetch(r.pair, part).to("cpu")
         return Prediction(
             name=assembly.name,
             sequence="".join(chain.sequence for chain in assembly.chains),
-            positions=_numpy(structure.final_atom37),
+            positions=_numpy(structure.final_atom37[:length]),
             mask=_numpy(prepared.batch["atom37_atom_exists"]),
             plddt=_numpy(plddt),
-            pae=None if errors is None else self._whole(errors.pae, -2, length),
+            pae=None if errors is None else self._whole(errors.pae, -2, padded, length),
             max_pae=None if errors is None else errors.max_pae,
             ptm=None if errors is None else errors.ptm,
-            single=_numpy(r.single) if asked.representations else None,
-            pair=self._whole(pair, -3, length) if asked.representations else None,
-            msa=self._whole(r.msa, -2, length) if asked.representations else None,
-            structure_module=_numpy(structure.single) if asked.representations else None,
+            single=_numpy(single) if asked.representations else None,
+            pair=self._whole(pair[:, :length], -3, padded, length) if asked.representations else None,
+            msa=self._whole(msa, -2, padded, length) if asked.representations else None,
+            structure_module=_numpy(activations) if asked.representations else None,
             chain_ids=assembly.ids,
             asym_id=None if asym_id is None else asym_id.cpu().numpy().astype(np.int32),
             iptm=None if errors is None else errors.iptm,
@@ -92,14 +102,14 @@ class ReadOut:
 
     def of_pass(self, prepared: Prepared, recycled: Recycled, activations: Tensor) -> PassStructure:
         """Read out a pass before the last, from the state it hands on and the structure module's activations."""
-        model, errors = self.model, None
+        model, errors, (_, length) = self.model, None, prepared.sizes
         with model.computing():
-            plddt = confidence.plddt(model.plddt(activations))
+            plddt = confidence.plddt(model.plddt(activations[:length]))
             if model.pae is not None:
                 asym_id = self._asym_id(prepared)
-                errors = confidence.predicted_errors(model.pae, recycled.pair, model.execution, asym_id)
+                errors = confidence.predicted_errors(model.pae, recycled.pair, model.execution, asym_id, length)
         tm = (None, None) if errors is None else (errors.ptm, errors.iptm)
-        return PassStructure(_numpy(recycled.positions), _numpy(plddt), *tm)
+        return PassStructure(_numpy(recycled.positions[:length]), _numpy(plddt), *tm)
 
     def _asym_id(self, prepared: Prepared) -> Tensor | None:
         """Return the chain of each residue of a complex; None of a single chain."""
@@ -107,10 +117,12 @@ class ReadOut:
         chain = torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))
         return chain.to(self.model.device) if len(lengths) > 1 else None
 
-    def _whole(self, x: Tensor, axis: int, length: int, dtype: torch.dtype = torch.float32) -> np.ndarray | None:
-        """Collect a tensor that is sharded along residues; None on ranks other than 0."""
-        found = self.team.gather_shards(x, axis, length, dtype)
-        return None if found is None else found.numpy()
+    def _whole(
+        self, x: Tensor, axis: int, padded: int, length: int, dtype: torch.dtype = torch.float32
+    ) -> np.ndarray | None:
+        """Collect a tensor that is sharded along residues, without their padding; None on ranks other than 0."""
+        found = self.team.gather_shards(x, axis, padded, dtype)
+        return None if found is None else found.narrow(axis, 0, length).numpy()
 
     def _distances(self, z: Tensor, length: int, asked: Asked) -> dict[str, Any]:
         """Return the requested parts of the distogram: logits, probabilities, those of contacts, and the bins' edges.
@@ -119,39 +131,39 @@ class ReadOut:
         """
         if not (asked.distogram or asked.logits):
             return {}
-        shape = (*z.shape[:-1], self.model.config.heads.distogram_bins)
+        shape, padded = (z.shape[-3], length, self.model.config.heads.distogram_bins), z.shape[-2]
         edges, of_contacts = distogram_breaks(shape[-1]), torch.empty(shape[:-1], dtype=torch.float16)
         raw = _in_file(shape, torch.float32, "logits") if asked.logits else None
         found = _in_file(shape, torch.float16, "--distogram") if asked.distogram else None
-        for rows, logits in self.model.distogram.in_slices(z):
+        for rows, with_padding in self.model.distogram.in_slices(z):
+            logits = with_padding[..., :length, :]
             if raw is not None:
                 raw[rows] = logits.to("cpu")
             if found is not None:
                 probabilities = logits.softmax(-1)
                 found[rows] = probabilities.to("cpu", torch.float16)
                 of_contacts[rows] = confidence.contact_probabilities(probabilities, edges).to("cpu", torch.float16)
-        distances: dict[str, Any] = {} if raw is None else {"logits": self._gathered(raw, length, "logits")}
+        distances: dict[str, Any] = {} if raw is None else {"logits": self._gathered(raw, padded, length, "logits")}
         if found is not None:
-            distances["distogram"] = self._gathered(found, length, "--distogram")
-            distances["contacts"] = self._whole(of_contacts, -2, length, torch.float16)
+            distances["distogram"] = self._gathered(found, padded, length, "--distogram")
+            distances["contacts"] = self._whole(of_contacts, -2, padded, length, torch.float16)
             distances["distogram_edges"] = edges.numpy()
         return distances
 
     def _pae_logits(self, head: nn.Module, z: Tensor, length: int) -> np.ndarray | None:
         """Return the logits of the aligned error, in a temporary file."""
-        shape = (*z.shape[:-1], self.model.config.heads.pae_bins)
-        found = _in_file(shape, torch.float32, "logits")
+        found = _in_file((z.shape[-3], length, self.model.config.heads.pae_bins), torch.float32, "logits")
         for rows in uniform_loop(self.model.execution.rows(z.shape[-3])):
-            found[rows] = head(self.model.execution.fetch(z, rows)).to("cpu")
-        return self._gathered(found, length, "logits")
+            found[rows] = head(self.model.execution.fetch(z, rows)[..., :length, :]).to("cpu")
+        return self._gathered(found, z.shape[-2], length, "logits")
 
-    def _gathered(self, x: Tensor, length: int, asked_by: str) -> np.ndarray | None:
+    def _gathered(self, x: Tensor, padded: int, length: int, asked_by: str) -> np.ndarray | None:
         """Collect what lies in files: rows of residues by residues by bins; None on ranks other than 0."""
         whole = None
         if self.team.mesh.axial.size > 1 and self.team.is_example_leader:
-            whole = _in_file((length, *x.shape[1:]), x.dtype, asked_by)
-        gathered = self.team.gather_shards(x, -3, length, out=whole)
-        return None if gathered is None else gathered.numpy()
+            whole = _in_file((padded, *x.shape[1:]), x.dtype, asked_by)
+        gathered = self.team.gather_shards(x, -3, padded, out=whole)
+        return None if gathered is None else gathered[:length].numpy()
 
 
 def _in_file(shape: tuple[int, ...], dtype: torch.dtype, asked_by: str) -> Tensor:

@@ -271,6 +271,7 @@ def load(
         config.train.seed,
         assemblies=config.model.multimer is not None,
         sizes=config.plan.sizes,
+        multiple=config.plan.multiple_on(torch.device(device).type),
     )
     quarantine = Quarantine(math.ceil(config.train.quarantine * len(order)), ledger.quarantined, set_aside)
     examples = RunOrder(order, schedule, quarantine, passes, ledger.use)

@@ -126,7 +126,7 @@ def train(
         log = stack.enter_context(open_log(run, config, state, watch, team))
         signals.answer = partial(log.phase, "stopping")
         ledger = stack.enter_context(open_ledger(run, config, state, origin, replay, team))
-        store = keep_trunk(run, config, sources, origin, team)
+        store = keep_trunk(run, config, sources, origin, team, torch.device(device).type)
         if trunk is not None:
             trunk.store = store
         examples, loader = load(config, sources, state, ledger, log, device, team, store)
@@ -253,7 +253,7 @@ def frozen_trunk(model: AlphaFold, config: RunConfig) -> FrozenTrunk | None:
 
 
 def keep_trunk(
-    run: RunFolder, config: RunConfig, sources: Sequence[Source], origin: Mapping[str, str], team: Team
+    run: RunFolder, config: RunConfig, sources: Sequence[Source], origin: Mapping[str, str], team: Team, device: str
 ) -> TrunkStore | None:
     """Return the store of what the trunk makes, and say how large it may get, or why there is none.
 
@@ -272,7 +272,8 @@ def keep_trunk(
         try:
             said = store.check_room(*largest_store(sources, *sizes))
             about = settings.to_dict(config)
-            made_by = [identity(about), plan.precision, plan.sizes, sorted(origin.items())]
+            padding = plan.sizes, plan.multiple_on(device)
+            made_by = [identity(about), plan.precision, *padding, sorted(origin.items())]
             store.begin(fingerprint(repr(made_by).encode()))
         except UserError as error:
             why = str(error)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from warpfold.batch import Batch, to_tensors
+from warpfold.data.features.make import pad_features, padded_shape
 from warpfold.data.store.store import Store
 from warpfold.data.structure.chain import Chain
 from warpfold.engine.checkpoint import Checkpoint
@@ -219,6 +220,7 @@ class Judge:
     ) -> None:
         self.model, self.loss, self.device, self._check = model, config.loss, device, check
         plan = config.plan
+        self._multiple = plan.multiple_on(device.type)
         fixed = {"precision": plan.precision, "kernels": plan.kernels, "tf32": plan.tf32}
         self._planner = FoldPlanner(model.config, device, fixed)
 
@@ -232,7 +234,8 @@ class Judge:
         if example.reason:
             return example.reason
         model, asks = self.model, self.model.config
-        batch = to_tensors(example.features, self.device)
+        padded = pad_features(example.features, padded_shape(example.features, self._multiple))
+        batch = to_tensors(padded, self.device)
         try:
             chosen = self._planner.choose(sizes_of_batch(batch), asks.recycles, asks.ensemble)
             while True:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ from tests.data.examples import example, templates
 from warpfold.batch import FEATURES, NO_ROW, to_tensors
 from warpfold.data.example.raw_example import from_sequence
 from warpfold.data.features.choose import SampleConfig, select
-from warpfold.data.features.make import few_sizes, make_features, pad_features, template_features
+from warpfold.data.features.make import make_features, pad_batch, pad_features, padded_shape, template_features
 from warpfold.data.features.msa import msa_features
 from warpfold.geometry.residue import GAP
 from warpfold.keyed import keyed_rng
@@ -226,26 +227,55 @@ def test_the_loss_is_clamped_in_as_many_examples_as_the_settings_say(share: floa
     assert "use_clamped_fape" not in make_features(example(labels=False), config, 0, ("x", 0), train=True)
 
 
-def test_few_sizes_of_every_axis() -> None:
-    config = SampleConfig(crop=8, max_msa=6, max_extra=9, max_templates=4)
-    shapes = {"aatype": 5, "bert_mask": (1, 2, 5), "extra_msa": (1, 7, 5), "template_aatype": (3, 5)}
-    features = {name: np.ones(shape, np.uint8) for name, shape in shapes.items()}
-    assert few_sizes(features, config, 1) == {"res": 8, "seq": 6, "extra": 9, "tmpl": 4}
-    assert few_sizes(features, config, 2) == {"res": 8, "seq": 3, "extra": 10, "tmpl": 4}
-    assert few_sizes(features, config, 4) == {"res": 6, "seq": 2, "extra": 9, "tmpl": 3}
-    without = features | {"template_aatype": np.ones((0, 5), np.uint8)}
-    assert few_sizes(without, config, 1)["tmpl"] == 0
-    joined = features | {"alignment": np.ones((9, 5), np.uint8), "centre_rows": np.zeros((1, 2), np.int64)}
-    assert few_sizes(joined, dataclasses.replace(config, chain_rows=14), 2) == {
-        "res": 8,
-        "seq": 3,
-        "extra": 10,
-        "row": 14,
+def shapes_of(**sizes: int) -> dict[str, np.ndarray]:
+    """Return features that show the sizes of the axes, and no more."""
+    shapes = {
+        "aatype": (sizes["res"],),
+        "bert_mask": (1, sizes["seq"], sizes["res"]),
+        "extra_msa": (1, sizes["extra"], sizes["res"]),
+        "template_aatype": (sizes["tmpl"], sizes["res"]),
     }
+    features = {name: np.ones(shape, np.uint8) for name, shape in shapes.items()}
+    if "row" in sizes:
+        features["alignment"] = np.ones((sizes["row"], sizes["res"]), np.uint8)
+        features["centre_rows"] = np.zeros((1, sizes["seq"]), np.int64)
+    return features
+
+
+def test_a_training_has_few_sizes_of_every_axis() -> None:
+    config = SampleConfig(crop=8, max_msa=6, max_extra=9, max_templates=4, chain_rows=14)
+    features = shapes_of(res=5, seq=2, extra=7, tmpl=3)
+    assert padded_shape(features, 1, config, 1) == {"res": 8, "seq": 6, "extra": 9, "tmpl": 4}
+    assert padded_shape(features, 1, config, 2) == {"res": 8, "seq": 3, "extra": 10, "tmpl": 4}
+    assert padded_shape(features, 1, config, 4) == {"res": 6, "seq": 2, "extra": 9, "tmpl": 3}
+    assert padded_shape(shapes_of(res=5, seq=2, extra=7, tmpl=0), 1, config, 1)["tmpl"] == 0
+    joined = shapes_of(res=5, seq=2, extra=7, tmpl=3, row=9)
+    assert padded_shape(joined, 1, config, 2) == {"res": 8, "seq": 3, "extra": 10, "row": 14, "tmpl": 3}
     assert pad_features(joined, {"seq": 3})["centre_rows"].tolist() == [[0, 0, NO_ROW]]
-    assert "res" not in few_sizes(features, SampleConfig(), 2)  # whole chains
-    padded = pad_features(features, few_sizes(features, config, 2))
-    assert [padded[name].shape for name in shapes] == [(8,), (1, 3, 8), (1, 10, 8), (4, 8)]
+    assert padded_shape(features, 1, SampleConfig(), 2)["res"] == 5  # whole chains
+    padded = pad_features(features, padded_shape(features, 1, config, 2))
+    assert [x.shape for x in padded.values()] == [(8,), (1, 3, 8), (1, 10, 8), (4, 8)]
+
+
+def test_a_padded_shape_has_multiples_that_kernels_serve() -> None:
+    """Of the rows of m, which are the alignment's and the templates'; a complex keeps its templates."""
+    features = shapes_of(res=101, seq=124, extra=1024, tmpl=4)
+    assert padded_shape(features, 16) == {"res": 112, "seq": 124, "extra": 1024, "tmpl": 4}
+    features = shapes_of(res=96, seq=1, extra=1, tmpl=1)
+    assert padded_shape(features, 16) == {"res": 96, "seq": 14, "extra": 16, "tmpl": 2}
+    assert padded_shape(features, 1) == {"res": 96, "seq": 1, "extra": 1, "tmpl": 1}
+    complex_of_two = shapes_of(res=30, seq=5, extra=3, tmpl=1, row=9)
+    assert padded_shape(complex_of_two, 16) == {"res": 32, "seq": 15, "extra": 16, "row": 16, "tmpl": 1}
+    config = SampleConfig(crop=250, max_msa=124, max_extra=1024, max_templates=4)
+    assert padded_shape(features, 16, config, 2) == {"res": 128, "seq": 62, "extra": 512, "tmpl": 2}
+
+
+def test_features_of_several_examples_are_padded_alike() -> None:
+    features = {"aatype": torch.ones(2, 5, dtype=torch.uint8), "msa_mask": torch.ones(2, 1, 3, 5)}
+    padded = pad_batch(features, 4)
+    assert {name: x.shape for name, x in padded.items()} == {"aatype": (2, 8), "msa_mask": (2, 1, 4, 8)}
+    assert padded["msa_mask"].sum() == features["msa_mask"].sum()
+    assert pad_batch(features, 1) is features
 
 
 # What follows from residue types and atoms.

@@ -262,3 +262,10 @@ def test_ranks_share_a_step_and_give_their_state_together(store: Store, tmp_path
             rank.close()
     alone = take(store, puppet, steps=4, start=state)
     assert indices(alone) == [0, 5, 6, 7]
+
+
+def test_examples_are_padded_to_a_multiple(store: Store) -> None:
+    make = Maker((store,), CONFIG, 3, multiple=16)
+    for sample in take(store, make, steps=3):
+        assert sample.features["msa_mask"].shape[-2:] == (16, 16)
+        assert sample.features["seq_mask"].sum() == 8

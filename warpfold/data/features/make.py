@@ -5,13 +5,13 @@ then the rows of each entity that stand alone, with gaps under the other entitie
 is random is drawn here; the clusters of an assembly are made in the model (model/clusters.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from warpfold.batch import FEATURES, Arrays, padding
+from warpfold.batch import FEATURES, Arrays, Batch, padding
 from warpfold.data.example.pairing import pair_rows
 from warpfold.data.example.raw_example import Assembly, Example, RawExample, Templates, profile_of
 from warpfold.data.features.choose import SampleConfig, choose_templates, delete_blocks, select, with_query
@@ -84,30 +84,72 @@ def padded_sizes(config: SampleConfig, length: int, train: bool) -> dict[str, in
     return {"res": (config.crop if train else None) or length, "seq": config.max_msa, "extra": config.max_extra}
 
 
-def few_sizes(features: Arrays, config: SampleConfig, count: int) -> dict[str, int]:
-    """Return the sizes to which a training example is padded so that each axis has at most `count` sizes (not 0).
+def padded_shape(
+    features: Mapping[str, np.ndarray | torch.Tensor],
+    multiple: int,
+    config: SampleConfig | None = None,
+    count: int = 0,
+) -> dict[str, int]:
+    """Decide the padded shape of an example, the one that kernels and graphs see: the size of each axis by its name.
 
-    They are the multiples of a share of the largest: of the crop's residues, of the rows of both alignments, and in a
-    monomer of the templates.  An example without templates stays so; whole chains (no crop) keep their length.  A
-    complex keeps its templates, whose mean the model takes; the rows from which its own are drawn are padded likewise,
-    to shares of what a chain has at most, but more chains have more of them.
+    Every prediction, validation and training example is padded to this shape, and masks leave the padding out.
+
+    multiple: residues, rows of the extra alignment, and rows of the clustered alignment together with the rows that the
+    templates add to it become a multiple of this number (`Plan.multiple_on`); with 1 they stay.  A monomer with
+    templates gets an even number of them, because Triton compiles a kernel again for an axis of 1.
+    config, count: limit a training to `count` sizes of each axis; 0: no limit.  The sizes are multiples of a share of
+    the largest size: of the crop's residues, of the rows of both alignments, and in a monomer of the templates.  Whole
+    chains have no crop, and so no limit.
+
+    An example without templates stays without.  A complex keeps its templates, because the model takes their mean.  The
+    rows from which a complex draws its clusters are padded like the others.  Their limit holds for one chain, and more
+    chains have more rows.
     """
-    most = {"res": config.crop or 0, "seq": config.max_msa, "extra": config.max_extra}
-    most |= {"row": config.chain_rows} if "alignment" in features else {"tmpl": config.max_templates}
-    sizes = {str(axis): size for name, x in features.items() for axis, size in zip(FEATURES[name].axes, x.shape)}
-    steps = {axis: -(-largest // count) for axis, largest in most.items() if largest}
-    return {axis: -(-sizes[axis] // step) * step for axis, step in steps.items() if axis in sizes}
+    sizes = {
+        str(axis): size
+        for name, x in features.items()
+        for axis, size in zip(reversed(FEATURES[name].axes), reversed(x.shape))
+    }
+    is_complex = "alignment" in features
+    if config is not None and count:
+        most = {"res": config.crop or 0, "seq": config.max_msa, "extra": config.max_extra}
+        most |= {"row": config.chain_rows} if is_complex else {"tmpl": config.max_templates}
+        steps = {axis: -(-largest // count) for axis, largest in most.items() if largest and axis in sizes}
+        sizes |= {axis: _round_up(sizes[axis], step) for axis, step in steps.items()}
+    if multiple > 1:
+        if not is_complex and "tmpl" in sizes:
+            sizes["tmpl"] = _round_up(sizes["tmpl"], 2)
+        templates = sizes.get("tmpl", 0)
+        sizes["seq"] = _round_up(sizes["seq"] + templates, multiple) - templates
+        sizes |= {axis: _round_up(sizes[axis], multiple) for axis in ("res", "extra", "row") if axis in sizes}
+    return {axis: sizes[axis] for axis in ("res", "seq", "extra", "row", "tmpl") if axis in sizes}
+
+
+def _round_up(size: int, step: int) -> int:
+    return -(-size // step) * step
 
 
 def pad_features(features: Arrays, sizes: dict[str, int]) -> Arrays:
-    """Return the arrays with the axes named in `sizes` padded (masked) to at least those sizes."""
+    """Return the arrays with the axes named in `sizes` padded (masked) to at least those sizes.
+
+    The arrays may have leading batch axes.
+    """
     padded = {}
     for name, array in features.items():
         axes = FEATURES[name].axes
-        missing = [max(sizes.get(str(axis), 0) - size, 0) for axis, size in zip(axes, array.shape)]
-        widths = [(0, more) for more in missing]
+        shape = array.shape[array.ndim - len(axes) :]
+        missing = [max(sizes.get(str(axis), 0) - size, 0) for axis, size in zip(axes, shape)]
+        widths = [*[(0, 0)] * (array.ndim - len(axes)), *((0, more) for more in missing)]
         padded[name] = np.pad(array, widths, constant_values=padding(name)) if any(missing) else array
     return padded
+
+
+def pad_batch(batch: Batch, multiple: int) -> Batch:
+    """Return features in main memory, of one example or several, padded to their `padded_shape`."""
+    if multiple == 1:
+        return batch
+    padded = pad_features({name: x.numpy() for name, x in batch.items()}, padded_shape(batch, multiple))
+    return {name: torch.from_numpy(x) for name, x in padded.items()}
 
 
 def template_features(templates: Templates | None, length: int) -> Arrays:

@@ -10,7 +10,7 @@ from typing import Any
 
 from warpfold.batch import Arrays, Batch
 from warpfold.data.features.choose import SampleConfig
-from warpfold.data.features.make import few_sizes, make_features, pad_features
+from warpfold.data.features.make import make_features, pad_features, padded_shape
 from warpfold.data.load.order import Order, SourceEntry
 from warpfold.data.load.schedule import Draw, Schedule, State
 from warpfold.data.load.workers import Failed, Make
@@ -24,7 +24,7 @@ class Maker:
     """Make the features of examples: what each worker gets, the stores and settings.
 
     assemblies: for a model of complexes, to which a chain is an assembly of one (`stored_example.open_entry`).
-    sizes: pad each axis to one of so many sizes (`make.few_sizes`); 0: none is padded.
+    sizes, multiple: pad each axis to one of so many sizes, and to a multiple of a number (`make.padded_shape`).
     """
 
     stores: tuple[Store, ...]
@@ -33,6 +33,7 @@ class Maker:
     train: bool = True
     assemblies: bool = False
     sizes: int = 0
+    multiple: int = 1
 
     def __call__(self, source: int, key: str, index: int, passes: int) -> Arrays:
         """Return the features of a store's entry `key`, drawn for example `index`: arrays of the feature table.
@@ -41,9 +42,7 @@ class Maker:
         """
         example = open_entry(self.stores[source], key, self.assemblies)
         features = make_features(example, self.config, self.seed, (key, index), passes, self.train)
-        if not self.sizes:
-            return features
-        return pad_features(features, few_sizes(features, self.config, self.sizes))
+        return pad_features(features, padded_shape(features, self.multiple, self.config, self.sizes))
 
 
 class Quarantine:

@@ -41,8 +41,13 @@ class Strided(NamedTuple):
 
     @staticmethod
     def of(t: Tensor | None, strides: Sequence[int], most: int, *rest: int) -> "Strided":
-        """Divide the strides by their greatest common divisor with `most`; rest: strides that follow as they are."""
+        """Divide the strides by their greatest common divisor with `most`; rest: strides that follow as they are.
+
+        Strides that 16 divides are not divided, because Triton specialises for these itself.  Their sixteenths would be
+        multiples of 16 for some lengths and not for others, and each kind would be compiled.
+        """
         unit = math.gcd(most, *strides)
+        unit = 1 if unit == 16 else unit
         return Strided(t, (*(s // unit for s in strides), *rest), tl.constexpr(unit))
 
 

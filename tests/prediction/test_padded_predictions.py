@@ -1,0 +1,154 @@
+"""Predictions whose features are padded, as on a GPU, are those without padding: in fp64, on a CPU."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers import as_multimer, filled_model, random_batch, tiny_config
+from tests.ranks import run_ranks
+from warpfold.data.example.raw_example import Assembly, from_sequence
+from warpfold.data.features.choose import SampleConfig
+from warpfold.data.formats.alignment import parse_a3m
+from warpfold.model.alphafold import HeadsConfig, ModelConfig
+from warpfold.parallel.mesh import make_mesh
+from warpfold.parallel.plan import Plan
+from warpfold.parallel.team import ProcessInfo, Team
+from warpfold.prediction.fold_options import Asked, Recycling
+from warpfold.prediction.outputs import Prediction
+from warpfold.prediction.predictor import Predictor, Prepared
+from warpfold.prediction.queries import query_of
+
+ALL = Asked(representations=True, distogram=True, logits=True, save_recycles=True)
+LETTERS = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRV"
+MONOMER = tiny_config(heads=HeadsConfig(plddt_c=8, pae=True))
+MULTIMER = as_multimer(tiny_config(recycle_tolerance=0.5))
+
+
+def predictor_of(config: ModelConfig, templates: int = 0, team: Team | None = None, **plan: Any) -> Predictor:
+    config = replace(config, templates=replace(config.templates, enabled=templates > 0))
+    sample = SampleConfig(max_msa=5, max_extra=4, max_templates=templates)
+    return Predictor(filled_model(config).double(), precision="fp64", sample=sample, team=team, **plan)
+
+
+def chain(predictor: Predictor, length: int, rows: int, templates: int = 0, recycles: int = 2) -> Prepared:
+    """Prepare a chain with so many rows beside its own, and with random templates."""
+    sequence, rng = LETTERS[:length], np.random.default_rng(length)
+    drawn = ("".join(rng.choice([*LETTERS, "-"], length)) for _ in range(rows))
+    a3m = "".join(f">{i}\n{row}\n" for i, row in enumerate([sequence, *drawn]))
+    one = from_sequence(sequence, [parse_a3m(a3m, "q", sequence)], "q")
+    prepared = predictor.prepare(Assembly("q", ("A",), (one,)), seed=1, recycles=recycles)
+    if not templates:
+        return prepared
+    more = random_batch(residues=length, templates=templates, seed=length)
+    return replace(prepared, batch=prepared.batch | {k: x for k, x in more.items() if k.startswith("template_")})
+
+
+def both(predictor: Predictor, prepared: Prepared, pad_to: int) -> tuple[Prediction, Prediction]:
+    """Return a prediction with padding and without."""
+    found = []
+    for predictor.pad_to in (pad_to, None):
+        found.append(predictor.compute(prepared, ALL))
+    return found[0], found[1]
+
+
+def assert_equal(padded: Prediction, expected: Prediction) -> None:
+    """Compare everything that a prediction holds; results are kept in fp32 and, of the distogram, in fp16."""
+    for name in ("positions", "plddt", "mask", "pae", "single", "pair", "msa", "structure_module", "asym_id",
+                 "chain_pair_iptm", "contacts", "distogram"):  # fmt: skip
+        one, other = getattr(padded, name), getattr(expected, name)
+        assert (one is None) == (other is None), name
+        if other is not None:
+            assert one.shape == other.shape, name
+            limit = 1e-3 if other.dtype == np.float16 else 2e-6
+            np.testing.assert_allclose(one, other, rtol=limit, atol=limit, err_msg=name)
+    assert padded.logits.keys() == expected.logits.keys() >= {"plddt", "resolved", "masked_msa", "distogram", "pae"}
+    for name, logits in expected.logits.items():
+        assert padded.logits[name].shape == logits.shape, name
+        np.testing.assert_allclose(padded.logits[name], logits, rtol=1e-5, atol=1e-5, err_msg=name)
+    for name in ("ptm", "iptm", "max_pae"):
+        assert getattr(padded, name) == pytest.approx(getattr(expected, name), abs=1e-6), name
+    assert padded.confidences() == pytest.approx(expected.confidences(), abs=1e-4)
+    assert padded.details["recycles"] == expected.details["recycles"]
+    assert len(padded.recycled) == len(expected.recycled)
+    for one, other in zip(padded.recycled, expected.recycled):
+        np.testing.assert_allclose(one.positions, other.positions, rtol=2e-6, atol=2e-6)
+        np.testing.assert_allclose(one.plddt, other.plddt, rtol=2e-6, atol=2e-6)
+        assert one.ptm == pytest.approx(other.ptm, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "plan", [{"chunk": 0}, {"chunk": 4}, {"chunk": 3, "offload": True}], ids=["whole", "slices", "offloaded"]
+)
+@settings(max_examples=6, deadline=None)
+@given(
+    length=st.integers(1, 40), rows=st.integers(0, 12), templates=st.integers(0, 3), pad_to=st.sampled_from([2, 8, 16])
+)
+def test_a_padded_chain_is_predicted_as_without_padding(
+    plan: dict[str, Any], length: int, rows: int, templates: int, pad_to: int
+) -> None:
+    predictor = predictor_of(MONOMER, templates, **plan)
+    prepared = chain(predictor, length, rows, templates, recycles=1)
+    assert_equal(*both(predictor, prepared, pad_to))
+
+
+@pytest.mark.parametrize("plan", [{"chunk": 0}, {"chunk": 4}], ids=["whole", "slices"])
+@settings(max_examples=4, deadline=None)
+@given(lengths=st.lists(st.integers(1, 12), min_size=2, max_size=3), tolerance=st.sampled_from([0.0, 0.5, 1e3]))
+def test_a_padded_complex_is_predicted_as_without_padding(
+    plan: dict[str, Any], lengths: list[int], tolerance: float
+) -> None:
+    """With recycling that ends early, and with the scores of pairs of chains."""
+    predictor = predictor_of(MULTIMER, templates=2, **plan)
+    predictor.recycling = Recycling(tolerance)
+    query = query_of([LETTERS[i : i + length] for i, length in enumerate(lengths)], (), "q")
+    prepared = predictor.prepare(query.assembly, seed=1, recycles=3)
+    assert_equal(*both(predictor, prepared, 16))
+
+
+def test_a_guess_and_an_ensemble_are_padded() -> None:
+    predictor = predictor_of(MONOMER)
+    prepared = chain(predictor, 13, 4, recycles=0)
+    guess = np.random.default_rng(0).normal(0, 8, (13, 37, 3))
+    query = query_of(LETTERS[:13], (), "q")
+    given = predictor.prepare(
+        query.assembly, seed=1, recycles=1, ensemble=2, initial_guess={"A": (guess, np.ones((13, 37)))}
+    )
+    assert given.guess is not None
+    for one in (prepared, given):
+        assert_equal(*both(predictor, one, 16))
+
+
+def test_proteins_that_share_a_pass_are_padded() -> None:
+    predictor = predictor_of(MONOMER)
+    several = [chain(predictor, length, rows, recycles=1) for length, rows in ((9, 5), (18, 2))]
+    asked = replace(ALL, save_recycles=False)
+    alone = [predictor.compute(one, asked) for one in several]
+    predictor.pad_to = 16
+    for one, other in zip(predictor.compute_together(several, asked), alone):
+        assert_equal(one, other)
+
+
+def test_a_padded_protein_is_shared_by_ranks() -> None:
+    """Shards hold padding at their ends, or nothing else: 11 of 16 residues on 3 ranks."""
+
+    def on_a_rank() -> Prediction:
+        mesh = make_mesh(1, 3, 1)
+        predictor = predictor_of(MONOMER, team=Team(ProcessInfo(mesh.world.rank, 3), mesh), chunk=4)
+        predictor.pad_to = 16
+        return predictor.compute(chain(predictor, 11, 3), ALL)
+
+    padded = run_ranks(on_a_rank, 3)[0]
+    predictor = predictor_of(MONOMER)
+    assert_equal(padded, predictor.compute(chain(predictor, 11, 3), ALL))
+
+
+def test_features_are_padded_on_a_gpu_alone() -> None:
+    assert [Plan().multiple_on(kind) for kind in ("cuda", "cpu", "mps")] == [16, 1, 1]
+    assert Plan(pad_to=1).multiple_on("cuda") == 1
+    assert Plan(pad_to=8).multiple_on("cpu") == 8
+    with pytest.raises(ValueError, match=r"plan\.pad_to is 0"):
+        Plan(pad_to=0)
