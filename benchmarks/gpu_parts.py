@@ -5,11 +5,8 @@ python -m benchmarks.gpu_parts prepared|products|kernels|predictions --device cu
 
 import argparse
 import hashlib
-import multiprocessing
-import os
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +48,6 @@ ARCHITECTURE, FAMILY = 90, SHIPPED / "sm_90.json"  # of the GPU machine, an H200
 LENGTHS, FP32_LENGTH = (98, 304, 562, 914), 304  # for which others publish prediction times
 ROWS = {"sequences": 512, "extra": 1024, "templates": 0}  # of a prediction, as AlphaFold2's model 5
 RECYCLES = 3
-SHARE = 8  # kernels that a process compiles before it asks for more
 
 
 @dataclass(frozen=True)
@@ -89,51 +85,15 @@ def prepared(options: Options, sink: Sink) -> None:
     from triton.backends.nvidia.compiler import get_ptxas_version
     from triton.runtime.cache import triton_key
 
-    from warpfold.ops.triton.compile import identity
+    from warpfold.ops.triton.ahead import compile_ahead, is_cached
 
-    target, launchers = GPUTarget("cuda", ARCHITECTURE, 32), options.device.type == "cuda"
-    launches = {identity(launch, target): launch for launch in recorded_launches(options)}
-    _to_compile[:] = list(launches.values())[: 2 if options.toy else None]
-    # Forked processes inherit the launches, and the hash of Triton's files, which takes seconds. No CUDA context exists
-    # yet that a fork would break.
+    target = GPUTarget("cuda", ARCHITECTURE, 32)
+    launches = recorded_launches(options)[: 2 if options.toy else None]
     key = hashlib.sha256(f"{triton_key()}{get_ptxas_version(ARCHITECTURE)}".encode()).hexdigest()[:12]
-    with ProcessPoolExecutor(options.workers or os.cpu_count(), multiprocessing.get_context("fork")) as pool:
-        first = pool.submit(compile_share, 0, 1, launchers).result()
-        sink({"what": "first kernel", "cache": "hit" if first[0] else "miss", "triton_key": key})
-        starts = range(1, len(_to_compile), SHARE)
-        ends = [min(start + SHARE, len(_to_compile)) for start in starts]
-        shares = [first, *pool.map(compile_share, starts, ends, [launchers] * len(ends))]
-    hits, misses = sum(share[0] for share in shares), sum(share[1] for share in shares)
-    sink({"what": "all kernels", "hits": hits, "misses": misses, "failed": [text for one in shares for text in one[2]]})
-
-
-_to_compile: list[KernelLaunch] = []  # which forked processes inherit
-
-
-def compile_share(start: int, end: int, launchers: bool) -> tuple[int, int, list[str]]:
-    """Compile a slice of the kernels; return how many the cache had, how many it lacked, and which failed and why."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.compiler import PTXASError
-    from triton.compiler.errors import CompilationError
-
-    from warpfold.ops.triton.compile import compiled, make_launcher, reason
-
-    hits: list[bool] = []
-    failed = []
-
-    def note(**compilation: Any) -> None:
-        hits.append(compilation["cache_hit"])
-
-    triton.knobs.compilation.listener = note
-    for launch in _to_compile[start:end]:
-        try:
-            kernel = compiled(launch, GPUTarget("cuda", ARCHITECTURE, 32))
-            if launchers:
-                make_launcher(kernel)
-        except (PTXASError, CompilationError, RuntimeError) as error:  # RuntimeError: a pass of the compiler failed
-            failed.append(f"{launch.kernel.name} {launch.key} {launch.config}: {reason(error)}")
-    return sum(hits), len(hits) - sum(hits), failed
+    cache = "hit" if is_cached(launches[0], target) else "miss"
+    sink({"what": "first kernel", "cache": cache, "triton_key": key})
+    found = compile_ahead(launches, target, workers=options.workers, launchers=options.device.type == "cuda")
+    sink({"what": "all kernels", "hits": found.cached, "misses": found.compiled, "failed": found.failed})
 
 
 def recorded_launches(options: Options) -> list[KernelLaunch]:

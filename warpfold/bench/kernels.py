@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from warpfold.bench.timing import Whole, measure
-from warpfold.bulk import IsolatedProcess, ProcessDied, pool
+from warpfold.bulk import IsolatedProcess, ProcessDied
 from warpfold.check.cases import OPS, PROFILES, inputs, meant_by, size_in_words
 from warpfold.check.checks import DTYPES, run, truth
 from warpfold.check.op_profile import OpCase
@@ -134,35 +134,22 @@ def choose_kernels(todo: Sequence[TuningTask], wanted: Sequence[str]) -> list[Tu
     return list(found)
 
 
-def compile_ahead(todo: Sequence[TuningTask], device: torch.device, workers: int, progress: Progress) -> None:
-    """Fill Triton's cache with every candidate, by many processes.
+def compile_candidates(todo: Sequence[TuningTask], device: torch.device, progress: Progress) -> None:
+    """Fill Triton's cache with every candidate.
 
     A candidate that does not compile is skipped: its trial will report the error.
     """
-    if torch.version.hip is not None or workers <= 1:
+    if torch.version.hip is not None:
         return
-    major, minor = torch.cuda.get_device_capability(device)
-    first = list(todo)
-    with pool(workers) as executor:
-        assert executor is not None
-        jobs = (first, [10 * major + minor] * len(first), [family_table(device).path] * len(first))
-        for done, _ in enumerate(executor.map(_compile, *jobs)):
-            progress(done + 1, len(first), "compiling")
-
-
-def _compile(task: TuningTask, arch: int, table: Path) -> None:
     from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.compiler import PTXASError
-    from triton.compiler.errors import CompilationError
 
-    from warpfold.ops.triton.compile import compiled
+    from warpfold.ops.triton.ahead import compile_ahead
 
-    with table_used(read(table)):
-        for launch in trial_launches(task):
-            try:
-                compiled(launch, GPUTarget("cuda", arch, 32))
-            except (PTXASError, CompilationError):
-                continue
+    major, minor = torch.cuda.get_device_capability(device)
+    with table_used(family_table(device)):
+        launches = [launch for task in todo for launch in trial_launches(task)]
+    with suppress(OSError):  # the cache cannot be written to
+        compile_ahead(launches, GPUTarget("cuda", 10 * major + minor, 32), progress)
 
 
 def trial_launches(task: TuningTask) -> Iterator[KernelLaunch]:
@@ -351,7 +338,7 @@ def tune_on(
     with table_used(family_table(device)):  # of the other kernels: the same on every GPU of its kind
         todo = tuning_tasks(workloads(ops, quick), quick)
         todo = choose_kernels(todo, kernels) if kernels else todo
-        compile_ahead(todo, device, os.cpu_count() or 1, progress)
+        compile_candidates(todo, device, progress)
         with IsolatedProcess() as process:
             bench = IsolatedBench(device, process)
             return timed(

@@ -8,19 +8,26 @@ a GPU's own count may be a little higher; a profile made there says by how much.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from warpfold.cost.example import BlockSizes, RandomBlock, TrainingStep
+from warpfold.cost.example import BlockSizes, Job, RandomBlock, TrainingStep, shortened
+from warpfold.cost.fake import Memory, fake_mesh
+from warpfold.cost.memory import features_of, gradient_of_example, predict_example, train_on_example
 from warpfold.cost.observe import Operations
+from warpfold.engine.optim import Optimizer
+from warpfold.engine.packed import PackedWeights
+from warpfold.engine.trainable import freeze
+from warpfold.model.alphafold import AlphaFold
 from warpfold.ops import dispatch
 from warpfold.ops.torch_internals import tree_leaves
-from warpfold.ops.triton.launch import KernelLaunch, unlaunched
-from warpfold.parallel.plan import Plan, Precision
+from warpfold.ops.triton.launch import KernelLaunch, recorded, unlaunched
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.plan import DTYPES, Plan, Precision
 
 ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 EXPONENTIALS = {"_softmax", "exp", "sigmoid", "softplus"}  # operations of torch that take one of each number
@@ -105,6 +112,49 @@ def block_launches(
         with counting() as backward:
             torch.autograd.backward(out, block.grads)
     return {"forward": forward, "training": training, "backward": backward}
+
+
+def launches_of(job: Job, plan: Plan) -> list[KernelLaunch]:
+    """Return the launches of Triton kernels on the first GPU of a plan, in the order of a job, on any machine.
+
+    The model has one block of each stack, because equal blocks launch equal kernels, and one pass before the last.
+    Loops over slices take a few turns.  The launch tables are those of the context (`launch.table_used`).
+    """
+    plan = replace(plan, graph=False, compile=False, threads=None, keep_blocks=0)
+    config = replace(shortened(job.model, 1), ensemble=1)
+    recycles, dtype = min(job.recycles, 1), DTYPES[plan.precision]
+    with (
+        torch.device("meta"),
+        dispatch.standing_for("cuda"),
+        fake_mesh(plan.data, plan.axial, plan.branch) as mesh,
+        recorded() as launches,
+        Operations(lambda *_: None, launchers=True),
+        Memory(),
+    ):
+        model = Execution(plan, mesh).bind(AlphaFold(config).train(job.learns))
+        model.noise.seed(0)
+        batch = features_of(job, recycles + 1)
+        if job.loss is not None and job.optim is not None:
+            freeze(model, job.finetune_of_few)
+            one = replace(
+                job.optim, accumulate=plan.data * plan.batch, clip="step" if plan.batch > 1 else job.optim.clip
+            )
+            scaling = plan.precision == "fp16"
+            optimizer = Optimizer(model, one, mesh, plan.sync, 1, dtype, scaling, plan.batch)
+            train_on_example(model, batch, recycles, job.loss, plan.batch)
+            for _ in range(optimizer.share // plan.batch):
+                optimizer.collect()
+            optimizer.step(0)
+            return launches
+        packed = PackedWeights(model, dtype)
+        model.requires_grad_(job.gradient is None)
+        if job.gradient is not None:
+            gradient_of_example(model, batch, recycles, job.gradient, mesh)
+        else:
+            with torch.no_grad():
+                predict_example(model, batch, recycles)
+        del packed
+    return launches
 
 
 def step_launches(step: TrainingStep) -> LaunchCount:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,10 +13,13 @@ from typing import Any
 import torch
 
 from warpfold.batch import Batch
+from warpfold.check.sizes import UNCROPPED
 from warpfold.cluster.links import measure_cluster
 from warpfold.cost.example import ExampleSizes, Job, sizes_of
+from warpfold.cost.launches import launches_of
 from warpfold.cost.links import Cluster, one_node
 from warpfold.cost.machine import Machine, this_machine
+from warpfold.cost.memory import features_of
 from warpfold.cost.planner import (
     CHOSEN_IN_TRAINING,
     Choice,
@@ -32,18 +36,22 @@ from warpfold.cost.planner import (
 from warpfold.cost.rates import Rates
 from warpfold.cost.replay import step_time
 from warpfold.cost.report import choice_in_words
+from warpfold.data.features.make import padded_shape
 from warpfold.data.load.examples import Sample
 from warpfold.engine.gradient import Through
 from warpfold.errors import UserError
 from warpfold.memory import is_out_of_memory
 from warpfold.model.alphafold import ModelConfig
+from warpfold.ops import dispatch
 from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.parallel.team import Team
+from warpfold.progress import as_time
 from warpfold.settings import build, plain, to_dict
 from warpfold.training.config import GivenSettings, RunConfig
 
 log = logging.getLogger("warpfold.plan")
 
+TELL_EVERY = 5.0  # seconds between two lines about kernels that are being compiled
 GRAPHS_HOLD = 16  # times what a prediction needs must be free for its passes to be recorded: graphs keep their memory
 SAID = ("chunk", "in_place", "offload", "axial", "branch")  # keys of a plan that a summary names
 
@@ -108,6 +116,8 @@ class FoldPlanner:
     ) -> FoldPlan:
         """Return the plan as `check` does, and say it where it is another than the last; nothing of small ones."""
         found = self.check(sizes, recycles, ensemble, representations, gradient)
+        job = Job(model=replace(self.model, ensemble=ensemble), sizes=sizes, recycles=recycles, gradient=gradient)
+        compile_kernels(job, found.plan, self.device)
         evident = found.choice is not None and found.choice.trivially_fits
         plan = describe_plan(found.plan) + (", graphs" if found.plan.graph is True else "")
         if plan != self._last and not (evident and not self._last and plan == describe_plan(found.plan)):
@@ -194,6 +204,83 @@ class FoldPlanner:
         found = FoldPlan.of(following, (*failed.ran_out, what))
         log.warning("%d residues: out of memory (%s); next plan: %s", failed.residues, what, found.said)
         return found
+
+
+def compile_kernels(job: Job, plan: Plan, device: torch.device | str) -> None:
+    """Compile the kernels that a job launches on a CUDA device and Triton's cache lacks, in parallel, and say so.
+
+    Otherwise the first pass would compile one kernel after another without a word.  Jobs of the same residues and of
+    similar numbers of alignment rows launch the same kernels, and are looked at once in a process.  Where kernels
+    cannot be compiled ahead, a line says why, and they are compiled when they are first launched.
+    """
+    device = torch.device(device)
+    if device.type != "cuda" or plan.kernels == "definition" or _without_kernels(device):
+        return
+    rows = {name: getattr(job.sizes, name).bit_length() for name in ("sequences", "extra")}
+    alike = replace(job, sizes=replace(job.sizes, **rows), recycles=min(job.recycles, 1), representations=False)
+    if (alike, plan, device) in _compiled_for:
+        return
+    _compiled_for.add((alike, plan, device))
+    if torch.version.hip is not None:
+        log.info("kernels are compiled when they are first launched: on AMD GPUs none is compiled ahead")
+        return
+    from triton.backends.compiler import GPUTarget
+
+    from warpfold.ops.triton.ahead import compile_ahead
+    from warpfold.ops.triton.launch import launched_on
+
+    started = told = time.monotonic()
+
+    def tell(done: int, total: int, what: str) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if done == 0 or now >= told + TELL_EVERY:
+            log.info("%s", what)
+            told = now
+
+    major, minor = torch.cuda.get_device_capability(device)
+    try:
+        with launched_on(device):
+            launches = launches_of(job, plan)
+        found = compile_ahead(launches, GPUTarget("cuda", 10 * major + minor, 32), tell)
+    except OSError as error:
+        log.info("kernels are compiled when they are first launched: Triton's cache cannot be written (%s)", error)
+        return
+    if found.compiled:
+        seconds = as_time(time.monotonic() - started)
+        log.info("%d kernels compiled in %s; %d were in the cache", found.compiled, seconds, found.cached)
+    if found.failed:
+        log.info("%d kernels are compiled when they are first launched: %s", len(found.failed), found.failed[0])
+
+
+_compiled_for: set[tuple[Job, Plan, torch.device]] = set()
+
+
+def _without_kernels(device: torch.device) -> bool:
+    return dispatch.unsupported_device((torch.empty(0, device=device),)) is not None
+
+
+def compile_for_training(config: RunConfig, device: torch.device | str) -> None:
+    """Compile the kernels that a training step launches for examples of the largest size (`compile_kernels`)."""
+    data, plan = config.data, config.plan
+    templates = data.max_templates if config.model.templates.enabled else 0
+    largest = ExampleSizes(
+        residues=data.crop or UNCROPPED, sequences=data.max_msa, extra=data.max_extra, templates=templates
+    )
+    job = Job(
+        model=config.model,
+        sizes=largest,
+        recycles=config.model.recycles,
+        loss=config.loss,
+        optim=config.optim,
+        finetune=config.finetune,
+    )
+    multiple = plan.multiple_on(torch.device(device).type)
+    padded = padded_shape(features_of(job, 1), multiple, data, plan.sizes)
+    sizes = ExampleSizes(
+        residues=padded["res"], sequences=padded["seq"], extra=padded["extra"], templates=padded.get("tmpl", 0)
+    )
+    compile_kernels(replace(job, sizes=sizes), plan, device)
 
 
 @contextmanager

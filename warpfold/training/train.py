@@ -51,7 +51,7 @@ from warpfold.training.examples import (
     without_relatives,
 )
 from warpfold.training.first_weights import start_from, take_moments
-from warpfold.training.planning import explain_out_of_memory
+from warpfold.training.planning import compile_for_training, explain_out_of_memory
 from warpfold.training.ranks import begin_end_step, end_step, next_examples, stop_requested
 from warpfold.training.results import ExampleResult, SkippedExamples, begin_results, rate_taken, read_results, step_row
 from warpfold.training.validation import Validation
@@ -140,6 +140,8 @@ def train(
             log({"kind": "session", "step": step, "digest": state_digest(optimizer, team), "setup": setup})
         slow_first = plan.compile or torch.device(device).type == "cuda"  # minutes: layers or kernels are compiled
         log.phase("compiling" if slow_first else "training")
+        if step < config.train.steps and not (stop or ended):
+            compile_for_training(config, device)
         while step < config.train.steps and not stop and not ended:
             recycles = draw_recycles(config, step)  # the same on every rank
             on_device: list[DeviceResult] = []

@@ -200,6 +200,7 @@ noting = _Noting()
 _listeners: list[Callable[[KernelLaunch], None]] = []  # the last is told of every launch, instead of its being run
 _forced: dict[str, KernelConfig] = {}
 _tables: list[tuple[LaunchTable, ...]] = []
+_stood_for: list[torch.device] = []
 _resets = 0
 
 
@@ -358,12 +359,31 @@ def triton_version() -> str:
     return str(importlib.import_module("triton").__version__)
 
 
-@functools.cache
 def cores(device: torch.device) -> int:
-    """Return how many programs of one a core a device runs at once; as an H100 where it is no GPU."""
+    """Return how many programs of one a core a device runs at once.
+
+    Tensors that lie on no GPU count as on the GPU of `launched_on`, or as on an H100.
+    """
     if device.type != "cuda":
-        return 132
+        return _cores(_stood_for[-1]) if _stood_for else 132
+    return _cores(device)
+
+
+@functools.cache
+def _cores(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@contextmanager
+def launched_on(device: torch.device) -> Iterator[None]:
+    """Choose launches within the context as on a CUDA device, for tensors without memory."""
+    own, family, _ = tables_for(device)
+    _stood_for.append(device)
+    try:
+        with table_used(own, family):
+            yield
+    finally:
+        _stood_for.pop()
 
 
 @functools.cache

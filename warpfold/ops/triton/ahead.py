@@ -1,0 +1,293 @@
+"""Compile kernels before their first launch, in parallel processes, into Triton's own cache.
+
+    compile_ahead(launches, target, tell)     # launches: of cost.launches.launches_of, for example
+
+The processes are ordinary subprocesses that run `main`.  A fork would inherit the CUDA context and the threads of
+this process, and processes of `multiprocessing` would import the user's script again.  A kernel travels to a process as
+a line of JSON: its name, and how Triton has specialised it.
+"""
+
+import hashlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections import namedtuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as triton_compile
+from triton.compiler.compiler import make_backend
+from triton.compiler.errors import CompilationError
+from triton.runtime.cache import get_cache_key, get_cache_manager
+
+from warpfold.errors import UserError
+from warpfold.memory import host_memory
+from warpfold.ops.triton.compile import compiled, identity, make_launcher, reason, source
+from warpfold.ops.triton.launch import DOTS, KERNELS, KernelLaunch, kernels
+
+Tell = Callable[[int, int, str], object]  # of the kernels that are done, of all that lacked, and a line of text
+WORKER_BYTES = 2**30  # memory that a process with torch and LLVM may need
+# A process takes some seconds to import torch. For fewer kernels this process compiles them itself.
+FEW = 2
+POLL_SECONDS = 0.5
+# The process finds modules where this one does.
+BEGIN = f"import sys; sys.path[:0] = sys.argv[1:]; from {__name__} import main; main()"
+
+
+@dataclass
+class Compilations:
+    """What has become of kernels: those that the cache had, those that were compiled, and why others were not."""
+
+    cached: int = 0
+    compiled: int = 0
+    failed: list[str] = field(default_factory=list)
+
+
+def cache_folder() -> Path:
+    """Return the folder of Triton's cache."""
+    return Path(triton.knobs.cache.dir)
+
+
+def is_cached(launch: KernelLaunch, target: GPUTarget) -> bool:
+    """Return whether Triton's cache has the code of a launch, by Triton's own key."""
+    specialised, options = source(launch, target)
+    environment = get_cache_invalidating_env_vars()
+    key = get_cache_key(specialised, make_backend(target), options, env_vars=environment)
+    files = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    # Triton shortens the name like this, too.
+    name = f"{specialised.name[:150]}.json"
+    return name in (files.get_group(name) or {})
+
+
+def compile_ahead(
+    launches: Sequence[KernelLaunch],
+    target: GPUTarget,
+    tell: Tell = lambda done, total, what: None,
+    workers: int | None = None,
+    launchers: bool = False,
+) -> Compilations:
+    """Compile the kernels of some launches that Triton's cache lacks; a kernel that does not compile is reported.
+
+    tell: progress, in kernels that lacked.  workers: processes; None: one for each core, as far as memory goes.
+    launchers: also make the C launchers of Triton 3.6, which needs a C compiler and libcuda.
+
+    One process of a machine compiles at a time, also of several ranks or runs.  The others wait for a lock, and then
+    find the kernels in the cache.  This needs no messages between ranks.  Where the file system has no locks, each
+    process compiles what it lacks, because Triton completes its files by atomic renames.
+    Errors: OSError where the cache cannot be written to.
+    """
+    distinct = {identity(launch, target): launch for launch in launches}
+    missing = [launch for launch in distinct.values() if not is_cached(launch, target)]
+    found = Compilations(cached=len(distinct) - len(missing))
+    if not missing and not launchers:
+        return found
+    with _one_at_a_time(lambda: tell(0, len(missing), "waiting for another process that compiles kernels")):
+        todo = list(distinct.values()) if launchers else [one for one in missing if not is_cached(one, target)]
+        found.cached += 0 if launchers else len(missing) - len(todo)
+        workers = min(_most_workers() if workers is None else workers, len(todo))
+        outcomes = (
+            _compile_here(todo, target, launchers)
+            if len(todo) < FEW or workers < 1
+            else _compile_in_processes(todo, target, workers, launchers)
+        )
+        for done, (was_cached, failure) in enumerate(outcomes, 1):
+            if failure:
+                found.failed.append(failure)
+            elif not was_cached:
+                found.compiled += 1
+            tell(done, len(todo), f"compiling {len(todo)} kernels, {done} done; kept in {cache_folder()}")
+    return found
+
+
+def _most_workers() -> int:
+    """Return how many processes may compile: one for each core that this process may use, as far as memory goes."""
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(UserError):  # the system does not say how much memory is free
+        available = min(available, host_memory() // WORKER_BYTES)
+    return max(1, available)
+
+
+@contextmanager
+def _one_at_a_time(wait: Callable[[], object]) -> Iterator[None]:
+    """Hold the lock of Triton's cache; wait: called before waiting for another process."""
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        file = stack.enter_context((folder / "warpfold.lock").open("a"))
+        try:
+            import fcntl
+        except ImportError:  # Windows has no such locks
+            yield
+            return
+        is_told = False
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not is_told:
+                    wait()
+                is_told = True
+                time.sleep(POLL_SECONDS)
+            except OSError:  # a file system without locks
+                break
+        yield
+
+
+def _compile_here(todo: Sequence[KernelLaunch], target: GPUTarget, launchers: bool) -> Iterator[tuple[bool, str]]:
+    """Compile kernels one after another; yield whether the cache had each, and why it failed."""
+    from triton.backends.nvidia.compiler import PTXASError
+
+    for launch in todo:
+        was_cached = is_cached(launch, target)
+        try:
+            kernel = compiled(launch, target)
+            if launchers:
+                make_launcher(kernel)
+        except (PTXASError, CompilationError, RuntimeError) as error:  # RuntimeError: a pass of the compiler failed
+            yield was_cached, f"{launch.kernel.name} {launch.key} {launch.config}: {reason(error)}"
+        else:
+            yield was_cached, ""
+
+
+def _compile_in_processes(
+    todo: Sequence[KernelLaunch], target: GPUTarget, workers: int, launchers: bool
+) -> Iterator[tuple[bool, str]]:
+    """Compile kernels in processes, each of which gets the next one when it has done one; yield as `_compile_here`."""
+    jobs: queue.SimpleQueue[KernelLaunch] = queue.SimpleQueue()
+    done: queue.SimpleQueue[tuple[bool, str]] = queue.SimpleQueue()
+    for launch in todo:
+        jobs.put(launch)
+    with ExitStack() as stack:
+        for _ in range(workers):
+            process = subprocess.Popen(
+                [sys.executable, "-c", BEGIN, *filter(None, sys.path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            thread = threading.Thread(target=_feed, args=(process, jobs, done, target, launchers), daemon=True)
+            stack.callback(_end, process, thread)
+            thread.start()
+        for _ in todo:
+            yield done.get()
+
+
+def _feed(
+    process: "subprocess.Popen[str]",
+    jobs: "queue.SimpleQueue[KernelLaunch]",
+    done: "queue.SimpleQueue[tuple[bool, str]]",
+    target: GPUTarget,
+    launchers: bool,
+) -> None:
+    """Give a process one kernel after another.  A process that has ended fails its kernels, and the run goes on."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    while True:
+        try:
+            launch = jobs.get_nowait()
+        except queue.Empty:
+            return
+        name = f"{launch.kernel.name} {launch.key} {launch.config}"
+        try:
+            process.stdin.write(json.dumps(_job(launch, target, launchers)) + "\n")
+            process.stdin.flush()
+            was_cached, failure = json.loads(process.stdout.readline())
+            done.put((was_cached, f"{name}: {failure}" if failure else ""))
+        except (OSError, ValueError):
+            done.put((False, f"{name}: its process ended"))
+
+
+def _end(process: "subprocess.Popen[str]", thread: threading.Thread) -> None:
+    process.kill()
+    process.wait()
+    thread.join()
+    for pipe in (process.stdin, process.stdout):
+        with suppress(OSError):
+            pipe.close()  # type: ignore[union-attr]
+
+
+# ---- kernels as JSON
+
+
+def _job(launch: KernelLaunch, target: GPUTarget, launchers: bool) -> dict[str, Any]:
+    """Return what a process needs to compile a kernel, as plain values."""
+    specialised, _ = source(launch, target)
+    return {
+        "kernel": launch.kernel.name,
+        "signature": [[name, _plain(kind)] for name, kind in specialised.signature.items()],
+        "constants": [[list(path), _plain(value)] for path, value in specialised.constants.items()],
+        "attributes": [[list(path), value] for path, value in specialised.attrs.items()],
+        "options": launch.options,
+        "target": [target.backend, target.arch, target.warp_size],
+        "launchers": launchers,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Return a type or a constant of a kernel as JSON: tuples keep their names, because Triton's key has them."""
+    if isinstance(value, tl.constexpr):
+        return {"constexpr": _plain(value.value)}
+    if isinstance(value, tuple):
+        return {
+            "tuple": type(value).__name__,
+            "fields": getattr(value, "_fields", None),
+            "values": list(map(_plain, value)),
+        }
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{value!r}: a constant that has no form in JSON")
+
+
+def _value(plain: Any) -> Any:
+    """Return the value that `_plain` wrote."""
+    if not isinstance(plain, dict):
+        return plain
+    if "constexpr" in plain:
+        return tl.constexpr(_value(plain["constexpr"]))
+    values = tuple(map(_value, plain["values"]))
+    # Triton reads the fields of a named tuple, and its key holds the name.
+    return namedtuple(plain["tuple"], plain["fields"])(*values) if plain["fields"] else values
+
+
+def _compile_job(job: dict[str, Any]) -> tuple[bool, str]:
+    """Compile the kernel of a job; return whether the cache had it, and why it failed."""
+    from triton.backends.nvidia.compiler import PTXASError
+
+    hits: list[bool] = []
+    triton.knobs.compilation.listener = lambda **compilation: hits.append(compilation["cache_hit"])
+    target = GPUTarget(*job["target"])
+    specialised = ASTSource(
+        KERNELS[job["kernel"]].function,
+        {name: _value(kind) for name, kind in job["signature"]},
+        {tuple(path): _value(value) for path, value in job["constants"]},
+        {tuple(path): value for path, value in job["attributes"]},
+    )
+    options = job["options"] | {DOTS: tuple(job["options"][DOTS])}
+    try:
+        kernel = triton_compile(specialised, target, make_backend(target).parse_options(options).__dict__)
+        if job["launchers"]:
+            make_launcher(kernel)
+    except (PTXASError, CompilationError, RuntimeError) as error:  # RuntimeError: a pass of the compiler failed
+        return False, reason(error)
+    return hits == [True], ""
+
+
+def main() -> None:
+    """Compile the kernel of each line of the standard input, and answer with a line."""
+    kernels()
+    for line in sys.stdin:
+        print(json.dumps(_compile_job(json.loads(line))), flush=True)
