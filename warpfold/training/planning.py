@@ -262,6 +262,8 @@ def _without_kernels(device: torch.device) -> bool:
 
 def compile_for_training(config: RunConfig, device: torch.device | str) -> None:
     """Compile the kernels that a training step launches for examples of the largest size (`compile_kernels`)."""
+    if torch.device(device).type != "cuda":
+        return
     data, plan = config.data, config.plan
     templates = data.max_templates if config.model.templates.enabled else 0
     largest = ExampleSizes(
@@ -275,8 +277,7 @@ def compile_for_training(config: RunConfig, device: torch.device | str) -> None:
         optim=config.optim,
         finetune=config.finetune,
     )
-    multiple = plan.multiple_on(torch.device(device).type)
-    padded = padded_shape(features_of(job, 1), multiple, data, plan.sizes)
+    padded = padded_shape(features_of(job, 1), plan.multiple_on("cuda"), data, plan.sizes)
     sizes = ExampleSizes(
         residues=padded["res"], sequences=padded["seq"], extra=padded["extra"], templates=padded.get("tmpl", 0)
     )

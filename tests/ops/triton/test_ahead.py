@@ -25,9 +25,12 @@ from warpfold.bench.kernels import Workload, launches_of
 from warpfold.check.sizes import shapes
 from warpfold.cost.example import ExampleSizes, Job
 from warpfold.cost.launches import launches_of as launches_of_job
+from warpfold.cost.memory import features_of
+from warpfold.data.features.make import padded_shape
 from warpfold.engine.optim import OptimConfig
 from warpfold.model.alphafold import ModelConfig
 from warpfold.model.losses import LossConfig
+from warpfold.model.template import TemplateConfig
 from warpfold.ops.triton import ahead
 from warpfold.ops.triton.ahead import Compilations, compile_ahead, is_cached
 from warpfold.ops.triton.compile import compiled, identity
@@ -179,6 +182,29 @@ def test_launchers_are_made_ahead(
         kernel = compiled(launch, TARGET)
         nvidia.CudaLauncher(kernel.src, kernel.metadata)  # as at its first launch
     assert not made
+
+
+LENGTHS = (76, 98, 101, 118, 128, 137, 150, 160, 171, 185, 200, 223, 256, 263, 288, 304, 333, 380, 412, 480)
+
+
+def kernels_of(length: int, rows: int = 512, extra: int = 1024) -> set[str]:
+    """Return the kernels of a bf16 prediction of a single chain without templates on sm_90, as it is padded there."""
+    model = replace(ModelConfig(), templates=TemplateConfig(enabled=False))
+    job = Job(model=model, sizes=ExampleSizes(residues=length, sequences=rows, extra=extra, templates=0))
+    padded = padded_shape(features_of(job, 1), Plan().multiple_on("cuda"))
+    sizes = replace(job.sizes, residues=padded["res"], sequences=padded["seq"], extra=padded["extra"])
+    with table_used(read(SHIPPED / "sm_90.json")):
+        launches = launches_of_job(replace(job, sizes=sizes), Plan(precision="bf16"))
+    return {identity(launch, TARGET) for launch in launches}
+
+
+def test_one_set_of_kernels_serves_all_lengths() -> None:
+    """Whatever the alignment: docs/kernels.md has more counts."""
+    first = kernels_of(LENGTHS[0])
+    assert len(first) <= 30
+    assert len(first.union(*map(kernels_of, LENGTHS[1:]))) <= 35
+    assert kernels_of(101) == kernels_of(98, rows=500, extra=999)
+    assert len(kernels_of(101, rows=1, extra=1) - kernels_of(101)) <= 2  # few rows have tiles of their own
 
 
 @pytest.fixture

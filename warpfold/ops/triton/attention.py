@@ -73,7 +73,7 @@ from warpfold.ops.triton.linear import (
     norm_linear_backward,
     project,
 )
-from warpfold.ops.triton.positions import Strided, Sum, cdiv, sum_partials
+from warpfold.ops.triton.positions import Strided, Sum, cdiv, strided_by_length, sum_partials
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NEIGHBOURS = tl.constexpr(8)  # groups of rows whose keys and values stay in the cache while the bias passes by
@@ -870,7 +870,7 @@ class _Call:
         whole = None if dbias is None or slabs > 1 else dbias[None]
         into = self.q.new_empty(shape, dtype=torch.float32) if whole is None else whole
         rest = {name: given for name, given in self.arguments.items() if name not in ("out", "dq", "dk", "dv")}
-        given = Strided.of(into, into.stride()[:4], 16)
+        given = strided_by_length(into, into.stride()[:4])
         kernel.run((slabs * tiles,), **rest, **between, dbias=given, slab=slab, batches=batches)
         return into if whole is None else None
 
@@ -882,18 +882,22 @@ def _width_innermost(t: Tensor) -> bool:
 def strided(vectors: dict[str, Tensor]) -> dict[str, Strided]:
     """Return tensors [B, R, Q or K, h, d] as the kernels take them: copied where their last axis has not stride 1."""
     given = {name: t if _width_innermost(t) else t.contiguous() for name, t in vectors.items()}
-    layouts = _layouts(tuple([(t.shape, t.stride()) for t in given.values()]))
+    is_half = all(t.element_size() == 2 for t in given.values())
+    layouts = _layouts(tuple([(t.shape, t.stride()) for t in given.values()]), is_half)
     return {name: Strided(t, *layout) for (name, t), layout in zip(given.items(), layouts)}
 
 
 @functools.lru_cache(maxsize=4096)  # as in positions.py
-def _layouts(tensors: tuple[tuple[Shape, Shape], ...]) -> list[tuple[Shape, Any]]:
+def _layouts(tensors: tuple[tuple[Shape, Shape], ...], is_half: bool) -> list[tuple[Shape, Any]]:
     """Return strides and unit of each tensor, given by shape and strides.
 
-    One unit for all: with one for each, dk and dv of heads 64 wide want more registers than sm_80 has.
+    One unit for all: with one for each, dk and dv of heads 64 wide want more registers than sm_80 has.  In 16 bits,
+    strides that 16 divides are not divided, as by `strided_by_length`: rows and columns of all lengths are then of one
+    kind.  In fp32 this would spill registers.
     """
     strides = [_strides(*each) for each in tensors]
     unit = math.gcd(16, *(stride for each in strides for stride in each))
+    unit = 1 if unit == 16 and is_half else unit
     return [(found.strides, found.unit) for found in (Strided.of(None, each, unit) for each in strides)]
 
 
@@ -928,7 +932,7 @@ def _strided_bias(bias: Tensor) -> Strided:
         padded[..., :keys] = bias
         bias = padded
     batch, head, query = _strides(bias.shape, bias.stride())
-    return Strided.of(bias, (0 if shared else batch, head, query), BIAS_UNIT)
+    return strided_by_length(bias, (0 if shared else batch, head, query))
 
 
 def gated_attention(t: Operands) -> tuple[Tensor, ...]:

@@ -41,14 +41,18 @@ class Strided(NamedTuple):
 
     @staticmethod
     def of(t: Tensor | None, strides: Sequence[int], most: int, *rest: int) -> "Strided":
-        """Divide the strides by their greatest common divisor with `most`; rest: strides that follow as they are.
-
-        Strides that 16 divides are not divided, because Triton specialises for these itself.  Their sixteenths would be
-        multiples of 16 for some lengths and not for others, and each kind would be compiled.
-        """
+        """Divide the strides by their greatest common divisor with `most`; rest: strides that follow as they are."""
         unit = math.gcd(most, *strides)
-        unit = 1 if unit == 16 else unit
         return Strided(t, (*(s // unit for s in strides), *rest), tl.constexpr(unit))
+
+
+def strided_by_length(t: Tensor | None, strides: Sequence[int]) -> Strided:
+    """Return a tensor whose rows are as long as the protein, as a kernel is given it: divided by what divides them all.
+
+    Strides that 16 divides are not divided, because Triton specialises for these itself.  Their sixteenths would be
+    multiples of 16 for some lengths and not for others, and each kind would be compiled.
+    """
+    return Strided.of(t, strides, 8 if math.gcd(16, *strides) < 16 else 1)
 
 
 class Axes(NamedTuple):
