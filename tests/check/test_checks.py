@@ -16,11 +16,14 @@ from warpfold.check.checks import Error, check, compare, failures, odd, run, tru
 from warpfold.check.op_profile import OpCase
 from warpfold.check.sizes import DataSizes, of_settings
 from warpfold.model.alphafold import ModelConfig
-from warpfold.model.axial import AxialUpdate
-from warpfold.model.evoformer import AttentionUpdate
+from warpfold.model.axial import ROWS, AxialUpdate
+from warpfold.model.evoformer import AttentionUpdate, TriangleMultiplication
 from warpfold.model.layers import NoNorm
 from warpfold.ops.dispatch import Op
 from warpfold.ops.noise import DropoutFactors, dropout_factors
+from warpfold.parallel.collectives import Pending
+from warpfold.parallel.mesh import Group
+from warpfold.parallel.sharded import ChannelExchange, result_of
 
 ATTENTION = ODD[0]
 CPU = torch.device("cpu")
@@ -291,7 +294,7 @@ def key(op: Op[..., Tensor], args: Sequence[Any]) -> tuple[object, ...]:
     if name == "norm_linear":  # how many projections of a tensor are joined depends on the plan
         given = {"x": args[0]}
     elif name == "triangle_multiplication":  # templates are one square in a case, and several in the model
-        del given["x"]
+        given = {what: x for what, x in given.items() if what not in ("x", "b")}
     sizes = ((what, x.numel(), x.shape[-1]) for what, x in given.items() if isinstance(x, Tensor))
     return name, *sizes, any(isinstance(x, DropoutFactors) for x in args)
 
@@ -305,6 +308,9 @@ def in_parts(update: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def in_two(layer: AxialUpdate, read: Tensor, mask: Tensor, shared: Any, *onto: Any) -> Tensor:
         shared = layer.shared(read, mask) if shared is None and layer.shares else shared
+        if isinstance(layer, TriangleMultiplication):  # by channels, of one rank
+            exchange = ChannelExchange(layer, ROWS, read.shape[ROWS], Group("axial"), "")
+            result_of(exchange.product(read, mask, Pending(shared[0]), None, read.shape[ROWS]))
         norm = layer.norm
         layer.norm = NoNorm() if isinstance(layer, AttentionUpdate) else norm
         found = update(layer, layer.prepare(read, mask), mask, shared, *onto)
@@ -339,5 +345,5 @@ def test_the_list_is_what_the_model_calls(config: ModelConfig, batch: Batch, mon
         if case.op not in ("aligned_errors", "overlaps")  # of the losses
     }
     assert listed <= called
-    elsewhere = ("layer_norm", "dropout_factors", "projected_factor")
+    elsewhere = ("layer_norm", "dropout_factors")
     assert {one for one in called - listed if one[0] not in elsewhere} == set()

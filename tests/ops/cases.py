@@ -98,7 +98,7 @@ class Call:
             right = empty_linear(first, ours["out"].shape[-1], self.given.get("planes", False))
             if ours["out"].stride() != right.stride():
                 wrong.append(f"the output has strides {ours['out'].stride()}")
-        if name == "triangle_factor" and ours["out"].stride() != empty_factor(first).stride():
+        if name == "triangle_factor" and ours["out"].stride() != empty_factor(first, ours["out"].shape[-3]).stride():
             wrong.append(f"the factor has strides {ours['out'].stride()}")
         return wrong
 
@@ -214,9 +214,14 @@ def residuals(
     return [*values, draw.weight(c, inputs), draw(c), factors], draw(*shape, c, order=of_grad)
 
 
-def factors(draw: Draw, shape: Shape, c: int, order: Order, pad: int) -> tuple[Any, ...]:
-    y, g = draw(*shape, c, order=order, pad=pad), draw(*shape, c, order=order, pad=pad + 8)
-    return ([y, g, draw.mask(*shape)],)
+def triangle_factors(
+    draw: Draw, shape: Shape, c: int, h: int, which: int, fused: bool, biased: bool = True, turned: bool = False,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Of some rows and columns of x."""
+    axes = len(shape)
+    x = draw(*shape, c, order=(*range(axes - 2), axes - 1, axes - 2, axes) if turned else None, pad=8 * (not turned))
+    into = *draw.norm(c, biased), draw.weight(4 * h + c, c), draw(4 * h) if biased else None
+    return [x, draw.mask(*shape), *into, which, fused, 1e-5], draw(*shape[:-2], h, *shape[-2:], pad=3)
 
 
 def transitions(
@@ -262,17 +267,31 @@ def outer_means(
 
 def triangles(
     draw: Draw, lead: Shape, n: int, c: int, h: int, outgoing: bool, fused: bool, biased: bool = True,
-    turned: bool = False, dropped: str = "", alone: bool = False,
+    turned: bool = False, dropped: str = "", alone: bool = False, cut: int = 0,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """dropped: "", "given" or "drawn"; alone: without x, and without biases of norms."""
-    axes, shared = len(lead) + 3, (*(1 for _ in lead), 1, n, c)
+    """dropped: "", "given" or "drawn"; alone: without x, and without biases of norms; cut: of a slice of so many rows,
+    or columns, and the whole b."""
+    rows, columns = (cut or n, n) if outgoing else (n, cut or n)
+    axes, shared = len(lead) + 3, (*(1 for _ in lead), 1, columns, c)
     order = (*range(len(lead)), axes - 2, axes - 3, axes - 1) if turned else None
-    x = draw(*lead, n, n, c, order=order, pad=8 * (not turned))
+    x = draw(*lead, rows, columns, c, order=order, pad=8 * (not turned))
+    b = draw(*lead, h, n, n, pad=5) if cut else None
     into = *draw.norm(c, not alone), draw.weight(4 * h + c, c), draw(4 * h + c) if biased else None
     out_of = *draw.norm(h, not alone), draw.weight(c, h), draw(c) if biased else None
     kept = {"": None, "given": 1.25 * (draw(*shared) > -0.5), "drawn": Drawn(shared)}[dropped]
-    values = [x, (draw(*lead, n, n) > -0.8).double(), *into, *out_of, outgoing, fused, kept, 1e-5, not alone]
-    return values, draw(*lead, n, n, c, pad=8)
+    values = [
+        x,
+        (draw(*lead, rows, columns) > -0.8).double(),
+        b,
+        *into,
+        *out_of,
+        fused,
+        outgoing,
+        kept,
+        1e-5,
+        not alone,
+    ]
+    return values, draw(*lead, rows, columns, c, pad=8)
 
 
 def layers(
@@ -380,9 +399,9 @@ _TABLE: dict[Op[..., Tensor], tuple[Callable[..., tuple[Any, ...]], dict[str, tu
         "many axes": ((2, 3, 2, 3, 2), 24, 16, SIX, None, None, 0, Drawn((2, 1, 2, 1, 1, 24)), None),
         "one": ((1,), 384, 300, None, None, None, 0, (1, 1), None),
     }),
-    triangle_factor: (factors, {
-        "outgoing": ((16, 24), 64, None, 264), "in a batch, turned": ((2, 9, 10), 20, (0, 2, 1, 3), 4),
-        "many axes": ((2, 3, 2, 3, 2), 8, SIX, 0),
+    triangle_factor: (triangle_factors, {
+        "a of rows": ((3, 18), 64, 32, 0, False), "b of columns, fused": ((2, 19, 4), 20, 24, 1, True),
+        "b of all, turned": ((9, 9), 16, 16, 1, False, False, True), "a, fused": ((5, 16), 24, 40, 0, True),
     }),
     transition: (transitions, {
         "16, as a small model's": (16, 32, "relu", "nud", True, PLAIN),
@@ -411,6 +430,10 @@ _TABLE: dict[Op[..., Tensor], tuple[Callable[..., tuple[Any, ...]], dict[str, tu
         "outgoing, alone": ((2,), 5, 24, 16, True, False, False, True, "given", True),
         "incoming, alone": ((), 7, 16, 10, False, False, False, True, "drawn", True),
         "fused, incoming, in two batches": ((2, 2), 3, 20, 16, False, True, True, False, "drawn"),
+        "rows of outgoing": ((), 18, 32, 16, True, False, True, False, "given", False, 5),
+        "columns of incoming": ((2,), 19, 24, 40, False, False, True, False, "drawn", False, 3),
+        "columns of incoming, fused, alone": ((), 9, 16, 10, False, True, False, True, "given", True, 2),
+        "all columns of incoming": ((), 16, 16, 16, False, False, True, False, "", False, 16),
     }),
     gated_attention: (layers, {
         "triangle, starting": ((9,), 9, 16, 2, 8, "own", False, True, "drawn"),

@@ -210,7 +210,7 @@ def test_layers_keep_nothing_where_no_backward_pass_follows(monkeypatch: pytest.
     )
     for run in (
         lambda: gated_attention.fast(x, nw, nb, w, None, ow, None, mask, None, 2),
-        lambda: triangle_multiplication.fast(x, mask, nw, nb, w2, None, nw, nb, ow, None, True, False),
+        lambda: triangle_multiplication.fast(x, mask, None, nw, nb, w2, None, nw, nb, ow, None, False, True),
     ):
         with torch.no_grad(), Largest(x) as seen:
             run()

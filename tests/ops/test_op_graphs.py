@@ -69,7 +69,7 @@ def everything(x: Tensor, m: Tensor, weight: Tensor, square: Tensor) -> Tensor:
     x = gated_linear_residual(x, gate(o, n), n, square, weight)
     x = x + global_attention(x, n, n, mask)
     x = transition(x, weight, weight, square, weight, square, weight)
-    factor = triangle_factor(x, n, mask)
+    factor = triangle_factor(x, mask, weight, weight, torch.cat([square] * 5), None, 1, False)
     of_m = m.select(-1, 0)
     return factor.sum() + outer_product(m, m, torch.cat([square] * 16, 1), weight, of_m, of_m)
 
@@ -95,7 +95,7 @@ def test_every_operation_is_one_node_of_one_graph(gpu: None, kernels: dispatch.K
 def test_a_whole_layer_is_one_node(gpu: None, drawn: bool) -> None:
     def multiplied(x: Tensor, mask: Tensor, row: Tensor, weight: Tensor, out: Tensor, key: Tensor) -> Tensor:
         factors = DropoutFactors(key, 1, 0.25, x.dtype, (1, 3, 16), (48, 16, 1)) if drawn else None
-        return triangle_multiplication(x, mask, row, row, weight, None, row, row, out, row, True, False, factors)
+        return triangle_multiplication(x, mask, None, row, row, weight, None, row, row, out, row, False, True, factors)
 
     x, mask, row, weight, out = cuda(3, 3, 16), cuda(3, 3), cuda(16), cuda(80, 16), cuda(16, 16)
     key = torch.zeros(2, dtype=torch.int64, device="cuda")

@@ -45,7 +45,11 @@ OPERANDS: dict[str, tuple[Op[..., Tensor], dict[str, Shape], dict[str, Any]]] = 
         dict(x=(3, 4, 16), norm_weight=ROW, norm_bias=ROW, up=(6, 16), up_bias=(6,), down=(16, 6), down_bias=ROW),
         {},
     ),
-    "triangle_factor": (triangle_factor, {"y": (2, 3, 4, 16), "g": (2, 3, 4, 16), "mask": (2, 3, 4)}, {}),
+    "triangle_factor": (
+        triangle_factor,
+        dict(x=(2, 3, 4, 16), mask=(2, 3, 4), norm_weight=ROW, norm_bias=ROW, weight=(36, 16), bias=(36,)),
+        {"which": 1, "fused": False},
+    ),
     "outer_product": (
         outer_product,
         dict(a=(2, 7, 3, 4), b=(2, 7, 5, 6), weight=(8, 24), bias=(8,), a_mask=(2, 7, 3), b_mask=(2, 7, 5),
@@ -68,6 +72,12 @@ OPERANDS: dict[str, tuple[Op[..., Tensor], dict[str, Shape], dict[str, Any]]] = 
         triangle_multiplication,
         dict(x=(2, 4, 4, 16), mask=(2, 4, 4), norm_weight=ROW, norm_bias=ROW, weight=(36, 16), bias=(36,),
              out_norm_weight=(5,), out_norm_bias=(5,), out_weight=(16, 5), out_bias=ROW),
+        {"b": None, "outgoing": True, "fused": False},
+    ),
+    "triangle_multiplication of a slice": (
+        triangle_multiplication,
+        dict(x=(2, 3, 4, 16), mask=(2, 3, 4), b=(2, 5, 4, 4), norm_weight=ROW, norm_bias=ROW, weight=(36, 16),
+             bias=(36,), out_norm_weight=(5,), out_norm_bias=(5,), out_weight=(16, 5), out_bias=ROW),
         {"outgoing": True, "fused": False},
     ),
 }  # fmt: skip
@@ -83,7 +93,10 @@ KNOWN: dict[str, list[tuple[str, Shape]]] = {
     "norm_linear": [("bias", (1,)), ("weight", (16,)), ("weight", (6, 15)), ("norm_weight", (1,)), ("bias", (5,))],
     "gate": [("g", (3, 1, 16)), ("g", (16,)), ("x", (1, 4, 16)), ("g", (3, 3, 16)), ("x", (2, 3, 4, 16))],
     "transition": [("down", (1, 6)), ("down_bias", (1,)), ("up_bias", (1,)), ("down", (15, 6)), ("up", (6, 15))],
-    "triangle_factor": [("mask", (2, 3, 1)), ("mask", (3, 1)), ("g", (2, 1, 4, 16)), ("mask", (2, 3, 3))],
+    "triangle_factor": [
+        *[("mask", (2, 3, 1)), ("mask", (3, 1)), ("mask", (2, 3, 3)), ("weight", (37, 16)), ("weight", (36, 15))],
+        *[("bias", (37,)), ("bias", (3,)), ("norm_bias", (1,))],
+    ],
     "outer_product": [
         *[("b", (1, 7, 5, 6)), ("a_mask", (7, 3)), ("b_mask", (2, 7, 1)), ("b_mask", (2, 1, 5)), ("z", (2, 3, 1, 8))],
         *[("z", (3, 5, 8)), ("z", (2, 3, 5, 1)), ("weight", (8, 23))],
@@ -101,6 +114,10 @@ KNOWN: dict[str, list[tuple[str, Shape]]] = {
         *[("x", (2, 4, 3, 16)), ("weight", (35, 16)), ("weight", (36, 15)), ("bias", (37,)), ("bias", (3,))],
         *[("mask", (2, 4, 1)), ("mask", (4, 4)), ("out_norm_weight", (1,)), ("out_weight", (16, 4))],
         ("out_bias", (1,)),
+    ],
+    "triangle_multiplication of a slice": [
+        *[("b", (2, 5, 4, 3)), ("b", (2, 5, 3, 3)), ("b", (5, 4, 4)), ("b", (2, 1, 4, 4)), ("b", (2, 5, 5, 5))],
+        *[("x", (2, 3, 3, 16)), ("mask", (2, 3, 1))],
     ],
 }
 
@@ -183,8 +200,14 @@ def test_whatever_the_shapes(name: str, data: st.DataObject) -> None:
 
 REGISTERED = (
     *("attention a bias a batch, 64 wide", "gate turned", "gated_linear_residual starting node", "overlaps of numbers"),
-    *("norm_linear 128 to 40, no bias of the norm", "transition 24, turned", "triangle_factor in a batch, turned"),
-    *("layer_norm 20, turned", "outer_product odd", "triangle_multiplication outgoing", "aligned_errors chains"),
+    *("norm_linear 128 to 40, no bias of the norm", "transition 24, turned", "triangle_factor b of columns, fused"),
+    *(
+        "layer_norm 20, turned",
+        "outer_product odd",
+        "triangle_multiplication outgoing",
+        "aligned_errors chains",
+        "triangle_multiplication columns of incoming",
+    ),
     *("outer_product_mean as the model's", "gated_attention batch, given bias", "gated_attention batch, no biases"),
 )
 # Axes that no other operand has: positions, the width of values, outputs, and biases, which may be fewer than outputs.
@@ -193,7 +216,7 @@ FREE |= {("norm_linear", "weight", 0), *(("norm_linear", "x", i) for i in (0, 1)
 FREE |= {(f"norm_linear{back}", "bias", 0) for back in ("", "_backward")}
 FREE |= {(f"outer_product_mean{back}", "bias", 0) for back in ("", "_backward")}
 FREE |= {(f"gated_attention{back}", "gate_bias", 0) for back in ("", "_backward")}
-FREE |= {(f"triangle_multiplication{back}", "bias", 0) for back in ("", "_backward")}
+FREE |= {(f"triangle_{which}{back}", "bias", 0) for which in ("factor", "multiplication") for back in ("", "_backward")}
 
 
 @pytest.mark.parametrize("name", REGISTERED)

@@ -228,6 +228,11 @@ def _called_by() -> tuple[str, bool]:
     return layer, False
 
 
+def _is_operation(member: object) -> bool:
+    """Whether this is an operation, or a whole layer as one (ops/layers.py)."""
+    return isinstance(member, Op) or (inspect.isfunction(member) and member.__module__ == "warpfold.ops.layers")
+
+
 @contextmanager
 def _wrapped(trace: Trace) -> Iterator[None]:
     """Collectives' packing and the operations of warpfold.ops say when they begin and end."""
@@ -258,7 +263,7 @@ def _wrapped(trace: Trace) -> Iterator[None]:
 
     changed: list[tuple[Any, str, Any]] = []
     for module in [m for name, m in sys.modules.items() if name.startswith("warpfold.model.")]:
-        for name, operation in inspect.getmembers(module, lambda member: isinstance(member, Op)):
+        for name, operation in inspect.getmembers(module, _is_operation):
             changed.append((module, name, operation))
             setattr(module, name, unit(operation))
     for place in (evoformer, sharded):

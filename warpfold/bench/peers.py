@@ -158,12 +158,12 @@ def _cuequivariance_product(given: OpInputs) -> Subject:
     It takes x [1, n, n, c], and the weights of a and b apart from those of their gates.
     """
     package: Any = importlib.import_module("cuequivariance_torch")
-    x, mask, *parameters = map(_tensor, given.args[:10])
+    x, mask, *parameters = map(_tensor, (*given.args[:2], *given.args[3:11]))
     norm_in, norm_in_bias, weight, bias, norm_out, norm_out_bias, out, out_bias = map(_dense, parameters)
     h = out.shape[1]
     # Ours are those of a, its gate, b, its gate, and the gate of the product. Incoming, theirs sums a_ki b_kj over k,
     # and ours a_kj b_ki.
-    outgoing = given.args[10]
+    outgoing = given.args[12]
     a, b = (0, 2) if outgoing else (2, 0)
     named = {
         f"{name}_{kind}": _dense(torch.cat([joined[part * h : (part + 1) * h] for part in parts]))

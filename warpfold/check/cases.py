@@ -293,15 +293,33 @@ class _Transition(_LayerNorm):
         return f"{super().size(case)}, inner {case.outputs}{', SwiGLU' if case.gated else ''}"
 
 
-class _TriangleFactor(_Gate):
+class _TriangleFactor(_LayerNorm):
+    """One factor of a triangle product, of some rows: what slices and ranks compute."""
+
     name, op = "triangle_factor", triangle_factor
     layers = ("triangle product",)
-    odd = (_at("triangle_factor", "rows", 7, 19, 24), _at("triangle_factor", "odd channels", 33, 5, 41))
+    kinds: ClassVar[Kinds] = {"pair": PAIRS}
+    odd = (_at("triangle_factor", "rows", 7, 19, 24, 40), _at("triangle_factor", "columns", 33, 5, 128, 128))
 
-    sizes: ClassVar[Sizes] = {"channels": "hidden"}
+    sizes: ClassVar[Sizes] = {"channels": "channels", "outputs": "hidden"}
 
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
-        return *super().arguments(case, draw, masked), draw.mask(case, masked)
+        x, *norm = super().arguments(case, draw, masked)
+        c, o = case.channels, 4 * case.outputs + case.channels
+        into = draw.parameter(o, c, scale=c**-0.5), draw.parameter(o)
+        return x, draw.mask(case, masked), *norm, *into, int(case.where == "columns"), False
+
+    def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
+        """Count the projections of the factor and of its gate; backward each twice, and once more to have them."""
+        positions, c, h = case.rows * case.length, case.channels, case.outputs
+        passes = 1 if forward else 3
+        return Cost(passes * 2 * positions * c * 2 * h, positions * h, passes * positions * (c + h) * itemsize)
+
+    def example(self, kind: str, s: int, r: int) -> OpCase:
+        return replace(super().example(kind, s, r), outputs=128)
+
+    def size(self, case: OpCase) -> str:
+        return f"{super().size(case)}, inner {case.outputs}"
 
 
 class _OuterProduct(OpProfile):
@@ -392,8 +410,8 @@ class _TriangleMultiplication(OpProfile):
         out_of = draw.parameter(c, h, scale=h**-0.5), draw.parameter(c) if biased else None
         norm, norm_out = ((draw.parameter(n, mean=1.0), draw.parameter(n)) for n in (c, h))
         factors = draw.factors(1, case.length, c, drawn=case.drawn) if case.dropped else None
-        of_layer = "incoming" not in where, "fused" in where, factors
-        return x, draw.mask(case, masked), *norm, *into, *norm_out, *out_of, *of_layer
+        of_layer = "fused" in where, "incoming" not in where, factors
+        return x, draw.mask(case, masked), None, *norm, *into, *norm_out, *out_of, *of_layer
 
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
         """Count the projections, the product of the factors and its projection; backward each twice and the first once

@@ -23,12 +23,11 @@ from warpfold.cost.example import ExampleSizes, Job, random_example, shortened
 from warpfold.cost.links import LINKS
 from warpfold.cost.memory import predict_example
 from warpfold.cost.rates import HOST, NEAR, TORCH, PassName, Rate, RateKey, Rates, finish
-from warpfold.cost.record import IN_PARTS, Operation, record
+from warpfold.cost.record import Operation, record
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.losses import LossConfig, total_loss
 from warpfold.model.permutation import with_truth
 from warpfold.model.structure import StructureConfig
-from warpfold.ops.triangle import projected_factor, triangle_slice
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
 
@@ -128,8 +127,7 @@ SIZES = (
 WHOLE_PRODUCTS = 64  # residues; a triangle product cannot be cut to a few rows
 FEW = 3  # layers of a size that an operation is timed at
 LARGE = 2**23  # bytes of a case at most
-PARTS = ((8, 16), (16, 64), (64, 64), (4, 192), (32, 192))  # rows of a slice, and residues
-MEASURED = {*PROFILES, *IN_PARTS, TORCH, OUTSIDE}
+MEASURED = {*PROFILES, TORCH, OUTSIDE}
 RUNS = 3  # of each size, after a first one
 LENGTHS = (12, 64)  # at which what lies outside of the trunk is timed
 
@@ -176,8 +174,6 @@ class _Timer:
             yield from self._of_torch(dtype)
         elif op == OUTSIDE:
             yield from self._outside(which)
-        elif op in IN_PARTS:
-            yield from self._in_parts(op, which, dtype)
         else:
             for case in _cases(op, which != "forward", 1 if self.device.type == "cpu" else 30):
                 profile = PROFILES[op]
@@ -185,27 +181,6 @@ class _Timer:
                 wanted = [t for t in args if isinstance(t, torch.Tensor) and t.requires_grad]
                 cost = profile.cost(case, which != "backward", dtype.itemsize)
                 yield cost, self._pass(which, partial(profile.op, *args), wanted), 1
-
-    def _in_parts(self, op: str, which: PassName, dtype: torch.dtype) -> Iterator[Point]:
-        """Time parts of a triangle product, for a slice of its rows."""
-
-        def ones(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
-            return torch.full(shape, 0.01, dtype=of, device=self.device, requires_grad=which != "forward")
-
-        c = h = WIDE.c_z
-        for rows, n in PARTS:
-            x, mask = ones(rows, n, c), torch.ones(rows, n, device=self.device)
-            norm = ones(c, of=torch.float32), ones(c, of=torch.float32)
-            into, square = ((ones(out, c, of=torch.float32), ones(out, of=torch.float32)) for out in (2 * h, c))
-            other = ones(h, n, n)
-            run, wanted = {
-                "projected_factor": (partial(projected_factor, x, mask, norm, into), (x,)),
-                "triangle_slice": (
-                    partial(triangle_slice, x, mask, other, norm, into, square, norm, square, True), (x, other)
-                ),
-            }[op]  # fmt: skip
-            cost = IN_PARTS[op](rows, n, c, h, dtype.itemsize, which != "backward")
-            yield cost, self._pass(which, run, wanted), 1
 
     def _pass(self, which: PassName, run: Callable[[], torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
         if which != "backward":

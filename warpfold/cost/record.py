@@ -49,6 +49,7 @@ from warpfold.ops.torch_internals import (
     next_node_number,
     node_number,
 )
+from warpfold.ops.triangle import factor_channels
 from warpfold.ops.triton.launch import unlaunched
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.execution import Execution
@@ -79,10 +80,8 @@ def call_cost(op: Op[..., Any], given: Arguments, forward: bool) -> Cost:
     """Return the cost of one pass of a call; of an operation without a profile, the bytes that it is given."""
     name, first = name_of(op), next(x for x in given.values() if isinstance(x, Tensor))
     itemsize = first.element_size()
-    if name in IN_PARTS:
-        rows, residues, channels = first.shape[-3], first.shape[-2], first.shape[-1]
-        hidden = given["b"].shape[-3] if "b" in given else given["into"][0].shape[0] // 2
-        return scaled(IN_PARTS[name](rows, residues, channels, hidden, itemsize, forward), _together(first))
+    if name == "triangle_multiplication" and given.get("b") is not None:
+        return _slice_cost(first, given["b"], forward)
     if name not in CASES:
         return Cost(0, 0, (1 if forward else 2) * sum(x.nbytes for x in given.values() if isinstance(x, Tensor)))
     cost = PROFILES[name].cost(OpCase(op=name, where="", **CASES[name](given)), forward, itemsize)
@@ -161,7 +160,7 @@ CASES: dict[str, Callable[[Arguments], dict[str, Any]]] = {
     "gate": lambda given: _positions(given["x"]),
     "tail": lambda given: _positions(given["x"]) | {"outputs": given["o"].shape[-1]},
     "transition": _transition,
-    "triangle_factor": lambda given: _positions(given["y"]),
+    "triangle_factor": lambda given: _positions(given["x"]) | {"outputs": factor_channels(given["weight"])},
     "triangle_multiplication": _triangle_multiplication,
     "outer_product": _outer_product,
     "outer_product_mean": _outer_product_mean,
@@ -170,38 +169,16 @@ CASES: dict[str, Callable[[Arguments], dict[str, Any]]] = {
 }
 
 
-# Parts of a triangle product for some rows, which slices and ranks call: they have no profile.
-
-
-def _factor_cost(rows: float, residues: int, channels: int, hidden: int, itemsize: int, forward: bool) -> Cost:
-    """Return the cost of rows of a factor: projections of the factor and of its gate."""
-    positions, passes = rows * residues, 1 if forward else 3  # backward the first is computed again
-    flops = 2 * positions * channels * 2 * hidden
-    return Cost(passes * flops, positions * hidden, passes * positions * (channels + hidden) * itemsize)
-
-
-def _slice_cost(rows: float, residues: int, channels: int, hidden: int, itemsize: int, forward: bool) -> Cost:
-    """Return the cost of rows of a triangle product, where the other factor is given: every slice reads all of it."""
-    positions, passes = rows * residues, 1 if forward else 2
-    factor = _factor_cost(rows, residues, channels, hidden, itemsize, forward)
-    product = _product_cost(rows, residues, channels, hidden, itemsize, forward)
-    flops = passes * 2 * positions * channels * (channels + hidden)  # the gate and the projection of the product
-    moved = passes * positions * (2 * channels + hidden) * itemsize
-    return Cost(
-        factor.flops + product.flops + flops,
-        factor.exps + positions * channels,
-        factor.bytes + product.bytes + moved,
-    )
-
-
-def _product_cost(rows: float, residues: int, channels: int, hidden: int, itemsize: int, forward: bool) -> Cost:
-    """Return the cost of the product of rows of a factor and all of the other: it reads the whole factor."""
-    passes = 1 if forward else 2
-    numbers = (2 * rows * residues + residues**2) * hidden
-    return Cost(passes * 2 * rows * residues**2 * hidden, 0, passes * numbers * itemsize)
-
-
-IN_PARTS = {"projected_factor": _factor_cost, "triangle_slice": _slice_cost}
+def _slice_cost(x: Tensor, b: Tensor, forward: bool) -> Cost:
+    """Return the cost of some rows or columns of a triangle product, where b is given: every slice reads all of it."""
+    channels, (hidden, residues, _) = x.shape[-1], b.shape[-3:]
+    positions, passes = x.numel() // max(1, channels), 1 if forward else 2
+    # The projections of a and of its gate are made once more in the backward pass.
+    factor = (1 if forward else 3) * 2 * positions * channels * 2 * hidden
+    product = passes * 2 * positions * residues * hidden
+    tail = passes * 2 * positions * channels * (channels + hidden)
+    numbers = positions * (3 * channels + 4 * hidden) + b.numel()
+    return Cost(factor + product + tail, positions * (hidden + channels), passes * numbers * x.element_size())
 
 
 def scaled(cost: Cost, factor: float) -> Cost:

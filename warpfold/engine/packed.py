@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from warpfold.model.layers import AdaptedLinear, Linear, Projection
+from warpfold.model.layers import AdaptedLinear, Linear
 from warpfold.ops.torch_internals import call_after_backward
 from warpfold.parallel.exchange import Layout, make_layout
 
@@ -179,7 +179,7 @@ class PackedWeights:
         if len(self._waiting) == WAITING:
             self.settle()
 
-    def joined(self, dtype: torch.dtype, projections: tuple[Projection, ...]) -> Joined | None:
+    def joined(self, dtype: torch.dtype, projections: tuple[Linear, ...]) -> Joined | None:
         """Return the weights of projections as one [o, c], and their biases, in `dtype`; None if they do not lie so."""
         key = (dtype, *map(id, projections))
         if key not in self._found:
@@ -202,7 +202,7 @@ class PackedWeights:
                 self._copy_again(source, leaves, dtype)
         return leaves
 
-    def _find(self, dtype: torch.dtype, projections: tuple[Projection, ...]) -> tuple[list["_Source"], Joined] | None:
+    def _find(self, dtype: torch.dtype, projections: tuple[Linear, ...]) -> tuple[list["_Source"], Joined] | None:
         """Make the result of `joined`, and note its sources; None where the parameters lie elsewhere or apart."""
         linears = [one for one in projections if isinstance(one, Linear) and not isinstance(one, AdaptedLinear)]
         if len(linears) < len(projections) or dtype not in (self.compute.dtype, self.weights.dtype):

@@ -2,12 +2,17 @@
 
 The extra MSA stack is one with global column attention; the template stack is made of the pair stack alone, in another
 order.
+
+The docstring of each layer is its definition: lines of torch in the supplement's letters, without leading axes and
+dropout, the last of which is what a call returns.  Submodules go by their names, also those of `attention`.
+tests/model/test_definitions.py executes the lines and compares them with the layer.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from warpfold.model.axial import (
@@ -23,19 +28,14 @@ from warpfold.model.axial import (
     Tensors,
     residual,
 )
-from warpfold.model.layers import LayerNorm, Linear, LinearSlice, NoNorm, Projection, joined, project
+from warpfold.model.layers import LayerNorm, Linear, NoNorm, joined, project
 from warpfold.ops.attention import attention, gated_attention, global_attention, masked_mean
+from warpfold.ops.layers import TriangleWeights, triangle_factor, triangle_multiplication
 from warpfold.ops.linear import gate, gated_linear_residual
 from warpfold.ops.noise import Factors
 from warpfold.ops.outer import outer_product, outer_product_mean
 from warpfold.ops.transition import HALVES, Activation, transition
-from warpfold.ops.triangle import (
-    empty_rows,
-    projected_factor,
-    triangle_multiplication,
-    triangle_product,
-    triangle_slice,
-)
+from warpfold.ops.triangle import empty_rows, triangle_product
 
 
 class GatedAttention(nn.Module):
@@ -121,6 +121,9 @@ class AttentionUpdate(AxialUpdate):
 class Transition(AxialUpdate):
     """Algorithms 9 and 15: a two-layer perceptron at each position alone.  Masked positions are updated too.
 
+        a = up(norm(z))
+        z + down(relu(a) if activation == "relu" else silu(a.chunk(2, -1)[0]) * a.chunk(2, -1)[1])
+
     With "swiglu" its layers have no biases (AlphaFold3, Algorithm 11), and `up` makes gates and then values.
     """
 
@@ -142,7 +145,15 @@ class Transition(AxialUpdate):
 
 
 class MSARowAttention(AttentionUpdate):
-    """Algorithm 7: attention within each sequence, biased by the pair representation."""
+    """Algorithm 7: attention within each sequence, biased by the pair representation.
+
+    x = norm(m)
+    q, k, v = (f(x).unflatten(-1, (heads, -1)) for f in (q, k, v))
+    logits = einsum("sihc,sjhc->shij", q, k) / sqrt(q.shape[-1]) + einsum("ijh->hij", bias(norm_z(z)))
+    a = softmax(logits.masked_fill(mask[:, None, None, :] == 0, -1e9), -1)
+    o = sigmoid(gate(x)) * einsum("shij,sjhc->sihc", a, v).flatten(-2)
+    m + out(o)
+    """
 
     axis = ROWS
     shares = "other"  # rows of z, whichever they are
@@ -157,7 +168,15 @@ class MSARowAttention(AttentionUpdate):
 
 
 class MSAColumnAttention(AttentionUpdate):
-    """Algorithm 8: attention within each residue's column, between sequences."""
+    """Algorithm 8: attention within each residue's column, between sequences.
+
+    x = norm(m)
+    q, k, v = (f(x).unflatten(-1, (heads, -1)) for f in (q, k, v))
+    logits = einsum("sihc,tihc->hist", q, k) / sqrt(q.shape[-1])
+    a = softmax(logits.masked_fill(mask.T[:, None, :] == 0, -1e9), -1)
+    o = sigmoid(gate(x)) * einsum("hist,tihc->sihc", a, v).flatten(-2)
+    m + out(o)
+    """
 
     axis = COLS
     by_column = True
@@ -169,7 +188,15 @@ class MSAColumnAttention(AttentionUpdate):
 
 
 class MSAColumnGlobalAttention(AxialUpdate):
-    """Algorithm 19: column attention of the extra MSA, one averaged query per column, shared keys and values."""
+    """Algorithm 19: column attention of the extra MSA, one averaged query per column, shared keys and values.
+
+    x = norm(m)
+    mean = einsum("si,sic->ic", mask, x) / (mask.sum(0)[:, None] + 1e-10)
+    logits = einsum("ihc,tic->iht", q(mean).unflatten(-1, (heads, -1)), k(x)) / sqrt(k(x).shape[-1])
+    a = softmax(logits.masked_fill(mask.T[:, None, :] == 0, -1e9), -1)
+    o = sigmoid(gate(x)) * einsum("iht,tic->ihc", a, v(x)).flatten(-2)
+    m + out(o)
+    """
 
     axis = COLS
 
@@ -206,6 +233,11 @@ class MSAColumnGlobalAttention(AxialUpdate):
 
 class OuterProductMean(AxialUpdate):
     """Algorithm 10: row i of z from column i of m, given every column's b.  x is z, other is m, mask is m's.
+
+        a, b = (f(norm(m)) * mask[..., None] for f in (a, b))
+        o = einsum("sic,sjd->ijcd", a, b).flatten(-2)
+        count = einsum("si,sj->ij", mask, mask)[..., None]
+        z + out(o) / (count + count_added)
 
     The sum over sequences is divided by how many have both residues, plus `count_added`, `count_least` at least, and
     the output's bias with it (`bias_divided`), as AlphaFold2 has it; others count and divide otherwise.
@@ -291,12 +323,17 @@ class PairConfig:
 
 
 class TriangleMultiplication(AxialUpdate):
-    """Algorithms 11 and 12.  Outgoing: each row i alone, given b.  Incoming: each column j alone, given b.
+    """Algorithms 11 and 12: update edge ij from the two other edges of every triangle ijk.
 
-    outgoing  x_ij = sum_k a_ik b_jk         incoming  x_ij = sum_k a_kj b_ki
+        x = norm(z)
+        a, b = (sigmoid(g(x)) * f(x) * mask[..., None] for f, g in ((a, a_gate), (b, b_gate)))
+        o = einsum("ikc,jkc->ijc", a, b) if outgoing else einsum("kjc,kic->ijc", a, b)
+        z + sigmoid(gate(x)) * out(norm_out(o))
 
-    In both, the slice brings its a and its gate, and b is shared.  (For incoming this a is the supplement's b.)  The
-    factors have their channels in front, [*, c, ., .], as the product wants them: b is laid out once for all slices.
+    Outgoing, a and b are those of the supplement.  Incoming, they are exchanged, as in AlphaFold's code: this a is the
+    supplement's b.  So in both the slice, a row i or a column j, brings its own a, and b is shared by all slices.
+    With `fused`, one projection makes a and b (AlphaFold 2.3).  The factors have their channels in front, [*, c, ., .],
+    as matrix products read them: b is laid out once for all slices.
     """
 
     shares = "x"
@@ -325,58 +362,62 @@ class TriangleMultiplication(AxialUpdate):
             return self.ab, self.ab_gate, self.gate
         return self.a, self.a_gate, self.b, self.b_gate, self.gate
 
-    def of_factor(self, which: int) -> tuple[Projection, ...]:
-        """Return the projections of a (0) or b (1), and of its gate."""
-        fused: tuple[Linear, ...] = (self.ab, self.ab_gate) if self.fused else ()
-        if not self.fused:
-            return ((self.a, self.a_gate), (self.b, self.b_gate))[which]
-        halves = ((p.weight.chunk(2)[which], None if p.bias is None else p.bias.chunk(2)[which]) for p in fused)
-        return tuple(LinearSlice(*half) for half in halves)
+    def weights(self, dtype: torch.dtype) -> TriangleWeights:
+        """Return the parameters as the operations take them, in `dtype` where they are packed."""
+        return TriangleWeights(
+            self.norm.weight,
+            self.norm.bias,
+            *joined(dtype, *self.projections),
+            self.norm_out.weight,
+            self.norm_out.bias,
+            *joined(dtype, self.out),
+            self.fused,
+        )
 
     def join_axis(self, cut: int) -> int:
         return cut + 1  # no channel axis is behind it
 
-    def factor(self, which: int, z: Tensor, mask: Tensor) -> Tensor:
-        """Return a (0) or b (1) of some rows or columns of z, [*, c, ., .] (lines 1 and 2)."""
-        of_norm = self.norm.weight, self.norm.bias
-        return projected_factor(z, mask, of_norm, joined(z.dtype, *self.of_factor(which)), self.norm.eps)
+    def factor(self, which: Literal["a", "b"], z: Tensor, mask: Tensor) -> Tensor:
+        """Compute a or b of some rows or columns of z, [*, c, ., .] (lines 1 and 2)."""
+        return triangle_factor(z, mask, self.weights(z.dtype), which, self.norm.eps)
 
     def shared(self, source: Tensor, mask: Tensor) -> Tensors:
-        return (self.factor(1, source, mask),)
+        return (self.factor("b", source, mask),)
 
     def empty_shared(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         return empty_rows(like, *shape)
 
     def prepare(self, read: Tensor, mask: Tensor) -> Tensors:
-        """Return a and the logits of the product's gate."""
-        return self.factor(0, read, mask), *project(read, self.norm, self.gate)
+        """Compute a and the logits of the product's gate, which need no b: what a rank does while b travels."""
+        return self.factor("a", read, mask), *project(read, self.norm, self.gate)
 
-    def finish(self, product: Tensor, g: Tensor, x: Tensor | None, factors: Factors | None) -> Tensor:
-        """Return x + factors * update, of a product [*, i, j, c] and the logits of its gate (lines 3 and 4)."""
+    def finish(self, product: Tensor, gate_logits: Tensor, x: Tensor | None, factors: Factors | None) -> Tensor:
+        """Compute x + factors * gate * linear(norm(product)), of a product [*, i, j, c] (lines 3 and 4)."""
         (dx,) = project(product, self.norm_out, self.out)
-        return residual(x, gate(dx, g), factors)
+        return residual(x, gate(dx, gate_logits), factors)
 
     def update(self, read: Read, mask: Tensor, shared: Shared, x: Tensor | None, factors: Factors | None) -> Tensor:
-        """Return x + factors * product of the slice's a and b, gated and projected."""
+        """Compute x + factors * gate * linear(norm(product)) of the slice's a and the whole b."""
+        b = None if shared is None else shared[0]
         if not isinstance(read, Tensor):
-            assert shared is not None
-            return self.finish(triangle_product(read[0], shared[0], self.outgoing), read[1], x, factors)
-        norm, norm_out, dtype = self.norm, self.norm_out, read.dtype
-        of_norm, of_out = (norm.weight, norm.bias), (norm_out.weight, norm_out.bias)
-        out, add = joined(dtype, self.out), x is not None
-        if shared is None:
-            into = joined(dtype, *self.projections)
-            return triangle_multiplication(
-                read, mask, *of_norm, *into, *of_out, *out, self.outgoing, self.fused, factors, norm.eps, add
-            )
-        into, of_gate = joined(dtype, *self.of_factor(0)), joined(dtype, self.gate)
-        return triangle_slice(
-            read, mask, shared[0], of_norm, into, of_gate, of_out, out, self.outgoing, factors, norm.eps, add
+            a, gate_logits = read
+            assert b is not None
+            return self.finish(triangle_product(a, b, self.outgoing), gate_logits, x, factors)
+        return triangle_multiplication(
+            read, mask, self.weights(read.dtype), self.outgoing, b, factors, self.norm.eps, residual=x is not None
         )
 
 
 class TriangleAttention(AttentionUpdate):
     """Algorithms 13 and 14.  Starting node: within each row i.  Ending node: within each column j, on z transposed.
+
+        z, mask = (z.transpose(0, 1), mask.T) if by_column else (z, mask)
+        x = norm(z)
+        q, k, v = (f(x).unflatten(-1, (heads, -1)) for f in (q, k, v))
+        logits = einsum("ijhc,ikhc->hijk", q, k) / sqrt(q.shape[-1]) + einsum("jkh->hjk", bias(x))[:, None]
+        a = softmax(logits.masked_fill(mask[:, None, :] == 0, -1e9), -1)
+        z = z + out(sigmoid(gate(x)) * einsum("hijk,ikhc->ijhc", a, v).flatten(-2))
+        z.transpose(0, 1) if by_column else z
 
     RoseTTAFold3's and OpenFold3's ending nodes are `bias_transposed`.
     """
@@ -395,7 +436,13 @@ class TriangleAttention(AttentionUpdate):
 
 
 class PairStack(Block):
-    """The pair half of a block: triangle updates and transition; z [*, i, j, c_z] and its mask [*, i, j] -> z."""
+    """The pair half of a block: triangle updates and transition; z [*, i, j, c_z] and its mask [*, i, j] -> z.
+
+    layers = (outgoing, incoming, starting, ending)
+    for layer in layers if multiplication_first else layers[2:] + layers[:2]:
+        z = layer(z, mask)
+    transition(z, mask)
+    """
 
     states = ("z",)
 
@@ -448,6 +495,11 @@ class EvoformerConfig:
 class EvoformerBlock(Block):
     """Algorithm 6 (and 18, with global column attention).
 
+        m = msa.transition(msa.column(msa.row(m, m_mask, z), m_mask), m_mask)
+        z = outer(z, m_mask, m)
+        m, pair(z, z_mask)[0]
+
+    This is the order "middle"; with "first" the outer product comes before the other lines, with "last" after them.
     m [*, s, r, c_m], z [*, r, r, c_z], m_mask [*, s, r], z_mask [*, r, r] -> m, z.
     """
 

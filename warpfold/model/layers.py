@@ -5,7 +5,7 @@ that the activations alone decide between fp32, bf16 and fp64, with no autocast 
 """
 
 import math
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -106,28 +106,17 @@ class DrawsNoise(nn.Module):
         self.noise = Noise()
 
 
-class LinearSlice(NamedTuple):
-    """Some of the outputs of a linear layer."""
-
-    weight: Tensor
-    bias: Tensor | None
-    packed: None = None
-
-
-Projection = Linear | LinearSlice
-
-
 class PackedOperands(Protocol):
     """The weights of a model as operations read them."""
 
-    def joined(self, dtype: torch.dtype, projections: tuple[Projection, ...]) -> tuple[Tensor, Tensor | None] | None:
+    def joined(self, dtype: torch.dtype, projections: tuple[Linear, ...]) -> tuple[Tensor, Tensor | None] | None:
         """Return the result of `joined` without a copy; None if the weights do not lie so."""
 
     def catch_up(self) -> None:
         """Have what a graph reads be what the parameters hold."""
 
 
-def joined(dtype: torch.dtype, *projections: Projection) -> tuple[Tensor, Tensor | None]:
+def joined(dtype: torch.dtype, *projections: Linear) -> tuple[Tensor, Tensor | None]:
     """Return the weights of projections of one tensor as one [o, c], and the biases of the first b outputs as one [b].
 
     Those with a bias had better come first: one without has zeros there.  In `dtype` where they are packed, else in
@@ -140,14 +129,15 @@ def joined(dtype: torch.dtype, *projections: Projection) -> tuple[Tensor, Tensor
             return found
     if len(projections) == 1:
         return projections[0].weight, projections[0].bias
-    weights, biases = [p.weight for p in projections], [p.bias for p in projections]
+    weights: list[Tensor] = [p.weight for p in projections]
+    biases: list[Tensor | None] = [p.bias for p in projections]
     while biases and biases[-1] is None:
         biases.pop()
     given = [w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases)]
     return torch.cat(weights), torch.cat(given) if given else None
 
 
-def project(x: Tensor, norm: LayerNorm, *projections: Projection, planes: bool = False) -> tuple[Tensor, ...]:
+def project(x: Tensor, norm: LayerNorm, *projections: Linear, planes: bool = False) -> tuple[Tensor, ...]:
     """Return every projection of the normalised x, made in one pass over it, as views of one tensor.
 
     As of `joined`.  So no normalised tensor is written to memory, read again and kept for the gradient.  planes: laid

@@ -14,6 +14,13 @@ from warpfold.ops.noise import Factors
 class AttentionPairBias(AttentionUpdate):
     """AlphaFold3, Algorithm 24 without conditioning: each row of s attends to itself, biased by z.
 
+        x = norm(s)
+        q, k, v = (f(x).unflatten(-1, (heads, -1)) for f in (q, k, v))
+        logits = einsum("rihc,rjhc->rhij", q, k) / sqrt(q.shape[-1]) + einsum("ijh->hij", bias(norm_z(z)))
+        a = softmax(logits.masked_fill(mask[:, None, None, :] == 0, -1e9), -1)
+        o = sigmoid(gate(x)) * einsum("rhij,rjhc->rihc", a, v).flatten(-2)
+        s + out(o)
+
     s [*, r, N, c_s], z [*, N, N, c_z], mask [*, r, N].  A single representation [*, N, c_s] is one row,
     `s.unsqueeze(-3)`; samples that share z are several.  The norm may be `NoNorm`, of what is normalised already.
     """
@@ -31,6 +38,11 @@ class AttentionPairBias(AttentionUpdate):
 
 class PairWeightedAveraging(AxialUpdate):
     """AlphaFold3, Algorithm 10: each row of m is averaged over residues, with weights that z alone decides.
+
+        x, logits = norm(m), einsum("ijh->hij", bias(norm_z(z)))
+        w = softmax(logits.masked_fill(mask == 0, -1e9), -1)
+        o = einsum("hij,sjhc->sihc", w, v(x).unflatten(-1, (len(w), -1))).flatten(-2)
+        m + out(sigmoid(gate(x)) * o)
 
     m [*, s, r, c_m], other is z [*, i, j, c_z], and the mask is z's, [*, i, j] (1: i reads from j; where it is 0 for
     all j, all weigh alike).  `shared` is the weights [*, h, i, j], the same for every row.

@@ -179,6 +179,20 @@ class Pairs(NamedTuple):
 class InvariantPointAttention(Executable):
     """Algorithm 22, InvariantPointAttention: attention by likeness, by pair and by distance in space.
 
+        R, t, w = frames.rotation, frames.translation[..., None], softplus(trainable_point_weights)
+        q, kv = (f(s).unflatten(-1, (heads, -1)) for f in (q_scalar, kv_scalar))
+        k, v = kv.split(c_hidden, -1)
+        q_points, kv_points = (R @ f(s).unflatten(-1, (3, -1)) + t for f in (q_point_local, kv_point_local))
+        q_points, kv_points = (x.unflatten(-1, (heads, -1)) for x in (q_points, kv_points))
+        k_points, v_points = kv_points.split((qk_points, v_points), -1)
+        squares = (q_points[:, None] - k_points).square().sum((2, 4))
+        logits = einsum("ihc,jhc->ijh", q, k) / sqrt(c_hidden) + attention_2d(z) - w * squares / sqrt(18 * qk_points)
+        a = softmax(sqrt(1 / 3) * logits - 1e5 * (mask[:, None] * (1 - mask))[..., None], 1)
+        o, o_pair = einsum("ijh,jhc->ihc", a, v), einsum("ijh,ijc->ihc", a, z)
+        o_points = R.mT @ (einsum("ijh,jxhp->ixhp", a, v_points).flatten(-2) - t)
+        o_lengths = sqrt(o_points.square().sum(1) + 1e-8)
+        output_projection(cat([o.flatten(1), o_points.flatten(1), o_lengths, o_pair.flatten(1)], -1))
+
     The result is the same under any rigid motion of all frames together.
 
     A sum of squared distances of points is |q|^2 + |k|^2 - 2 q k, of vectors of all their coordinates.  The softmax
@@ -294,7 +308,13 @@ def _softmax(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
 
 
 class AngleResnet(nn.Module):
-    """Algorithm 20, lines 11 to 14: torsion angles from the current and the initial activations."""
+    """Algorithm 20, lines 11 to 14: torsion angles from the current and the initial activations.
+
+    a = input_projection(relu(s)) + input_projection_initial(relu(s_initial))
+    for first, second in zip(resblock1, resblock2):
+        a = a + second(relu(first(relu(a))))
+    unnormalized_angles(relu(a)).unflatten(-1, (7, 2))
+    """
 
     def __init__(self, c: int, c_initial: int, c_hidden: int, blocks: int) -> None:
         super().__init__()

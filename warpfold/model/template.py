@@ -97,7 +97,13 @@ class TemplatePairEmbedder(Executable):
 
 
 class TemplatePointwiseAttention(nn.Module):
-    """Algorithm 17: each pair (i, j) attends to the templates' features of that pair.  No gate."""
+    """Algorithm 17: each pair (i, j) attends to the templates' features of that pair.  No gate.
+
+    q, k, v = (f(x).unflatten(-1, (heads, -1)) for f, x in ((q, z), (k, t), (v, t)))
+    logits = einsum("ijhc,tijhc->ijht", q, k) / sqrt(q.shape[-1])
+    a = softmax(logits.masked_fill(template_mask == 0, -1e9), -1)
+    out(einsum("ijht,tijhc->ijhc", a, v).flatten(-2))
+    """
 
     def __init__(self, c_z: int, c_t: int, heads: int, width: int) -> None:
         super().__init__()
@@ -306,7 +312,12 @@ class ChainTemplateEmbedder(Executable):
 
 
 class TemplatePairStack(BlockStack):
-    """Algorithm 16: the pair stack on each template, attention before multiplication."""
+    """Algorithm 16: the pair stack on each template, attention before multiplication.
+
+    for block in blocks:
+        (t,) = block(t, z_mask)
+    t
+    """
 
     def __init__(self, config: TemplateConfig) -> None:
         super().__init__()

@@ -1,61 +1,28 @@
-"""triangle_factor and triangle_product: what the triangle multiplications contract, and how (Algorithms 11 and 12).
+"""Triangle multiplication (Algorithms 11 and 12) as one operation, for a whole pair representation or a slice of it.
 
-triangle_multiplication: a whole layer as one operation, from what its norm reads to the new residual.
+triangle_multiplication: from x to the new residual.  x brings its own rows (or columns) of the factor a.  The other
+factor, b, is an operand; where it is None, x is the whole pair representation and the operation computes b as well.
 
-For the backward pass it keeps a, b and their product, channels in front, and the statistics of both norms, beside x:
-all written on the way anyway.  Not the projections: five times the size of x, and one product to make again, in blocks.
+triangle_factor: one factor of some rows or columns: what slices and ranks join to the whole b, or exchange.
 
-A triangle multiplication in parts: one factor of a slice, and a slice of the layer where the other factor is given.
+triangle_product: the sum over the third corner of the triangle, one matrix product per channel.
 
-Without gradients, for layers that run in slices; else these are other operations, one after another.
+For the backward pass the operation saves a, b, their product and the statistics of both norms.  The projections, five
+times as large as x, are computed again in blocks.
 """
 
-from collections.abc import Callable
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.ops.dispatch import (
-    EMPTY,
-    Op,
-    Operands,
-    Sizes,
-    backend,
-    empty_like,
-    faster_on_cpu,
-    implementation,
-    laid_out_as,
-    modules,
-    register,
-    unsupported_device,
-)
+from warpfold.ops.dispatch import Operands, Sizes, backend, empty_like, empty_parameters, faster_on_cpu, register
 from warpfold.ops.linear import EPS, ROW, empty_statistics, gate, layer_norm, norm_linear
 from warpfold.ops.noise import FACTOR_OPERANDS, Factors
 
-
-def empty_factor(y: Tensor) -> Tensor:
-    """Allocate the factor, [*, c, i, k] in order, but for what pads the rows."""
-    *leading, i, k, c = y.shape
-    return empty_rows(y, *leading, c, i, k)
-
-
-@register(
-    shapes="y [*, i, k, c], g [*, i, k, c], mask [*, i, k], grad [*, c, i, k]",
-    empty=lambda t: empty_factor(t.y),
-    keeps="y g mask",
-    gradients="y g",
-    same_dtype="y g",
-    prefer_definition=lambda t: faster_on_cpu(t.y, t.y.numel(), 2**17),
-)
-def triangle_factor(y: Tensor, g: Tensor, mask: Tensor) -> Tensor:
-    """Return one factor of the product, gated and masked (lines 2 and 3), its channels in front.
-
-    y, g [*, i, k, c], mask [*, i, k] -> [*, c, i, k], in order.
-    """
-    factor = gate.definition(y, g) * mask[..., None].to(y.dtype)
-    return factor.movedim(-1, -3).contiguous()
+KERNEL_CHANNELS = (256, 128)  # the most channels of x and of a factor that the GPU kernels take
+MIN_SLICE = 2**15  # numbers of a slice from which on the CPU path is faster than the definition
 
 
 def triangle_product(a: Tensor, b: Tensor, outgoing: bool) -> Tensor:
@@ -89,9 +56,6 @@ class _ContiguousGradient(torch.autograd.Function):
         return grads[0].contiguous()
 
 
-KERNEL_CHANNELS = (256, 128)  # of x and of a factor, at most, that a GPU's kernels take
-
-
 def row_pitch(x: Tensor, n: int | None = None) -> int:
     """Return how many elements a row of a plane takes in memory: in half precision whole sectors of a GPU's.
 
@@ -102,30 +66,151 @@ def row_pitch(x: Tensor, n: int | None = None) -> int:
 
 
 def empty_rows(like: Tensor, *shape: int) -> Tensor:
-    """Allocate planes [*, rows, n] in order, but for what pads the rows."""
+    """Allocate planes [*, rows, n] in order, but for the padding of their rows."""
     *before, n = shape
     pitch = row_pitch(like, n)
     return like.new_empty(*before, pitch).narrow(-1, 0, n) if pitch > n else like.new_empty(shape)
 
 
-def empty_planes(x: Tensor, channels: int) -> Tensor:
-    """Allocate a factor or the product, [*, channels, n, n] in order, but for what pads the rows."""
-    *leading, n, _, _ = x.shape
-    return empty_rows(x, *leading, channels, n, n)
+def is_narrow(x: Tensor) -> bool:
+    """Return whether x [*, i, k, c] has more rows than columns, as a slice of columns has."""
+    return x.shape[-3] > x.shape[-2]
 
 
-def split_projections(y: Tensor, hidden: int, fused: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return a, its gate, b, its gate and the gate of the product, of what `weight` makes."""
-    first, second, third, fourth, g = y.split([hidden] * 4 + [y.shape[-1] - 4 * hidden], -1)
+def empty_product(x: Tensor, channels: int) -> Tensor:
+    """Allocate the product [*, channels, i, k] of x [*, i, k, c]: column by column in memory where x is narrow.
+
+    Then the matrix product has long rows, and their padding is small.
+    """
+    *leading, i, k, _ = x.shape
+    if is_narrow(x):
+        return empty_rows(x, *leading, channels, k, i).mT
+    return empty_rows(x, *leading, channels, i, k)
+
+
+def empty_factor(x: Tensor, channels: int) -> Tensor:
+    """Allocate a factor [*, channels, i, k] of x [*, i, k, c]: on a GPU as the product, on a CPU in order."""
+    *leading, i, k, _ = x.shape
+    return empty_product(x, channels) if backend(x) == "triton" else x.new_empty(*leading, channels, i, k)
+
+
+def split_projections(rows: Tensor, hidden: int, fused: bool, axis: int = 0) -> tuple[Tensor, ...]:
+    """Split what belongs to the rows of `weight` into those of a, its gate, b, its gate and the gate of the product."""
+    first, second, third, fourth, g = rows.split([hidden] * 4 + [rows.shape[axis] - 4 * hidden], axis)
     return (first, third, second, fourth, g) if fused else (first, second, third, fourth, g)
 
 
+def served_by_kernels(x: Tensor, hidden: int) -> bool:
+    """Return whether the GPU kernels take this x: 16 bits and few channels.
+
+    In fp32 a product without tensor cores takes its operands from registers, which hold no whole tile.  torch's own
+    products are as fast there.
+    """
+    return x.element_size() == 2 and all(n <= most for n, most in zip((x.shape[-1], hidden), KERNEL_CHANNELS))
+
+
+def _unsupported_by_kernels(x: Tensor, hidden: int) -> str | None:
+    """Return why no GPU kernel takes this x, or None."""
+    if backend(x) == "cpu" or served_by_kernels(x, hidden):
+        return None
+    if x.element_size() != 2:
+        return "kernels are for 16 bits"
+    return f"{x.shape[-1]} channels, {hidden} of a factor (kernels are for {' and '.join(map(str, KERNEL_CHANNELS))})"
+
+
+def _gated_factor(value: Tensor, gate_logits: Tensor, mask: Tensor) -> Tensor:
+    """Return mask * sigmoid(gate) * value [*, i, k, h] with its channels in front, in order (lines 2 and 3)."""
+    factor = gate.definition(value, gate_logits) * mask[..., None].to(value.dtype)
+    return factor.movedim(-1, -3).contiguous()
+
+
+def factor_channels(weight: Tensor) -> int:
+    """Return the channels h of a factor, of weight [4 h + c, c]."""
+    return (weight.shape[0] - weight.shape[1]) // 4
+
+
+def _wrong_factor(t: Any) -> str | None:
+    """Return the reason to refuse sizes that shapes cannot describe, or None."""
+    outputs, c = t.weight.shape
+    if outputs < c or (outputs - c) % 4:
+        return "weight is not [4 h + c, c]"
+    return "bias is longer than the outputs" if t.bias is not None and t.bias.shape[0] > outputs else None
+
+
+def _check_factor(op: str, sizes: Sizes, t: Operands) -> None:
+    if wrong := _wrong_factor(t):
+        raise ValueError(f"{op}: {wrong}")
+    if sizes.get("h", factor_channels(t.weight)) != factor_channels(t.weight):
+        raise ValueError(f"{op}: grad has {sizes['h']} channels, but weight makes {factor_channels(t.weight)}")
+
+
+def _empty_factor(t: Operands) -> tuple[Tensor, ...]:
+    factor = empty_factor(t.x, factor_channels(t.weight))
+    return factor, *(empty_statistics(t.x) if t.kept else (t.x.new_empty(0), t.x.new_empty(0)))
+
+
+def _unsupported_factor(t: Any) -> str | None:
+    if wrong := _wrong_factor(t):
+        return wrong
+    return _unsupported_by_kernels(t.x, factor_channels(t.weight))
+
+
+def _prefer_definition_of_factor(t: Any) -> bool:
+    if _unsupported_by_kernels(t.x, factor_channels(t.weight)):
+        return True
+    return faster_on_cpu(t.x, t.x.numel(), MIN_SLICE)
+
+
+@register(
+    shapes="x [*, i, k, c], mask [*, i, k], norm_weight [c], norm_bias [c], weight [o, c], bias [b], "
+    "grad [*, h, i, k], mean [*, i, k], scale [*, i, k]",
+    empty=_empty_factor,
+    results="out mean scale",
+    keeps="x mask norm_weight norm_bias weight bias mean scale which fused",
+    gradients="x norm_weight norm_bias weight bias",
+    kept=True,
+    check=_check_factor,
+    unsupported=_unsupported_factor,
+    prefer_definition=_prefer_definition_of_factor,
+)
+def triangle_factor(
+    x: Tensor,
+    mask: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    which: int,
+    fused: bool,
+    eps: float = EPS,
+) -> Tensor:
+    """Compute a (which = 0) or b (1) of some rows or columns of x (lines 2 and 3 of Algorithms 11 and 12).
+
+    x [*, i, k, c], mask [*, i, k] -> [*, h, i, k].  The parameters are those of `triangle_multiplication`.
+    """
+    y = norm_linear.definition(x, norm_weight, norm_bias, weight, bias, eps)
+    parts = split_projections(y, factor_channels(weight), fused, axis=-1)
+    return _gated_factor(parts[2 * which], parts[2 * which + 1], mask)
+
+
 def _empty(t: Operands) -> tuple[Tensor, ...]:
-    x = t.x
+    x, hidden = t.x, t.out_weight.shape[1]
     if not t.kept:
         return empty_like(x), *(x.new_empty(0) for _ in range(7))
-    planes = (empty_planes(x, t.out_norm_weight.shape[0]) for _ in range(3))
+    own_b = empty_factor(x, hidden) if t.b is None else x.new_empty(0)
+    planes = empty_factor(x, hidden), own_b, empty_product(x, hidden)
     return empty_like(x), *planes, *empty_statistics(x), *empty_statistics(x)
+
+
+def _empty_gradients(t: Operands) -> tuple[Tensor, ...]:
+    into = t.norm_weight, t.norm_bias, t.weight, t.bias
+    out_of = t.out_norm_weight, t.out_norm_bias, t.out_weight, t.out_bias
+    return empty_like(t.x), empty_gradient_of_b(t), *empty_parameters(*into, *out_of)
+
+
+def empty_gradient_of_b(t: Operands) -> Tensor:
+    """Allocate the gradient of b, padded as b is; without elements where b is not an operand."""
+    return t.x.new_empty(0) if t.b is None else empty_rows(t.b, *t.b.shape)
 
 
 def _wrong_sizes(t: Any) -> str | None:
@@ -133,56 +218,60 @@ def _wrong_sizes(t: Any) -> str | None:
     outputs, (c, hidden) = t.weight.shape[0], t.out_weight.shape
     if outputs != 4 * hidden + c:
         return "weight is not [4 h + c, c]"
-    return "bias is longer than the outputs" if t.bias is not None and t.bias.shape[0] > outputs else None
+    if t.bias is not None and t.bias.shape[0] > outputs:
+        return "bias is longer than the outputs"
+    rows, columns = t.x.shape[-3:-1]
+    if t.b is None:
+        return None if rows == columns else "x is not square, and b is not given"
+    third = columns if t.outgoing else rows
+    return None if t.b.shape[-1] == third else "x and b differ in the third corner"
 
 
 def _check(op: str, sizes: Sizes, t: Operands) -> None:
     if wrong := _wrong_sizes(t):
         raise ValueError(f"{op}: {wrong}")
+    own = getattr(t, "own_b", None)
+    right = (*sizes["*"], sizes["h"], sizes["i"], sizes["k"]) if t.b is None else (0,)
+    if own is not None and tuple(own.shape) != right:
+        raise ValueError(f"{op}: own_b is {list(own.shape)}, not {list(right)}")
 
 
-def served_by_kernels(x: Tensor, hidden: int) -> bool:
-    """Return whether a GPU's kernels take this x: 16 bits, at most so many channels.
-
-    Products of fp32 are made without tensor cores, of operands in registers, which whole tiles do not fit.
-    """
-    return x.element_size() == 2 and all(n <= most for n, most in zip((x.shape[-1], hidden), KERNEL_CHANNELS))
+def _unsupported(t: Any) -> str | None:
+    if wrong := _wrong_sizes(t):
+        return wrong
+    return _unsupported_by_kernels(t.x, t.out_weight.shape[1])
 
 
-def _composed(registered: Callable[..., Tensor], t: Any) -> Tensor:
-    """Call the registered operation; on a GPU whose kernels do not take x, its parts one after another."""
-    x, hidden = t.x, t.out_weight.shape[1]
-    if backend(x) == "cpu" or served_by_kernels(x, hidden):
-        return registered(*t)
-    y = norm_linear(x, t.norm_weight, t.norm_bias, t.weight, t.bias, t.eps)
-    a, a_gate, b, b_gate, g = split_projections(y, hidden, t.fused)
-    product = triangle_product(triangle_factor(a, a_gate, t.mask), triangle_factor(b, b_gate, t.mask), t.outgoing)
-    dx = gate(norm_linear(product, t.out_norm_weight, t.out_norm_bias, t.out_weight, t.out_bias, t.eps), g)
-    dx = dx if t.factors is None else dx * t.factors
-    return x + dx if t.residual else laid_out_as(dx, x)
+def _prefer_definition(t: Any) -> bool:
+    x, (outputs, _) = t.x, t.weight.shape
+    if _unsupported_by_kernels(x, t.out_weight.shape[1]):
+        return True
+    if t.b is not None:
+        return faster_on_cpu(x, x.numel(), MIN_SLICE)
+    return faster_on_cpu(x, x.numel() // max(1, x.shape[-1]) * outputs, 2**20)  # decided by the projections
 
 
 @register(
-    shapes="x [*, n, n, c], mask [*, n, n], norm_weight [c], norm_bias [c], weight [o, c], bias [b], "
-    "out_norm_weight [h], out_norm_bias [h], out_weight [c, h], out_bias [c], factors ([*, n, n, c]), key [2], "
-    "grad [*, n, n, c], a [*, h, n, n], b [*, h, n, n], product [*, h, n, n], mean [*, n, n], scale [*, n, n], "
-    "out_mean [*, n, n], out_scale [*, n, n]",
+    shapes="x [*, i, k, c], mask [*, i, k], b [*, h, n, n], norm_weight [c], norm_bias [c], weight [o, c], bias [e], "
+    "out_norm_weight [h], out_norm_bias [h], out_weight [c, h], out_bias [c], factors ([*, i, k, c]), key [2], "
+    "grad [*, i, k, c], a [*, h, i, k], own_b [...], product [*, h, i, k], mean [*, i, k], scale [*, i, k], "
+    "out_mean [*, i, k], out_scale [*, i, k]",
     empty=_empty,
-    results="out a b product mean scale out_mean out_scale",
-    keeps="x mask norm_weight norm_bias weight bias out_norm_weight out_norm_bias out_weight out_bias a b product mean "
-    "scale out_mean out_scale factors outgoing fused residual",
-    gradients="x norm_weight norm_bias weight bias out_norm_weight out_norm_bias out_weight out_bias",
+    results="out a own_b product mean scale out_mean out_scale",
+    keeps="x mask b norm_weight norm_bias weight bias out_norm_weight out_norm_bias out_weight out_bias a own_b "
+    "product mean scale out_mean out_scale factors outgoing fused residual",
+    gradients="x b norm_weight norm_bias weight bias out_norm_weight out_norm_bias out_weight out_bias",
+    empty_gradients=_empty_gradients,
     kept=True,
     check=_check,
     expand=FACTOR_OPERANDS,
-    adapter=_composed,
-    unsupported=_wrong_sizes,
-    # Decided by the projections.
-    prefer_definition=lambda t: faster_on_cpu(t.x, t.x.numel() // max(1, t.x.shape[-1]) * t.weight.shape[0], 2**20),
+    unsupported=_unsupported,
+    prefer_definition=_prefer_definition,
 )
 def triangle_multiplication(
     x: Tensor,
     mask: Tensor,
+    b: Tensor | None,
     norm_weight: Tensor,
     norm_bias: Tensor | None,
     weight: Tensor,
@@ -191,89 +280,30 @@ def triangle_multiplication(
     out_norm_bias: Tensor | None,
     out_weight: Tensor,
     out_bias: Tensor | None,
-    outgoing: bool,
     fused: bool,
+    outgoing: bool,
     factors: Factors | None = None,
     eps: float = EPS,
     residual: bool = True,
 ) -> Tensor:
-    """Return x + factors * gate(linear(layer_norm(product))), a product of two factors of x (Algorithms 11 and 12); or
-    that without the first x where `residual` is False.
+    """Compute x + factors * gate * linear(layer_norm(product)), a product of two factors (Algorithms 11 and 12).
 
-    x [*, n, n, c], mask [*, n, n] of a and b, norm_weight, norm_bias [c], out_norm_weight, out_norm_bias [h],
-    out_weight [c, h], out_bias [c], factors of dropout (axes of size 1 are shared; None: ones) -> [*, n, n, c] in the
-    dtype of x, laid out in memory as x is.  Parameters of any float dtype; any bias may be None.
+    x: [*, i, k, c], the whole pair representation (b is None), some of its rows (outgoing) or columns (incoming).
+    mask: [*, i, k], of a, and of b where b is None.
+    b: [*, h, n, n], the factor that every slice shares; None: computed from x.
+    norm_weight, norm_bias [c], out_norm_weight, out_norm_bias [h], out_weight [c, h], out_bias [c].
+    weight: [4 h + c, c], the rows of a, of its gate, of b, of its gate and of the gate of the product.  fused
+    (AlphaFold 2.3): a, b, a's gate, b's gate, gate of the product.  bias: of the first rows of weight.
+    factors: of dropout; axes of size 1 are shared; None: ones.  residual: False leaves out x.
 
-    weight [4 h + c, c] makes a, its gate, b, its gate, and the gate of the product, one below the other; fused
-    (AlphaFold 2.3): a, b, a's gate, b's gate, the product's.  bias [b] belongs to its first b outputs.
-    outgoing: sum_k a_ik b_jk; incoming: sum_k a_kj b_ki.
+    Returns [*, i, k, c] in the dtype of x, laid out in memory as x is.  Parameters have any float dtype, and any bias
+    may be None.  outgoing: sum_k a_ik b_jk; incoming: sum_k a_kj b_ki.
     """
     y = norm_linear.definition(x, norm_weight, norm_bias, weight, bias, eps)
-    a, a_gate, b, b_gate, g = split_projections(y, out_weight.shape[1], fused)
-    a, b = triangle_factor.definition(a, a_gate, mask), triangle_factor.definition(b, b_gate, mask)
+    a, a_gate, own_b, b_gate, g = split_projections(y, out_weight.shape[1], fused, axis=-1)
+    a = _gated_factor(a, a_gate, mask)
+    b = _gated_factor(own_b, b_gate, mask) if b is None else b
     n = layer_norm.definition(triangle_product(a, b, outgoing), out_norm_weight, out_norm_bias, eps)
     dx = gate.definition(F.linear(n, out_weight.to(x.dtype), None if out_bias is None else out_bias.to(x.dtype)), g)
-    dx = dx if factors is None else dx * factors
-    return x + dx if residual else dx
-
-
-P = ParamSpec("P")
-LEAST = 2**15  # numbers of a slice that are worth blocks
-Norm = tuple[Tensor, Tensor | None]  # weight and bias [c]
-Projections = tuple[Tensor, Tensor | None]  # weight [o, c], bias of the first outputs
-
-
-def _on_slices(definition: Callable[P, Tensor]) -> Op[P, Tensor]:
-    """Make an `Op` of a definition that calls other operations: they compute it for a gradient, and on a GPU."""
-    name = definition.__name__
-
-    def needs_parts(t: Any) -> str | None:
-        return EMPTY if torch.is_grad_enabled() or backend(t.x) != "cpu" or unsupported_device([t.x]) else None
-
-    found = Op(
-        definition,
-        lambda t: implementation(name, t.x)(*t),
-        needs_parts,
-        lambda t: faster_on_cpu(t.x, t.x.numel(), LEAST),
-    )
-    modules[name] = "triangle", found.arguments._fields
-    return found
-
-
-@_on_slices
-def projected_factor(x: Tensor, mask: Tensor, norm: Norm, into: Projections, eps: float = EPS) -> Tensor:
-    """Return a factor of the normalised x, gated and masked (lines 2 and 3 of Algorithms 11 and 12).
-
-    x [*, i, k, c], mask [*, i, k], into: of the factor and, below it, of its gate, [2 h, c] -> [*, h, i, k], in order.
-    """
-    y, g = norm_linear(x, *norm, *into, eps).chunk(2, -1)
-    return triangle_factor(y, g, mask)
-
-
-@_on_slices
-def triangle_slice(
-    x: Tensor,
-    mask: Tensor,
-    b: Tensor,
-    norm: Norm,
-    into: Projections,
-    of_gate: Projections,
-    norm_out: Norm,
-    out_of: Projections,
-    outgoing: bool,
-    factors: Factors | None = None,
-    eps: float = EPS,
-    residual: bool = True,
-) -> Tensor:
-    """Return rows (outgoing) or columns of x + factors * gate(linear(layer_norm(product))) (Algorithms 11 and 12); or
-    that without the first x where `residual` is False.
-
-    x [*, i, k, c] of some rows i, or columns k, mask [*, i, k], b: the factor [*, h, n, n] of all of them; into: as of
-    `projected_factor`; of_gate: of the gate of the product; factors of dropout -> [*, i, k, c].
-    """
-    product = triangle_product(projected_factor(x, mask, norm, into, eps), b, outgoing)
-    dx = norm_linear(product, *norm_out, *out_of, eps)
-    del product
-    dx = gate(dx, norm_linear(x, *norm, *of_gate, eps))
     dx = dx if factors is None else dx * factors
     return x + dx if residual else dx

@@ -584,20 +584,14 @@ class ShardedStack:
         axis = x.present
         yield [x.pending(axis)]
         held = x.along(axis)
-        if x.piece is not None:
-            factors = self._factors(layer, x, held, axis)
-            return self._leave(x, axis, multiply_in_place(layer, x, mask[axis], factors, layout.name), layout)
-        had = axis + 1  # of the factors, which have no channels behind
-        length = x.lengths[axis]
-        right = all_to_all(layer.factor(1, held, mask[axis]), had, -3, length, self.group, f"{layout.name} right")
-        left = all_to_all(layer.factor(0, held, mask[axis]), had, -3, length, self.group, f"{layout.name} left")
-        (gate_logits,) = project(held, layer.norm, layer.gate)
-        yield [left, right]
-        product = triangle_product(left.wait(), right.wait(), layer.outgoing)
-        back = all_to_all(product, -1, axis, layer.channels, self.group, f"{layout.name} product")
         factors = self._factors(layer, x, held, axis)
-        yield [back]
-        return self._leave(x, axis, layer.finish(back.wait(), gate_logits, held, factors), layout)
+        exchange = ChannelExchange(layer, axis, x.lengths[axis], self.group, layout.name)
+        if x.piece is not None:
+            new = multiply_in_place(exchange, held, mask[axis], factors, x.rows(axis))
+        else:
+            right = exchange.right(held, mask[axis], x.lengths[axis])
+            new = yield from exchange.product(held, mask[axis], right, factors, x.lengths[axis])
+        return self._leave(x, axis, new, layout)
 
     def _factors(self, layer: AxialUpdate, x: ShardedTensor, held: Tensor, axis: int) -> Factors | None:
         """Return this rank's shard of the dropout factors, which are drawn for all of x."""
@@ -695,41 +689,64 @@ def update_by_shared(
     return x
 
 
-def multiply_in_place(
-    layer: TriangleMultiplication, of: ShardedTensor, mask: Tensor, factors: Factors | None, name: str
-) -> Tensor:
-    """Return this rank's shard, as it is present, with a triangle product's update.
+@dataclass(frozen=True)
+class ChannelExchange:
+    """A triangle product for which ranks exchange their shards of positions for shards of channels, and back.
+
+    axis: along which x is sharded.  length: of the whole x along this axis.  A factor has no channels behind its axes,
+    so its axis is `axis` + 1.
+    """
+
+    layer: TriangleMultiplication
+    axis: int
+    length: int
+    group: Group
+    name: str
+
+    def right(self, x: Tensor, mask: Tensor, length: int) -> Pending:
+        """Compute b of some rows of x, and begin to exchange it; length: of these rows on all ranks."""
+        return self._exchange(self.layer.factor("b", x, mask), length, "right")
+
+    def _exchange(self, factor: Tensor, length: int, name: str) -> Pending:
+        return all_to_all(factor, self.axis + 1, -3, length, self.group, f"{self.name} {name}")
+
+    def product(
+        self, x: Tensor, mask: Tensor, right: Pending, factors: Factors | None, length: int
+    ) -> Generator[Sequence[Pending], None, Tensor]:
+        """Compute x + factors * update of some rows of this rank's x (lines 2 to 4 of Algorithms 11 and 12).
+
+        right: b, all rows and columns of this rank's channels.  length: of these rows of x on all ranks.
+        Yields what it is about to wait for.
+        """
+        layer = self.layer
+        left = self._exchange(layer.factor("a", x, mask), length, "left")
+        (gate_logits,) = project(x, layer.norm, layer.gate)  # while it travels
+        yield [left, right]
+        product = triangle_product(left.wait(), right.wait(), layer.outgoing)
+        back = all_to_all(product, -1, self.axis, layer.channels, self.group, f"{self.name} product")
+        del left, product
+        yield [back]
+        return layer.finish(back.wait(), gate_logits, x, factors)
+
+
+def multiply_in_place(exchange: ChannelExchange, x: Tensor, mask: Tensor, factors: Factors | None, rows: int) -> Tensor:
+    """Write a triangle product's update to this rank's shard x, `rows` rows of it at a time.
 
     The right factor comes whole, of this rank's channels: as large as x where the product is as wide as z.  The left
-    one, the product and the update are pieces: while one is multiplied, the next factor and the product before travel.
+    factor, the product and the update are pieces.  While one piece is multiplied, the next left factor and the product
+    before it travel.
     """
-    axis, group = of.present, of.group
-    x, length, rows = of.along(axis), of.lengths[axis], of.rows(axis)
-    here = axis + 1  # of the factors, which have no channels behind
+    axis, length, group = exchange.axis, exchange.length, exchange.group
 
     def some(along: int, start: int, size: int) -> tuple[Tensor, Tensor]:
         return x.narrow(along, start, size), mask.narrow(along + 1, start, size)
 
     def begin_right(piece: Piece) -> list[Pending]:
-        factor = layer.factor(1, *some(axis, piece.start, piece.sizes[piece.rank]))
-        return [all_to_all(factor, here, -3, piece.length, group, f"{name} right")]
+        return [exchange.right(*some(axis, piece.start, piece.sizes[piece.rank]), piece.length)]
 
-    def begin_left(cut: Cut) -> tuple[Cut, Pending]:
-        start, size, every = cut
-        factor = layer.factor(0, *some(along, start, size))
-        return cut, all_to_all(factor, here, -3, every, group, f"{name} left")
-
-    def finish(cut: Cut, product: Pending) -> None:
-        start, size, _ = cut
-        part = x.narrow(along, start, size)
-        (gate_logits,) = project(part, layer.norm, layer.gate)
-        drawn = cut_factors(factors, along, start, size)
-        dx = layer.finish(product.wait(), gate_logits, None, None)
-        part.add_(dx if drawn is None else dx * drawn)
-
-    (right,) = join_pieces(begin_right, here, length, rows, group)
-    assert layer.axis is not None
-    along = layer.axis
+    (right,) = join_pieces(begin_right, axis + 1, length, rows, group)
+    along = exchange.layer.axis
+    assert along is not None
     cuts: Iterator[Cut]
     if along == axis:
         cuts = ((piece.start, piece.sizes[piece.rank], piece.length) for piece in pieces(length, rows, group))
@@ -738,15 +755,33 @@ def multiply_in_place(
         there = x.shape[along]
         cuts = ((start, min(width, there - start), length) for start in uniform_loop(range(0, there, width)))
 
-    def products() -> Iterator[tuple[Cut, Pending]]:
-        for cut, left in _ahead(map(begin_left, cuts)):
-            product = triangle_product(left.wait(), right, layer.outgoing)
-            travelling = all_to_all(product, -1, axis, layer.channels, group, f"{name} product")
-            del left, product
-            yield cut, travelling
-            del travelling
+    def begun() -> Iterator[tuple[Tensor, Generator[Sequence[Pending], None, Tensor]]]:
+        """Yield each piece and its product, whose left factor has begun to travel."""
+        for start, size, every in cuts:
+            part, n_mask = some(along, start, size)
+            product = exchange.product(part, n_mask, Pending(right), cut_factors(factors, along, start, size), every)
+            next(product)
+            yield part, product
+            del part, product
 
-    for cut, product in _ahead(products()):
-        finish(cut, product)
+    def multiplied() -> Iterator[tuple[Tensor, Generator[Sequence[Pending], None, Tensor]]]:
+        """Yield each piece and its product, which has begun to travel back."""
+        for part, product in _ahead(begun()):
+            next(product)
+            yield part, product
+            del part, product
+
+    for part, product in _ahead(multiplied()):
+        part.copy_(result_of(product))
         del product
     return x
+
+
+def result_of(work: Generator[Sequence[Pending], None, Tensor]) -> Tensor:
+    """Run a generator to its end, and return its result."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: Tensor = end.value
+            return result

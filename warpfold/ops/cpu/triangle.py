@@ -1,10 +1,11 @@
-"""Triangle multiplication and its parts on a CPU, block by block, so that what lies between stays in cache.
+"""Triangle multiplication and one of its factors on a CPU, block by block, so that what lies between stays in cache.
 
 The projections are made with their channels in front, [output, positions], by one product: so the factors are gated and
 masked where they lie and written in long runs, the product's norm runs over the first axis, and nothing is turned.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from warpfold.ops.cpu.linear import (
     accumulate,
-    blocks,
     drawn_factors,
     examples,
     gate_values,
@@ -26,144 +26,124 @@ from warpfold.ops.cpu.linear import (
 from warpfold.ops.cpu.threads import in_threads, summed
 from warpfold.ops.dispatch import Operands, accumulation_dtype, empty_like
 from warpfold.ops.linear import empty_statistics
-from warpfold.ops.triangle import empty_factor, empty_planes, split_projections
+from warpfold.ops.triangle import (
+    empty_factor,
+    empty_gradient_of_b,
+    empty_product,
+    factor_channels,
+    is_narrow,
+    split_projections,
+)
 
 POSITIONS = 1024  # of a block, at least a row
 PLANES = 4  # channels that are multiplied at a time
 
 
-def triangle_factor(t: Operands) -> Tensor:
+def triangle_factor(t: Operands) -> tuple[Tensor, ...]:
     """Compute warpfold::triangle_factor."""
-    result = empty_factor(t.y)
-    positions = result.movedim(-3, -1)
-
-    def compute(yb: Tensor, gb: Tensor, mb: Tensor, fb: Tensor) -> None:
-        fb.copy_(gate_values(gb).mul_(yb).mul_(mb))
-
-    in_threads(compute, blocks(positions, t.y, t.g, t.mask.to(t.y.dtype)[..., None], positions))
-    return result
+    of, (mean, scale) = _Input(t, (t.which,), gated=False), empty_statistics(t.x)
+    out = empty_factor(t.x, of.hidden)
+    _write_factors(t, of, (out,), mean, scale)
+    return (out, mean, scale) if t.kept else (out, t.x.new_empty(0), t.x.new_empty(0))
 
 
-def triangle_factor_backward(t: Operands) -> tuple[Tensor, Tensor]:
+def triangle_factor_backward(t: Operands) -> tuple[Tensor, ...]:
     """Compute warpfold::triangle_factor_backward."""
-    y = t.y
-    dy, dg = empty_like(y), empty_like(t.g)
+    x, of, dx = t.x, _Input(t, (t.which,), gated=False), empty_like(t.x)
+    sums = _InputSums.zeros(of)
 
-    def compute(db: Tensor, yb: Tensor, gb: Tensor, mb: Tensor, dyb: Tensor, dgb: Tensor) -> None:
-        s = gate_values(rows(gb))
-        d = rows(db).mul(rows(mb)).mul_(s)
-        put(dyb, d)
-        put(dgb, d.mul_(rows(yb)).mul_(s.neg_().add_(1)))
+    def compute(sums: _InputSums, at: tuple[int, ...], some: slice) -> None:
+        """Go back from some rows of the factor to those of x."""
+        nothing = x.new_empty(x[at][some].shape[:-1].numel(), 0)
+        found = _back_to_x(t, of, sums, at, some, [t.grad[at][:, some]], nothing)
+        dx[at][some].copy_(found.view(dx[at][some].shape))
 
-    in_threads(compute, blocks(y, t.grad.movedim(-3, -1), y, t.g, t.mask.to(y.dtype)[..., None], dy, dg))
-    return dy, dg
+    sums.add(summed(compute, parts_of(x, POSITIONS), lambda: _InputSums.zeros(of)))
+    return dx, *sums.gradients(of)
 
 
 def triangle_multiplication(t: Operands) -> tuple[Tensor, ...]:
     """Compute warpfold::triangle_multiplication."""
     x = t.x
-    of = _Parameters(t)
-    f = drawn_factors(x, t)
-    length, out, logits = x.shape[-2], empty_like(x), x.new_empty(x.shape)  # logits: of the product's gate
-    a, b, product = (empty_planes(x, of.hidden) for _ in range(3))
+    of, of_output = _Input(t, (0, 1) if t.b is None else (0,)), _Output(t)
+    f, out = drawn_factors(x, t), empty_like(x)
+    made, product = [empty_factor(x, of.hidden) for _ in of.which], empty_product(x, of.hidden)
     mean, scale, out_mean, out_scale = (*empty_statistics(x), *empty_statistics(x))
 
-    def factors(at: tuple[int, ...], some: slice) -> None:
-        """Make both factors of one part, and the logits of the product's gate."""
-        xs, shape = rows(x[at][some]), x[at][some].shape
-        normed, m, s = torch.native_layer_norm(xs, [xs.shape[1]], of.norm_weight, of.norm_bias, t.eps)
-        y = of.factors(normed)
-        masked = t.mask[at][some].reshape(1, -1).to(x.dtype)
-        for factor, logit, value in ((a, y[0], y[1]), (b, y[2], y[3])):
-            torch.mul(torch.sigmoid(logit).mul_(masked), value, out=factor[at][:, some].flatten(1))
-        torch.mm(normed, of.gate_weight.t(), out=logits[at][some].flatten(0, 1))
-        if of.gate_bias is not None:
-            logits[at][some] += of.gate_bias
-        mean[at][some], scale[at][some] = m.view(shape[:2]), s.view(shape[:2])
-
     def output(at: tuple[int, ...], some: slice) -> None:
-        """Write one part of the result from the product."""
+        """Write some rows of the result from the product; the gate's logits exist for a block alone."""
+        xs, results = rows(x[at][some]), writable(out[at][some])
+        shape = x[at][some].shape[:-1]
         standard, m, s = standardised(product[at][:, some].flatten(1), t.eps)
-        out_mean[at][some], out_scale[at][some] = m.view(-1, length), s.view(-1, length)
-        dx = of.project(standard.to(x.dtype)).mul_(gate_values(logits[at][some].flatten(0, 1)))
+        if t.kept:
+            out_mean[at][some], out_scale[at][some] = m.view(shape), s.view(shape)
+        dx = torch.mul(
+            of_output.project(standard.to(x.dtype)), gate_values(of.gate(of.normed(xs, t.eps)[0])), out=results
+        )
         if f is not None:
             dx.mul_(rows(f[at][some]))
-        results = writable(out[at][some]) if t.residual else dx
         if t.residual:
-            torch.add(dx, rows(x[at][some]), out=results)
-        put(out[at][some], results)
+            dx.add_(xs)
+        put(out[at][some], dx)
 
-    in_threads(factors, parts_of(x, POSITIONS))
-    left, right = (a, b.mT) if t.outgoing else (b.mT, a)
-    multiply((left, right, product))
+    _write_factors(t, of, made, mean, scale)
+    a, b = made if t.b is None else (made[0], t.b)
+    left, right, into = (a, b.mT, product) if t.outgoing else (b.mT, a, product)
+    multiply((right.mT, left.mT, into.mT) if is_narrow(x) else (left, right, into))
     in_threads(output, parts_of(x, POSITIONS))
     if not t.kept:
         return out, *(x.new_empty(0) for _ in range(7))
-    return out, a, b, product, mean, scale, out_mean, out_scale
+    own_b = b if t.b is None else x.new_empty(0)
+    return out, a, own_b, product, mean, scale, out_mean, out_scale
 
 
 def triangle_multiplication_backward(t: Operands) -> tuple[Tensor, ...]:
     """Compute warpfold::triangle_multiplication_backward; the norms as in linear.py."""
     grad, x = t.grad, t.x
-    of = _Parameters(t)
-    f = drawn_factors(grad, t)
-    length, sums, dx = x.shape[-2], _Sums.zeros(of), empty_like(x)
+    of, of_output = _Input(t, (0, 1) if t.b is None else (0,)), _Output(t)
+    f, dx, dgiven = drawn_factors(grad, t), empty_like(x), empty_gradient_of_b(t)
+    sums, out_sums = _InputSums.zeros(of), _OutputSums.zeros(of_output)
     # The gradients of the product and of its gate's logits, and then those of the factors.
-    dproduct, dlogits = empty_planes(x[(0,) * (x.dim() - 3)], of.hidden), x.new_empty(x.shape[-3:])
-    da, db, one = torch.empty_like(dproduct), torch.empty_like(dproduct), torch.ones_like(of.norm_weight)
+    i, k = x.shape[-3:-1]
+    dproduct, da = x.new_empty(of.hidden, i, k), x.new_empty(of.hidden, i, k)
+    dlogits, own_db = x.new_empty(x.shape[-3:]), torch.empty_like(da) if t.b is None else None
 
-    def through_output(sums: _Sums, at: tuple[int, ...], some: slice) -> None:
-        """Go back from one part of the result to the product and to the logits of its gate."""
+    def through_output(sums: _OutputSums, at: tuple[int, ...], some: slice) -> None:
+        """Go back from some rows of the result to the product and to the logits of its gate."""
         before = _of_norm(rows(x[at][some]), t.mean[at][some], t.scale[at][some])
-        normed = of.weighed(before).to(x.dtype)
         m, s = t.out_mean[at][some].reshape(-1), t.out_scale[at][some].reshape(-1)
         g = rows(grad[at][some] if f is None else grad[at][some] * f[at][some])
         standard = (t.product[at][:, some].flatten(1).to(m.dtype) - m).mul_(s)  # the product, normalised
-        logits, narrow = torch.mm(normed, of.gate_weight.t()), standard.to(g.dtype)
-        if of.gate_bias is not None:
-            logits += of.gate_bias
-        values = gate_values(logits)
+        narrow = standard.to(g.dtype)
+        values = gate_values(of.gate(of.weighed(before).to(x.dtype)))
         dprojected = g * values
-        dgate = of.project(narrow).mul_(dprojected).mul_(values.neg_().add_(1))
-        sums.of_output(dprojected, narrow)
-        dn = torch.mm(of.out_folded.t(), dprojected.t()).to(standard.dtype)
+        dgate = of_output.project(narrow).mul_(dprojected).mul_(values.neg_().add_(1))
+        accumulate(sums.out, dprojected, narrow.t())
+        sums.total.add_(dprojected.sum(0, dtype=sums.total.dtype))
+        dn = torch.mm(of_output.folded.t(), dprojected.t()).to(standard.dtype)
         along = (dn * standard).mean(0)
         dn = dn.sub_(dn.mean(0)).sub_(standard * along).mul_(s)  # through the product's norm
-        dproduct[:, some], dlogits[some] = dn.view(of.hidden, -1, length), dgate.view(-1, *x.shape[-2:])
+        dproduct[:, some], dlogits[some] = dn.view(of.hidden, -1, k), dgate.view(-1, *x.shape[-2:])
 
-    def through_input(sums: _Sums, at: tuple[int, ...], some: slice) -> None:
-        """Go back from one part of the factors and of the logits to x."""
-        xs, of_gate = rows(x[at][some]).contiguous(), dlogits[some].flatten(0, 1)
-        m, s = t.mean[at][some], t.scale[at][some]
-        before = _of_norm(xs, m, s)
-        normed, masked = of.weighed(before).to(x.dtype), t.mask[at][some].reshape(1, -1).to(x.dtype)
-        y, dy = of.factors(normed), x.new_empty(4, of.hidden, len(xs))
-        for first, d in ((0, da[:, some]), (2, db[:, some])):
-            logit, value = y[first], y[first + 1]
-            gates = torch.sigmoid(logit)
-            dvalue = torch.mul(d.flatten(1), masked, out=dy[first + 1]).mul_(gates)
-            torch.mul(dvalue, value, out=dy[first]).mul_(gates.neg_().add_(1))
-        dy = dy.flatten(0, 1)
-        sums.of_input(dy, of_gate, before.to(x.dtype))
-        dn = torch.mm(dy.t(), of.factor_weight).addmm_(of_gate, of.gate_weight)
-        statistics = (rows(each[..., None]).contiguous() for each in (m, s))
-        found, _, _ = torch.ops.aten.native_layer_norm_backward(
-            dn, xs, [xs.shape[1]], *statistics, of.norm_weight, one, [True, False, False]
-        )
+    def through_input(sums: _InputSums, at: tuple[int, ...], some: slice) -> None:
+        """Go back from some rows of the factors and of the logits to those of x."""
+        planes = [da[:, some]] if own_db is None else [da[:, some], own_db[:, some]]
+        found = _back_to_x(t, of, sums, at, some, planes, dlogits[some].flatten(0, 1)).view(dx[at][some].shape)
         if t.residual:
-            torch.add(grad[at][some], found.view(dx[at][some].shape), out=dx[at][some])
+            torch.add(grad[at][some], found, out=dx[at][some])
         else:
-            dx[at][some].copy_(found.view(dx[at][some].shape))
+            dx[at][some].copy_(found)
 
     for at in examples(x):
-        parts = [(at, some) for some in row_slices(x.shape[-3], x.shape[-2], POSITIONS)]
-        sums.add(summed(through_output, parts, lambda: _Sums.zeros(of)))
+        parts = [(at, some) for some in row_slices(i, k, POSITIONS)]
+        out_sums.add(summed(through_output, parts, lambda: _OutputSums.zeros(of_output)))
+        b, db = (t.own_b[at], own_db) if own_db is not None else (t.b[at], dgiven[at])
         if t.outgoing:
-            multiply((dproduct, t.b[at], da), (dproduct.mT, t.a[at], db))
+            multiply((dproduct, b, da), (dproduct.mT, t.a[at], db))
         else:
-            multiply((t.b[at], dproduct, da), (t.a[at], dproduct.mT, db))
-        sums.add(summed(through_input, parts, lambda: _Sums.zeros(of)))
-    return dx, *sums.gradients(of)
+            multiply((b, dproduct, da), (t.a[at], dproduct.mT, db))
+        sums.add(summed(through_input, parts, lambda: _InputSums.zeros(of)))
+    return dx, dgiven, *sums.gradients(of), *parameter_gradients(*out_sums, *of_output.parameters)
 
 
 def multiply(*products: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -172,34 +152,110 @@ def multiply(*products: tuple[Tensor, Tensor, Tensor]) -> None:
     def compute(left: Tensor, right: Tensor, out: Tensor) -> None:
         torch.bmm(left, right, out=out)
 
-    flat = [[each.flatten(0, -3) for each in one] for one in products]
-    in_threads(
-        compute,
-        ([each[start : start + PLANES] for each in one] for one in flat for start in range(0, len(one[0]), PLANES)),
-    )
+    def parts(left: Tensor, right: Tensor, out: Tensor) -> Iterator[list[Tensor]]:
+        # The planes of a slice are small: as many as make the work of `PLANES` whole ones.
+        several = PLANES * max(1, max(left[0].numel(), right[0].numel()) // out[0].numel())
+        return ([each[start : start + several] for each in (left, right, out)] for start in range(0, len(out), several))
+
+    in_threads(compute, (part for one in products for part in parts(*(each.flatten(0, -3) for each in one))))
 
 
-class _Parameters:
-    """The parameters, in the dtype in which products are made; the norms' in that of statistics.
+def _write_factors(t: Operands, of: "_Input", made: Sequence[Tensor], mean: Tensor, scale: Tensor) -> None:
+    """Write the factors of x, and the statistics of its norm."""
+    x = t.x
 
-    factor_weight [4 h, c]: of a's gate, a, b's gate and b.  out_folded: with the weight of the product's norm in it.
+    def compute(at: tuple[int, ...], some: slice) -> None:
+        normed, m, s = of.normed(rows(x[at][some]), t.eps)
+        y, masked = of.factors(normed), t.mask[at][some].reshape(1, -1).to(x.dtype)
+        for factor, (value, logit) in zip(made, y):
+            torch.mul(torch.sigmoid(logit).mul_(masked), value, out=factor[at][:, some].flatten(1))
+        if t.kept:
+            mean[at][some], scale[at][some] = m.view(x[at][some].shape[:-1]), s.view(x[at][some].shape[:-1])
+
+    in_threads(compute, parts_of(x, POSITIONS))
+
+
+def _back_to_x(
+    t: Operands,
+    of: "_Input",
+    sums: "_InputSums",
+    at: tuple[int, ...],
+    some: slice,
+    planes: Sequence[Tensor],
+    of_gate: Tensor,
+) -> Tensor:
+    """Return the gradient [positions, c] of some rows of x; add to the sums of the parameters' gradients.
+
+    planes: the gradients of the factors, [h, rows, k] each.  of_gate: of the gate's logits, [positions, outputs].
+    """
+    x = t.x
+    xs, m, s = rows(x[at][some]).contiguous(), t.mean[at][some], t.scale[at][some]
+    before, masked = _of_norm(xs, m, s), t.mask[at][some].reshape(1, -1).to(x.dtype)
+    y = of.factors(of.weighed(before).to(x.dtype))
+    dy = torch.empty_like(y)
+    for (value, logit), (dvalue, dlogit), d in zip(y, dy, planes):
+        gates = torch.sigmoid(logit)
+        torch.mul(d.flatten(1), masked, out=dvalue).mul_(gates)
+        torch.mul(dvalue, value, out=dlogit).mul_(gates.neg_().add_(1))
+    dy = dy.flatten(0, 2)
+    standard = before.to(x.dtype)
+    accumulate(sums.factors, dy.t(), standard)
+    accumulate(sums.gate, of_gate, standard)
+    sums.factors_total.add_(dy.sum(1, dtype=sums.gate_total.dtype))
+    sums.gate_total.add_(of_gate.sum(0, dtype=sums.gate_total.dtype))
+    dn = torch.mm(dy.t(), of.factor_weight).addmm_(of_gate, of.gate_weight)
+    statistics = (rows(each[..., None]).contiguous() for each in (m, s))
+    one = torch.ones_like(of.norm_weight)
+    found: Tensor = torch.ops.aten.native_layer_norm_backward(
+        dn, xs, [xs.shape[1]], *statistics, of.norm_weight, one, [True, False, False]
+    )[0]
+    return found
+
+
+class _Input:
+    """The parameters of some factors and of the product's gate, in the dtype in which products are made.
+
+    which: 0 for a, 1 for b.  gated: whether the product's gate is computed; else its weight has no rows.
+    factor_weight [2 h each, c]: of each factor its own rows, and then those of its gate.
     """
 
-    def __init__(self, t: Operands) -> None:
-        x, weight, bias, norm_bias, self.fused = t.x, t.weight, t.bias, t.norm_bias, t.fused
-        self.into = t.norm_weight, norm_bias, weight, bias
-        self.out_of = t.out_norm_weight, t.out_norm_bias, t.out_weight, t.out_bias
+    def __init__(self, t: Operands, which: Sequence[int], gated: bool = True) -> None:
+        x, weight, bias = t.x, t.weight, t.bias
+        self.parameters = t.norm_weight, t.norm_bias, weight, bias
+        self.which, self.gated, self.fused, self.hidden = which, gated, t.fused, factor_channels(weight)
         acc = accumulation_dtype(x)
-        self.norm_weight, self.hidden = t.norm_weight.to(acc), t.out_weight.shape[1]
-        self.norm_bias = None if norm_bias is None else norm_bias.to(acc)
-        a, a_gate, b, b_gate, gate = split_projections(weight.to(x.dtype).t(), self.hidden, t.fused)
-        self.factor_weight, self.gate_weight = torch.cat([a_gate, a, b_gate, b], 1).t().contiguous(), gate.t()
+        self.norm_weight = t.norm_weight.to(acc)
+        self.norm_bias = None if t.norm_bias is None else t.norm_bias.to(acc)
+        self.factor_weight, self.gate_weight = self._chosen(weight.to(x.dtype))
         self.factor_bias = self.gate_bias = None
         if bias is not None:
             whole = F.pad(bias.to(x.dtype), (0, len(weight) - len(bias)))
-            a, a_gate, b, b_gate, self.gate_bias = split_projections(whole, self.hidden, t.fused)
-            self.factor_bias = torch.cat([a_gate, a, b_gate, b])
-        self.out_folded, self.out_shift = folded(x, *self.out_of)
+            self.factor_bias, self.gate_bias = self._chosen(whole)
+
+    def _chosen(self, joined: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is computed of [4 h + c, *]: of each factor itself and its gate; and the gate of the product."""
+        h, (first, *_) = self.hidden, self.which
+        gate = joined[4 * h :] if self.gated else joined[:0]
+        if not self.fused:  # as they lie
+            return joined[2 * h * first : 2 * h * (first + len(self.which))], gate
+        *parts, _ = split_projections(joined, h, fused=True)
+        return torch.cat([part for w in self.which for part in parts[2 * w : 2 * w + 2]]), gate
+
+    def whole(self, factors: Tensor, gate: Tensor) -> Tensor:
+        """Return [4 h + c, *] of what `_chosen` returns, with zeros for what is not computed."""
+        whole = factors.new_zeros(len(self.parameters[2]), *factors.shape[1:])
+        *parts, of_gate = split_projections(whole, self.hidden, self.fused)
+        for part, w in zip(factors.split(2 * self.hidden), self.which):
+            parts[2 * w][:], parts[2 * w + 1][:] = part.chunk(2)
+        of_gate[: len(gate)] = gate
+        return whole
+
+    def normed(self, xs: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Return [positions, c] normalised, and mean and 1 / deviation of each position."""
+        normed: tuple[Tensor, Tensor, Tensor] = torch.native_layer_norm(
+            xs, [xs.shape[1]], self.norm_weight, self.norm_bias, eps
+        )
+        return normed
 
     def weighed(self, standard: Tensor) -> Tensor:
         """Return the normalised x, of [positions, c] with mean 0 and deviation 1."""
@@ -208,75 +264,79 @@ class _Parameters:
         return torch.addcmul(self.norm_bias, standard, self.norm_weight)
 
     def factors(self, normed: Tensor) -> Tensor:
-        """Return the logits of a's gate, a, the logits of b's gate, and b: [4, h, positions]."""
+        """Return each factor and the logits of its gate: [factors, 2, h, positions]."""
         y = torch.mm(self.factor_weight, normed.t())
         if self.factor_bias is not None:
             y += self.factor_bias[:, None]
-        return y.view(4, self.hidden, -1)
+        return y.view(len(self.which), 2, self.hidden, -1)
+
+    def gate(self, normed: Tensor) -> Tensor:
+        """Return the logits of the product's gate."""
+        logits = torch.mm(normed, self.gate_weight.t())
+        return logits if self.gate_bias is None else logits.add_(self.gate_bias)
+
+
+class _Output:
+    """The output projection with the weight of the product's norm in it, and what it adds, in the dtype of x."""
+
+    def __init__(self, t: Operands) -> None:
+        self.parameters = t.out_norm_weight, t.out_norm_bias, t.out_weight, t.out_bias
+        norm_weight, norm_bias, weight, bias = self.parameters
+        wide = weight.to(accumulation_dtype(t.x))
+        shift = None if norm_bias is None else wide @ norm_bias.to(wide.dtype)
+        if bias is not None:
+            shift = bias.to(wide.dtype) if shift is None else shift + bias.to(wide.dtype)
+        self.folded = (wide * norm_weight.to(wide.dtype)).to(t.x.dtype)
+        self.shift = None if shift is None else shift.to(t.x.dtype)
 
     def project(self, standard: Tensor) -> Tensor:
         """Return the output projection [positions, c] of the product [h, positions], mean 0 and deviation 1."""
-        return linear(standard.t(), self.out_folded.t(), self.out_shift)
+        x, weight = standard.t(), self.folded.t()
+        return torch.mm(x, weight) if self.shift is None else torch.addmm(self.shift, x, weight)
 
 
-class _Sums(NamedTuple):
-    """The sums over all positions that the gradients of the parameters are made of."""
+class _InputSums(NamedTuple):
+    """Sums over positions of the gradients of what `_Input` projects, times the standardised x, and of these alone."""
 
     factors: Tensor
-    factors_total: Tensor
     gate: Tensor
+    factors_total: Tensor
     gate_total: Tensor
-    out: Tensor
-    out_total: Tensor
 
     @classmethod
-    def zeros(cls, of: _Parameters) -> "_Sums":
+    def zeros(cls, of: _Input) -> "_InputSums":
         """Make sums of nothing yet."""
-        like, outputs = of.norm_weight, len(of.gate_weight)
-        shapes = of.factor_weight.shape, (4 * of.hidden,), of.gate_weight.shape, (outputs,)
-        return cls(*(like.new_zeros(shape) for shape in (*shapes, of.out_folded.shape, (outputs,))))
+        like, (factors, gate) = of.norm_weight, (of.factor_weight.shape, of.gate_weight.shape)
+        return cls(*(like.new_zeros(shape) for shape in (factors, gate, factors[:1], gate[:1])))
 
-    def add(self, others: "_Sums") -> None:
+    def add(self, others: "_InputSums") -> None:
         """Add those over other positions."""
         for total, other in zip(self, others, strict=True):
             total += other
 
-    def of_output(self, grad: Tensor, standard: Tensor) -> None:
-        """Add what a block brings: grad [positions, c] of the output projection, standard [h, positions]."""
-        accumulate(self.out, grad, standard.t())
-        self.out_total.add_(grad.sum(0, dtype=self.out_total.dtype))
-
-    def of_input(self, factors: Tensor, gate: Tensor, standard: Tensor) -> None:
-        """Add what a block brings: the gradients of `_Parameters.factors` [4 h, positions] and of the gate's logits."""
-        accumulate(self.factors, factors.t(), standard)
-        accumulate(self.gate, gate, standard)
-        self.factors_total.add_(factors.sum(1, dtype=self.gate_total.dtype))
-        self.gate_total.add_(gate.sum(0, dtype=self.gate_total.dtype))
-
-    def gradients(self, of: _Parameters) -> list[Tensor]:
-        """Return those of the parameters of the input's norm and projection, and of the output's: see linear.py."""
-        (a_gate, a, b_gate, b), fused = self.factors.chunk(4), of.fused
-        product = torch.cat([a, b, a_gate, b_gate, self.gate] if fused else [a, a_gate, b, b_gate, self.gate])
-        a_gate, a, b_gate, b = self.factors_total.chunk(4)
-        total = torch.cat([a, b, a_gate, b_gate, self.gate_total] if fused else [a, a_gate, b, b_gate, self.gate_total])
-        of_out = parameter_gradients(self.out, self.out_total, *of.out_of)
-        return [*parameter_gradients(product, total, *of.into), *of_out]
+    def gradients(self, of: _Input) -> tuple[Tensor, ...]:
+        """Return those of the norm's and the projection's parameters: see linear.py."""
+        product, total = of.whole(self.factors, self.gate), of.whole(self.factors_total, self.gate_total)
+        return parameter_gradients(product, total, *of.parameters)
 
 
-def folded(
-    x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return a projection's weight with that of the norm before it in it, and what it adds, in the dtype of x."""
-    wide = weight.to(accumulation_dtype(x))
-    shift = None if norm_bias is None else wide @ norm_bias.to(wide.dtype)
-    if bias is not None:
-        shift = bias.to(wide.dtype) if shift is None else shift + bias.to(wide.dtype)
-    return (wide * norm_weight.to(wide.dtype)).to(x.dtype), None if shift is None else shift.to(x.dtype)
+class _OutputSums(NamedTuple):
+    """Sums over positions of the output projection's gradient, times the standardised product, and of it alone."""
 
+    out: Tensor
+    total: Tensor
 
-def linear(x: Tensor, weight: Tensor, added: Tensor | None) -> Tensor:
-    """Return x weight + added, of matrices."""
-    return torch.mm(x, weight) if added is None else torch.addmm(added, x, weight)
+    @classmethod
+    def zeros(cls, of: _Output) -> "_OutputSums":
+        """Make sums of nothing yet."""
+        weight = of.folded
+        like = weight.new_empty(0, dtype=accumulation_dtype(weight))
+        return cls(like.new_zeros(weight.shape), like.new_zeros(len(weight)))
+
+    def add(self, others: "_OutputSums") -> None:
+        """Add those over other positions."""
+        for total, other in zip(self, others, strict=True):
+            total += other
 
 
 def _of_norm(xs: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
@@ -291,62 +351,3 @@ def standardised(product: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     standard = wide - mean
     scale = standard.square().mean(0).add_(eps).rsqrt_()
     return standard.mul_(scale), mean, scale
-
-
-def projected_factor(t: Operands) -> Tensor:
-    """Compute `projected_factor`."""
-    x, (weight, bias) = t.x, t.into
-    weight, half = weight.to(x.dtype), len(weight) // 2
-    if bias is not None:
-        bias = F.pad(bias.to(x.dtype), (0, len(weight) - len(bias)))[:, None]
-    factor, of_norm = empty_factor(x[..., :1].expand(*x.shape[:-1], half)), _cast_norm(x, t.norm)
-
-    def compute(at: tuple[int, ...], some: slice) -> None:
-        y = torch.mm(weight, _normed(rows(x[at][some]), of_norm, t.eps).t())
-        if bias is not None:
-            y += bias
-        masked = t.mask[at][some].reshape(1, -1).to(x.dtype)
-        made = torch.sigmoid(y[half:]).mul_(masked).mul_(y[:half])
-        factor[at][:, some] = made.view(half, -1, x.shape[-2])
-
-    in_threads(compute, parts_of(x, POSITIONS))
-    return factor
-
-
-def triangle_slice(t: Operands) -> Tensor:
-    """Compute `triangle_slice`; the slice is normalised twice, so that its gate exists for a block alone."""
-    x, a = t.x, projected_factor(t)
-    product = a @ t.b.mT if t.outgoing else (a.mT @ t.b).mT  # b.mT @ a, up to four times as fast where columns are few
-    del a
-    out, of_norm = empty_like(x), _cast_norm(x, t.norm)
-    gate_weight, gate_bias = t.of_gate[0].to(x.dtype).t(), t.of_gate[1]
-    weight, shift = folded(x, *t.norm_out, *t.out_of)
-    f = None if t.factors is None else (x.new_ones(()) * t.factors).expand(x.shape)
-
-    def compute(at: tuple[int, ...], some: slice) -> None:
-        """Compute one part."""
-        xs, results = rows(x[at][some]), writable(out[at][some])
-        standard, _, _ = standardised(product[at][:, some].flatten(1), t.eps)
-        logits = torch.mm(_normed(xs, of_norm, t.eps), gate_weight)
-        if gate_bias is not None:
-            logits += gate_bias.to(x.dtype)
-        dx = linear(standard.to(x.dtype).t(), weight.t(), shift)
-        torch.mul(dx, gate_values(logits), out=results)
-        if f is not None:
-            results *= rows(f[at][some])
-        if t.residual:
-            results += xs
-        put(out[at][some], results)
-
-    in_threads(compute, parts_of(x, POSITIONS))
-    return out
-
-
-def _cast_norm(x: Tensor, norm: Any) -> tuple[Tensor, Tensor | None]:
-    weight, bias = norm
-    return weight.to(accumulation_dtype(x)), None if bias is None else bias.to(accumulation_dtype(x))
-
-
-def _normed(xs: Tensor, norm: tuple[Tensor, Tensor | None], eps: float) -> Tensor:
-    weight, bias = norm
-    return torch.native_layer_norm(xs, [xs.shape[1]], weight, bias, eps)[0]

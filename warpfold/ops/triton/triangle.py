@@ -38,11 +38,12 @@ The gradients of a's and b's projections (4 T, written once and read twice, 70 u
 that want them make the projections again, 8.6 GFLOP or 14 us each.  a, b and their product are kept (3 T): to make a
 and b again would cost 3 T and 8.6 GFLOP more, some 20 us of 200.  Whoever lacks the memory recomputes the whole layer.
 
-triangle_factor, for fp32: gated, masked and laid out for the product in one pass, by the functions of `gate`.
+A slice brings x and all of b: then the same kernels make a alone, and the gradient of b is that of an operand.  One
+factor alone (`triangle_factor`) is the first kernel, and the last two of the backward pass.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -54,16 +55,17 @@ from torch import Tensor
 
 from warpfold.ops.dispatch import Operands, empty_like, empty_parameters
 from warpfold.ops.linear import empty_statistics
-from warpfold.ops.triangle import empty_factor, empty_planes, row_pitch
-from warpfold.ops.triton.launch import Kernel, TiledKernel, configs, register
-from warpfold.ops.triton.linear import (
-    gate_backward_kernel,
-    gate_kernel,
-    run_gate,
-    run_gate_backward,
-    shifted,
-    statistics,
+from warpfold.ops.triangle import (
+    empty_factor,
+    empty_gradient_of_b,
+    empty_product,
+    empty_rows,
+    factor_channels,
+    is_narrow,
+    row_pitch,
 )
+from warpfold.ops.triton.launch import Kernel, TiledKernel, configs, register
+from warpfold.ops.triton.linear import shifted, statistics
 from warpfold.ops.triton.noise import SCALARS, DropoutOperands, dropout_tile, fill
 from warpfold.ops.triton.positions import (
     Axes,
@@ -185,7 +187,7 @@ def _factors_forward(
     C: tl.constexpr, HIDDEN: tl.constexpr, BIASED: tl.constexpr, FUSED: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store both factors and the statistics of x: all channels of BLOCK_M positions."""
+    """Store the factors and the statistics of x: all channels of BLOCK_M positions.  a, b: None for one not wanted."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.arange(0, BLOCK_C)
     present = present_of(m, axes, n, PADDED)
@@ -200,8 +202,10 @@ def _factors_forward(
     kept = tl.load(mask.data + offsets(mask, m, axes), mask=present, other=0).to(tl.float32)
     B: tl.constexpr = HIDDEN if FUSED else 2 * HIDDEN
     A_GATES: tl.constexpr = 2 * HIDDEN if FUSED else HIDDEN
-    _store_factor(a, n1, kept, weight, bias, m, axes, 0, A_GATES, C, HIDDEN, BIASED, BLOCK_C, BLOCK_O)
-    _store_factor(b, n1, kept, weight, bias, m, axes, B, 3 * HIDDEN, C, HIDDEN, BIASED, BLOCK_C, BLOCK_O)
+    if a is not None:
+        _store_factor(a, n1, kept, weight, bias, m, axes, 0, A_GATES, C, HIDDEN, BIASED, BLOCK_C, BLOCK_O)
+    if b is not None:
+        _store_factor(b, n1, kept, weight, bias, m, axes, B, 3 * HIDDEN, C, HIDDEN, BIASED, BLOCK_C, BLOCK_O)
 
 
 @triton.jit(do_not_specialize=SCALARS)
@@ -354,11 +358,13 @@ def _factors_backward(
     bias: tl.tensor, mean: tl.tuple, rstd: tl.tensor, dfactors: tl.tuple, dgate: tl.tuple, dx: tl.tuple,
     partials: tl.tensor, axes: tl.tuple, n: tl.tensor, apart: tl.tensor,
     C: tl.constexpr, HIDDEN: tl.constexpr, BIASED: tl.constexpr, FUSED: tl.constexpr, PADDED: tl.constexpr,
-    RESIDUAL: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr,
+    RESIDUAL: tl.constexpr, FACTORS: tl.constexpr, FIRST: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store dx, with the gradient of the residual if there is one; and partials of the first norm's.
 
-    dfactors: the gradient of a and, `apart` elements on, that of b.
+    dfactors: the gradient of a (FIRST = 0) or b (1) and, `apart` elements on, that of b where there are two FACTORS.
+    dgate: of the logits of the product's gate; None: there is no product.
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.arange(0, BLOCK_C)
@@ -371,15 +377,20 @@ def _factors_backward(
     B: tl.constexpr = HIDDEN if FUSED else 2 * HIDDEN
     A_GATES: tl.constexpr = 2 * HIDDEN if FUSED else HIDDEN
     da, db = dfactors.data, dfactors.data + apart.to(tl.int64)
-    dn = _add_factor(dn, da, dfactors, n1, kept, weight, bias, m, axes, 0, A_GATES, C, HIDDEN, BIASED, BLOCK_C, BLOCK_O)
-    dn = _add_factor(
-        dn, db, dfactors, n1, kept, weight, bias, m, axes, B, 3 * HIDDEN, C, HIDDEN, BIASED, BLOCK_C, BLOCK_O
-    )
-    for start in range(0, C, BLOCK_O):
-        o = start + tl.arange(0, BLOCK_O)
-        dg = tl.load(pointers(dgate, m, o, axes), mask=present[:, None] & (o < C)[None, :], other=0)
-        rows = rows_of(weight, 4 * HIDDEN, o, c, n1.dtype, C, C)
-        dn = tl.dot(dg, tl.trans(rows), dn)
+    if FIRST == 0:
+        dn = _add_factor(
+            dn, da, dfactors, n1, kept, weight, bias, m, axes, 0, A_GATES, C, HIDDEN, BIASED, BLOCK_C, BLOCK_O
+        )
+    if FIRST + FACTORS == 2:
+        dn = _add_factor(
+            dn, db, dfactors, n1, kept, weight, bias, m, axes, B, 3 * HIDDEN, C, HIDDEN, BIASED, BLOCK_C, BLOCK_O
+        )
+    if dgate is not None:
+        for start in range(0, C, BLOCK_O):
+            o = start + tl.arange(0, BLOCK_O)
+            dg = tl.load(pointers(dgate, m, o, axes), mask=present[:, None] & (o < C)[None, :], other=0)
+            rows = rows_of(weight, 4 * HIDDEN, o, c, n1.dtype, C, C)
+            dn = tl.dot(dg, tl.trans(rows), dn)
     x_hat, _ = load_normed(
         x, valid, norm_weight, norm_bias, mean.data, rstd, at, m, present, axes, C, BLOCK_C, AGAIN=True
     )
@@ -414,11 +425,14 @@ def _factors_weight(
     mean: tl.tuple, rstd: tl.tensor, dfactors: tl.tuple, partials: tl.tensor, axes: tl.tuple, n: tl.tensor,
     apart: tl.tensor,
     C: tl.constexpr, HIDDEN: tl.constexpr, BIASED: tl.constexpr, FUSED: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr,
+    FIRST: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store what a span adds to the gradients of BLOCK_O channels of a factor and of their gates."""
+    """Store what a span adds to the gradients of BLOCK_O channels of a factor and of their gates.
+
+    dfactors: as of `_factors_backward`.
+    """
     CHUNKS: tl.constexpr = (HIDDEN + BLOCK_O - 1) // BLOCK_O
-    half = tl.program_id(0) // CHUNKS  # of a, or of b
+    half = FIRST + tl.program_id(0) // CHUNKS  # of a, or of b
     o = tl.program_id(0) % CHUNKS * BLOCK_O + tl.arange(0, BLOCK_O)
     c = tl.arange(0, BLOCK_C)
     values = half * (HIDDEN if FUSED else 2 * HIDDEN)
@@ -430,7 +444,7 @@ def _factors_weight(
     if BIASED > 0:
         value_bias += tl.load(bias + values + o, mask=(o < HIDDEN) & (values + o < BIASED), other=0).to(tl.float32)
         gate_bias += tl.load(bias + gates + o, mask=(o < HIDDEN) & (gates + o < BIASED), other=0).to(tl.float32)
-    plane = dfactors.data + half * apart.to(tl.int64) + (o.to(tl.int64) * dfactors.strides[3])[:, None]
+    plane = dfactors.data + (half - FIRST) * apart.to(tl.int64) + (o.to(tl.int64) * dfactors.strides[3])[:, None]
     dvalues = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
     dgates = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
     value_sums = tl.zeros([BLOCK_O], tl.float32)
@@ -525,131 +539,150 @@ FACTORS_WEIGHT = register("triangle_factors_weight", _factors_weight, _WEIGHTS)
 OUT_WEIGHT = register("triangle_out_weight", _out_weight, _WEIGHTS)
 
 
-# Whole sectors of memory along both axes: the kernel reads along one and writes along the other.
-_FACTOR_TILES = configs(
-    "BLOCK_M BLOCK_C", *((m, c, warps, 1) for m in (32, 64, 128) for c in (32, 64) for warps in (4, 8))
-)
-FACTOR = register("triangle_factor", gate_kernel, _FACTOR_TILES)
-FACTOR_BACKWARD = register("triangle_factor_backward", gate_backward_kernel, _FACTOR_TILES)
-
-
-def triangle_factor(t: Operands) -> Tensor:
-    """Compute warpfold::triangle_factor."""
-    out = empty_factor(t.y)
-    run_gate(FACTOR, t.y, t.g, t.mask, out.movedim(-3, -1))
-    return out
-
-
-def triangle_factor_backward(t: Operands) -> tuple[Tensor, Tensor]:
-    """Compute warpfold::triangle_factor_backward."""
-    dy, dg = empty_like(t.y), empty_like(t.g)
-    run_gate_backward(FACTOR_BACKWARD, t.grad.movedim(-3, -1), t.y, t.g, t.mask, dy, dg)
-    return dy, dg
-
-
 PROGRAMS = 256  # of four warps, of a weight's gradient, where there are positions enough: two on a core of a large GPU
 STATISTICS = "mean", "scale", "out_mean", "out_scale"
+OPTIONAL = "factors", "a", "b", "grad", "dgate"  # arguments of kernels that may be None
+NOTHING: Mapping[str, Tensor] = {}
+
+
+def triangle_factor(t: Operands) -> tuple[Tensor, ...]:
+    """Compute warpfold::triangle_factor."""
+    x = t.x
+    out, (mean, scale) = empty_factor(x, factor_channels(t.weight)), empty_statistics(x)
+    call = _Call(t.but(mean=mean, scale=scale), t.which, 1)
+    call.write_factors({"ab"[t.which]: out}, t.eps)
+    return (out, mean, scale) if t.kept else (out, x.new_empty(0), x.new_empty(0))
+
+
+def triangle_factor_backward(t: Operands) -> tuple[Tensor, ...]:
+    """Compute warpfold::triangle_factor_backward."""
+    x, call, grad = t.x, _Call(t, t.which, 1), t.grad
+    if call.pitch != call.n:  # the kernels read what pads a row, too
+        grad = empty_factor(x, call.hidden).copy_(grad)
+    gradients = empty_parameters(t.norm_weight, t.norm_bias, t.weight, t.bias)
+    dnorm, dnorm_bias, dweight, dbias = gradients
+    for gradient in (dweight, dbias):
+        gradient[4 * call.hidden :].zero_()
+    of_weight = call.factor_sums(grad, 0, (dweight, dbias))
+    dx, partials = call.write_dx(grad, 0)
+    sum_partials(of_weight, Sum(partials, (dnorm, or_unwanted(dnorm_bias, partials, call.channels))))
+    return dx, *gradients
 
 
 def triangle_multiplication(t: Operands) -> tuple[Tensor, ...]:
     """Compute warpfold::triangle_multiplication."""
-    x = t.x
+    x, hidden = t.x, t.out_weight.shape[1]
     statistics = *empty_statistics(x), *empty_statistics(x)
-    call = _Call(t.but(**dict(zip(STATISTICS, statistics))))
-    a, b, product = (empty_planes(x, call.hidden) for _ in range(3))
-    kernel = call.tiled(FACTORS)
-    call.launch(kernel, (call.blocks(kernel),), {"a": channels_last(a), "b": channels_last(b)}, eps=t.eps)
-    left, right, p = _matrices(a, b, product)
-    if t.outgoing:
-        torch.bmm(left, right.mT, out=p)
-    else:
-        torch.bmm(right.mT, left, out=p)
+    call = _Call(t.but(**dict(zip(STATISTICS, statistics))), 0, 2 if t.b is None else 1)
+    a, product = empty_factor(x, hidden), empty_product(x, hidden)
+    b = empty_factor(x, hidden) if t.b is None else t.b
+    call.write_factors({"a": a, "b": b} if t.b is None else {"a": a}, t.eps)
+    left, right = (a, b.mT) if t.outgoing else (b.mT, a)
+    _multiply(left, right, product)
     out, kernel = empty_like(x), call.tiled(OUT)
     with call.written(out) as y:
-        call.launch(kernel, (call.blocks(kernel),), {"product": channels_last(product), "y": y}, eps=t.eps)
-    return (out, a, b, product, *statistics) if t.kept else (out, *(x.new_empty(0) for _ in range(7)))
+        call.launch(kernel, (call.blocks(kernel),), {"product": call.plane(product), "y": y}, eps=t.eps)
+    if not t.kept:
+        return out, *(x.new_empty(0) for _ in range(7))
+    return out, a, b if t.b is None else x.new_empty(0), product, *statistics
 
 
 def triangle_multiplication_backward(t: Operands) -> tuple[Tensor, ...]:
     """Compute warpfold::triangle_multiplication_backward."""
-    x = t.x
+    x, call = t.x, _Call(t, 0, 2 if t.b is None else 1)
     into = t.norm_weight, t.norm_bias, t.weight, t.bias
     out_of = t.out_norm_weight, t.out_norm_bias, t.out_weight, t.out_bias
-    call = _Call(t)
     gradients = empty_parameters(*into, *out_of)
     dnorm, dnorm_bias, dweight, dbias, dout_norm, dout_norm_bias, dout_weight, dout_bias = gradients
-    dproduct, dprojected, dgate = empty_planes(x, call.hidden), x.new_empty(x.shape), x.new_empty(x.shape)
-    read = {"product": channels_last(t.product), "dprojected": dprojected, "dgate": dgate}
+    dproduct, dprojected, dgate = empty_product(x, call.hidden), x.new_empty(x.shape), x.new_empty(x.shape)
+    read = {"product": call.plane(t.product), "dprojected": call.turned(dprojected), "dgate": call.turned(dgate)}
 
     kernel = call.tiled(OUT_BACKWARD)
     partials = empty_partials(x, call.blocks(kernel), 2 * call.hidden)
-    tensors = read | {"grad": t.grad, "dproduct": channels_last(dproduct)}
+    tensors = read | {"grad": call.turned(t.grad), "dproduct": call.plane(dproduct)}
     call.launch(kernel, (call.blocks(kernel),), tensors, partials=partials)
     sums = [Sum(partials, (dout_norm, or_unwanted(dout_norm_bias, partials, call.hidden)))]
 
-    dfactors = _factor_gradients(t.a, t.b, dproduct, t.outgoing)
-    factors_read = {"dfactors": channels_last(dfactors[0])}
-    apart = dfactors.stride(0)
-    sums += call.weight_sums(read, factors_read, apart, (dweight, dbias, dout_weight, dout_bias))
+    if t.b is None:  # the gradients of both factors lie one after the other
+        both = empty_rows(x, 2, *t.a.shape)
+        b, da, db, dgiven, apart = t.own_b, both[0], both[1], x.new_empty(0), both.stride(0)
+    else:
+        b, da, dgiven, apart = t.b, empty_factor(x, call.hidden), empty_gradient_of_b(t), 0
+        db = dgiven
+    if t.outgoing:
+        _multiply(dproduct, b, da)
+        _multiply(dproduct.mT, t.a, db)
+    else:
+        _multiply(b, dproduct, da)
+        _multiply(t.a, dproduct.mT, db)
 
-    dx, kernel = empty_like(x), call.tiled(FACTORS_BACKWARD)
-    partials = empty_partials(x, call.blocks(kernel), 2 * call.channels)
-    with call.written(dx) as y:
-        tensors = {"grad": t.grad, "dgate": dgate, "dx": y, **factors_read}
-        call.launch(kernel, (call.blocks(kernel),), tensors, partials=partials, apart=apart)
+    rows = 4 * call.hidden  # of the weight that make a, b and their gates; the rest, the product's
+    sums.append(call.out_sums(read, (dweight[rows:], dbias[rows:], dout_weight, dout_bias)))
+    sums.append(call.factor_sums(da, apart, (dweight, dbias)))
+    dx, partials = call.write_dx(da, apart, {"grad": call.turned(t.grad), "dgate": read["dgate"]})
     sum_partials(*sums, Sum(partials, (dnorm, or_unwanted(dnorm_bias, partials, call.channels))))
-    return dx, *gradients
+    return dx, dgiven, *gradients
 
 
-def channels_last(plane: Tensor) -> Tensor:
-    """Return a plane [*, h, n, n] as [*, n, n, h], where it lies."""
-    return plane.movedim(-3, -1)
-
-
-def _matrices(*planes: Tensor) -> list[Tensor]:
-    """Return planes [*, h, n, n] as matrices one after another, [., n, n], where they lie."""
-    return [plane.flatten(0, -3) for plane in planes]
-
-
-def _factor_gradients(a: Tensor, b: Tensor, dproduct: Tensor, outgoing: bool) -> Tensor:
-    """Return the gradients of both factors, [2, *, h, n, n], their rows padded as the factors' are."""
-    dfactors = a.new_empty(2, *a.shape[:-1], a.stride(-2))[..., : a.shape[-1]]
-    left, right, d = _matrices(a, b, dproduct)
-    da, db = _matrices(*dfactors)
-    torch.bmm(*((d, right) if outgoing else (right, d)), out=da)
-    torch.bmm(*((d.mT, left) if outgoing else (left, d.mT)), out=db)
-    return dfactors
+def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Write the products of matrices [*, i, k] and [*, k, j] to out [*, i, j], where it lies."""
+    if out.stride(-1) != 1:  # column by column
+        left, right, out = right.mT, left.mT, out.mT
+    torch.bmm(left.flatten(0, -3), right.flatten(0, -3), out=out.flatten(0, -3))
 
 
 class _Call:
-    """What every kernel of a call is given, by the names of arguments; each takes those that it has."""
+    """What every kernel of a call is given, by the names of arguments; each takes those that it has.
 
-    def __init__(self, t: Operands) -> None:
-        x = self.x = t.x
-        self.n, self.channels, self.hidden = x.shape[-2], x.shape[-1], t.out_weight.shape[1]
-        self.pitch = row_pitch(x)
-        self.batches = x.numel() // (self.n**2 * self.channels)
-        self.positions = self.batches * self.n * self.pitch
-        self.tensors = {"x": x, "mask": t.mask[..., None], "mean": t.mean[..., None]}
+    first, count: which factors are made of x: a and b, or one of them.
+    The kernels see x with rows and columns exchanged where it is narrow: the padding of long rows is small.
+    """
+
+    def __init__(self, t: Operands, first: int, count: int) -> None:
+        self.narrow, self.out = is_narrow(t.x), t.x
+        if self.narrow and getattr(t, "factors", None) is not None:
+            t = t.but(factors=t.factors.expand(t.x.shape).transpose(-3, -2))
+        elif self.narrow and getattr(t, "strides", None):
+            *leading, i, k, c = t.strides
+            t = t.but(strides=[*leading, k, i, c])
+        x = self.x = self.turned(t.x)
+        *_, self.rows, self.n, self.channels = x.shape
+        self.hidden, self.count, self.pitch = factor_channels(t.weight), count, row_pitch(x)
+        self.batches = x.numel() // (self.rows * self.n * self.channels)
+        self.positions = self.batches * self.rows * self.pitch
+        self.tensors = {"x": x, "mask": self.turned(t.mask[..., None]), "mean": self.turned(t.mean[..., None])}
         whole = "norm_weight", "norm_bias", "bias", "out_norm_weight", "out_norm_bias", "out_bias"
         self.arguments: dict[str, Any] = {
-            **{name: contiguous(getattr(t, name)) for name in whole},
+            **{name: contiguous(getattr(t, name)) for name in whole if hasattr(t, name)},
             "weight": cast_weight(t.weight, x, self.positions),
-            "out_weight": cast_weight(t.out_weight, x, self.positions),
             "rstd": t.scale,
-            "out_mean": t.out_mean,
-            "out_rstd": t.out_scale,
             "n": self.n,
             "C": self.channels,
             "HIDDEN": self.hidden,
             "BIASED": 0 if t.bias is None else len(t.bias),
             "FUSED": t.fused,
-            "RESIDUAL": t.residual,
+            "FIRST": first,
+            "FACTORS": count,
+            "RESIDUAL": getattr(t, "residual", False),
             "PADDED": self.pitch != self.n,
             "BLOCK_C": power_of_two(self.channels),
             "BLOCK_H": power_of_two(self.hidden),
-            **self._dropped(x, DropoutOperands(x, t)),
         }
+        if hasattr(t, "out_weight"):
+            self.arguments |= {
+                "out_weight": cast_weight(t.out_weight, x, self.positions),
+                "out_mean": t.out_mean,
+                "out_rstd": t.out_scale,
+                **self._dropped(x, DropoutOperands(x, t)),
+            }
+
+    def turned(self, t: Tensor) -> Tensor:
+        """Return t [*, i, k, .] as the kernels see it."""
+        return t.transpose(-3, -2) if self.narrow else t
+
+    def plane(self, t: Tensor) -> Tensor:
+        """Return planes [*, h, i, k] as the kernels see them, [*, i, k, h], where they lie."""
+        return self.turned(t.movedim(-3, -1))
 
     def tiled(self, kernel: Kernel) -> TiledKernel:
         """Return a kernel with its configuration for these channels."""
@@ -659,26 +692,47 @@ class _Call:
         """Return how many blocks of positions there are."""
         return triton.cdiv(self.positions, kernel["BLOCK_M"])
 
-    def weight_sums(
-        self, out_tensors: dict[str, Tensor], factor_tensors: dict[str, Tensor], apart: int, wanted: Sequence[Tensor]
-    ) -> tuple[Sum, Sum]:
-        """Return the partial sums for the gradients of the output's weight and bias, and the joined weight and bias.
+    def write_factors(self, planes: dict[str, Tensor], eps: float) -> None:
+        """Write the factors, by their names, and the statistics of x."""
+        kernel = self.tiled(FACTORS)
+        self.launch(kernel, (self.blocks(kernel),), {name: self.plane(t) for name, t in planes.items()}, eps=eps)
 
-        wanted: the latter two, then the former;
-        out_tensors, factor_tensors: what the kernels read, `apart` from one factor's gradient to the other's.
+    def write_dx(self, dfactors: Tensor, apart: int, tensors: Mapping[str, Tensor] = NOTHING) -> tuple[Tensor, Tensor]:
+        """Compute the gradient of x, and partials of those of its norm.
+
+        dfactors: the gradient of the first factor; `apart` elements on lies that of the second.
         """
-        dweight, dbias, dout_weight, dout_bias = wanted
-        rows = 4 * self.hidden  # of the weight that make a, b and their gates; the rest, the product's
-        of_out, of_factors = (dweight[rows:], dbias[rows:], dout_weight, dout_bias), (dweight[:rows], dbias[:rows])
+        dx, kernel = empty_like(self.out), self.tiled(FACTORS_BACKWARD)
+        partials = empty_partials(self.x, self.blocks(kernel), 2 * self.channels)
+        with self.written(dx) as y:
+            given = {**tensors, "dx": y, "dfactors": self.plane(dfactors)}
+            self.launch(kernel, (self.blocks(kernel),), given, partials=partials, apart=apart)
+        return dx, partials
+
+    def out_sums(self, tensors: dict[str, Tensor], wanted: Sequence[Tensor]) -> Sum:
+        """Compute partial sums for the gradients of weight and bias of the gate, and of weight and bias of the output.
+
+        tensors: what the kernel reads.
+        """
         kernel = self.tiled(OUT_WEIGHT)
         chunks = triton.cdiv(self.channels, kernel["BLOCK_O"])
-        outs = self.span_partials(kernel, chunks, of_out)
-        self.launch(kernel, (chunks, len(outs)), out_tensors, partials=outs)
+        partials = self.span_partials(kernel, chunks, wanted)
+        self.launch(kernel, (chunks, len(partials)), tensors, partials=partials)
+        return Sum(partials, tuple(wanted))
+
+    def factor_sums(self, dfactors: Tensor, apart: int, gradients: Sequence[Tensor]) -> Sum:
+        """Compute partial sums for the gradients of the rows of weight and bias that make factors and their gates.
+
+        dfactors, apart: as of `write_dx`.
+        """
+        wanted = tuple([gradient[: 4 * self.hidden] for gradient in gradients])
         kernel = self.tiled(FACTORS_WEIGHT)
-        chunks = 2 * triton.cdiv(self.hidden, kernel["BLOCK_O"])
-        partials = self.span_partials(kernel, chunks, of_factors)
-        self.launch(kernel, (chunks, len(partials)), factor_tensors, partials=partials, apart=apart)
-        return Sum(outs, of_out), Sum(partials, of_factors)
+        chunks = self.count * triton.cdiv(self.hidden, kernel["BLOCK_O"])
+        partials = self.span_partials(kernel, chunks, wanted)
+        if self.count == 1:  # the kernel leaves out the rows of the other factor
+            partials.zero_()
+        self.launch(kernel, (chunks, len(partials)), {"dfactors": self.plane(dfactors)}, partials=partials, apart=apart)
+        return Sum(partials, wanted)
 
     def span_partials(self, kernel: TiledKernel, chunks: int, sums: Sequence[Tensor]) -> Tensor:
         """Allocate what programs add up to these sums: a row for each span of positions, which `chunks` share."""
@@ -687,24 +741,26 @@ class _Call:
         return empty_partials(self.x, spans, sum(t.numel() for t in sums))
 
     def launch(self, kernel: TiledKernel, grid: tuple[int, ...], tensors: dict[str, Tensor], **more: Any) -> None:
-        """Launch a kernel over tensors [*, n, n, .], the layer's own among them."""
+        """Launch a kernel over tensors [*, rows, n, .], the layer's own among them."""
         names = kernel.kernel.function.arg_names
         walked = {name: self.flat(t) for name, t in (self.tensors | tensors).items() if name in names}
-        axes, layouts = _walk(self.batches, self.n, self.pitch, tuple([t.stride() for t in walked.values()]))
+        strides = tuple([t.stride() for t in walked.values()])
+        axes, layouts = _walk(self.batches, self.rows, self.pitch, strides)
         strided = {name: Strided(t, *layout) for (name, t), layout in zip(walked.items(), layouts)}
-        key = self.arguments["key"]
+        key = self.arguments.get("key")
         if key is not None and "factors" in strided:  # as in `DropoutOperands.walked_with`
             strided["factors"] = strided["factors"]._replace(data=key)
-        given = {"factors": None, **self.arguments, **strided, "axes": axes, **more}
+        given = {**dict.fromkeys(OPTIONAL), **self.arguments, **strided, "axes": axes, **more}
         kernel.run(grid, **{name: given[name] for name in names if name in given})
 
     def flat(self, t: Tensor) -> Tensor:
-        """Return t [*, n, n, .] with one leading axis: as it lies, or a copy."""
+        """Return t [*, rows, n, .] with one leading axis: as it lies, or a copy."""
         return t.reshape(self.batches, *t.shape[-3:])
 
     @contextmanager
     def written(self, out: Tensor) -> Iterator[Tensor]:
-        """Give what to write within the context, [., n, n, c]: `out`, or what is copied there at its end."""
+        """Give what to write within the context, [., rows, n, c]: `out`, or what is copied there at its end."""
+        out = self.turned(out)
         if _one_axis(out):
             yield self.flat(out)
             return
@@ -727,13 +783,13 @@ class _Call:
 
 @functools.lru_cache(maxsize=4096)  # models have few shapes
 def _walk(
-    batches: int, n: int, pitch: int, strides: tuple[tuple[int, ...], ...]
+    batches: int, rows: int, pitch: int, strides: tuple[tuple[int, ...], ...]
 ) -> tuple[Axes, tuple[tuple[tuple[int, ...], Any], ...]]:
-    """Return the axes of positions, and of tensors [., n, n, .] of these strides those of a `Strided`, and its unit.
+    """Return the axes of positions, and of tensors [., rows, n, .] of these strides those of a `Strided`, and its unit.
 
     In the order of rows that are padded as those of planes are; where none is, they may be one axis.
     """
-    found = coalesce((batches, n, pitch), (n * pitch, pitch, 1), *(each[:3] for each in strides))
+    found = coalesce((batches, rows, pitch), (rows * pitch, pitch, 1), *(each[:3] for each in strides))
     assert found is not None  # three axes are never too many
     laid = (Strided.of(None, own, 8, each[3]) for own, each in zip(found.strides[1:], strides))
     return found.argument, tuple((one.strides, one.unit) for one in laid)

@@ -11,9 +11,10 @@ from warpfold.ops.triton import launch
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of what pads rows
 REPEATED = [
     "layer_norm 20, turned", "norm_linear 128 to 8, many axes", "norm_linear 384 to 3, planes", "gate turned",
-    "gated_linear_residual odd", "triangle_factor many axes", "transition 40, SwiGLU, a batch", "outer_product odd",
-    "outer_product_mean added last, turned", "triangle_multiplication outgoing",
-    "triangle_multiplication incoming, rows that are padded", "gated_attention triangle, ending",
+    "gated_linear_residual odd", "triangle_factor b of columns, fused", "transition 40, SwiGLU, a batch",
+    "outer_product odd", "outer_product_mean added last, turned", "triangle_multiplication outgoing",
+    "triangle_multiplication rows of outgoing", "triangle_multiplication incoming, rows that are padded",
+    "gated_attention triangle, ending",
     "gated_attention row of an alignment", "gated_attention batch, given bias", "attention two slabs",
     "global_attention", "aligned_errors chains", "overlaps of every pair",
 ]  # fmt: skip
@@ -40,7 +41,8 @@ def test_what_is_repeated_is_what_was_worked_out(monkeypatch: pytest.MonkeyPatch
 
 
 WITH_GRADIENT = [
-    "layer_norm 20, turned", "norm_linear 384 to 3, planes", "gated_linear_residual odd", "triangle_factor many axes",
+    "layer_norm 20, turned", "norm_linear 384 to 3, planes", "gated_linear_residual odd",
+    "triangle_factor b of columns, fused", "triangle_multiplication rows of outgoing",
     "transition 40, SwiGLU, a batch", "outer_product odd", "outer_product_mean added last, turned",
     "triangle_multiplication incoming, rows that are padded", "gated_attention row of an alignment",
     "gated_attention batch, given bias", "attention two slabs",
