@@ -1,5 +1,6 @@
-"""Operands of other shapes than an operation has: computed as its definition computes them, or an error."""
+"""Operands of other shapes than an operation has are an error that names the operand, whatever computes it."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from warpfold.errors import UserError
 from warpfold.ops import dispatch
 from warpfold.ops.attention import attention, gated_attention, global_attention
 from warpfold.ops.dispatch import Op, broadcast_shape, expands_to, modules
+from warpfold.ops.layers import TriangleWeights
+from warpfold.ops.layers import triangle_multiplication as triangle
 from warpfold.ops.linear import gate, layer_norm, norm_linear
 from warpfold.ops.outer import outer_product, outer_product_mean
 from warpfold.ops.transition import transition
@@ -122,6 +125,15 @@ KNOWN: dict[str, list[tuple[str, Shape]]] = {
 }
 
 
+# Of these, attention takes what broadcasts, and values of another width; a bias may be shorter than the outputs.
+RIGHT: set[tuple[str, str, Shape]] = {
+    *[("attention", "v", (2, 3, 4, 2, 4)), ("attention", "mask", (4,)), ("attention", "bias", (5, 4))],
+    *[("attention", "bias", (2, 1, 2, 5, 1)), ("global_attention", "v", (1, 4, 8)), ("norm_linear", "bias", (1,))],
+    *[("norm_linear", "bias", (5,)), ("triangle_factor", "bias", (3,)), ("outer_product_mean", "bias", (1,))],
+    ("triangle_multiplication", "bias", (3,)),
+}
+
+
 @st.composite
 def changed(draw: st.DrawFn, name: str) -> dict[str, Shape]:
     """The shapes of an operation's operands, of which one or two have an axis more, less, longer, shorter or of 1."""
@@ -162,25 +174,28 @@ def outcome(run: Callable[..., Tensor], given: dict[str, Any], wanted: Sequence[
 
 
 def check(name: str, shapes: dict[str, Shape], dtype: torch.dtype = torch.float64, close: float = CLOSE) -> bool:
-    """Assert that the operation, as chosen, is its definition or fails as that does, and that its fast path alone is
-    the definition or fails; return whether the fast path takes these shapes."""
+    """Assert that the operation computes its definition, or raises an error that names an operand, the same error
+    whatever computes it; return whether it takes these shapes."""
     op, given = OPERANDS[name][0], operands(name, shapes, dtype)
     wanted = [n for n in shapes if not n.endswith("mask")]
-    truth = outcome(op.definition, given, wanted)
-    taken = op.unsupported_reason(**given) is None
-    chosen = outcome(op.fast if taken else op.definition, given, wanted)  # though it is small
-    alone = chosen if taken else outcome(op.fast, given, wanted)
-    for found in (chosen, alone):
-        if isinstance(found, Exception):
-            assert isinstance(truth, Exception) or found is alone, f"{shapes}: {found!r}, the definition: fine"
-        else:
-            assert not isinstance(truth, Exception), f"{shapes}: computed, where the definition says {truth!r}"
-            assert isinstance(found, list)
-            assert isinstance(truth, list)
-            for ours, right in zip(found, truth, strict=True):
-                assert not ours.isnan().any(), f"{shapes}: read past the end of an operand"
-                torch.testing.assert_close(ours, right, rtol=close, atol=close, msg=lambda m: f"{shapes}: {m}")
-    return taken
+    truth, chosen = outcome(op.definition, given, wanted), outcome(op, given, wanted)
+    with dispatch.using("definition"):
+        plain = outcome(op, given, wanted)
+    fast = outcome(op.fast, given, wanted)
+    if isinstance(chosen, Exception):
+        assert isinstance(chosen, ValueError), f"{shapes}: {chosen!r}"
+        assert re.match(rf"{op.name}: ({'|'.join(shapes)}|the leading axes) .*\[", str(chosen)), f"{shapes}: {chosen!r}"
+        assert str(plain) == str(chosen)
+        assert isinstance(fast, Exception), f"{shapes}: {chosen!r}, but the fast path computes it"
+        return False
+    assert not isinstance(truth, Exception), f"{shapes}: computed, where the definition says {truth!r}"
+    for found in (chosen, plain) if isinstance(fast, Exception) else (chosen, plain, fast):
+        assert isinstance(found, list), f"{shapes}: {found!r}"
+        assert isinstance(truth, list)
+        for ours, right in zip(found, truth, strict=True):
+            assert not ours.isnan().any(), f"{shapes}: read past the end of an operand"
+            torch.testing.assert_close(ours, right, rtol=close, atol=close, msg=lambda m: f"{shapes}: {m}")
+    return True
 
 
 @pytest.mark.parametrize("name", OPERANDS)
@@ -188,7 +203,7 @@ def test_shapes_that_are_right_and_shapes_that_were_taken_for_others(name: str) 
     shapes = OPERANDS[name][1]
     assert check(name, shapes)
     for which, shape in KNOWN[name]:
-        check(name, shapes | {which: shape})
+        assert check(name, shapes | {which: shape}) == ((name, which, shape) in RIGHT)
 
 
 @pytest.mark.parametrize("name", OPERANDS)
@@ -243,21 +258,35 @@ def test_what_shapes_cannot_say_is_checked_too() -> None:
     with pytest.raises(ValueError, match=r"key is \[3\], not \[2\]"):
         run(x, o, o, weight, x[0], None, torch.tensor([1, 2, 3]), [16, 1], 0, 0, 0.5)
     given = made("transition 40, SwiGLU, a batch", torch.float64).given | {"activation": "relu"}
-    assert transition.unsupported_reason(**given) == "up and down do not fit together"
-    with pytest.raises(ValueError, match=r"up is \[80, 40\], not \[u, c\] = \[40, 40\]"):
-        transition.fast(**given)
+    for way in (transition.fast, transition):
+        with pytest.raises(ValueError, match=r"up is \[80, 40\], not \[u, c\] = \[40, 40\], as down is \[40, 40\]"):
+            way(**given)
     for way in (transition.fast, transition):
         with pytest.raises(ValueError, match="activation is 'gelu', not one of relu, swiglu"):
             way(**given | {"activation": "gelu"})
 
 
-def test_a_refusal_says_which_operand_and_strict_makes_it_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_error_says_what_decides_the_shape(device: str) -> None:
+    sizes = (16,), (16,), (36, 16), (36,), (5,), (5,), (16, 5), (16,)
+    weights = TriangleWeights(*(torch.ones(n, device=device) for n in sizes))
+    x, mask = torch.ones(4, 4, 16, device=device), torch.ones(3, 5, device=device)
+    said = r"triangle_multiplication: mask is \[3, 5\], not \[\*, i, k\] = \[4, 4\], as x is \[4, 4, 16\]"
+    for kernels in ("fast", "strict", "definition"):
+        with dispatch.using(kernels), pytest.raises(ValueError, match=said):  # type: ignore[arg-type]
+            triangle(x, mask, weights, True)
+    said = r"out_weight is \[16, 4\], not \[c, h\] = \[16, 5\], as x is \[4, 4, 16\] and out_norm_weight is \[5\]"
+    with pytest.raises(ValueError, match=said):
+        triangle(x, mask.new_ones(4, 4), weights._replace(out_weight=mask.new_ones(16, 4)), True)
+
+
+def test_a_refusal_is_counted_and_strict_makes_it_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_refused", type(dispatch._refused)())
-    big, row = torch.ones(2**17, 16), torch.ones(16)
-    gate(big, row)
-    assert dispatch.refusals() == {"gate: g is not [*, c] beside the others": 1}
-    with dispatch.using("strict"), pytest.raises(UserError, match=r"gate: g is not \[\*, c\]"):
-        gate(big, row)
+    big = torch.ones(2**17, 16)
+    gate(big, big.double())
+    assert dispatch.refusals() == {"gate: x and g differ in dtype": 1}
+    with dispatch.using("strict"), pytest.raises(UserError, match="gate: x and g differ in dtype"):
+        gate(big, big.double())
 
 
 def test_leading_axes_broadcast_as_torch_has_it() -> None:

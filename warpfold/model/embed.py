@@ -61,8 +61,10 @@ class InputEmbedder(Executable):
 class RelativePosition(Executable):
     """Algorithms 4 and 5: the clipped offset of residues i and j, embedded: some of this rank's rows of z.
 
-    d = (residue_index[:, None] - residue_index).clamp(-max_relative, max_relative)
-    linear(one_hot(d + max_relative, 2 * max_relative + 1))
+        d = (residue_index[:, None] - residue_index).clamp(-max_relative, max_relative)
+        linear(one_hot(d + max_relative, 2 * max_relative + 1))
+
+    residue_index: [*, i], int64.
     """
 
     def __init__(self, c_z: int, max_relative: int = 32) -> None:

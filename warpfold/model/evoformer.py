@@ -147,12 +147,14 @@ class Transition(AxialUpdate):
 class MSARowAttention(AttentionUpdate):
     """Algorithm 7: attention within each sequence, biased by the pair representation.
 
-    x = norm(m)
-    q, k, v = (f(x).unflatten(-1, (heads, -1)) for f in (q, k, v))
-    logits = einsum("sihc,sjhc->shij", q, k) / sqrt(q.shape[-1]) + einsum("ijh->hij", bias(norm_z(z)))
-    a = softmax(logits.masked_fill(mask[:, None, None, :] == 0, -1e9), -1)
-    o = sigmoid(gate(x)) * einsum("shij,sjhc->sihc", a, v).flatten(-2)
-    m + out(o)
+        x = norm(m)
+        q, k, v = (f(x).unflatten(-1, (heads, -1)) for f in (q, k, v))
+        logits = einsum("sihc,sjhc->shij", q, k) / sqrt(q.shape[-1]) + einsum("ijh->hij", bias(norm_z(z)))
+        a = softmax(logits.masked_fill(mask[:, None, None, :] == 0, -1e9), -1)
+        o = sigmoid(gate(x)) * einsum("shij,sjhc->sihc", a, v).flatten(-2)
+        m + out(o)
+
+    m: [*, s, i, c_m]; mask: [*, s, i]; z: [*, i, j, c_z].  The bias is shared by all sequences.
     """
 
     axis = ROWS
@@ -170,12 +172,14 @@ class MSARowAttention(AttentionUpdate):
 class MSAColumnAttention(AttentionUpdate):
     """Algorithm 8: attention within each residue's column, between sequences.
 
-    x = norm(m)
-    q, k, v = (f(x).unflatten(-1, (heads, -1)) for f in (q, k, v))
-    logits = einsum("sihc,tihc->hist", q, k) / sqrt(q.shape[-1])
-    a = softmax(logits.masked_fill(mask.T[:, None, :] == 0, -1e9), -1)
-    o = sigmoid(gate(x)) * einsum("hist,tihc->sihc", a, v).flatten(-2)
-    m + out(o)
+        x = norm(m)
+        q, k, v = (f(x).unflatten(-1, (heads, -1)) for f in (q, k, v))
+        logits = einsum("sihc,tihc->hist", q, k) / sqrt(q.shape[-1])
+        a = softmax(logits.masked_fill(mask.T[:, None, :] == 0, -1e9), -1)
+        o = sigmoid(gate(x)) * einsum("hist,tihc->sihc", a, v).flatten(-2)
+        m + out(o)
+
+    m: [*, s, i, c_m]; mask: [*, s, i].
     """
 
     axis = COLS
@@ -190,12 +194,14 @@ class MSAColumnAttention(AttentionUpdate):
 class MSAColumnGlobalAttention(AxialUpdate):
     """Algorithm 19: column attention of the extra MSA, one averaged query per column, shared keys and values.
 
-    x = norm(m)
-    mean = einsum("si,sic->ic", mask, x) / (mask.sum(0)[:, None] + 1e-10)
-    logits = einsum("ihc,tic->iht", q(mean).unflatten(-1, (heads, -1)), k(x)) / sqrt(k(x).shape[-1])
-    a = softmax(logits.masked_fill(mask.T[:, None, :] == 0, -1e9), -1)
-    o = sigmoid(gate(x)) * einsum("iht,tic->ihc", a, v(x)).flatten(-2)
-    m + out(o)
+        x = norm(m)
+        mean = einsum("si,sic->ic", mask, x) / (mask.sum(0)[:, None] + 1e-10)
+        logits = einsum("ihc,tic->iht", q(mean).unflatten(-1, (heads, -1)), k(x)) / sqrt(k(x).shape[-1])
+        a = softmax(logits.masked_fill(mask.T[:, None, :] == 0, -1e9), -1)
+        o = sigmoid(gate(x)) * einsum("iht,tic->ihc", a, v(x)).flatten(-2)
+        m + out(o)
+
+    m: [*, s, i, c_m]; mask: [*, s, i].
     """
 
     axis = COLS
@@ -438,10 +444,12 @@ class TriangleAttention(AttentionUpdate):
 class PairStack(Block):
     """The pair half of a block: triangle updates and transition; z [*, i, j, c_z] and its mask [*, i, j] -> z.
 
-    layers = (outgoing, incoming, starting, ending)
-    for layer in layers if multiplication_first else layers[2:] + layers[:2]:
-        z = layer(z, mask)
-    transition(z, mask)
+        layers = (outgoing, incoming, starting, ending)
+        for layer in layers if multiplication_first else layers[2:] + layers[:2]:
+            z = layer(z, mask)
+        transition(z, mask)
+
+    z: [*, i, j, c_z]; mask: [*, i, j].
     """
 
     states = ("z",)

@@ -310,10 +310,12 @@ def _softmax(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
 class AngleResnet(nn.Module):
     """Algorithm 20, lines 11 to 14: torsion angles from the current and the initial activations.
 
-    a = input_projection(relu(s)) + input_projection_initial(relu(s_initial))
-    for first, second in zip(resblock1, resblock2):
-        a = a + second(relu(first(relu(a))))
-    unnormalized_angles(relu(a)).unflatten(-1, (7, 2))
+        a = input_projection(relu(s)) + input_projection_initial(relu(s_initial))
+        for first, second in zip(resblock1, resblock2):
+            a = a + second(relu(first(relu(a))))
+        unnormalized_angles(relu(a)).unflatten(-1, (7, 2))
+
+    s: [*, N, c]; s_initial: [*, N, c_initial].
     """
 
     def __init__(self, c: int, c_initial: int, c_hidden: int, blocks: int) -> None:

@@ -99,10 +99,12 @@ class TemplatePairEmbedder(Executable):
 class TemplatePointwiseAttention(nn.Module):
     """Algorithm 17: each pair (i, j) attends to the templates' features of that pair.  No gate.
 
-    q, k, v = (f(x).unflatten(-1, (heads, -1)) for f, x in ((q, z), (k, t), (v, t)))
-    logits = einsum("ijhc,tijhc->ijht", q, k) / sqrt(q.shape[-1])
-    a = softmax(logits.masked_fill(template_mask == 0, -1e9), -1)
-    out(einsum("ijht,tijhc->ijhc", a, v).flatten(-2))
+        q, k, v = (f(x).unflatten(-1, (heads, -1)) for f, x in ((q, z), (k, t), (v, t)))
+        logits = einsum("ijhc,tijhc->ijht", q, k) / sqrt(q.shape[-1])
+        a = softmax(logits.masked_fill(template_mask == 0, -1e9), -1)
+        out(einsum("ijht,tijhc->ijhc", a, v).flatten(-2))
+
+    z: [*, i, j, c_z]; t: [*, templates, i, j, c_t]; template_mask: [*, templates].
     """
 
     def __init__(self, c_z: int, c_t: int, heads: int, width: int) -> None:
@@ -314,9 +316,11 @@ class ChainTemplateEmbedder(Executable):
 class TemplatePairStack(BlockStack):
     """Algorithm 16: the pair stack on each template, attention before multiplication.
 
-    for block in blocks:
-        (t,) = block(t, z_mask)
-    t
+        for block in blocks:
+            (t,) = block(t, z_mask)
+        t
+
+    t: [*, templates, i, j, c_t]; z_mask: [*, i, j].
     """
 
     def __init__(self, config: TemplateConfig) -> None:

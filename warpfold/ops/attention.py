@@ -29,6 +29,7 @@ from warpfold.ops.dispatch import (
     EMPTY,
     Operands,
     Shape,
+    Shapes,
     Sizes,
     accumulation_dtype,
     backend,
@@ -115,24 +116,27 @@ def unsupported_width(width: int) -> str | None:
     return None if width in WIDTHS else f"heads {width} wide (kernels are for {', '.join(map(str, WIDTHS))})"
 
 
-def _unsupported_attention(t: Any) -> str | None:
+def _misfit_of_attention(t: Any) -> str | None:
+    """Return which operand has leading axes that do not broadcast, EMPTY where there is no row, or None."""
     q, k, v, mask, bias = t
-    of_q, of_k, of_v = tuple(q.shape), tuple(k.shape), tuple(v.shape)
-    leading = broadcast_shape(of_q[:-3], of_k[:-3], of_v[:-3], tuple(mask.shape)[:-1])
+    leading = broadcast_shape(*(tuple(x.shape)[:-own] for x, own in ((q, 3), (k, 3), (v, 3), (mask, 1))))
     if leading is None:
-        return "the leading axes of q, k, v and mask do not broadcast"
-    queries, heads, width = of_q[-3:]
+        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v), ("mask", mask)))
+        return f"the leading axes of {shapes} do not broadcast"
     if bias is not None:
-        of_bias = tuple(bias.shape)
-        if len(of_bias) > 3 and of_bias[-4] != 1:
-            return "the bias differs from row to row"
-        if not expands_to(of_bias, (*leading, heads, queries, of_k[-3])):
-            return "bias is not [*, h, Q, K] beside the others"
-    if backend(q) == "triton":
-        reason = unsupported_width(width) if of_v[-1] == width else "values of another width than keys"
-        if reason is not None:
-            return reason
+        right = (*leading, q.shape[-2], q.shape[-3], k.shape[-3])
+        if not expands_to(tuple(bias.shape), right):
+            return f"bias is {list(bias.shape)}, not [*, h, Q, K] = {list(right)} or 1 on an axis"
     return EMPTY if 0 in leading else None
+
+
+def _unsupported_attention(t: Any) -> str | None:
+    q, _, v, _, bias = t
+    if bias is not None and bias.dim() > 3 and bias.shape[-4] != 1:
+        return "the bias differs from row to row"
+    if backend(q) == "triton":
+        return unsupported_width(q.shape[-1]) if v.shape[-1] == q.shape[-1] else "values of another width than keys"
+    return None
 
 
 @register(
@@ -147,6 +151,7 @@ def _unsupported_attention(t: Any) -> str | None:
     check=_check_width,
     caller_shapes="q [..., Q, h, d], k [..., K, h, d], v [..., K, h, e], mask [..., K], bias ([..., h, Q, K])",
     adapter=_with_five_axes,
+    misfit=_misfit_of_attention,
     unsupported=_unsupported_attention,
     # Decided by the logits.
     prefer_definition=lambda t: faster_on_cpu(t.q, t.q.numel() // max(1, t.q.shape[-1]) * t.k.shape[-3], 2**19),
@@ -172,9 +177,21 @@ def _global_fast(t: Any) -> Tensor:
     return attention.fast(t.q.unsqueeze(-2), t.k.unsqueeze(-2), t.v.unsqueeze(-2), t.mask).squeeze(-2)
 
 
+_GLOBAL = Shapes("q [..., h, d], k [..., K, d], v [..., K, e], mask [..., K]", ("q", "k", "v", "mask"))
+
+
+def _misfit_of_global(t: Any) -> str | None:
+    found = _GLOBAL.misfit(t)
+    if found is not None:
+        return found
+    leading = broadcast_shape(*(tuple(x.shape)[:-own] for x, own in zip(t, (2, 2, 2, 1))))
+    if leading is None:
+        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(("q", "k", "v", "mask"), t))
+        return f"the leading axes of {shapes} do not broadcast"
+    return EMPTY if 0 in leading else None
+
+
 def _global_unsupported(t: Any) -> str | None:
-    if 0 in (t.q.dim(), t.k.dim(), t.v.dim()):
-        return "q, k or v has no axes"
     return attention.unsupported_reason(t.q.unsqueeze(-2), t.k.unsqueeze(-2), t.v.unsqueeze(-2), t.mask)
 
 
@@ -182,6 +199,7 @@ def _global_unsupported(t: Any) -> str | None:
     _global_fast,
     _global_unsupported,
     lambda t: faster_on_cpu(t.q, t.q.numel() // max(1, t.q.shape[-1]) * t.k.shape[-2], 2**19),
+    _misfit_of_global,
 )
 def global_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Let one query per column attend, with the same keys and values for every head (Algorithm 19, lines 5 and 6).
@@ -231,27 +249,30 @@ def _empty_layer_gradients(t: Operands) -> tuple[Tensor, ...]:
     return empty_like(t.x), *empty_parameters(*parameters), empty_bias(t.bias, t.bias_wanted, t.x)
 
 
-def _wrong_layer(t: Any) -> str:
-    """Return the reason to refuse sizes that shapes cannot describe, or nothing."""
-    (outputs, _), inner = t.weight.shape, t.out_weight.shape[1]
+def _misfit_of_layer(t: Any) -> str | None:
+    """Return which operand has a size that shapes cannot describe, or None."""
+    (outputs, c), inner = t.weight.shape, t.out_weight.shape[1]
     if t.heads < 1 or inner % t.heads:
-        return f"{inner} channels are not {t.heads} heads"
+        return f"out_weight is {list(t.out_weight.shape)}, whose {inner} channels are not {t.heads} heads"
     if t.gate_bias is not None and t.gate_bias.shape[0] > outputs:
-        return "gate_bias is longer than the outputs"
+        return f"gate_bias is {list(t.gate_bias.shape)}, longer than the rows of weight, which is {[outputs, c]}"
     if t.bias is not None and t.bias.shape[-3] != t.heads:
-        return f"the bias is of {t.bias.shape[-3]} heads, not {t.heads}"
+        return f"bias is {list(t.bias.shape)}, not [*, h, K, K] with h = {t.heads}"
     if outputs == 4 * inner:
-        return ""
+        return None
     if outputs != 4 * inner + t.heads:
-        return "weight is neither [4 i, c] nor [4 i + heads, c]"
+        return f"weight is {[outputs, c]}, neither [4 i, c] nor [4 i + heads, c] with i = {inner}"
     if t.bias is not None:
-        return "the bias is given, but weight makes one"
-    return "" if t.x.shape[-3] == t.x.shape[-2] else "weight makes a bias, but x is not square"
+        return f"bias is {list(t.bias.shape)}, but weight, which is {[outputs, c]}, makes one"
+    square = t.x.shape[-3] == t.x.shape[-2]
+    return (
+        None if square else f"x is {list(t.x.shape)}, not [*, K, K, c], but weight, {[outputs, c]}, makes a bias of it"
+    )
 
 
 def _check_layer(op: str, sizes: Sizes, t: Operands) -> None:
-    if wrong := _wrong_layer(t):
-        raise ValueError(f"{op}: {wrong}")
+    if misfit := _misfit_of_layer(t):
+        raise ValueError(f"{op}: {misfit}")
     if sizes.get("h", t.heads) != t.heads:
         raise ValueError(f"{op}: lse is of {sizes['h']} heads, not {t.heads}")
     own, right = getattr(t, "own", None), (*sizes["*"], t.heads, sizes["K"], sizes["K"])
@@ -260,8 +281,6 @@ def _check_layer(op: str, sizes: Sizes, t: Operands) -> None:
 
 
 def _unsupported_layer(t: Any) -> str | None:
-    if wrong := _wrong_layer(t):
-        return wrong
     if backend(t.x) == "cpu":
         return None
     inner, batch = t.out_weight.shape[1], range(1, t.x.dim() - 3)
@@ -302,6 +321,7 @@ def batched(t: Tensor, axes: int) -> Tensor:
     empty_gradients=_empty_layer_gradients,
     kept=True,
     check=_check_layer,
+    misfit=_misfit_of_layer,
     expand=FACTOR_OPERANDS,
     unsupported=_unsupported_layer,
     # Decided by the projections; the backward pass has more to do for each row.

@@ -26,9 +26,10 @@ A kernel takes its sizes from one operand and uses them for the others: it would
 smaller, and read one that the definition broadcasts wrongly.  So `shapes` is checked against each call.  Each name of
 an axis stands for one size, which the first operand that has it decides.  "c d" is a product of sizes, 1 to 4 are
 themselves; [] is a number.  "*" stands for any leading axes, the same for all operands; "..." for any, not compared.
-In parentheses: any shape that expands to this one.  The check runs twice: before the fast path is chosen (the
-definition then broadcasts, or raises its own error), and in the registered operation, which compiled graphs and direct
-calls of `torch.ops.warpfold` reach too.
+In parentheses: any shape that expands to this one.  The check runs in each call of an `Op`, whatever computes it, so
+that a wrong shape is the same error on every device: it names the operand, and does not depend on whether torch would
+broadcast it.  It runs again in the registered operation, which compiled graphs and direct calls of
+`torch.ops.warpfold` reach too.
 """
 
 import functools
@@ -109,7 +110,8 @@ class Op(Generic[P, R]):
 
     What it is made of takes the definition's arguments as one, by their names, defaults filled in:
     fast computes it; unsupported says why `fast` cannot take them, or None; prefer_definition says whether the
-    definition is the faster of the two, which is not counted as a refusal.
+    definition is the faster of the two, which is not counted as a refusal; misfit says which operand has a wrong shape,
+    which is an error, returns EMPTY where there is nothing to compute, else None.
     """
 
     def __init__(
@@ -118,9 +120,10 @@ class Op(Generic[P, R]):
         fast: Callable[[Any], R],
         unsupported: Callable[[Any], str | None],
         prefer_definition: Callable[[Any], bool] | None = None,
+        misfit: Callable[[Any], str | None] | None = None,
     ) -> None:
         self.definition, self.prefer_definition = definition, prefer_definition
-        self._fast, self._unsupported = fast, unsupported
+        self._fast, self._unsupported, self._misfit = fast, unsupported, misfit
         self.name = definition.__name__
         parameters = inspect.signature(definition).parameters
         defaults = [p.default for p in parameters.values() if p.default is not p.empty]
@@ -136,14 +139,17 @@ class Op(Generic[P, R]):
         return self.choose(*args, **kwargs)
 
     def choose(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Compute it, one way or the other."""
+        """Compute it, one way or the other.  Errors: ValueError for an operand of a wrong shape."""
         if _choice.kernels == "definition":
+            self._is_empty(self.arguments(*args, **kwargs))
             return self.definition(*args, **kwargs)
         # This runs at every call on a GPU, beside kernels of a few microseconds: no step that can be left out.
         given = self.arguments(*args, **kwargs)
         key, known = (None, None) if torch.is_grad_enabled() else _recalled(self._recipes, given)
         if known is not None:
             return known.repeat(given)
+        if self._is_empty(given):
+            return self.definition(*args, **kwargs)
         if self.prefer_definition is not None and not _choice.always_fast and self.prefer_definition(given):
             return self.definition(*args, **kwargs)
         reason = self._unsupported(given)
@@ -153,22 +159,32 @@ class Op(Generic[P, R]):
             report_refusal(f"{self.name}: {reason}")
         return self.definition(*args, **kwargs)
 
+    def _is_empty(self, given: Any) -> bool:
+        """Return whether there is nothing to compute.  Errors: ValueError for an operand of a wrong shape."""
+        misfit = None if self._misfit is None else self._misfit(given)
+        if misfit:
+            raise ValueError(f"{self.name}: {misfit}")
+        return misfit == EMPTY
+
     def fast(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Compute it by the fast path, which must take these arguments."""
         return self._fast(self.arguments(*args, **kwargs))
 
     def unsupported_reason(self, *args: P.args, **kwargs: P.kwargs) -> str | None:
         """Return why the fast path does not take these arguments, or None."""
-        return self._unsupported(self.arguments(*args, **kwargs))
+        given = self.arguments(*args, **kwargs)
+        misfit = None if self._misfit is None else self._misfit(given)
+        return self._unsupported(given) if misfit is None else misfit
 
 
 def op(
     fast: Callable[[Any], R],
     unsupported: Callable[[Any], str | None],
     prefer_definition: Callable[[Any], bool] | None = None,
+    misfit: Callable[[Any], str | None] | None = None,
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Return a decorator that makes an `Op` of a definition."""
-    return lambda definition: Op(definition, fast, unsupported, prefer_definition)
+    return lambda definition: Op(definition, fast, unsupported, prefer_definition, misfit)
 
 
 @contextmanager
@@ -482,14 +498,14 @@ class Shapes:
         # Models call an operation with few different shapes, and looking these up takes less than comparing them.
         self._remembered = functools.lru_cache(maxsize=1024)(self._compare)
 
-    def unsupported_reason(self, given: Sequence[Any]) -> str | None:
-        """Return why the fast path does not take these operands, EMPTY if there is nothing to compute, else None.
+    def misfit(self, given: Sequence[Any]) -> str | None:
+        """Return which operand has a wrong shape, EMPTY if there is nothing to compute, else None.
 
-        The reason holds no sizes, so that a run whose lengths vary logs it once.
+        given: the operands that have a shape here, in order.
         """
         wrong, sizes = self._find(given)
         if wrong is not None:
-            return f"{wrong.name} is not {wrong.text} beside the others"
+            return self._misfit(wrong, sizes, given)
         return EMPTY if sizes["empty"] else None
 
     def require(self, op: str, args: Sequence[Any]) -> Sizes:
@@ -497,10 +513,18 @@ class Shapes:
         given = [args[i] for i in self.positions]
         wrong, sizes = self._find(given)
         if wrong is not None:
-            right = _right(wrong, sizes)
-            wanted = wrong.text if right is None else f"{wrong.text} = {list(right)}"
-            raise ValueError(f"{op}: {wrong.name} is {list(given[self.operands.index(wrong)].shape)}, not {wanted}")
+            raise ValueError(f"{op}: {self._misfit(wrong, sizes, given)}")
         return sizes
+
+    def _misfit(self, wrong: _Operand, sizes: Sizes, given: Sequence[Any]) -> str:
+        """Return "mask is [4, 1], not [*, i, k] = [4, 4], as x is [4, 4, 16]"."""
+        shapes = {operand.name: list(t.shape) for operand, t in zip(self.operands, given) if t is not None}
+        right, decided = _right(wrong, sizes), sizes["decided by"]
+        if right is None:
+            return f"{wrong.name} is {shapes[wrong.name]}, not {wrong.text}"
+        by = dict.fromkeys(decided[axis] for axis in (wrong.leading, *wrong.axes) if axis in decided)
+        because = " and ".join(f"{name} is {shapes[name]}" for name in by if name != wrong.name)
+        return f"{wrong.name} is {shapes[wrong.name]}, not {wrong.text} = {list(right)}{because and f', as {because}'}"
 
     def _find(self, given: Sequence[Any]) -> tuple[_Operand | None, Sizes]:
         shapes = tuple([None if t is None else t.shape for t in given])
@@ -510,7 +534,8 @@ class Shapes:
 
     def _compare(self, shapes: tuple[Shape | None, ...]) -> tuple[_Operand | None, Sizes]:
         """Return the first operand whose shape is wrong, if any, and the sizes found before it."""
-        sizes: Sizes = {"1": 1, "2": 2, "3": 3, "4": 4, "empty": False}
+        decided: dict[str, str] = {}  # by which operand an axis is decided
+        sizes: Sizes = {"1": 1, "2": 2, "3": 3, "4": 4, "empty": False, "decided by": decided}
         for operand, given in zip(self.operands, shapes):
             if given is None:
                 continue
@@ -525,10 +550,13 @@ class Shapes:
             split = len(shape) - rank
             if split < 0 or (split > 0 and not operand.leading):
                 return operand, sizes
-            if operand.leading == "*" and sizes.setdefault("*", shape[:split]) != shape[:split]:
-                return operand, sizes
+            if operand.leading == "*":
+                decided.setdefault("*", operand.name)
+                if sizes.setdefault("*", shape[:split]) != shape[:split]:
+                    return operand, sizes
             for axis, size in zip(operand.axes, shape[split:]):
                 if axis not in sizes:
+                    decided[axis] = operand.name
                     sizes[axis] = math.prod([sizes[factor] for factor in axis.split()]) if " " in axis else size
                 if sizes[axis] != size:
                     return operand, sizes
@@ -647,6 +675,8 @@ class register:
     expand: a parameter of the definition that is several operands of the registered operation.
     caller_shapes: the shapes that the definition's arguments must have, where `adapter` makes others of them.
     adapter: of the registered operation and the definition's arguments by name, calls it with others.
+    misfit: of the definition's arguments by name, which of them has a size that is wrong in a way that `shapes` cannot
+        describe, or None; asked where the shapes are right.
     unsupported: of the definition's arguments by name, why the fast path does not take them, or None; asked where
         devices, shapes and dtypes are right.
     prefer_definition: of the definition's arguments by name, whether that is faster.
@@ -666,6 +696,7 @@ class register:
     expand: Expansion | None = None
     caller_shapes: str | None = None
     adapter: Callable[..., Tensor] | None = None
+    misfit: Callable[[Any], str | None] | None = None
     unsupported: Callable[[Any], str | None] | None = None
     prefer_definition: Callable[[Any], bool] | None = None
 
@@ -771,6 +802,7 @@ class register:
         parameters = list(inspect.signature(definition).parameters)
         shapes = Shapes(self.caller_shapes or self.shapes, parameters)
         adapter, unsupported, expand, kept = self.adapter, self.unsupported, self.expand, self.kept
+        further = self.misfit
         several = " " in self.results
         at = 0 if expand is None else parameters.index(next(iter(expand.types)))
         same = self.same_dtype.split()
@@ -787,10 +819,15 @@ class register:
         def fast(given: Any) -> Any:
             return call(*given) if adapter is None else adapter(call, given)
 
+        def misfit(given: Any) -> str | None:
+            """Return which operand has a wrong shape, EMPTY where there is nothing to compute, or None."""
+            found = shapes.misfit(given if all_have_shapes else [given[i] for i in shapes.positions])
+            more = None if found or further is None else further(given)
+            return found if more is None else more
+
         def why_not(given: Any) -> str | None:
             """Return why the fast path does not take these arguments, or None: first what all operations share."""
-            shaped = given if all_have_shapes else [given[i] for i in shapes.positions]
-            reason = unsupported_device(shaped) or shapes.unsupported_reason(shaped)
+            reason = unsupported_device(given if all_have_shapes else [given[i] for i in shapes.positions])
             if reason is not None:
                 return reason
             for i in others:
@@ -798,7 +835,7 @@ class register:
                     return differ
             return None if unsupported is None else unsupported(given)
 
-        return Op(definition, fast, why_not, self.prefer_definition)
+        return Op(definition, fast, why_not, self.prefer_definition, misfit)
 
 
 def _kind(name: str, hint: Any) -> int:

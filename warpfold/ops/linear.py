@@ -97,12 +97,12 @@ def _check_bias(op: str, sizes: Sizes, t: Operands) -> None:
         raise ValueError(f"{op}: planes are of x [*, R, K, c], and x is {list(t.x.shape)}")
 
 
-def _unsupported_projection(t: Any) -> str | None:
+def _misfit_of_projection(t: Any) -> str | None:
     if t.bias is not None and t.bias.shape[0] > t.weight.shape[0]:
-        return "bias is longer than the outputs"
+        return f"bias is {list(t.bias.shape)}, but weight is {list(t.weight.shape)}"
     if t.planes and t.x.dim() < 3:
-        return "planes of x without rows"
-    return unsupported_channels(t.x)
+        return f"x is {list(t.x.shape)}, not [*, R, K, c], of which planes are"
+    return None
 
 
 @register(
@@ -112,7 +112,8 @@ def _unsupported_projection(t: Any) -> str | None:
     keeps="x norm_weight norm_bias weight bias mean scale",
     gradients="x norm_weight norm_bias weight bias",
     check=_check_bias,
-    unsupported=_unsupported_projection,
+    misfit=_misfit_of_projection,
+    unsupported=lambda t: unsupported_channels(t.x),
     prefer_definition=lambda t: faster_on_cpu(t.x, t.x.numel() // max(1, t.x.shape[-1]) * t.weight.shape[0], 2**21),
 )
 def norm_linear(

@@ -139,17 +139,19 @@ def _empty_mean_gradients(t: Operands) -> tuple[Tensor, ...]:
     return empty_like(t.x), *empty_parameters(*parameters)
 
 
-def _wrong_mean(t: Any) -> str:
-    """Return the reason to refuse sizes that shapes cannot describe, or nothing."""
+def _misfit_of_mean(t: Any) -> str | None:
+    """Return which operand has a size that shapes cannot describe, or None."""
     outputs, products = t.weight.shape[0], t.out_weight.shape[1]
     if 4 * products != outputs**2:
-        return f"{outputs} projections are not two factors of the root of {products} channels"
-    return "bias is longer than the outputs" if t.bias is not None and t.bias.shape[0] > outputs else ""
+        return f"weight is {list(t.weight.shape)}, not [2 h, c], as out_weight is {list(t.out_weight.shape)}, [p, h h]"
+    if t.bias is not None and t.bias.shape[0] > outputs:
+        return f"bias is {list(t.bias.shape)}, longer than the rows of weight, which is {list(t.weight.shape)}"
+    return None
 
 
 def _check_mean(op: str, sizes: Sizes, t: Operands) -> None:
-    if wrong := _wrong_mean(t):
-        raise ValueError(f"{op}: {wrong}")
+    if misfit := _misfit_of_mean(t):
+        raise ValueError(f"{op}: {misfit}")
     if 2 * sizes.get("h", sizes["o"] // 2) != sizes["o"]:
         raise ValueError(f"{op}: factors have {sizes['h']} channels, but weight makes {sizes['o']} of both")
 
@@ -160,8 +162,8 @@ def _mean(registered: Callable[..., Tensor], t: Any) -> Tensor:
 
 
 def _unsupported_mean(t: Any) -> str | None:
-    wrong = _wrong_mean(t) or _other_dtype(t.z, t.x) or _unsupported_width(t.x, t.weight.shape[0] // 2)
-    return wrong or unsupported_channels(t.x)
+    reason = _other_dtype(t.z, t.x) or _unsupported_width(t.x, t.weight.shape[0] // 2)
+    return reason or unsupported_channels(t.x)
 
 
 @register(
@@ -177,6 +179,7 @@ def _unsupported_mean(t: Any) -> str | None:
     kept=True,
     check=_check_mean,
     adapter=_mean,
+    misfit=_misfit_of_mean,
     unsupported=_unsupported_mean,
     # Decided by the products.
     prefer_definition=lambda t: faster_on_cpu(

@@ -21,18 +21,19 @@ KERNEL_CHANNELS = 256
 HALVES: Mapping[str, int] = {"relu": 1, "swiglu": 2}  # how many outputs of `up` make one number of the hidden layer
 
 
-def _check_hidden(op: str, sizes: Sizes, t: Operands) -> None:
-    halves, hidden = HALVES.get(t.activation), t.down.shape[1]
+def _misfit(t: Any) -> str | None:
+    """Return which argument is not what shapes cannot describe, or None."""
+    halves, (c, hidden) = HALVES.get(t.activation), t.down.shape
     if halves is None:
-        raise ValueError(f"{op}: activation is {t.activation!r}, not one of {', '.join(HALVES)}")
-    if sizes["u"] != halves * hidden:
-        raise ValueError(f"{op}: up is {list(t.up.shape)}, not [u, c] = {[halves * hidden, sizes['c']]}")
-
-
-def _unsupported_sizes(t: Any) -> str | None:
-    if t.activation not in HALVES or t.up.shape[0] != HALVES[t.activation] * t.down.shape[1]:
-        return "up and down do not fit together"
+        return f"activation is {t.activation!r}, not one of {', '.join(HALVES)}"
+    if t.up.shape[0] != halves * hidden:
+        return f"up is {list(t.up.shape)}, not [u, c] = {[halves * hidden, c]}, as down is {[c, hidden]}"
     return None
+
+
+def _check_hidden(op: str, sizes: Sizes, t: Operands) -> None:
+    if misfit := _misfit(t):
+        raise ValueError(f"{op}: {misfit}")
 
 
 def _composed(registered: Callable[..., Tensor], t: Any) -> Tensor:
@@ -51,7 +52,7 @@ def _composed(registered: Callable[..., Tensor], t: Any) -> Tensor:
     gradients="x norm_weight norm_bias up up_bias down down_bias",
     check=_check_hidden,
     adapter=_composed,
-    unsupported=_unsupported_sizes,
+    misfit=_misfit,
     # Decided by the hidden layer.
     prefer_definition=lambda t: faster_on_cpu(t.x, t.x.numel() // max(1, t.x.shape[-1]) * t.up.shape[0], 2**22),
 )

@@ -129,17 +129,23 @@ def factor_channels(weight: Tensor) -> int:
     return (weight.shape[0] - weight.shape[1]) // 4
 
 
-def _wrong_factor(t: Any) -> str | None:
-    """Return the reason to refuse sizes that shapes cannot describe, or None."""
+def _misfit_of_factor(t: Any) -> str | None:
+    """Return which operand has a size that shapes cannot describe, or None."""
     outputs, c = t.weight.shape
     if outputs < c or (outputs - c) % 4:
-        return "weight is not [4 h + c, c]"
-    return "bias is longer than the outputs" if t.bias is not None and t.bias.shape[0] > outputs else None
+        return f"weight is {[outputs, c]}, not [4 h + c, c]"
+    return _long_bias(t)
+
+
+def _long_bias(t: Any) -> str | None:
+    if t.bias is None or t.bias.shape[0] <= t.weight.shape[0]:
+        return None
+    return f"bias is {list(t.bias.shape)}, longer than the rows of weight, which is {list(t.weight.shape)}"
 
 
 def _check_factor(op: str, sizes: Sizes, t: Operands) -> None:
-    if wrong := _wrong_factor(t):
-        raise ValueError(f"{op}: {wrong}")
+    if misfit := _misfit_of_factor(t):
+        raise ValueError(f"{op}: {misfit}")
     if sizes.get("h", factor_channels(t.weight)) != factor_channels(t.weight):
         raise ValueError(f"{op}: grad has {sizes['h']} channels, but weight makes {factor_channels(t.weight)}")
 
@@ -150,8 +156,6 @@ def _empty_factor(t: Operands) -> tuple[Tensor, ...]:
 
 
 def _unsupported_factor(t: Any) -> str | None:
-    if wrong := _wrong_factor(t):
-        return wrong
     return _unsupported_by_kernels(t.x, factor_channels(t.weight))
 
 
@@ -170,6 +174,7 @@ def _prefer_definition_of_factor(t: Any) -> bool:
     gradients="x norm_weight norm_bias weight bias",
     kept=True,
     check=_check_factor,
+    misfit=_misfit_of_factor,
     unsupported=_unsupported_factor,
     prefer_definition=_prefer_definition_of_factor,
 )
@@ -213,23 +218,23 @@ def empty_gradient_of_b(t: Operands) -> Tensor:
     return t.x.new_empty(0) if t.b is None else empty_rows(t.b, *t.b.shape)
 
 
-def _wrong_sizes(t: Any) -> str | None:
-    """Return the reason to refuse sizes that shapes cannot describe, or None."""
+def _misfit(t: Any) -> str | None:
+    """Return which operand has a size that shapes cannot describe, or None."""
     outputs, (c, hidden) = t.weight.shape[0], t.out_weight.shape
     if outputs != 4 * hidden + c:
-        return "weight is not [4 h + c, c]"
-    if t.bias is not None and t.bias.shape[0] > outputs:
-        return "bias is longer than the outputs"
+        return f"weight is {[outputs, c]}, not [4 h + c, c] = {[4 * hidden + c, c]}, as out_weight is {[c, hidden]}"
     rows, columns = t.x.shape[-3:-1]
-    if t.b is None:
-        return None if rows == columns else "x is not square, and b is not given"
-    third = columns if t.outgoing else rows
-    return None if t.b.shape[-1] == third else "x and b differ in the third corner"
+    if t.b is None and rows != columns:
+        return f"x is {list(t.x.shape)}, not [*, n, n, c], as b is None"
+    if t.b is not None and t.b.shape[-1] != (columns if t.outgoing else rows):
+        whole = "[*, i, n, c]" if t.outgoing else "[*, n, k, c]"
+        return f"x is {list(t.x.shape)}, not {whole} with n = {t.b.shape[-1]}, as b is {list(t.b.shape)}"
+    return _long_bias(t)
 
 
 def _check(op: str, sizes: Sizes, t: Operands) -> None:
-    if wrong := _wrong_sizes(t):
-        raise ValueError(f"{op}: {wrong}")
+    if misfit := _misfit(t):
+        raise ValueError(f"{op}: {misfit}")
     own = getattr(t, "own_b", None)
     right = (*sizes["*"], sizes["h"], sizes["i"], sizes["k"]) if t.b is None else (0,)
     if own is not None and tuple(own.shape) != right:
@@ -237,8 +242,6 @@ def _check(op: str, sizes: Sizes, t: Operands) -> None:
 
 
 def _unsupported(t: Any) -> str | None:
-    if wrong := _wrong_sizes(t):
-        return wrong
     return _unsupported_by_kernels(t.x, t.out_weight.shape[1])
 
 
@@ -265,6 +268,7 @@ def _prefer_definition(t: Any) -> bool:
     kept=True,
     check=_check,
     expand=FACTOR_OPERANDS,
+    misfit=_misfit,
     unsupported=_unsupported,
     prefer_definition=_prefer_definition,
 )
