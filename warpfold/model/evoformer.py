@@ -29,12 +29,22 @@ from warpfold.model.axial import (
     residual,
 )
 from warpfold.model.layers import LayerNorm, Linear, NoNorm, joined, project
-from warpfold.ops.attention import attention, gated_attention, global_attention, masked_mean
-from warpfold.ops.layers import TriangleWeights, triangle_factor, triangle_multiplication
+from warpfold.ops.attention import attention, global_attention, masked_mean
+from warpfold.ops.layers import (
+    AttentionWeights,
+    OuterProductWeights,
+    TransitionWeights,
+    TriangleWeights,
+    gated_attention,
+    outer_product_mean,
+    transition,
+    triangle_factor,
+    triangle_multiplication,
+)
 from warpfold.ops.linear import gate, gated_linear_residual
 from warpfold.ops.noise import Factors
-from warpfold.ops.outer import outer_product, outer_product_mean
-from warpfold.ops.transition import HALVES, Activation, transition
+from warpfold.ops.outer import outer_product
+from warpfold.ops.transition import HALVES, Activation
 from warpfold.ops.triangle import empty_rows, triangle_product
 
 
@@ -106,9 +116,8 @@ class AttentionUpdate(AxialUpdate):
             factors = None if factors is None else factors.transpose(ROWS, COLS)
         if not isinstance(norm, NoNorm):  # all of it is one operation
             into = joined(read.dtype, *(self.projections if shared is None else self.attention.projections))
-            out_of, mask, add = joined(read.dtype, out), mask.contiguous(), x is not None
-            of_norm = norm.weight, norm.bias
-            new = gated_attention(read, *of_norm, *into, *out_of, mask, bias, heads, factors, norm.eps, add)
+            weights = AttentionWeights(norm.weight, norm.bias, *into, *joined(read.dtype, out), heads)
+            new = gated_attention(read, mask.contiguous(), weights, bias, factors, norm.eps, residual=x is not None)
         else:
             g, *qkv = project(read, norm, *self.attention.projections)
             q, k, v = (t.unflatten(-1, (heads, -1)) for t in qkv)
@@ -137,10 +146,10 @@ class Transition(AxialUpdate):
     def update(self, read: Read, mask: Tensor, shared: Shared, x: Tensor | None, factors: Factors | None) -> Tensor:
         """Return x + factors * perceptron of the slice."""
         assert isinstance(read, Tensor)
-        norm, (up, up_bias), (down, down_bias) = self.norm, joined(read.dtype, self.up), joined(read.dtype, self.down)
-        parameters = norm.weight, norm.bias, up, up_bias, down, down_bias
-        at_once = x is not None and factors is None
-        new = transition(read, *parameters, at_once, norm.eps, self.activation)
+        norm, at_once = self.norm, x is not None and factors is None
+        up, down = joined(read.dtype, self.up), joined(read.dtype, self.down)
+        weights = TransitionWeights(norm.weight, norm.bias, *up, *down)
+        new = transition(read, weights, self.activation, norm.eps, residual=at_once)
         return new if at_once else residual(x, new, factors)
 
 
@@ -286,8 +295,8 @@ class OuterProductMean(AxialUpdate):
             assert isinstance(read, Tensor)
             norm, dtype = self.norm, read.dtype
             into, out_of = joined(dtype, *self.projections), joined(dtype, self.out)
-            of_norm = norm.weight, norm.bias
-            new = outer_product_mean(read, *of_norm, *into, *out_of, mask, z, added, least, divided, norm.eps)
+            weights = OuterProductWeights(norm.weight, norm.bias, *into, *out_of)
+            new = outer_product_mean(read, mask, weights, z, added, least, divided, norm.eps)
         else:
             (a,), (b, b_mask) = self.prepare(read, mask) if isinstance(read, Tensor) else read, shared
             out_of = joined(a.dtype, self.out)

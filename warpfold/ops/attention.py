@@ -117,7 +117,7 @@ def unsupported_width(width: int) -> str | None:
 
 
 def _misfit_of_attention(t: Any) -> str | None:
-    """Return which operand has leading axes that do not broadcast, EMPTY where there is no row, or None."""
+    """Describe leading axes that do not broadcast; EMPTY if there is no row, else None."""
     q, k, v, mask, bias = t
     leading = broadcast_shape(*(tuple(x.shape)[:-own] for x, own in ((q, 3), (k, 3), (v, 3), (mask, 1))))
     if leading is None:
@@ -250,7 +250,7 @@ def _empty_layer_gradients(t: Operands) -> tuple[Tensor, ...]:
 
 
 def _misfit_of_layer(t: Any) -> str | None:
-    """Return which operand has a size that shapes cannot describe, or None."""
+    """Describe an operand whose size is wrong in a way that `shapes` cannot express; None: there is none."""
     (outputs, c), inner = t.weight.shape, t.out_weight.shape[1]
     if t.heads < 1 or inner % t.heads:
         return f"out_weight is {list(t.out_weight.shape)}, whose {inner} channels are not {t.heads} heads"

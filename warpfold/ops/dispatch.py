@@ -110,8 +110,8 @@ class Op(Generic[P, R]):
 
     What it is made of takes the definition's arguments as one, by their names, defaults filled in:
     fast computes it; unsupported says why `fast` cannot take them, or None; prefer_definition says whether the
-    definition is the faster of the two, which is not counted as a refusal; misfit says which operand has a wrong shape,
-    which is an error, returns EMPTY where there is nothing to compute, else None.
+    definition is the faster of the two, which is not counted as a refusal; misfit describes an operand of a wrong
+    shape, which is an error, or returns EMPTY if there is nothing to compute, else None.
     """
 
     def __init__(
@@ -499,7 +499,7 @@ class Shapes:
         self._remembered = functools.lru_cache(maxsize=1024)(self._compare)
 
     def misfit(self, given: Sequence[Any]) -> str | None:
-        """Return which operand has a wrong shape, EMPTY if there is nothing to compute, else None.
+        """Describe the first operand of a wrong shape; EMPTY if there is nothing to compute, else None.
 
         given: the operands that have a shape here, in order.
         """
@@ -675,8 +675,8 @@ class register:
     expand: a parameter of the definition that is several operands of the registered operation.
     caller_shapes: the shapes that the definition's arguments must have, where `adapter` makes others of them.
     adapter: of the registered operation and the definition's arguments by name, calls it with others.
-    misfit: of the definition's arguments by name, which of them has a size that is wrong in a way that `shapes` cannot
-        describe, or None; asked where the shapes are right.
+    misfit: of the definition's arguments by name, describes one whose size is wrong in a way that `shapes` cannot
+        express, or returns None.  It is called if the shapes are right.
     unsupported: of the definition's arguments by name, why the fast path does not take them, or None; asked where
         devices, shapes and dtypes are right.
     prefer_definition: of the definition's arguments by name, whether that is faster.
@@ -820,7 +820,7 @@ class register:
             return call(*given) if adapter is None else adapter(call, given)
 
         def misfit(given: Any) -> str | None:
-            """Return which operand has a wrong shape, EMPTY where there is nothing to compute, or None."""
+            """Describe the first operand of a wrong shape; EMPTY if there is nothing to compute, else None."""
             found = shapes.misfit(given if all_have_shapes else [given[i] for i in shapes.positions])
             more = None if found or further is None else further(given)
             return found if more is None else more

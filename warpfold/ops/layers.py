@@ -1,30 +1,120 @@
-"""The operations that are whole layers of the trunk, as a model calls them: with one record of weights each.
+"""The operations that are whole layers of the trunk, as a model calls them: with one record of parameters each.
 
-A record names every parameter of its layer, in the order in which the registered operation (ops/triangle.py and
-others) takes them.  A call unpacks the record, which is a tuple: `dataclasses.astuple` would copy every tensor, at each
-launch.  Operations that are parts of a layer, such as `norm_linear`, take their few tensors one by one.
+A record names every parameter of its layer, in the order in which the registered operation (ops/attention.py and
+others) takes them.  It is a named tuple, because a call only unpacks it: `dataclasses.astuple` copies every tensor, at
+each launch.  Operations that are parts of a layer, such as `norm_linear`, take their few tensors one by one.
+
+Parameters have any float dtype, and any bias may be None.  `factors` are those of dropout: axes of size 1 are shared,
+and None stands for ones.  With residual = False, x is left out of the result.
 """
 
 from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from warpfold.ops import triangle
+from warpfold.ops.attention import gated_attention as _gated_attention
 from warpfold.ops.linear import EPS
 from warpfold.ops.noise import Factors
+from warpfold.ops.outer import ADDED
+from warpfold.ops.outer import outer_product_mean as _outer_product_mean
+from warpfold.ops.transition import Activation
+from warpfold.ops.transition import transition as _transition
+from warpfold.ops.triangle import triangle_factor as _triangle_factor
+from warpfold.ops.triangle import triangle_multiplication as _triangle_multiplication
+
+
+class AttentionWeights(NamedTuple):
+    """The parameters of a gated attention of c channels, h heads and i = h x width channels of all heads.
+
+    weight: the rows of the gate, of q, k and v.  The last h rows make the bias of x itself, if there are any.
+    """
+
+    norm_weight: Tensor  # [c]
+    norm_bias: Tensor | None  # [c]
+    weight: Tensor  # [4 i, c] or [4 i + h, c]
+    gate_bias: Tensor | None  # of the first rows of `weight`: at most all of them
+    out_weight: Tensor  # [c, i]
+    out_bias: Tensor | None  # [c]
+    heads: int
+
+
+def gated_attention(
+    x: Tensor,
+    mask: Tensor,
+    weights: AttentionWeights,
+    bias: Tensor | None = None,
+    factors: Factors | None = None,
+    eps: float = EPS,
+    residual: bool = True,
+) -> Tensor:
+    """Compute x + factors * linear(gate(attention)) of the normalised x, within each row (Algorithms 7, 8, 13, 14).
+
+    x: [*, R, K, c].  mask: [*, R, K], 1: attend.  bias: [*, h, K, K] of the logits, the same for all rows.
+    Returns [*, R, K, c] in the dtype of x, laid out in memory as x is.
+    """
+    return _gated_attention(x, *weights[:6], mask, bias, weights.heads, factors, eps, residual)
+
+
+class TransitionWeights(NamedTuple):
+    """The parameters of a transition of c channels, n of its hidden layer.  up: [n, c], for SwiGLU [2 n, c]."""
+
+    norm_weight: Tensor  # [c]
+    norm_bias: Tensor | None  # [c]
+    up: Tensor
+    up_bias: Tensor | None
+    down: Tensor  # [c, n]
+    down_bias: Tensor | None  # [c]
+
+
+def transition(
+    x: Tensor, weights: TransitionWeights, activation: Activation = "relu", eps: float = EPS, residual: bool = True
+) -> Tensor:
+    """Compute x + linear(activation(linear(layer_norm(x)))): x [*, c] -> [*, c], laid out in memory as x is."""
+    return _transition(x, *weights, residual, eps, activation)
+
+
+class OuterProductWeights(NamedTuple):
+    """The parameters of an outer product mean: h channels of a factor, p of z."""
+
+    norm_weight: Tensor  # [c]
+    norm_bias: Tensor | None  # [c]
+    weight: Tensor  # [2 h, c]: the rows of a, then those of b
+    bias: Tensor | None  # of the first rows of `weight`: at most all of them
+    out_weight: Tensor  # [p, h h], the left channel outermost
+    out_bias: Tensor | None  # [p]
+
+
+def outer_product_mean(
+    x: Tensor,
+    mask: Tensor,
+    weights: OuterProductWeights,
+    z: Tensor | None = None,
+    added: float = ADDED,
+    least: float = 0.0,
+    bias_divided: bool = True,
+    eps: float = EPS,
+) -> Tensor:
+    """Compute z + linear(sum over s of a_si x b_sj) / count, of masked projections a, b of the normalised x
+    (Algorithm 10).
+
+    x: [*, s, r, c].  mask: [*, s, r].  z: [*, r, r, p]; None: without it.  The count is of the sequences that have both
+    residues, plus `added`, and `least` at least.  The bias is divided by it too, or added after the division.
+    Returns [*, r, r, p] in the dtype of x.
+    """
+    return _outer_product_mean(x, *weights, mask, z, added, least, bias_divided, eps)
 
 
 class TriangleWeights(NamedTuple):
     """The parameters of a triangle multiplication (Algorithms 11 and 12) of c channels, h in a factor.
 
     weight: the rows that make a, a's gate, b, b's gate and the gate of the product.  With `fused` (AlphaFold 2.3) the
-    order is a, b, a's gate, b's gate, gate of the product.  bias: of the first rows of `weight`, all of them or fewer.
+    order is a, b, a's gate, b's gate, gate of the product.
     """
 
     norm_weight: Tensor  # [c]
     norm_bias: Tensor | None  # [c]
     weight: Tensor  # [4 h + c, c]
-    bias: Tensor | None  # [at most 4 h + c]
+    bias: Tensor | None  # of the first rows of `weight`: at most all of them
     out_norm_weight: Tensor  # [h]
     out_norm_bias: Tensor | None  # [h]
     out_weight: Tensor  # [c, h]
@@ -46,11 +136,9 @@ def triangle_multiplication(
 
     x: [*, i, k, c], the whole pair representation, or some of its rows (outgoing) or columns (incoming).
     mask: [*, i, k].  b: [*, h, n, n], the factor that all slices share; None: computed from x, which is whole.
-    factors: of dropout; axes of size 1 are shared; None: ones.  residual: False leaves out x.
-
     Returns [*, i, k, c] in the dtype of x, laid out in memory as x is.
     """
-    return triangle.triangle_multiplication(x, mask, b, *weights, outgoing, factors, eps, residual)
+    return _triangle_multiplication(x, mask, b, *weights, outgoing, factors, eps, residual)
 
 
 def triangle_factor(
@@ -60,4 +148,4 @@ def triangle_factor(
 
     x: [*, i, k, c]; mask: [*, i, k].  Returns [*, h, i, k].
     """
-    return triangle.triangle_factor(x, mask, *weights[:4], "ab".index(which), weights.fused, eps)
+    return _triangle_factor(x, mask, *weights[:4], "ab".index(which), weights.fused, eps)

@@ -140,7 +140,7 @@ def _empty_mean_gradients(t: Operands) -> tuple[Tensor, ...]:
 
 
 def _misfit_of_mean(t: Any) -> str | None:
-    """Return which operand has a size that shapes cannot describe, or None."""
+    """Describe an operand whose size is wrong in a way that `shapes` cannot express; None: there is none."""
     outputs, products = t.weight.shape[0], t.out_weight.shape[1]
     if 4 * products != outputs**2:
         return f"weight is {list(t.weight.shape)}, not [2 h, c], as out_weight is {list(t.out_weight.shape)}, [p, h h]"

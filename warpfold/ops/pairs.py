@@ -15,9 +15,13 @@ from warpfold.ops.tensors import in_blocks
 LEAST = 1e-4  # angstrom: a shorter distance counts as this, and has no gradient
 
 
-def _truth_needs_gradient(t: Any) -> str | None:
-    others = (x for x in t[2:] if isinstance(x, Tensor))
-    return "the truth and masks have no gradient" if any(x.requires_grad for x in others) else None
+def _unsupported(t: Any) -> str | None:
+    others = [x for x in t[2:] if isinstance(x, Tensor)]
+    if any(x.requires_grad for x in others):
+        return "the truth and masks have no gradient"
+    if t.frames.shape[:-3] != t.points.shape[:-2] or [x.dim() for x in others] != [3, 2, 1, 1, 2][: len(others)]:
+        return "the truth and masks have no leading axes"
+    return None
 
 
 @register(
@@ -28,7 +32,9 @@ def _truth_needs_gradient(t: Any) -> str | None:
     gradients="frames points",
     empty_gradients=lambda t: (t.frames.new_empty(t.frames.shape), t.points.new_empty(t.points.shape)),
     same_dtype="frames points true_frames true_points frame_mask point_mask",
-    unsupported=_truth_needs_gradient,
+    caller_shapes="frames [..., f, 3, 4], points [..., p, 3], true_frames [..., f, 3, 4], true_points [..., p, 3], "
+    "frame_mask [..., f], point_mask [..., p], pair_mask [..., f, p]",
+    unsupported=_unsupported,
     prefer_definition=lambda t: faster_on_cpu(t.frames, math.prod(t.frames.shape[:-2]) * t.points.shape[-2], 2**14),
 )
 def aligned_errors(

@@ -22,7 +22,7 @@ HALVES: Mapping[str, int] = {"relu": 1, "swiglu": 2}  # how many outputs of `up`
 
 
 def _misfit(t: Any) -> str | None:
-    """Return which argument is not what shapes cannot describe, or None."""
+    """Describe an argument that is wrong in a way that `shapes` cannot express; None: there is none."""
     halves, (c, hidden) = HALVES.get(t.activation), t.down.shape
     if halves is None:
         return f"activation is {t.activation!r}, not one of {', '.join(HALVES)}"

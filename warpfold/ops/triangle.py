@@ -3,7 +3,7 @@
 triangle_multiplication: from x to the new residual.  x brings its own rows (or columns) of the factor a.  The other
 factor, b, is an operand; where it is None, x is the whole pair representation and the operation computes b as well.
 
-triangle_factor: one factor of some rows or columns: what slices and ranks join to the whole b, or exchange.
+triangle_factor: one factor of some rows or columns, which slices and ranks join to the whole b, or exchange.
 
 triangle_product: the sum over the third corner of the triangle, one matrix product per channel.
 
@@ -130,7 +130,7 @@ def factor_channels(weight: Tensor) -> int:
 
 
 def _misfit_of_factor(t: Any) -> str | None:
-    """Return which operand has a size that shapes cannot describe, or None."""
+    """Describe an operand whose size is wrong in a way that `shapes` cannot express; None: there is none."""
     outputs, c = t.weight.shape
     if outputs < c or (outputs - c) % 4:
         return f"weight is {[outputs, c]}, not [4 h + c, c]"
@@ -219,7 +219,7 @@ def empty_gradient_of_b(t: Operands) -> Tensor:
 
 
 def _misfit(t: Any) -> str | None:
-    """Return which operand has a size that shapes cannot describe, or None."""
+    """Describe an operand whose size is wrong in a way that `shapes` cannot express; None: there is none."""
     outputs, (c, hidden) = t.weight.shape[0], t.out_weight.shape
     if outputs != 4 * hidden + c:
         return f"weight is {[outputs, c]}, not [4 h + c, c] = {[4 * hidden + c, c]}, as out_weight is {[c, hidden]}"

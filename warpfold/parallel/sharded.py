@@ -716,7 +716,7 @@ class ChannelExchange:
         """Compute x + factors * update of some rows of this rank's x (lines 2 to 4 of Algorithms 11 and 12).
 
         right: b, all rows and columns of this rank's channels.  length: of these rows of x on all ranks.
-        Yields what it is about to wait for.
+        Yields the tensors in flight before it waits for them.
         """
         layer = self.layer
         left = self._exchange(layer.factor("a", x, mask), length, "left")

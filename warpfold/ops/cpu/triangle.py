@@ -233,7 +233,7 @@ class _Input:
             self.factor_bias, self.gate_bias = self._chosen(whole)
 
     def _chosen(self, joined: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what is computed of [4 h + c, *]: of each factor itself and its gate; and the gate of the product."""
+        """Select the computed rows of [4 h + c, *]: those of each factor and its gate, and of the product's gate."""
         h, (first, *_) = self.hidden, self.which
         gate = joined[4 * h :] if self.gated else joined[:0]
         if not self.fused:  # as they lie
@@ -242,7 +242,7 @@ class _Input:
         return torch.cat([part for w in self.which for part in parts[2 * w : 2 * w + 2]]), gate
 
     def whole(self, factors: Tensor, gate: Tensor) -> Tensor:
-        """Return [4 h + c, *] of what `_chosen` returns, with zeros for what is not computed."""
+        """Put the selected rows back into [4 h + c, *]; zeros stand for the others."""
         whole = factors.new_zeros(len(self.parameters[2]), *factors.shape[1:])
         *parts, of_gate = split_projections(whole, self.hidden, self.fused)
         for part, w in zip(factors.split(2 * self.hidden), self.which):
@@ -277,7 +277,7 @@ class _Input:
 
 
 class _Output:
-    """The output projection with the weight of the product's norm in it, and what it adds, in the dtype of x."""
+    """The output projection, with the norm's weight folded in, and its bias, in the dtype of x."""
 
     def __init__(self, t: Operands) -> None:
         self.parameters = t.out_norm_weight, t.out_norm_bias, t.out_weight, t.out_bias

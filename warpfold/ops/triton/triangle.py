@@ -364,7 +364,7 @@ def _factors_backward(
     """Store dx, with the gradient of the residual if there is one; and partials of the first norm's.
 
     dfactors: the gradient of a (FIRST = 0) or b (1) and, `apart` elements on, that of b where there are two FACTORS.
-    dgate: of the logits of the product's gate; None: there is no product.
+    dgate: the gradient of the gate's logits, or None if there is no product.
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.arange(0, BLOCK_C)
@@ -634,7 +634,7 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
 class _Call:
     """What every kernel of a call is given, by the names of arguments; each takes those that it has.
 
-    first, count: which factors are made of x: a and b, or one of them.
+    first, count: the factors that are made of x.  They are a (0) and b (1), or one of them.
     The kernels see x with rows and columns exchanged where it is narrow: the padding of long rows is small.
     """
 
