@@ -142,14 +142,17 @@ def main() -> None:
         found[name] = {
             f"{kind}_ms": round(statistics.median(turn[kind] for turn in turns) * 1e3, 1) for kind in turns[0]
         }
-        for kind in ("dataloader", "endless"):
-            low, ratio, high = statistics.quantiles([turn[kind] / turn["ready"] for turn in turns], n=4)
-            figures = found[name]["ready_ms"], found[name][f"{kind}_ms"], ratio
+        for theirs in ("dataloader", "endless"):
+            low, ratio, high = statistics.quantiles([turn[theirs] / turn["ready"] for turn in turns], n=4)
+            figures = found[name]["ready_ms"], found[name][f"{theirs}_ms"], ratio
             print(
-                f"{name:24} {kind:10} {figures[0]:9.1f} {figures[1]:9.1f} {figures[2]:6.2f}  {low:.2f} {high:.2f}",
+                f"{name:24} {theirs:10} {figures[0]:9.1f} {figures[1]:9.1f} {figures[2]:6.2f}  {low:.2f} {high:.2f}",
                 flush=True,
             )
-            found[name] |= {f"{kind}_over_ready": round(ratio, 2), f"{kind}_quartiles": [round(low, 2), round(high, 2)]}
+            found[name] |= {
+                f"{theirs}_over_ready": round(ratio, 2),
+                f"{theirs}_quartiles": [round(low, 2), round(high, 2)],
+            }
     if asked.out:
         machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
         about = {"date": datetime.date.today().isoformat(), **machine, "torch": torch.__version__, "pairs": asked.pairs}

@@ -168,7 +168,7 @@ def _writer(folder: Path) -> PartWriter:
 def _jobs(batches: Sequence[list[str]]) -> list[PackJob]:
     def job(names: list[str]) -> PackJob:
         singles = tuple(job([name]) for name in names) if len(names) > 1 else ()
-        return PackJob(tuple(names), (killers.upper, names), singles)
+        return PackJob(names[0], (killers.upper, names), singles)
 
     return [job(names) for names in batches]
 
@@ -180,7 +180,7 @@ def test_jobs_that_kill_their_process_are_found_out_and_the_others_done(tmp_path
     writer = _writer(tmp_path)
     with pool(2) as executor:
         done = JobRunner(writer, executor, 4).run(_jobs(batches))
-        found = {name: result for job, result in done for name in job.names}
+        found = {name: result for job, result in done for name in job.call[1]}
     assert {name for name, result in found.items() if result is None} == {"kill1", "kill2"}
     assert set(found) == {*names, "kill1", "kill2"}
     writer.close()
@@ -202,8 +202,8 @@ def test_a_job_that_a_cluster_gives_up_is_dropped_alone(tmp_path: Path, monkeypa
 
     writer = _writer(tmp_path)
     jobs = _jobs([["job1"], ["kill"], ["job2"]])
-    found = {job.names: result for job, result in JobRunner(writer, Cluster(), 2).run(jobs)}
-    assert found == {("kill",): None, ("job1",): ["JOB1"], ("job2",): ["JOB2"]}
+    found = {job.name: result for job, result in JobRunner(writer, Cluster(), 2).run(jobs)}
+    assert found == {"kill": None, "job1": ["JOB1"], "job2": ["JOB2"]}
     writer.close()
 
 

@@ -174,7 +174,7 @@ def test_whatever_a_kill_leaves_of_a_part_the_store_is_the_same(
     for _ in range(16):
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
-        left = {"plan.json": good["plan.json"], ".plan.json.0123abcd": b"half", "tried": b'["structure x"]\n["str'}
+        left = {"plan.json": good["plan.json"], ".plan.json.0123abcd": b"half", "tried": b'"structure x"\n[1]\n"str'}
         for name in results:
             data, at = good[name], draw.randrange(len(good[name]))
             other = good[draw.choice(results)]

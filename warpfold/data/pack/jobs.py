@@ -23,9 +23,9 @@ Call = tuple[Callable[[Any], Any], Any]  # a function that workers can import, a
 
 @dataclass(frozen=True)
 class PackJob:
-    """A job: its names in the journal, and its first call.  singles: its pieces, if it has several."""
+    """A job: the name of its result, and its first call.  singles: its pieces, if it has several."""
 
-    names: tuple[str, ...]
+    name: str
     call: Call
     singles: tuple["PackJob", ...] = ()
 
@@ -69,10 +69,10 @@ class JobRunner:
 
         while (more := list(islice(queue, max(self._ahead - len(running), 0)))) or running:
             for job in more:
-                if not retries_itself and any(self.writer.tried[name] for name in job.names):
+                if not retries_itself and self.writer.tried[job.name]:
                     suspects.append(job)
                     continue
-                self.writer.begin(job.names)
+                self.writer.begin(job.name)
                 start(job, job.call)
             wait(running, return_when=FIRST_COMPLETED)
             for future in [future for future in running if future.done()]:
@@ -95,10 +95,10 @@ class JobRunner:
 
     def _run_apart(self, job: PackJob, then: NextCall, apart: IsolatedProcess) -> Any:
         """Return the result of a job's last call; None if its process died, now or often enough before."""
-        if max(self.writer.tried[name] for name in job.names) >= ATTEMPTS:
+        if self.writer.tried[job.name] >= ATTEMPTS:
             return None
         apart.start(job.call[0])  # takes longer than most jobs: a kill meanwhile blames none
-        self.writer.begin(job.names)
+        self.writer.begin(job.name)
         call: Call | None = job.call
         result = None
         try:

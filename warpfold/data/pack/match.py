@@ -20,7 +20,7 @@ from warpfold.data.example.raw_example import check_map
 from warpfold.data.formats.input_files import InputFile, digest, stacked
 from warpfold.data.pack.build import ChainJob, read_queries
 from warpfold.data.pack.jobs import DIED, JobRunner, PackJob
-from warpfold.data.pack.part import QUERY, QueryOrError
+from warpfold.data.pack.part import QUERIES, QueryOrError
 from warpfold.data.similar.pairwise import column_map
 from warpfold.errors import UserError
 from warpfold.files import writing
@@ -43,7 +43,8 @@ class Queries:
         self, runner: JobRunner, alignments: Sequence[InputFile], limit: int, shared: Path | None = None
     ) -> None:
         self.runner, self.alignments, self.limit, self.shared = runner, alignments, limit, shared
-        self.found: dict[str, QueryOrError] = dict(runner.writer.queries)  # by the alignments' names
+        self.found: dict[str, QueryOrError] = runner.writer.queries()  # by the alignments' names
+        self._kept = set(self.found)  # in this part
         self._made_of = [__version__, limit, digest(alignments)]
         if shared is not None and shared.exists():
             with suppress(OSError):
@@ -64,10 +65,19 @@ class Queries:
             batch: Sequence[InputFile] = job.call[1][0]
             queries = [("", f"{source.name}: {DIED}") for source in batch] if result is None else result
             rows = dict(zip((source.name for source in batch), queries))
-            self.runner.writer.add_queries(rows)
             self.found |= rows
+            self.keep(batch)
             done += len(rows)
             progress(done, len(sources), READING)
+
+    def keep(self, sources: Sequence[InputFile]) -> None:
+        """Keep the queries of these alignments in the part, also of those that another task has read.
+
+        The merge reports unused alignments, so each of them belongs to a part.
+        """
+        if new := {one.name: self.found[one.name] for one in sources if one.name not in self._kept}:
+            self.runner.writer.add_queries(new)
+            self._kept |= new.keys()
 
     def read_all(self, progress: Progress = no_progress) -> None:
         """Read the queries of all alignments, or take them from the task of the job array that has read them."""
@@ -100,7 +110,7 @@ class Queries:
 
     def _jobs(self, sources: Sequence[InputFile]) -> Iterator[PackJob]:
         def job(batch: Sequence[InputFile], singles: tuple[PackJob, ...] = ()) -> PackJob:
-            return PackJob(tuple(QUERY + one.name for one in batch), (read_queries, (batch, self.limit)), singles)
+            return PackJob(QUERIES + batch[0].name, (read_queries, (batch, self.limit)), singles)
 
         for start in range(0, len(sources), BATCH):
             batch = sources[start : start + BATCH]

@@ -219,6 +219,7 @@ def merge(
     opened = [PartFolder(path) for path in parts]
     check_parts(opened)
     manifest = opened[0].manifest
+    del opened  # a million names of jobs are 100 MB
     if (report := finished_report(out, manifest)) is not None:
         return report
     with pool(workers, cluster) as executor:
@@ -257,12 +258,10 @@ def _fill(runner: JobRunner, inputs: PackInputs, options: PackOptions, out: Path
     queries = Queries(runner, inputs.alignments, options.limit, shared)
     aligned = inputs.alignments_of(part)
     queries.read(aligned, progress)
-    # The merge reports unused alignments, so each belongs to a part, also one that another task has read.
-    if unread := {one.name: queries.found[one.name] for one in aligned if one.name not in writer.queries}:
-        writer.add_queries(unread)
+    queries.keep(aligned)
     matcher = Matcher(queries, inputs.alignments, inputs.hits, progress)
     own = {STRUCTURE + one.name: one for one in inputs.structures if is_of(one.name, part)}
-    waiting = {job: file for job, file in own.items() if not writer.has(job)}
+    waiting = {job: file for job, file in own.items() if job not in writer.jobs}
     sizes: Counter[str] = Counter()  # bytes of the alignments that are named after an entry
     for source in inputs.alignments:
         for name in source.protein_names:
@@ -278,7 +277,7 @@ def _fill(runner: JobRunner, inputs: PackInputs, options: PackOptions, out: Path
     jobs = _pack_structures(runner, matcher, options, inputs, {job: waiting[job] for job in longest_first})
     for done, _ in enumerate(jobs, before + 1):
         progress(done, len(own), "packing")
-    if not writer.has(HIT_FILES):
+    if HIT_FILES not in writer.jobs:
         unrequested = [
             [one.name, "template hits; name their folder in --hits to use them"] for one in inputs.unrequested
         ]
@@ -298,7 +297,7 @@ def _pack_structures(
         """Return the call that builds the chains of a structure, if there are any to keep."""
         if isinstance(result, BuiltChains):
             return None
-        (name,), structure = job.names, result.structure
+        name, structure = job.name, result.structure
         dropped[name] = result.dropped
         if structure is None or not structure.chains:
             return None
@@ -313,11 +312,11 @@ def _pack_structures(
 
     by_file = files_to_name_by(inputs.structures)
     jobs = (
-        PackJob((name,), (read_chains, (file, options, inputs.predicted.get(file.name), file.name in by_file)))
+        PackJob(name, (read_chains, (file, options, inputs.predicted.get(file.name), file.name in by_file)))
         for name, file in files.items()
     )
     for job, result in runner.run(jobs, build_next):
-        (name,) = job.names
+        name = job.name
         file, entries = files[name], dropped.pop(name, [])
         if result is None:
             entries = [PackEntry(file.title, file.name, False, f"{file.name}: {DIED}")]

@@ -22,8 +22,8 @@ from warpfold.errors import UserError
 from warpfold.files import DraftFolder, digest_of, remove_own, sealed, sync_path, write_atomically, writing
 
 FORMAT, VERSION = "warpfold-part", 6
-STRUCTURE, QUERY = "structure ", "query "  # before the name of the file in the name of its job
-QUERIES, HIT_FILES = "queries ", "hits"  # the results that are of several files
+# Names of jobs: these words before the name of a structure file, or of the first of some alignments; and the hit files.
+STRUCTURE, QUERIES, HIT_FILES = "structure ", "queries ", "hits"
 SYNCS = 32  # files that are synced at the same time
 OF_MERGE = ("cluster_identity", "clusters")  # the option and the input that decide nothing in a part
 _RESULT = re.compile(r"[0-9a-f]{32}")
@@ -132,7 +132,6 @@ class PartWriter:
         self.path, self.manifest = path, {"format": FORMAT, "version": VERSION, **manifest}
         self.part = JobPart.parse(manifest["part"])
         self.jobs: set[str] = set()  # with a result
-        self.queries: dict[str, QueryOrError] = {}  # by the alignments' names
         self.tried: Counter[str] = Counter()  # how often each job without a result was begun, in runs that died
         self._begun: Counter[str] = Counter()  # by this process
         self._draft = DraftFolder(path, _OWN.fullmatch)
@@ -160,29 +159,23 @@ class PartWriter:
                     path.unlink()
             for path in results:
                 try:
-                    result = read_result(path)
+                    self.jobs.add(read_result(path).job)
                 except (ValueError, TypeError):
                     path.unlink()
-                else:
-                    self._take(result.job, result.data)
             self._tried_file = open(self.folder / "tried", "a+b")  # noqa: SIM115 (open until the end)
             self._tried_file.seek(0)
             lines = self._tried_file.read()
             for line in lines.splitlines():
-                with suppress(ValueError):  # a torn line
-                    self.tried.update(json.loads(line))
+                with suppress(ValueError, TypeError):  # a torn line
+                    self.tried[json.loads(line)] += 1
             if lines and not lines.endswith(b"\n"):
                 self._tried_file.write(b"\n")
-            self.tried = Counter({job: n for job, n in self.tried.items() if not self.has(job)})
+            self.tried = Counter({job: n for job, n in self.tried.items() if job not in self.jobs})
 
-    def _take(self, job: str, data: Any) -> None:
-        self.jobs.add(job)
-        if job.startswith(QUERIES):
-            self.queries |= {name: (query, error) for name, query, error in data}
-
-    def has(self, job: str) -> bool:
-        """Return whether a job has a result."""
-        return job[len(QUERY) :] in self.queries if job.startswith(QUERY) else job in self.jobs
+    def queries(self) -> dict[str, QueryOrError]:
+        """Read the queries of alignments in the results, by the alignments' names."""
+        results = (read_result(self.folder / result_name(job)) for job in self.jobs if job.startswith(QUERIES))
+        return {name: (query, error) for result in results for name, query, error in result.data}
 
     def add(self, job: str, data: Any, records: Sequence[bytes] = ()) -> None:
         """Keep the result of a job and its records."""
@@ -190,19 +183,19 @@ class PartWriter:
         line = json.dumps([job, data, sizes, crcs], separators=(",", ":")).encode() + b"\n"
         # Not synced, as that would take longer than many jobs: a run that continues checks every file.
         write_atomically(self.folder / result_name(job), [b"%08x " % zlib.crc32(line), line, *records], sync=False)
-        self._take(job, data)
+        self.jobs.add(job)
 
     def add_queries(self, found: Mapping[str, QueryOrError]) -> None:
-        """Keep the queries of some alignments, by their names."""
+        """Keep the queries of some alignments, by their names; the job is named after the first."""
         self.add(QUERIES + next(iter(found)), [[name, *query] for name, query in found.items()])
 
-    def begin(self, jobs: Sequence[str]) -> None:
-        """Note that these jobs are tried now, so that a job that kills this process is known afterwards."""
+    def begin(self, job: str) -> None:
+        """Note that a job is tried now, so that a job that kills this process is known afterwards."""
         with writing(self.path):
-            self._tried_file.write(json.dumps(list(jobs)).encode() + b"\n")
+            self._tried_file.write(json.dumps(job).encode() + b"\n")
             self._tried_file.flush()
-        self.tried.update(jobs)
-        self._begun.update(jobs)
+        self.tried[job] += 1
+        self._begun[job] += 1
 
     def finish(self) -> None:
         """Give the part its name: all jobs are done."""
@@ -222,12 +215,12 @@ class PartWriter:
         if not self._draft.is_open:
             return
         # A job that a stop has interrupted did not kill this process.
-        earlier = Counter({job: n - self._begun[job] for job, n in self.tried.items() if not self.has(job)})
+        earlier = Counter({job: n - self._begun[job] for job, n in self.tried.items() if job not in self.jobs})
         if not (self.jobs or earlier):
             self._draft.remove()
             return
         with suppress(UserError):  # a full disk
-            write_atomically(self.folder / "tried", (json.dumps([job]) + "\n" for job in earlier.elements()))
+            write_atomically(self.folder / "tried", (json.dumps(job) + "\n" for job in earlier.elements()))
         self._draft.release()
 
 
