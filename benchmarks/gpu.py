@@ -50,10 +50,10 @@ TRIANGLES = (256, 512, 1024)  # residues
 # What a training block spends most on (results/gpu-h200-2026-11-26.json), the most expensive first, at 132 alignment
 # rows (128 and 4 of templates) and 256 residues.
 TUNED = (
-    "attention_short:32x2x256x256", "norm_linear_weight:256x1024", "norm_linear_weight:128x516",
-    "norm_linear_backward:256x1024", "outer_products:132", "outer_products:128",
-    "norm_linear_backward:128x516", "attention_forward:32x2x256x256", "attention_dbias:32x2x256x256",
-    "attention_short:32x1x132x132", "norm_linear:256x1024", "outer_product:132x32x128", "norm_linear:128x516",
+    "attention_short:32x2x256x256", "outer_products:132", "outer_products:128",
+    "attention_forward:32x2x256x256", "attention_dbias:32x2x256x256", "attention_short:32x1x132x132",
+    "layer_norm_backward:256x2", "norm_linear_backward:256x64", "norm_linear:256x1024", "outer_product:132x32x128",
+    "norm_linear:128x516",
 )  # fmt: skip
 
 

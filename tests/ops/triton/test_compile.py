@@ -51,11 +51,12 @@ KNOWN: tuple[str, ...] = (
     ": 8 bytes of a thread are spilled",
     "attention_dkdv_fp32 (32, 2, 256, 256) BLOCK_Q 32, BLOCK_K 32, ROWS 1, 4 warps, 2 stages on sm_80"
     ": 8 bytes of a thread are spilled",
-    # Of the headline step's 132 rows, whose axes are more.
-    "norm_linear_backward (256, 1024) BLOCK_M 64, BLOCK_O 64, 8 warps, 2 stages on sm_90"
-    ": 8 bytes of a thread are spilled",
-    "norm_linear_backward (256, 1028) BLOCK_M 64, BLOCK_O 64, 8 warps, 2 stages on sm_100"
-    ": 8 bytes of a thread are spilled",
+    # Of the extra alignment; products of cuBLAS around the norm would move twice as many bytes.
+    *(
+        f"norm_linear_backward (64, 256) BLOCK_M 16, 8 warps, 1 stages on {arch}: {n} bytes of a thread are spilled"
+        for arch, n in (("sm_80", 16), ("sm_80", 24), ("sm_80", 32), ("sm_89", 16), ("gfx942", 260))
+    ),
+    "norm_linear_backward (64, 80) BLOCK_M 16, 8 warps, 1 stages on sm_89: 8 bytes of a thread are spilled",
     # Of lengths that 16 does not divide, to which training seldom crops.  Of other tiles some spill where 16 divides
     # it, and those of 32 positions, which fit, read the weights twice as often at every length.
     "triangle_factors_backward (128,) BLOCK_M 64, BLOCK_O 32, 4 warps, 2 stages on sm_90"
@@ -82,13 +83,9 @@ KNOWN: tuple[str, ...] = (
     "triangle_factors_backward (128,) BLOCK_M 64, BLOCK_O 32, 4 warps, 2 stages on sm_80"
     ": 56 bytes of a thread are spilled",
 )
-# By Triton 3.6 alone; from the third on, of a model that is wider than AlphaFold2.
+# By Triton 3.6 alone; from the second on, of a model that is wider than AlphaFold2.
 if triton.__version__.startswith("3.6."):
     KNOWN += (
-        "norm_linear_backward (256, 1024) BLOCK_M 64, BLOCK_O 64, 8 warps, 2 stages on sm_90"
-        ": 16 bytes of a thread are spilled",
-        "tail_backward (512, 512) BLOCK_M 64, BLOCK_K 32, BLOCK_I 256, 8 warps, 2 stages on sm_80"
-        ": 8 bytes of a thread are spilled",
         *(
             f"triangle_factors_backward (256,) BLOCK_M 32, BLOCK_O 16, 8 warps, 2 stages on {arch}"
             ": 16 bytes of a thread are spilled"
@@ -106,16 +103,10 @@ if triton.__version__.startswith("3.9."):
             "attention_dbias (64, 2, 256, 256) BLOCK_Q 64, BLOCK_K 32, 4 warps, 2 stages on sm_80": 8,
             "attention_dq_fp32 (64, 2, 256, 256) BLOCK_Q 16, BLOCK_K 32, ROWS 1, 2 warps, 2 stages on sm_80": 8,
             "aligned_errors_frames (2048, 3584) BLOCK_F 16, BLOCK_P 32, 4 warps, 1 stages on sm_90": 8,
-            "norm_linear_backward (512, 2048) BLOCK_M 32, BLOCK_O 32, 8 warps, 2 stages on sm_90": 8,
-            "norm_linear_backward (256, 8) BLOCK_M 64, BLOCK_O 16, 8 warps, 2 stages on sm_100": 160,
-            "norm_linear_backward (256, 1028) BLOCK_M 64, BLOCK_O 64, 8 warps, 2 stages on sm_100": 88,
             "transition_backward_fp32 (256, 1024, 1) BLOCK_M 16, BLOCK_H 16, BLOCK_K 16, 4 warps, 1 stages on sm_80": 8,
             "transition_fp32 (128, 256, 2) BLOCK_M 16, BLOCK_H 16, BLOCK_K 16, 4 warps, 1 stages on sm_80": 8,
             "triangle_out (256,) BLOCK_M 64, BLOCK_O 16, 8 warps, 2 stages on gfx942": 32,
-            "norm_linear_weight (512, 2048) BLOCK_M 64, BLOCK_O 128, BLOCK_C 128, 8 warps, 3 stages on gfx942": 120,
-            "norm_linear_backward (128, 516) BLOCK_M 64, BLOCK_O 32, 8 warps, 3 stages on sm_89": 8,
             "tail (128, 128) BLOCK_M 64, BLOCK_K 64, BLOCK_C 128, 8 warps, 2 stages on sm_120": 8,
-            "norm_linear_weight (128, 516) BLOCK_M 64, BLOCK_O 128, BLOCK_C 128, 8 warps, 3 stages on sm_120": 48,
         }.items()
     )
 
@@ -124,11 +115,10 @@ if triton.__version__.startswith("3.9."):
 # Where a loop has one tile, of few outputs or inputs, nothing comes after it that could be loaded ahead.
 BESIDE = (
     *(f"attention_{of} (8, 1, 8, 1024): products without wgmma" for of in ("forward", "dq", "dkdv")),
-    "norm_linear_weight (128, 8): products without wgmma",
+    "norm_linear_backward (128, 8): products without wgmma",
     # Template pointwise attention has one query.
     *(f"attention_{of} (16, 1, 1, 4): products without wgmma" for of in ("forward", "short")),
     *(f"norm_linear {key}: products whose operands nobody loads ahead" for key in ((128, 8), (64, 64), (256, 64))),
-    *(f"norm_linear_backward {key}: products whose operands nobody loads ahead" for key in ((128, 8), (256, 64))),
     "tail_backward (64, 64): products whose operands nobody loads ahead",
 )
 

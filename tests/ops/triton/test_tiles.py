@@ -82,7 +82,7 @@ def positions(launch: KernelLaunch) -> tuple[int, int]:
 
 # The other kernels have no products: what does not exist is neither read nor written.
 WORK: dict[str, Callable[[KernelLaunch], tuple[int, int]]] = {
-    **dict.fromkeys(("norm_linear", "norm_linear_wide", "norm_linear_backward", "norm_linear_weight"), positions),
+    **dict.fromkeys(("norm_linear", "norm_linear_wide", "norm_linear_backward"), positions),
     **dict.fromkeys(("tail", "tail_backward"), positions),
     **dict.fromkeys(("transition", "transition_backward", "transition_weight", "transition_weight_kept"), positions),
     **{f"triangle_{part}{of}": positions for part in ("factors", "out") for of in ("", "_backward", "_weight")},

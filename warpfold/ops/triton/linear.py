@@ -8,9 +8,9 @@ norm_linear: the norm lives inside the projection that follows it.
 another: x is read once, whatever the number of outputs.  `_norm_linear_wide` is for channels that do not fit, and for
 fp32, whose products are not made by tensor cores and must be cut into short ones.
 
-The backward pass reads grad and x twice, for the gradient of x and for that of the weight: the two want different sums
-(over outputs, over positions), and one program cannot hold both ([o, c] in fp32 is 270 kB for the 520 outputs of 128
-channels that a triangle attention has; a program's registers are 256 kB).
+The backward pass of many outputs is a product of the vendor's library, dn = dy weight, the backward kernel of
+layer_norm, which writes the normalised channels n over dn, and another product, dy^T n.  Of few outputs, or
+few channels, one kernel does it all: a program's registers hold the gradient of the weight.
 
 gate on a GPU, element by element, for tensors of any strides; triangle_factor uses its kernels to change a layout.
 
@@ -152,14 +152,17 @@ def _layer_norm(
 
 @triton.jit
 def _layer_norm_backward(
-    grad: tl.tuple, x: tl.tuple, weight: tl.tensor, mean: tl.tuple, rstd: tl.tensor, dx: tl.tuple, partials: tl.tensor,
-    axes: tl.tuple,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr,
+    grad: tl.tuple, x: tl.tuple, weight: tl.tensor, bias: tl.tensor, mean: tl.tuple, rstd: tl.tensor,
+    residual: tl.tuple, dx: tl.tuple, normed: tl.tuple, partials: tl.tensor, axes: tl.tuple,
+    C: tl.constexpr, ONES: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store dx; and in partials [programs, 2 C] what this program's positions add to the gradients of weight and bias.
 
     With x_hat the normalised channels and dn = dy weight: dx = (dn - c2 - x_hat c1) rstd, c1 and c2 the means over the
     channels of dn x_hat and of dn.
+
+    residual: None, or what is added to dx.  normed: None, or where x_hat * weight + bias is stored, with ONES columns
+    behind it as `store_ones` makes them; it may lie in the memory of grad.
     """
     c = tl.arange(0, BLOCK_C)
     w = tl.load(weight + c, mask=c < C, other=0).to(tl.float32)
@@ -180,7 +183,16 @@ def _layer_norm_backward(
         c1 = tl.sum(dn * x_hat, 1) / C
         c2 = tl.sum(dn, 1) / C
         out = (dn - c2[:, None] - x_hat * c1[:, None]) * r[:, None]
+        if residual is not None:
+            out += tl.load(pointers(residual, m, c, axes), mask=valid, other=0).to(tl.float32)
         tl.store(pointers(dx, m, c, axes), out.to(dx.data.dtype.element_ty), mask=valid)
+        if normed is not None:
+            # No thread may overwrite a gradient that another one has not read yet.
+            tl.debug_barrier()
+            n = shifted(x_hat * w[None, :], bias, c, C)
+            tl.store(pointers(normed, m, c, axes), n.to(normed.data.dtype.element_ty), mask=valid)
+            if ONES > 0:
+                store_ones(normed, m, axes, C, ONES)
     mine = partials + tl.program_id(0).to(tl.int64) * (2 * C) + c
     tl.store(mine, tl.sum(dw, 0), mask=c < C)
     tl.store(mine + C, tl.sum(db, 0), mask=c < C)
@@ -213,28 +225,45 @@ def layer_norm(t: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
 def layer_norm_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor]:
     """Compute warpfold::layer_norm_backward."""
-    x = t.x
-    c, dx = x.shape[-1], empty_like(x)
-    p = Positions({"x": x, "grad": t.grad, "mean": t.mean[..., None]}, writes={"dx": dx})
+    dx = empty_like(t.x)
+    sums = _launch_layer_norm_backward(t.but(bias=None), t.grad, dx)
+    dweight, dbias = empty_parameters(t.weight, t.weight)
+    sum_partials(Sum(sums, (dweight, dbias)))
+    return dx, dweight, dbias
+
+
+def _launch_layer_norm_backward(
+    t: Operands, grad: Tensor, dx: Tensor, residual: Tensor | None = None, normed: Tensor | None = None
+) -> Tensor:
+    """Write dx and, if asked for, the normalised channels; return the parameters' partial sums, [programs, 2 C]."""
+    x, c = t.x, t.x.shape[-1]
+    wanted = {"dx": dx, "normed": normed}
+    p = Positions(
+        {"x": x, "grad": grad, "mean": t.mean[..., None], "residual": residual},
+        writes={name: tensor for name, tensor in wanted.items() if tensor is not None},
+    )
     kernel = NORM_BACKWARD.tiled((c, x.element_size()), x)
     programs = programs_for(p.count, kernel["BLOCK_M"], PROGRAMS)
     partials = empty_partials(x, programs, 2 * c)
     kernel.run(
         (programs,),
-        **p.arguments,
+        **{"normed": None} | p.arguments,
         weight=t.weight.contiguous(),
+        bias=contiguous(t.bias),
         rstd=t.scale,
         partials=partials,
         C=c,
+        ONES=0 if normed is None else normed.shape[-1] - c,
         BLOCK_C=power_of_two(c),
     )
     p.copy_back()
-    dweight, dbias = empty_parameters(t.weight, t.weight)
-    sum_partials(Sum(partials, (dweight, dbias)))
-    return dx, dweight, dbias
+    return partials
 
 
-TILES = 256  # of the gradient of the weight, where there are positions enough: two on each core of a large GPU
+TILES = 128  # programs at least of the narrow backward kernel, where there are positions enough
+PARTIALS = 2**21  # numbers of partial sums of that kernel, if more programs than TILES can share them
+NARROW = 64 * 256  # weights whose gradient a program of that kernel keeps in registers
+FEW = 64  # outputs or channels of that kernel, at most: of 128 by 128 weights its registers spill
 WIDEST = 256  # channels of 16 bits that a program of the projection holds
 
 
@@ -341,101 +370,56 @@ def _norm_linear_wide(
 
 @triton.jit
 def _norm_linear_backward(
-    grad: tl.tuple, x: tl.tuple, norm_weight: tl.tensor, weight: tl.tensor, mean: tl.tuple, rstd: tl.tensor,
-    slabs: tl.tuple, residual: tl.tuple, dx: tl.tuple, partials: tl.tensor, axes: tl.tuple, apart: tl.tensor,
-    count: tl.tensor,
-    C: tl.constexpr, OUTPUTS: tl.constexpr, PLANES: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr,
+    grad: tl.tuple, x: tl.tuple, norm_weight: tl.tensor, norm_bias: tl.tensor, weight: tl.tensor, mean: tl.tuple,
+    rstd: tl.tensor, residual: tl.tuple, dx: tl.tuple, partials: tl.tensor, axes: tl.tuple,
+    C: tl.constexpr, OUTPUTS: tl.constexpr, BIASED: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store dx, through the projection and then the norm, plus residual if there is one; and partials [programs, 2 C].
+    """Store dx, through the projection and then the norm, plus residual if there is one; and in partials
+    [programs, OUTPUTS C + BIASED + 2 C] what this program's positions add to the gradients of weight, bias, norm_weight
+    and norm_bias.
 
-    Both as `_layer_norm_backward`.  One block of positions a program: a loop over blocks costs 60 registers, and with
-    them half of the warps.
-
-    slabs: None, or the first of `count` tensors, `apart` from one another, whose sum is the gradient of PLANES outputs
-    behind the first OUTPUTS.  It is stored in `grad`, where the weight's gradient reads it.
+    BLOCK_C and BLOCK_O hold all channels and outputs.
     """
-    c = tl.arange(0, BLOCK_C)
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    grad_rows = grad.data + offsets(grad, m, axes)[:, None]
-    dn = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    if slabs is not None:
-        p = tl.arange(0, BLOCK_P)
-        known = (m < axes.positions)[:, None] & (p < PLANES)[None, :]
-        slab = pointers(slabs, m, p, axes)
-        total = tl.zeros([BLOCK_M, BLOCK_P], tl.float32)
-        for _ in range(count):
-            total += tl.load(slab, mask=known, other=0)
-            slab += apart
-        summed = total.to(grad.data.dtype.element_ty)
-        tl.store(grad_rows + (OUTPUTS + p)[None, :], summed, mask=known)
-        rows = weight + (OUTPUTS + p)[:, None] * C
-        some = tl.load(rows + c[None, :], mask=(p < PLANES)[:, None] & (c < C)[None, :], other=0)
-        dn = tl.dot(summed, some.to(summed.dtype), dn)
-    for start in range(0, OUTPUTS, BLOCK_O):
-        o = start + tl.arange(0, BLOCK_O)
-        at = grad_rows + (o.to(tl.int64) * grad.strides[3])[None, :]
-        dy = tl.load(at, mask=(m < axes.positions)[:, None] & (o < OUTPUTS)[None, :], other=0)
-        wt = tl.load(weight + o[:, None] * C + c[None, :], mask=(o < OUTPUTS)[:, None] & (c < C)[None, :], other=0)
-        dn = tl.dot(dy, wt.to(dy.dtype), dn)
-    valid = (m < axes.positions)[:, None] & (c < C)[None, :]
-    v = tl.load(pointers(x, m, c, axes), mask=valid, other=0).to(tl.float32)
-    at = offsets(mean, m, axes)
-    mu = tl.load(mean.data + at, mask=m < axes.positions, other=0)
-    r = tl.load(rstd + at, mask=m < axes.positions, other=0)
-    x_hat = tl.where(valid, (v - mu[:, None]) * r[:, None], 0.0)
-    dw = tl.sum(dn * x_hat, 0)
-    db = tl.sum(dn, 0)
+    c, o = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_O)
     w = tl.load(norm_weight + c, mask=c < C, other=0).to(tl.float32)
-    dn = dn * w[None, :]
-    c1 = tl.sum(dn * x_hat, 1) / C
-    c2 = tl.sum(dn, 1) / C
-    out = (dn - c2[:, None] - x_hat * c1[:, None]) * r[:, None]
-    if residual is not None:
-        out += tl.load(pointers(residual, m, c, axes), mask=valid, other=0).to(tl.float32)
-    tl.store(pointers(dx, m, c, axes), out.to(dx.data.dtype.element_ty), mask=valid)
-    mine = partials + tl.program_id(0).to(tl.int64) * (2 * C) + c
-    tl.store(mine, dw, mask=c < C)
-    tl.store(mine + C, db, mask=c < C)
-
-
-@triton.jit
-def _norm_linear_weight(
-    grad: tl.tuple, x: tl.tuple, norm_weight: tl.tensor, norm_bias: tl.tensor, mean: tl.tuple, rstd: tl.tensor,
-    partials: tl.tensor, axes: tl.tuple,
-    C: tl.constexpr, OUTPUTS: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-) -> None:  # fmt: skip
-    """Store in partials [programs, OUTPUTS C + BIASED] a tile of dy^T layer_norm(x), and the sum of dy, of a span."""
-    o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    w = tl.load(norm_weight + c, mask=c < C, other=0).to(tl.float32)
-    if norm_bias is not None:
-        b = tl.load(norm_bias + c, mask=c < C, other=0).to(tl.float32)
-    each = tl.cdiv(tl.cdiv(axes.positions, BLOCK_M), tl.num_programs(2))
-    first = tl.program_id(2) * each * BLOCK_M
-    last = min(axes.positions, first + each * BLOCK_M)
+    part = (o < OUTPUTS)[:, None] & (c < C)[None, :]
+    wt = tl.load(weight + o[:, None] * C + c[None, :], mask=part, other=0).to(x.data.dtype.element_ty)
     dw = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
     db = tl.zeros([BLOCK_O], tl.float32)
-    for start in range(first, last, BLOCK_M):
-        m = start + tl.arange(0, BLOCK_M)
+    dnorm_weight = tl.zeros([BLOCK_C], tl.float32)
+    dnorm_bias = tl.zeros([BLOCK_C], tl.float32)
+    for block in range(tl.program_id(0), tl.cdiv(axes.positions, BLOCK_M), tl.num_programs(0)):
+        m = block * BLOCK_M + tl.arange(0, BLOCK_M)
         known = (m < axes.positions)[:, None] & (o < OUTPUTS)[None, :]
         dy = tl.load(pointers(grad, m, o, axes), mask=known, other=0)
+        dn = tl.dot(dy, wt)
         valid = (m < axes.positions)[:, None] & (c < C)[None, :]
         v = tl.load(pointers(x, m, c, axes), mask=valid, other=0).to(tl.float32)
         at = offsets(mean, m, axes)
         mu = tl.load(mean.data + at, mask=m < axes.positions, other=0)
         r = tl.load(rstd + at, mask=m < axes.positions, other=0)
-        n = (v - mu[:, None]) * r[:, None] * w[None, :]
-        if norm_bias is not None:
-            n += b[None, :]
+        x_hat = tl.where(valid, (v - mu[:, None]) * r[:, None], 0.0)
+        n = shifted(x_hat * w[None, :], norm_bias, c, C)
         dw = tl.dot(tl.trans(dy), n.to(dy.dtype), dw)
-        if BIASED > 0:
-            db += tl.sum(dy.to(tl.float32), 0)
-    mine = partials + tl.program_id(2).to(tl.int64) * (OUTPUTS * C + BIASED)
-    tl.store(mine + o[:, None] * C + c[None, :], dw, mask=(o < OUTPUTS)[:, None] & (c < C)[None, :])
-    if BIASED > 0 and tl.program_id(1) == 0:
-        tl.store(mine + OUTPUTS * C + o, db, mask=o < BIASED)
+        db += tl.sum(dy.to(tl.float32), 0)
+        dnorm_weight += tl.sum(dn * x_hat, 0)
+        dnorm_bias += tl.sum(dn, 0)
+        dn = dn * w[None, :]
+        c1 = tl.sum(dn * x_hat, 1) / C
+        c2 = tl.sum(dn, 1) / C
+        out = (dn - c2[:, None] - x_hat * c1[:, None]) * r[:, None]
+        if residual is not None:
+            out += tl.load(pointers(residual, m, c, axes), mask=valid, other=0).to(tl.float32)
+        tl.store(pointers(dx, m, c, axes), out.to(dx.data.dtype.element_ty), mask=valid)
+    mine = partials + tl.program_id(0).to(tl.int64) * (OUTPUTS * C + BIASED + 2 * C)
+    tl.store(mine + o[:, None] * C + c[None, :], dw, mask=part)
+    mine += OUTPUTS * C
+    if BIASED > 0:
+        tl.store(mine + o, db, mask=o < BIASED)
+    mine += BIASED
+    tl.store(mine + c, dnorm_weight, mask=c < C)
+    tl.store(mine + C + c, dnorm_bias, mask=c < C)
 
 
 PROJECTION = register(
@@ -454,28 +438,10 @@ WIDE = register_by_precision(
     ),
     configs("BLOCK_M BLOCK_O BLOCK_K", (32, 32, 32, 4, 1), (64, 64, 16, 8, 1), (64, 32, 16, 4, 1)),
 )
-PROJECTION_BACKWARD = register_by_precision(
+PROJECTION_BACKWARD = register(
     "norm_linear_backward",
     _norm_linear_backward,
-    configs(
-        "BLOCK_M BLOCK_O",
-        *((m, o, 8, s) for m in (16, 32, 64) for o in (16, 32, 64) for s in (2, 3)),
-        *((m, o, 4, 2) for m in (16, 32, 64) for o in (16, 32)),
-        *((128, o, 16, 2) for o in (32, 64)),
-    ),
-    configs("BLOCK_M BLOCK_O", (16, 16, 4, 1), (16, 16, 8, 1), (32, 16, 8, 1)),
-)
-PROJECTION_WEIGHT = register_by_precision(
-    "norm_linear_weight",
-    _norm_linear_weight,
-    configs(
-        "BLOCK_M BLOCK_O BLOCK_C",
-        *((m, 128, 128, 8, s) for m in (32, 64) for s in (2, 3)),
-        *((m, 64, 128, w, s) for m in (32, 64) for w in (4, 8) for s in (2, 3)),
-        *((64, o, 64, w, s) for o, w in ((64, 4), (128, 8)) for s in (2, 3)),
-        *((64, 16, c, 4, 2) for c in (64, 128)),
-    ),
-    configs("BLOCK_M BLOCK_O BLOCK_C", (16, 64, 64, 4, 1), (32, 64, 64, 8, 1), (16, 16, 64, 4, 1)),
+    configs("BLOCK_M", *((m, w, s) for m in (16, 32, 64) for w in (4, 8) for s in (1, 2))),
 )
 
 
@@ -533,53 +499,61 @@ def norm_linear_backward(
 
     slabs [slabs, *, p] in fp32: their sum is the gradient of the last outputs, which is written into t.grad first.
     """
-    grad, x = t.grad, t.x
-    norm_weight, norm_bias = t.norm_weight.contiguous(), contiguous(t.norm_bias)
-    c, outputs, dx = x.shape[-1], t.weight.shape[0], empty_like(x)
-    planes, first = 0 if slabs is None else slabs.shape[-1], None if slabs is None else slabs[0]
-    reads = {"x": x, "grad": grad, "mean": t.mean[..., None], "residual": residual, "slabs": first}
-    p = Positions(reads, writes={"dx": dx})
-    kernel = PROJECTION_BACKWARD.tiled((c, outputs), x)
-    programs = cdiv(p.count, kernel["BLOCK_M"])
-    partials = empty_partials(x, programs, 2 * c)
+    if slabs is not None:
+        t.grad[..., -slabs.shape[-1] :].copy_(slabs.sum(0))
+    outputs, c = t.weight.shape
+    few = min(outputs, c) <= FEW and power_of_two(outputs) * power_of_two(c) <= NARROW
+    backward = _backward_of_few if few and t.x.element_size() == 2 else _backward_of_many
+    return backward(t, residual, beside)
+
+
+def _backward_of_many(
+    t: Operands, residual: Tensor | None, beside: Sequence[Sum]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradients by two products of torch, around a kernel that reads one tensor and writes the other.
+
+    The normalised channels are written where the gradient dn of the norm's result is read.
+    """
+    grad, x, c = t.grad, t.x, t.x.shape[-1]
+    dy, dx = matrix(grad), empty_like(x)
+    normed = empty_projected(grad, c + (0 if t.bias is None else ONES))
+    n = matrix(normed)
+    torch.mm(dy, t.weight.to(x.dtype), out=n[:, :c])
+    norm = t.but(weight=t.norm_weight, bias=t.norm_bias)
+    partials = _launch_layer_norm_backward(norm, normed[..., :c], dx, residual, normed)
+    dnorm_weight, dnorm_bias = empty_parameters(t.norm_weight, t.norm_bias)
+    sum_partials(Sum(partials, (dnorm_weight, or_unwanted(dnorm_bias, partials, c))), *beside)
+    return dx, dnorm_weight, dnorm_bias, *weight_gradients(dy, n, t.bias)
+
+
+def _backward_of_few(
+    t: Operands, residual: Tensor | None, beside: Sequence[Sum]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradients by one kernel: of few outputs the products around it would move more bytes."""
+    x, (outputs, c) = t.x, t.weight.shape
+    dx, biased = empty_like(x), 0 if t.bias is None else len(t.bias)
+    p = Positions({"x": x, "grad": t.grad, "mean": t.mean[..., None], "residual": residual}, writes={"dx": dx})
+    kernel, width = PROJECTION_BACKWARD.tiled((c, outputs), x), outputs * c + biased + 2 * c
+    programs = programs_for(p.count, kernel["BLOCK_M"], min(PROGRAMS, max(TILES, PARTIALS // width)))
+    partials = empty_partials(x, programs, width)
     kernel.run(
         (programs,),
         **p.arguments,
-        norm_weight=norm_weight,
-        weight=cast_weight(t.weight, x, p.count),
+        norm_weight=t.norm_weight.contiguous(),
+        norm_bias=contiguous(t.norm_bias),
+        weight=t.weight.contiguous(),
         rstd=t.scale,
         partials=partials,
-        apart=0 if slabs is None else slabs.stride(0),
-        count=0 if slabs is None else len(slabs),
-        C=c,
-        OUTPUTS=outputs - planes,
-        PLANES=planes,
-        BLOCK_C=power_of_two(c),
-        BLOCK_P=power_of_two(planes),
-    )
-    p.copy_back()
-    dnorm_weight, dnorm_bias, dweight, dbias = empty_parameters(norm_weight, norm_bias, t.weight, t.bias)
-    biased = 0 if t.bias is None else len(t.bias)
-    of_norm = Sum(partials, (dnorm_weight, or_unwanted(dnorm_bias, partials, c)))
-    # The weight's, by a kernel of our own and not torch.mm: that would want the normalised tensor written and read
-    # (twice c numbers of a position), grad read once more for the bias, and its sums rounded to the dtype of x.
-    p = Positions({"x": x, "grad": grad, "mean": t.mean[..., None]}, writes={})
-    kernel = PROJECTION_WEIGHT.tiled((c, outputs), x)
-    tiles = cdiv(outputs, kernel["BLOCK_O"]), cdiv(c, kernel["BLOCK_C"])
-    programs = programs_for(p.count, kernel["BLOCK_M"], max(1, TILES // (tiles[0] * tiles[1])))
-    of_weight = empty_partials(x, programs, outputs * c + biased)
-    kernel.run(
-        (*tiles, programs),
-        **p.arguments,
-        norm_weight=norm_weight,
-        norm_bias=norm_bias,
-        rstd=t.scale,
-        partials=of_weight,
         C=c,
         OUTPUTS=outputs,
         BIASED=biased,
+        BLOCK_C=power_of_two(c),
+        BLOCK_O=power_of_two(outputs),
     )
-    sum_partials(of_norm, Sum(of_weight, (dweight, dbias)), *beside)
+    p.copy_back()
+    dnorm_weight, dnorm_bias, dweight, dbias = empty_parameters(t.norm_weight, t.norm_bias, t.weight, t.bias)
+    unwanted = or_unwanted(dnorm_bias, partials, c)
+    sum_partials(Sum(partials, (dweight, dbias, dnorm_weight, unwanted)), *beside)
     return dx, dnorm_weight, dnorm_bias, dweight, dbias
 
 

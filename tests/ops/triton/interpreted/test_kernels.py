@@ -195,8 +195,7 @@ def test_batch_axes_that_are_not_one_in_memory(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_gated_attention_launches_nothing_but_its_kernels() -> None:
-    """Three forward; backward what they need, over one gradient of the projection, which all of them share: but that of
-    the bias is read where it is summed up."""
+    """Three kernels forward; backward all gradients of the projection are written to one tensor."""
     call = made("gated_attention triangle, starting", torch.float16)
     with recorded(run=True) as launches:
         out = gated_attention.fast(**call.given)
@@ -206,16 +205,14 @@ def test_gated_attention_launches_nothing_but_its_kernels() -> None:
     assert [name.removesuffix("_fp32") for name in forward] == ["norm_linear", "attention_forward", "tail"]
     wrote = {}
     for launch in launches:
-        for name in ("dg", "dq", "dk", "dv", "dbias", "slabs", "grad"):
+        for name in ("dg", "dq", "dk", "dv"):
             t = launch.arguments.get(name)
             if t is not None and hasattr(t, "data"):
                 wrote[launch.kernel.name, name] = t.data.untyped_storage().data_ptr()
-    (dy,) = {place for (kernel, name), place in wrote.items() if name == "grad" and kernel.startswith("norm_linear")}
-    assert {name for (_, name), place in wrote.items() if place == dy} >= {"dg", "dq", "dk", "dv", "grad"}
-    assert len({place for (_, name), place in wrote.items() if name in ("dbias", "slabs")}) == 1
+    assert {name for _, name in wrote} == {"dg", "dq", "dk", "dv"}
+    assert len(set(wrote.values())) == 1
     assert {launch.kernel.name for launch in launches} == {
-        *("tail_backward", "attention_short", "attention_dbias"),
-        *("norm_linear_backward", "norm_linear_weight", "sum_partials"),
+        *("tail_backward", "attention_short", "attention_dbias", "layer_norm_backward", "sum_partials"),
     }
 
 
