@@ -129,13 +129,21 @@ def test_a_whole_attention_layer_is_one_node(gpu: None, drawn: bool, own: bool) 
 
 
 def test_a_refusal_is_its_definition_in_the_graph_and_strict_makes_it_an_error(gpu: None) -> None:
-    row = cuda(16)
-    assert traced(gate, cuda(3, 4, 16), row) == [Counter()]
+    x, double = cuda(3, 4, 16), cuda(3, 4, 16).double()
+    assert traced(gate, x, double) == [Counter()]
     with dispatch.using("strict"):
-        with pytest.raises(UserError, match=r"gate: g is not \[\*, c\]"):
-            traced(gate, cuda(3, 4, 16), row, whole=False)
-        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"gate: g is not \[\*, c\]"):
-            traced(gate, cuda(3, 4, 16), row)
+        with pytest.raises(UserError, match="gate: in fp64 no kernel is exact"):
+            traced(gate, x, double, whole=False)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="gate: in fp64 no kernel is exact"):
+            traced(gate, x, double)
+
+
+def test_a_wrong_shape_is_an_error_that_names_the_operand_in_a_graph_too(gpu: None) -> None:
+    wrong = r"gate: g is \[16\], not \[\*, c\] = \[3, 4, 16\], as x is \[3, 4, 16\]"
+    with pytest.raises(ValueError, match=wrong):
+        traced(gate, cuda(3, 4, 16), cuda(16), whole=False)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=wrong):
+        traced(gate, cuda(3, 4, 16), cuda(16))
 
 
 def test_what_is_compiled_follows_the_choice_of_kernels() -> None:
