@@ -49,6 +49,12 @@ def is_compiled(module: nn.Module) -> bool:
     return wrapped or module._compiled_call_impl is not None
 
 
+# () -> index of the current CUDA device, and index -> address of the current stream there.  The public functions cost a
+# recipe several calls of Python at each operation.  None where torch was built without CUDA.
+current_cuda_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+current_cuda_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
 def device_sleep(cycles: int) -> None:
     """Let the current CUDA stream wait for this many cycles, so that the host can queue work ahead of a measurement."""
     torch.cuda._sleep(cycles)

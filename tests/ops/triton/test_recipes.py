@@ -1,18 +1,24 @@
 """Recipes: what an operation is repeated by, and when it must be worked out again.  No kernel runs here."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from triton.runtime.jit import KernelInterface
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
+from triton.runtime.jit import JITFunction, KernelInterface
 
 from tests.launches import Launches
+from tests.ops.cases import made
+from tests.ops.triton.repeated import REPEATED
 from warpfold.ops import dispatch
 from warpfold.ops.attention import gated_attention
 from warpfold.ops.linear import layer_norm
 from warpfold.ops.triton import launch, recipe
+from warpfold.ops.triton.compile import source
 from warpfold.ops.triton.launch import KernelConfig, LaunchTable, TableEntry, forced, recorded, table_used
 
 Launched = list[dict[str, Any]]  # the arguments and options of each launch
@@ -170,9 +176,145 @@ def test_a_recipe_holds_no_memory_and_frees_what_it_is_done_with(launched: Launc
     assert len(slots) == len(set(slots))
     allocated = [made for _, made, _ in known._steps if made is not None]
     assert set(allocated) - set(slots) == {known._result.slot}
-    held = [value for step in known._steps for value in (getattr(step[0], "__closure__", None) or ())]
+    launches = [step[0] for step in known._steps if isinstance(step[0], recipe._Launch)]
+    assert launches
+    assert not any(isinstance(value, Tensor) for each in launches for value in each.values)
+    actions = [getattr(step[0], "specialise", step[0]) for step in known._steps]
+    held = [value for action in actions for value in (getattr(action, "__closure__", None) or ())]
     assert not any(isinstance(cell.cell_contents, Tensor) for cell in held)
     gated_attention._recipes.clear()
+
+
+class Compiled:
+    """Stands for Triton's CompiledKernel, which the interpreter does not have."""
+
+    function, packed_metadata = 7, (4, 1, 0)
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], given: dict[str, Any], direct: list["Direct"]) -> None:
+        self.kernel, self.grid, self.given, self.direct = kernel, grid, given, direct
+
+    def run(self, x: int, y: int, z: int, stream: int, function: int, metadata: object, *values: Any) -> None:
+        assert (function, metadata, stream) == (self.function, self.packed_metadata, 0)
+        assert (x, y, z) == (*self.grid, 1, 1)[:3]
+        assert values[:3] == (None, None, None)  # metadata of the launch, and hooks
+        self.direct.append((self, values[3:]))
+
+
+Direct = tuple[Compiled, tuple[Any, ...]]
+
+
+@pytest.fixture
+def direct(monkeypatch: pytest.MonkeyPatch, launched: Launched) -> list[Direct]:
+    """Launches of code that was compiled for an earlier launch; the others are in `launched`."""
+    found: list[Direct] = []
+
+    def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Compiled]:
+        return lambda **given: launched.append(given) or Compiled(kernel, grid, given, found)
+
+    monkeypatch.setattr(KernelInterface, "__getitem__", start)
+    return found
+
+
+def test_a_repeated_launch_goes_past_triton(launched: Launched, direct: list[Direct]) -> None:
+    x = torch.randn(4, 6, 16)
+    norm()
+    y = norm(x)
+    assert len(launched) == len(direct) == 1
+    compiled, values = direct[0]
+    given = dict(zip(compiled.kernel.arg_names, values, strict=True))
+    assert given["x"][0] == x.data_ptr()
+    assert given["y"][0] == y.data_ptr()
+    assert given["x"][1:] == launched[0]["x"][1:]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_addresses_that_16_does_not_divide_go_through_triton(
+    launched: Launched, direct: list[Direct], first: int
+) -> None:
+    """Triton compiles other code for them, forward and backward."""
+    memory = torch.randn(2, 4 * 6 * 16 + 1)[:, first : first + 4 * 6 * 16]
+    for part, other in ((0, 1), (1, 0), (0, 1)):
+        norm(memory[part].view(4, 6, 16))
+        norm(memory[other].view(4, 6, 16))
+    aligned = sum(row.data_ptr() % 16 == 0 for row in memory)
+    assert aligned == (1 if first == 0 else 0)
+    assert len(direct) == (2 if first == 0 else 0)
+    assert len(launched) == 6 - len(direct)
+    assert all(values[0][0] % 16 == 0 for _, values in direct)
+
+
+def test_code_of_one_device_does_not_serve_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its handle belongs to a device; a layout names that of each tensor."""
+    monkeypatch.setattr(launch, "state", lambda: 0)
+    on_cpu, on_meta = (recipe.layout([torch.ones(2, device=device)]) for device in ("cpu", "meta"))
+    assert on_cpu != on_meta
+
+
+def leaves(signature: Any, value: Any) -> Iterator[tuple[str, Any]]:
+    """Pair each argument of the compiled code with its type; tuples must have one form."""
+    if isinstance(signature, tuple):
+        assert isinstance(value, tuple)
+        for kind, part in zip(signature, value, strict=True):
+            yield from leaves(kind, part)
+    else:
+        yield signature, value
+
+
+FITS: dict[str, Any] = {"*": int, "i": int, "u": int, "f": float, "b": float}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_the_arguments_of_a_direct_launch_are_those_that_its_code_was_compiled_for(
+    monkeypatch: pytest.MonkeyPatch, launched: Launched, direct: list[Direct], name: str
+) -> None:
+    """Forward and backward, compared with the signature for sm_90 and with what Triton was given."""
+    monkeypatch.setattr(launch, "state", lambda: 0)
+    monkeypatch.setattr(recipe, "ALIGNMENT", 1)  # a buffer of a few numbers lies anywhere on a CPU
+    for table in dispatch.recipes.values():
+        table.clear()
+    call = made(name, torch.bfloat16)
+    with torch.enable_grad():
+        for _ in range(2):
+            call.answers(call.op.fast)
+    with torch.no_grad():
+        for _ in range(2):
+            call.op(**call.given)
+    assert direct
+    target, compared = GPUTarget("cuda", 90, 32), 0
+    arguments = {t.untyped_storage().data_ptr() for t in call.given.values() if isinstance(t, Tensor)}
+    for compiled, values in direct:
+        names = compiled.kernel.arg_names
+        tiled = launch.Kernel(name, compiled.kernel, ())
+        config = KernelConfig({}, compiled.given["num_warps"], compiled.given["num_stages"])
+        given = {each: compiled.given[each] for each in names}
+        specialised, _ = source(launch.KernelLaunch(tiled, compiled.grid, config, (), given), target)
+        signature = tuple(specialised.signature[each] for each in names)
+        pairs = list(leaves(signature, values))
+        assert all(kind == "constexpr" or isinstance(value, FITS[kind[0]]) for kind, value in pairs)
+        before = [value for _, value in leaves(signature, tuple(given.values()))]
+        for (kind, value), was in zip(pairs, before, strict=True):
+            if isinstance(was, Tensor):
+                assert kind[0] == "*"
+                assert (value == 0) == (not was.numel())
+                if was.untyped_storage().data_ptr() in arguments:
+                    assert value == was.data_ptr()
+                    compared += 1
+            else:
+                assert value is was or value == was
+    assert compared
+
+
+def test_the_launcher_of_this_triton_takes_what_a_recipe_gives() -> None:
+    """grid, stream, code, metadata, metadata of the launch and two hooks stand before the kernel's arguments."""
+    names = list(inspect.signature(CudaLauncher.__call__).parameters)
+    assert names[:6] == ["self", "gridX", "gridY", "gridZ", "stream", "function"]
+    assert names[6:] in (
+        ["args"],  # Triton 3.6
+        ["kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "args"],
+    )
+    run = inspect.getsource(JITFunction.run)
+    assert "kernel.function, kernel.packed_metadata, launch_metadata" in run
+    assert "knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *bound_args.values())" in run
 
 
 def test_as_many_recipes_are_kept_as_are_wanted(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:

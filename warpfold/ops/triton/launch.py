@@ -119,8 +119,8 @@ class TiledKernel:
                 if noting.tell is None:
                     start()
                 else:
-                    noting.tell(self, tuple(grid), given)
-                    without_modes(start)  # the interpreter calls torch, which is none of the operation's doing
+                    # Without modes: the interpreter calls torch, which is none of the operation's doing.
+                    noting.tell(self, tuple(grid), given, without_modes(start))
             return
         ordered = {name: given.pop(name) for name in self.kernel.function.arg_names}
         if given:
@@ -191,9 +191,9 @@ DOTS = "allowed_dot_input_precisions"
 
 
 class _Noting(threading.local):
-    """Who is told of every launch of this thread, when it was made."""
+    """Who is told of every launch of this thread when it was made, and of the compiled code that served it."""
 
-    tell: Callable[[TiledKernel, tuple[int, ...], Mapping[str, Any]], None] | None = None
+    tell: Callable[[TiledKernel, tuple[int, ...], Mapping[str, Any], Any], None] | None = None
 
 
 noting = _Noting()

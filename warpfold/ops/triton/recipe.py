@@ -6,11 +6,16 @@ layout: what to allocate, to launch and to call, and where among arguments and a
 gradient that is of an operation's whole call, with one of what torch calls forward and backward.  Recipes serve where
 nobody looks on: no modes, profilers, and launches that a context has forced, noted or looked up.
 
+A kernel is launched directly: Triton chooses compiled code by dtypes, by numbers and by which addresses 16 divides, and
+a layout fixes all but the addresses.  Where 16 divides all of them in the noted call and in the repeated one, the code
+of the noted call serves.
+
 An operation that decided by anything else, such as the values or the addresses of its tensors, would be repeated
 wrongly: `layout` says what it may decide by.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +26,13 @@ import torch
 from torch import Tensor, nn
 
 from warpfold.ops import dispatch
-from warpfold.ops.torch_internals import DispatchMode, map_tensors, tree_leaves
+from warpfold.ops.torch_internals import (
+    DispatchMode,
+    current_cuda_device,
+    current_cuda_stream,
+    map_tensors,
+    tree_leaves,
+)
 from warpfold.ops.triton import launch
 from warpfold.ops.triton.launch import TiledKernel
 
@@ -86,35 +97,94 @@ class _Empty:
         return self.make()
 
 
+# How an argument of a launch is made: an address (slot, bytes behind its beginning), a constant, or a tuple of the last
+# values.
+ADDRESS, CONSTANT, TUPLE = range(3)
+ALIGNMENT = 16  # bytes; Triton compiles other code for pointers that this does not divide
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """The launch of a kernel.
+
+    specialise: launches it through Triton, which chooses the compiled code by the arguments.
+    run: the launcher of the code that the noted call was served by; None: there is none, or addresses were not aligned.
+    fixed: what `run` is given in front of the kernel's arguments: grid; stream; code, metadata and hooks.
+    values: the arguments in the kernel's order.
+    pointers: of arguments that are, or begin with, a tensor: position, slot, offset in bytes, the rest of the tuple.
+    nested: of arguments that hold several tensors: position, and the steps that make it.
+    """
+
+    specialise: Callable[[Memory], None]
+    run: Any
+    grid: tuple[int, int, int]
+    fixed: tuple[Any, ...]
+    values: list[Any]
+    pointers: Sequence[tuple[int, int, int, tuple[Any, ...] | None]]
+    nested: Sequence[tuple[int, Sequence[tuple[int, Any, int]]]]
+
+
 class Recipe:
     """What a call did, to be done again with other arguments of the same layout.
 
-    steps: each action, which works in memory, or makes what fills a slot; and the slots that none behind it uses.
+    steps: each launch; or each other action, which works in memory, or makes what fills a slot; and the slots that none
+    behind it uses.
     slots: how many there are beside the arguments.
     result: where the results lie, as the call returns them; None: there are none.
     """
 
     def __init__(
         self,
-        steps: Sequence[tuple[Callable[..., Any], int | None, Sequence[int]]],
+        steps: Sequence[tuple[_Launch | Callable[..., Any], int | None, Sequence[int]]],
         slots: int,
         result: Any,
         device: torch.device,
     ) -> None:
         self._steps, self._slots, self._result, self._device = steps, [None] * slots, result, device
+        self._gpu = device.index if device.type == "cuda" else None
+        self._whole = result.slot if isinstance(result, _Place) and result.whole else None
 
     def repeat(self, given: Sequence[Any]) -> Any:
         """Do it, and return what the call would."""
+        if self._gpu is not None and current_cuda_device() != self._gpu:
+            with launch.on(self._device):
+                return self.repeat(given)
+        # One function for all steps: the host's time for a launch is mostly that of Python's calls.
         memory = [*given, *self._slots]
-        with launch.on(self._device):
-            for action, made, unused in self._steps:
-                if made is None:
-                    action(memory)
+        stream = 0 if self._gpu is None else current_cuda_stream(self._gpu)
+        for action, made, unused in self._steps:
+            if isinstance(action, _Launch):
+                if action.run is None:
+                    action.specialise(memory)
                 else:
-                    memory[made] = action()
-                for slot in unused:
-                    memory[slot] = None
-        return _filled(self._result, memory)
+                    values, addresses = action.values.copy(), 0
+                    for at, slot, offset, rest in action.pointers:
+                        address = memory[slot].data_ptr() + offset
+                        addresses |= address
+                        values[at] = address if rest is None else (address, *rest)
+                    for at, parts in action.nested:
+                        made_of: list[Any] = []
+                        for kind, value, offset in parts:
+                            if kind == ADDRESS:
+                                address = memory[value].data_ptr() + offset
+                                addresses |= address
+                                made_of.append(address)
+                            elif kind == CONSTANT:
+                                made_of.append(value)
+                            else:
+                                made_of[len(made_of) - value :] = [tuple(made_of[len(made_of) - value :])]
+                        (values[at],) = made_of
+                    if addresses % ALIGNMENT:
+                        action.specialise(memory)
+                    else:
+                        action.run(*action.grid, stream, *action.fixed, *values)
+            elif made is None:
+                action(memory)
+            else:
+                memory[made] = action()
+            for slot in unused:
+                memory[slot] = None
+        return _filled(self._result, memory) if self._whole is None else memory[self._whole]
 
 
 def record(
@@ -160,7 +230,9 @@ class _Recorder(DispatchMode):
     def __init__(self, given: Sequence[Any]) -> None:
         super().__init__()
         self._arguments = len(given)
-        self._actions: list[tuple[Callable[..., Any], int | None]] = []  # and the slot that an allocation fills
+        self._actions: list[
+            tuple[_Launch | Callable[..., Any], int | None]
+        ] = []  # and the slot that an allocation fills
         self._last: dict[int, int] = {}  # of each slot, the last action that uses it
         # Memory that was given back may be allocated again, so of two slots the later is meant.
         self._slots = [_Slot.of(t) for t in given]
@@ -214,7 +286,7 @@ class _Recorder(DispatchMode):
             self._slots.append(_Slot.of(out))
         return out
 
-    def _note(self, action: Callable[..., Any], allocates: int | None = None) -> None:
+    def _note(self, action: _Launch | Callable[..., Any], allocates: int | None = None) -> None:
         self._actions.append((action, allocates))
 
     def _place(self, t: Tensor) -> "_Place | _Empty | None":
@@ -231,20 +303,52 @@ class _Recorder(DispatchMode):
         self._failed = True
         return None
 
-    def _launched(self, kernel: TiledKernel, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
-        """Note a launch."""
+    def _launched(
+        self, kernel: TiledKernel, grid: tuple[int, ...], arguments: Mapping[str, Any], compiled: Any
+    ) -> None:
+        """Note a launch.  compiled: the code that served it; None in Triton's interpreter."""
         pointers, nested, fixed = [], [], {**kernel.config.options, **arguments}
+        defaults = inspect.signature(kernel.kernel.function.fn).parameters
+        names, addresses = list(kernel.kernel.function.arg_names), 0
+        values = [arguments.get(name, defaults[name].default) for name in names]
+        direct: list[tuple[int, int, int, tuple[Any, ...] | None]] = []
+        nested_direct = []
         for name, value in arguments.items():
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
             if not tensors:
                 continue
-            fixed[name] = None  # so that the recipe holds no memory
+            at = names.index(name)
+            fixed[name] = values[at] = None  # so that the recipe holds no memory
+            for tensor in tensors:
+                addresses |= tensor.data_ptr()
             tensor, *rest = (value, ()) if isinstance(value, Tensor) else value
             if tensors[0] is not tensor or len(tensors) > 1 or not tensor.numel():  # several, as of `sum_partials`
                 nested.append((name, self._pointed(value)))
+                nested_direct.append((at, list(self._made_of(value))))
             elif isinstance(place := self._place(tensor), _Place):
                 pointers.append((name, None if tensor is value else type(value), place.slot, place.offset, rest))
-        self._note(_launch(kernel.kernel.function[grid], fixed, pointers, nested))
+                bytes_behind = place.offset * tensor.element_size()
+                direct.append((at, place.slot, bytes_behind, None if tensor is value else tuple(rest)))
+        specialise = _specialised(kernel.kernel.function[grid], fixed, pointers, nested)
+        is_direct = compiled is not None and not addresses % ALIGNMENT
+        run, code = (compiled.run, (compiled.function, compiled.packed_metadata)) if is_direct else (None, ())
+        x, y, z = (*grid, 1, 1)[:3]
+        self._note(_Launch(specialise, run, (x, y, z), (*code, None, None, None), values, direct, nested_direct))
+
+    def _made_of(self, value: Any) -> Iterator[tuple[int, Any, int]]:
+        """Return the steps that make an argument of a launch, with addresses for its tensors."""
+        if isinstance(value, Tensor):
+            place = self._place(value)
+            if isinstance(place, _Place):
+                yield ADDRESS, place.slot, place.offset * value.element_size()
+            else:
+                yield CONSTANT, 0, 0  # a tensor without elements, whose address is 0
+        elif isinstance(value, tuple):
+            for part in value:
+                yield from self._made_of(part)
+            yield TUPLE, len(value), 0
+        else:
+            yield CONSTANT, value, 0
 
     def _pointed(self, value: Any) -> Any:
         """Return an argument of a launch with the places of its tensors, of which only the addresses count."""
@@ -299,13 +403,13 @@ def _pointing(value: Any, memory: Memory) -> Any:
     return _like(value, [_pointing(part, memory) for part in value]) if isinstance(value, tuple) else value
 
 
-def _launch(
+def _specialised(
     launcher: Any,
     fixed: Mapping[str, Any],
     pointers: Sequence[tuple[str, Any, int, int, Any]],
     nested: Sequence[tuple[str, Any]],
 ) -> Callable[[Memory], None]:
-    """Return the launch of a kernel, which is told of a tensor's dtype and address: the rest is numbers.
+    """Return the launch of a kernel through Triton, which is told of a tensor's dtype and address: the rest is numbers.
 
     pointers: arguments that are, or begin with, a tensor; nested: those with several.
     """
