@@ -559,17 +559,18 @@ class Graphs:
     rerecorded: graphs that were dropped, to be recorded again, because a first call left memory in their pool.
     """
 
-    MOST = 64  # graphs; each has memory for its results, and all share that of inputs
+    MOST = 64  # shapes; the graph of the one that was called least recently is deleted for a further one
 
     def __init__(self, agreed: Callable[[bool], bool] = bool) -> None:
         self.refused: Counter[str] = Counter()
+        self.most = self.MOST
         self._agreed = agreed
         self.replayed = self.rerecorded = 0
         self._recorder: Recorder | None = None
         # What graphs are given and return lies in two buffers that serve one after another: of each graph it would be
         # as large as z.
         self._buffers = {"inputs": torch.empty(0, dtype=torch.uint8), "results": torch.empty(0, dtype=torch.uint8)}
-        self._graphs: dict[Hashable, _Graph | None] = {}  # None: called once
+        self._graphs: dict[Hashable, _Graph | None] = {}  # the last call's at the end; None: called once
 
     @property
     def recorded(self) -> int:
@@ -591,12 +592,13 @@ class Graphs:
         name = getattr(function, "__name__", str(function))
         form = tuple((key, x.shape, x.dtype, x.device) for key, x in inputs.items())
         called = (function, context, torch.is_grad_enabled(), form)
-        if reason is None and called not in self._graphs and len(self._graphs) >= self.MOST:
-            reason = f"more than {self.MOST} shapes (plan.sizes makes them fewer)"
         if reason is not None or self._recorder is None:
             self._refuse(f"graph of {name.strip('_')}: {reason}")
             return function(inputs)
         if called not in self._graphs:
+            if len(self._graphs) >= self.most:
+                del self._graphs[next(iter(self._graphs))]
+                self._refuse(f"graph of {name.strip('_')}: more than {self.most} shapes (plan.sizes makes them fewer)")
             # Kernels are compiled for the alignment and the strides of the memory that the recording will read: no code
             # can be loaded while a stream captures.
             own = self._place(inputs, "inputs")
@@ -608,9 +610,10 @@ class Graphs:
             self._graphs[called] = None
             self._place(results, "results")  # no buffer can grow in a recording
             return results
-        graph = self._graphs[called]
+        graph = self._graphs.pop(called)
         if graph is None:
-            graph = self._graphs[called] = self._record(name, function, inputs)
+            graph = self._record(name, function, inputs)
+        self._graphs[called] = graph
         self.replayed += 1
         return graph(inputs)
 

@@ -395,12 +395,20 @@ def test_graphs_of_many_shapes_share_the_memory_of_their_inputs_and_results() ->
     assert graphs.recorded == 3
 
 
-def test_no_more_graphs_than_are_wanted_and_the_rest_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_graph_is_deleted_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Graphs, "MOST", 2)
     graphs = Graphs()
-    for _ in range(2):
-        for size in (1, 2, 3):
-            graphs.call(double, {"x": torch.ones(size)})
+
+    def called(size: int) -> tuple[int, int]:
+        """Call the function; return how many graphs there are, and how many calls were replayed."""
+        assert torch.equal(graphs.call(double, {"x": torch.ones(size)})["twice"], torch.full((size,), 2.0))
+        return graphs.recorded, graphs.replayed
+
+    assert [called(size) for size in (1, 1, 2, 2, 1)] == [(0, 0), (1, 1), (1, 1), (2, 2), (2, 3)]
+    assert not graphs.refused
+    assert called(3) == (1, 3)  # of 1 and 2 the latter was used less recently
+    assert called(1) == (1, 4)
+    assert [called(2), called(2)] == [(1, 4), (2, 5)]
     assert graphs.refused == {"graph of double: more than 2 shapes (plan.sizes makes them fewer)": 2}
 
 

@@ -1,20 +1,25 @@
-"""Predictions whose passes are recorded as graphs: of which sizes, equal to the bit, and given up for other sizes."""
+"""Predictions whose trunk is recorded as a graph: one for all recycles and proteins of a shape, equal to the bit."""
 
-import logging
+import gc
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.helpers import tiny_model
 from tests.recorder import OperationRecorder
 from warpfold import device
 from warpfold.cost.example import ExampleSizes
 from warpfold.cost.machine import Machine
+from warpfold.device import Named
 from warpfold.parallel.execution import Execution
-from warpfold.parallel.plan import Plan
+from warpfold.parallel.plan import Plan, Precision
+from warpfold.prediction.fold_options import Recycling
 from warpfold.prediction.outputs import Prediction
 from warpfold.prediction.predictor import Predictor
 from warpfold.training import planning
@@ -45,44 +50,94 @@ def same(one: Prediction, other: Prediction) -> bool:
     )
 
 
-@pytest.mark.parametrize("recycles", [0, 2])
+@pytest.mark.parametrize(("recycles", "precision"), [(0, "fp32"), (2, "fp32"), (2, "bf16")])
 @pytest.mark.usefixtures("recorded")
-def test_predictions_by_graphs_are_the_predictions(recycles: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_graph_serves_all_recycles_and_all_proteins_of_a_shape(recycles: int, precision: Precision) -> None:
     model = tiny_model()
-    plain, graphs = Predictor(model), Predictor(model, graphs=True)
+    plain = Predictor(model, precision=precision, graphs=False)
     expected = [plain.fold(sequence, recycles=recycles) for sequence in DESIGNS]
-    with caplog.at_level(logging.INFO):
-        found = [graphs.fold(sequence, recycles=recycles) for sequence in DESIGNS]
+    assert "graphs" not in expected[0].details["plan"]
+    graphs = Predictor(model, precision=precision)
+    found = [graphs.fold(sequence, recycles=recycles) for sequence in DESIGNS]
     assert [same(*pair) for pair in zip(found, expected)] == [True] * len(DESIGNS)
     assert not same(found[0], found[1])
-    assert "graphs" not in found[0].details["plan"]
-    assert found[1].details["plan"]["graphs"]
-    assert caplog.text.count("sizes repeat, so passes are recorded as graphs") == 1
-    of_passes = running(graphs).graphs
-    assert of_passes.recorded == (2 if recycles else 1)  # of a pass before the last, and of the last one's trunk
-    assert of_passes.replayed == (len(DESIGNS) - 1) * (recycles + 1) - of_passes.recorded
-    assert not of_passes.refused
+    assert all(one.details["plan"]["graphs"] for one in found)
+    of_trunk = running(graphs).graphs
+    assert of_trunk.recorded == 1
+    assert of_trunk.replayed == len(DESIGNS) * (recycles + 1) - 1  # all passes but the first
+    assert not of_trunk.refused
 
 
 @pytest.mark.usefixtures("recorded")
-def test_graphs_are_given_up_for_other_sizes() -> None:
-    predictor = Predictor(tiny_model(), graphs=True)
-    for sequence in DESIGNS[:3]:
-        predictor.fold(sequence)
+def test_recycling_ends_early_with_graphs_as_without() -> None:
+    model = tiny_model()
+    plain, graphs = Predictor(model, graphs=False), Predictor(model)
+    every = plain.fold(DESIGNS[0], recycles=3, save_recycles=True)
+    moved = [float(np.abs(a.positions - b.positions).max()) for a, b in pairwise(every.recycled)]
+    for predictor in (plain, graphs):
+        predictor.recycling = Recycling(tolerance=10 * max(moved))
+    expected, found = (predictor.fold(DESIGNS[0], recycles=3) for predictor in (plain, graphs))
+    assert same(found, expected)
+    assert found.details["recycles"] == expected.details["recycles"] < 3
+    assert running(graphs).graphs.replayed == found.details["recycles"]
+
+
+@pytest.mark.usefixtures("recorded")
+def test_graphs_of_several_lengths_stay() -> None:
+    predictor, plain = Predictor(tiny_model()), Predictor(tiny_model(), graphs=False)
+    for sequence in (DESIGNS[0], LONGER, DESIGNS[1], LONGER):
+        assert same(predictor.fold(sequence, recycles=1), plain.fold(sequence, recycles=1))
+    assert (running(predictor).graphs.recorded, running(predictor).graphs.replayed) == (2, 6)
+
+
+@pytest.mark.usefixtures("recorded")
+def test_no_more_graphs_are_kept_than_a_device_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("warpfold.prediction.predictor.MOST_GRAPHS", 1)
+    predictor = Predictor(tiny_model())
+    for sequence in (DESIGNS[0], LONGER, DESIGNS[1]):
+        predictor.fold(sequence, recycles=1)
+    assert (running(predictor).graphs.recorded, running(predictor).graphs.replayed) == (1, 3)
+
+
+@pytest.mark.usefixtures("recorded")
+def test_graphs_are_given_up_for_a_protein_that_needs_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    predictor = Predictor(tiny_model())
+    predictor.fold(DESIGNS[0], recycles=1)
     held = weakref.ref(running(predictor).graphs)
     assert held() is not None
-    expected = Predictor(tiny_model()).fold(LONGER)
+    monkeypatch.setattr(planning, "GRAPHS_HOLD", 10**9)
+    expected = Predictor(tiny_model(), graphs=False).fold(LONGER)
     assert same(predictor.fold(LONGER), expected)
     assert running(predictor).graphs.recorded == 0
+    gc.collect()
     assert held() is None
 
 
 @pytest.mark.usefixtures("recorded")
+def test_where_memory_runs_out_with_graphs_the_same_plan_is_tried_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    predictor, record = Predictor(tiny_model()), OperationRecorder.record
+
+    def runs_out(recorder: OperationRecorder, function: Callable[[], Named]) -> object:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(OperationRecorder, "record", runs_out)
+    found = predictor.fold(LONGER, recycles=1)
+    monkeypatch.setattr(OperationRecorder, "record", record)
+    assert same(found, Predictor(tiny_model(), graphs=False).fold(LONGER, recycles=1))
+    assert found.details["plan"]["ran_out"] == ["whole, graphs"]
+    assert "next plan: without" in caplog.text
+    assert "graphs" not in predictor.fold(LONGER, recycles=1).details["plan"]
+    assert predictor.fold(DESIGNS[0], recycles=1).details["plan"]["graphs"]  # it is shorter
+
+
+@pytest.mark.usefixtures("recorded")
 def test_what_a_prediction_keeps_of_its_passes_is_its_own() -> None:
-    predictor = Predictor(tiny_model(), graphs=True)
+    predictor = Predictor(tiny_model())
     kept = [predictor.fold(one, recycles=2, save_recycles=True) for one in DESIGNS[:3]]
     passes = [one.positions for one in kept[2].recycled]
-    expected = Predictor(tiny_model()).fold(DESIGNS[2], recycles=2, save_recycles=True)
+    expected = Predictor(tiny_model(), graphs=False).fold(DESIGNS[2], recycles=2, save_recycles=True)
     assert len(passes) == 2
     assert all(np.array_equal(one, other.positions) for one, other in zip(passes, expected.recycled))
 
@@ -90,7 +145,7 @@ def test_what_a_prediction_keeps_of_its_passes_is_its_own() -> None:
 @pytest.mark.usefixtures("recorded")
 def test_dropout_is_not_recorded() -> None:
     """It is drawn where the host decides."""
-    predictor = Predictor(tiny_model(), graphs=True)
+    predictor = Predictor(tiny_model())
     for sequence in DESIGNS[:2]:
         predictor.fold(sequence)
     predictor.dropout = True
@@ -103,9 +158,8 @@ def test_dropout_is_not_recorded() -> None:
 @pytest.mark.parametrize(
     ("why", "asked", "given"),
     [
-        ("it is the second of its sizes", True, {}),
-        ("it is the first of its sizes", False, {"residues": 72}),
-        ("it was not asked for", False, {"graphs": False}),
+        ("nothing speaks against it", True, {}),
+        ("the user wants none", False, {"graphs": False}),
         ("a CPU has no graphs", False, {"kind": "cpu"}),
         ("graphs would hold too much", False, {"free": 1 / GRAPHS_HOLD}),
         ("it is computed in slices", False, {"chunk": 16}),
@@ -121,11 +175,9 @@ def test_which_predictions_are_recorded(
     planner = FoldPlanner(tiny_model().config, "cpu", fixed, graphs=given.get("graphs", True))
     of_gradient = {"gradient": given.get("gradient")}
     first = planner.check(SIZES, 1, **of_gradient)
-    assert first.plan.graph == "auto"
     if "free" in given:
+        assert first.plan.graph is True
         assert first.choice is not None
         needs = planning.needed_bytes(first.choice.memory, machine)
         machine = replace(machine, free=GRAPHS_HOLD * needs - 1)
-        planner.check(SIZES, 1, **of_gradient)
-    sizes = replace(SIZES, residues=given.get("residues", SIZES.residues))
-    assert (planner.check(sizes, 1, **of_gradient).plan.graph is True) == asked, why
+    assert (planner.check(SIZES, 1, **of_gradient).plan.graph is True) == asked, why

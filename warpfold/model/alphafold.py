@@ -188,12 +188,7 @@ class AlphaFold(Executable):
         inputs = self.inputs_of_pass(batch, done, recycled)
         if torch.is_grad_enabled():
             return LastPass(*self.one_pass(inputs), done)
-        representations = Representations(**self.execution.call(self, self.whole_trunk_pass, inputs))
-        with self.computing():
-            structure = self.structure(
-                representations.single, representations.pair, inputs["aatype"], inputs["seq_mask"]
-            )
-        return LastPass(representations, structure, done)
+        return LastPass(*self._replayed_pass(inputs), done)
 
     def recycle(
         self,
@@ -215,7 +210,11 @@ class AlphaFold(Executable):
         recycled, done, settled = start or self.first_recycled(batch), 0, False
         while done < recycles and not settled:
             with torch.no_grad():
-                found = self.execution.call(self, early or self.early_pass, self.inputs_of_pass(batch, done, recycled))
+                inputs = self.inputs_of_pass(batch, done, recycled)
+                if self.training or early is not None:
+                    found = self.execution.call(self, early or self.early_pass, inputs)
+                else:
+                    found = self._handed_on(*self._replayed_pass(inputs))
             activations, before = found.pop("activations"), recycled.positions
             recycled = Recycled(**found)
             if watch is not None:
@@ -272,9 +271,24 @@ class AlphaFold(Executable):
 
     def early_pass(self, inputs: Mapping[str, Tensor], structure_module: StructureModule | None = None) -> Named:
         """Run a pass before the last.  structure_module: another than the model's."""
-        representations, structure = self.one_pass(inputs, structure_module)
+        return self._handed_on(*self.one_pass(inputs, structure_module))
+
+    @staticmethod
+    def _handed_on(representations: Representations, structure: StructureOutput) -> Named:
         recycled = Recycled(representations.msa_first_row, representations.pair, structure.final_atom37)
         return {**vars(recycled), "activations": structure.single}
+
+    def _replayed_pass(self, inputs: Mapping[str, Tensor]) -> tuple[Representations, StructureOutput]:
+        """Run a pass of a prediction: the trunk by a graph that serves every pass, and the structure module.
+
+        inputs: `inputs_of_pass`.
+        """
+        representations = Representations(**self.execution.call(self, self.whole_trunk_pass, inputs))
+        with self.computing():
+            structure = self.structure(
+                representations.single, representations.pair, inputs["aatype"], inputs["seq_mask"]
+            )
+        return representations, structure
 
     def one_pass(
         self, inputs: Mapping[str, Tensor], structure_module: StructureModule | None = None

@@ -138,7 +138,11 @@ Offload = Annotated[
     runs("Whether the pair representation lies in host memory; default: where nothing else fits.", show_default=False),
 ]
 ReplayGraphs = Annotated[
-    bool, runs("Record passes as CUDA graphs where sizes repeat, as those of designs do; not yet run on a GPU.")
+    bool,
+    runs(
+        "Record the trunk as a CUDA graph for all recycles and all proteins of a padded length, where it fits.",
+        "--graphs/--no-graphs",
+    ),
 ]
 TrunkPrecision = Annotated[
     Literal["auto", "fp32", "bf16", "bf16_all", "fp16"],
@@ -256,7 +260,7 @@ class PredictOptions(Checked):
     device: Device = None
     chunk: Chunk = None
     offload: Offload = None
-    graphs: ReplayGraphs = False
+    graphs: ReplayGraphs = True
     memory: Memory = None
     precision: TrunkPrecision = DEFAULT_PRECISION
     batch: Batch = "auto"

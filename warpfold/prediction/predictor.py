@@ -66,6 +66,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("warpfold")
 ASKED = fold_options.Asked()
 NOTHING_MORE = fold_options.Asked(representations=False)
+MOST_GRAPHS = 16  # padded lengths whose trunk is kept as a graph; each takes some tens of MB on the device
 KEY = ("predict",)  # of what is drawn for a prediction's features
 CHECKED = arguments.checked(msa="alignment", template="templates", fixed_chains="fixed", strict='kernels="strict"')
 
@@ -104,7 +105,8 @@ class Predictor:
 
     How each protein is folded is chosen for what is free on the device at that moment (training/planning.py), unless it
     is given: chunk: rows computed at a time, 0 for all.  offload: whether z lies in host memory.  memory: bytes that
-    may be used on the device at most.  graphs: record passes as graphs where one protein has the sizes of the last.
+    may be used on the device at most.  graphs: record the trunk as a CUDA graph, which serves all recycles and all
+    proteins of a padded length, where it fits.
     precision: of the trunk's activations, as of `resolve_precision`.  sample: how the alignment is sampled, by default
     as AlphaFold2 does.  team: processes that share each protein; all call everything here, and only rank 0 gets the
     large arrays of a prediction.
@@ -124,7 +126,7 @@ class Predictor:
         kernels: Kernels = "fast",
         offload: fold_options.Offload = None,
         memory: Memory = None,
-        graphs: fold_options.ReplayGraphs = False,
+        graphs: fold_options.ReplayGraphs = True,
     ) -> None:
         if not isinstance(model, AlphaFold):
             what = arguments.shown(model)
@@ -626,7 +628,9 @@ class Predictor:
         """
         plan, running = replace(plan, graph=False) if self.dropout else plan, self.model.execution
         if not (plan.graph is True and isinstance(running, Execution) and running.plan == plan):  # whose graphs serve
-            Execution(plan, self.team.mesh).bind(self.model)
+            execution = Execution(plan, self.team.mesh)
+            execution.graphs.most = MOST_GRAPHS
+            execution.bind(self.model)
         model, settings = self.model, self.model.config
         model.config = replace(settings, ensemble=prepared.ensemble, recycle_tolerance=self._tolerance)
         if self.dropout:
@@ -695,7 +699,7 @@ def load(
     max_recycles: fold_options.MaxRecycles = None,
     dropout: fold_options.Dropout = False,
     chain_gap: fold_options.ChainGap = None,
-    graphs: fold_options.ReplayGraphs = False,
+    graphs: fold_options.ReplayGraphs = True,
     msa_server: fold_options.MsaServer = None,
     msa_cache: fold_options.MsaCache = None,
 ) -> Predictor:

@@ -52,7 +52,9 @@ from warpfold.training.config import GivenSettings, RunConfig
 log = logging.getLogger("warpfold.plan")
 
 TELL_EVERY = 5.0  # seconds between two lines about kernels that are being compiled
-GRAPHS_HOLD = 16  # times what a prediction needs must be free for its passes to be recorded: graphs keep their memory
+# A prediction is recorded where so many times the memory that it needs is free.  The graphs' pool holds the peak of the
+# trunk and what shorter proteins left there; the structure module and the heads take memory outside of the pool.
+GRAPHS_HOLD = 4
 SAID = ("chunk", "in_place", "offload", "axial", "branch")  # keys of a plan that a summary names
 
 
@@ -87,7 +89,7 @@ class FoldPlanner:
 
     fixed: keys of the plan that stay.  memory: bytes that may be used on the device at most.  team: all ranks that
     share an example call everything here, and get the plan that suits the one with the least memory.  graphs: whether
-    passes are recorded where an example has the sizes of the last.
+    the trunk is recorded as a graph where the device has graphs and enough memory.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class FoldPlanner:
         self.graphs = graphs
         self.model, self.device, self.fixed, self.memory = model, torch.device(device), dict(fixed or {}), memory
         self.team = team or Team()
+        self._unrecorded = math.inf  # residues from which memory ran out with graphs
         self._limits: list[tuple[int, int]] = []  # residues, and bytes that were not there though they were said to be
         self._last = ""
         self._kept: Choice | None = None
@@ -120,7 +123,7 @@ class FoldPlanner:
         compile_kernels(job, found.plan, self.device)
         evident = found.choice is not None and found.choice.trivially_fits
         plan = describe_plan(found.plan) + (", graphs" if found.plan.graph is True else "")
-        if plan != self._last and not (evident and not self._last and plan == describe_plan(found.plan)):
+        if plan != self._last and not (evident and not self._last):
             self._last = plan
             log.info("plan for %d residues: %s", sizes.residues, found.said)
         return found
@@ -145,16 +148,16 @@ class FoldPlanner:
         free = min([machine.free, *(limit for shorter, limit in self._limits if shorter <= sizes.residues)])
         machine = replace(machine, free=free, devices=self.team.mesh.model.size)
         if self.team.mesh.model.size == 1:
-            last, choice = self._kept, self._choose(job, machine)
+            choice = self._choose(job, machine)
             found = FoldPlan.of(choice)
             recorded = replace(choice.plan, graph=True)
-            repeats = last is self._kept and gradient is None and choice.plan.chunk is None
-            if not (self.graphs and repeats and recorded.why_no_graphs(machine.kind) is None):
+            if not self.graphs or gradient is not None or choice.plan.chunk is not None:
                 return found
-            # What graphs hold is free for nobody else; as soon as an example of other sizes comes, they are given up.
+            if recorded.why_no_graphs(machine.kind) is not None or sizes.residues >= self._unrecorded:
+                return found
             if GRAPHS_HOLD * needed_bytes(choice.memory, choice.machine) > machine.free:
                 return found
-            said = f"{found.said}; sizes repeat, so passes are recorded as graphs"
+            said = f"{found.said}; the trunk is recorded as a CUDA graph"
             return replace(found, plan=recorded, said=said, details={**found.details, "said": said, "graphs": True})
         free = min(self.team.all_gather_object_of_example(machine.free, "free memory"))
         told: dict[str, Any] = {}
@@ -190,12 +193,18 @@ class FoldPlanner:
     def after(self, failed: FoldPlan, error: BaseException) -> FoldPlan:
         """Return the next tighter plan where one ran out of memory, and remember that for examples as long or longer.
 
+        Without graphs first: their memory is free for nothing else.
+
         Errors: `error` itself if it is of another kind, or where several ranks share the example: the others wait for
         this one in the middle of it; UserError where nothing is tighter.
         """
         if not is_out_of_memory(error) or failed.choice is None or self.team.process.ranks > 1:
             raise error
         what = describe_plan(failed.plan)
+        if failed.plan.graph is True:
+            self._unrecorded = failed.residues
+            log.warning("%d residues: out of memory (%s) with CUDA graphs; next plan: without", failed.residues, what)
+            return FoldPlan.of(failed.choice, (*failed.ran_out, f"{what}, graphs"))
         following = tighter(failed.choice)
         if following is None:
             raise UserError(f"{failed.residues} residues: out of memory even with the tightest plan ({what})") from None

@@ -191,7 +191,7 @@ DOTS = "allowed_dot_input_precisions"
 
 
 class _Noting(threading.local):
-    """Who is told of every launch of this thread when it was made, and of the compiled code that served it."""
+    """Observer of this thread's launches, which it gets together with the compiled code of each."""
 
     tell: Callable[[TiledKernel, tuple[int, ...], Mapping[str, Any], Any], None] | None = None
 

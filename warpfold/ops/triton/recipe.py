@@ -107,12 +107,13 @@ ALIGNMENT = 16  # bytes; Triton compiles other code for pointers that this does 
 class _Launch:
     """The launch of a kernel.
 
-    specialise: launches it through Triton, which chooses the compiled code by the arguments.
-    run: the launcher of the code that the noted call was served by; None: there is none, or addresses were not aligned.
-    fixed: what `run` is given in front of the kernel's arguments: grid; stream; code, metadata and hooks.
-    values: the arguments in the kernel's order.
-    pointers: of arguments that are, or begin with, a tensor: position, slot, offset in bytes, the rest of the tuple.
-    nested: of arguments that hold several tensors: position, and the steps that make it.
+    specialise: launches the kernel through Triton, which chooses the compiled code by the arguments
+    run: the launcher of the code that served the noted call, or None if 16 did not divide all addresses
+    grid: three numbers
+    fixed: arguments of `run` between the stream and the kernel's own: code, metadata and hooks
+    values: the kernel's arguments in its order, with None in place of tensors
+    pointers: (position, slot, offset in bytes, rest of the tuple) of each argument with one tensor
+    nested: (position, steps that make the argument) of each argument with several tensors
     """
 
     specialise: Callable[[Memory], None]
@@ -127,8 +128,7 @@ class _Launch:
 class Recipe:
     """What a call did, to be done again with other arguments of the same layout.
 
-    steps: each launch; or each other action, which works in memory, or makes what fills a slot; and the slots that none
-    behind it uses.
+    steps: a launch or another action, the slot that its result fills, and the slots that no later step uses.
     slots: how many there are beside the arguments.
     result: where the results lie, as the call returns them; None: there are none.
     """
@@ -409,7 +409,7 @@ def _specialised(
     pointers: Sequence[tuple[str, Any, int, int, Any]],
     nested: Sequence[tuple[str, Any]],
 ) -> Callable[[Memory], None]:
-    """Return the launch of a kernel through Triton, which is told of a tensor's dtype and address: the rest is numbers.
+    """Return the launch of a kernel through Triton, which gets dtypes and addresses of tensors, and numbers.
 
     pointers: arguments that are, or begin with, a tensor; nested: those with several.
     """
