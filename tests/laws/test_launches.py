@@ -18,6 +18,7 @@ from warpfold.cost.launches import LaunchCount, block_launches, counting
 from warpfold.model.alphafold import ModelConfig
 from warpfold.ops import dispatch
 from warpfold.ops.linear import gate
+from warpfold.ops.triton import recipe
 from warpfold.parallel.plan import Plan
 
 SIZES = ExampleSizes(residues=256, sequences=128, extra=1, templates=0)
@@ -83,16 +84,31 @@ def test_a_count_of_zero_is_an_error() -> None:
 
 
 def test_the_host_works_a_launch_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions of Python that are called for each launch of a block: 98 where each is worked out, 30 by recipe; with a
-    gradient 120 and 72 forward, of which 50 are torch's, and 68 and 32 backward.
+    """Count the functions of Python that are called for each launch of a block, three of Triton's launcher included.
 
     Where there are no graphs the host's time decides how fast short proteins are predicted, and layers trained.
     """
     launches = 0
 
-    def launched(**given: object) -> None:
+    def scratch() -> None:
+        pass
+
+    class Compiled:
+        """Stands for compiled code, whose launcher calls two functions to allocate memory that no kernel wants."""
+
+        function, packed_metadata = 0, ()
+
+        @staticmethod
+        def run(*given: object) -> None:
+            nonlocal launches
+            launches += 1
+            scratch()
+            scratch()
+
+    def launched(**given: object) -> Compiled:
         nonlocal launches
         launches += 1
+        return Compiled()
 
     calls = 0
 
@@ -101,6 +117,7 @@ def test_the_host_works_a_launch_out_once(monkeypatch: pytest.MonkeyPatch) -> No
         calls += event == "call" and frame.f_code is not launched.__code__
 
     monkeypatch.setattr(KernelInterface, "__getitem__", lambda kernel, grid: launched)
+    monkeypatch.setattr(recipe, "ALIGNMENT", 1)  # on a CPU small tensors lie anywhere
     sizes = BlockSizes.of(ModelConfig(), ExampleSizes(residues=64, sequences=16, extra=1, templates=0))
     block = RandomBlock(sizes, Plan(precision="bf16"), "cpu")
     block.stack.eval()
@@ -129,8 +146,9 @@ def test_the_host_works_a_launch_out_once(monkeypatch: pytest.MonkeyPatch) -> No
                 differentiated().backward()
             found["forward", how] = counted(lambda: loss.append(differentiated()))
             found["backward", how] = counted(loss.pop().backward)
-    assert found["alone", "by recipe"] <= 31
-    assert found["alone", "by recipe"] <= found["alone", "worked out"] / 3
-    assert found["forward", "by recipe"] <= 0.65 * found["forward", "worked out"]
-    # Calls of cuBLAS, of which the outer product makes many, need no working out.
-    assert found["backward", "by recipe"] <= 0.6 * found["backward", "worked out"]
+    # Counted: 27, 39 and 12.
+    assert found["alone", "by recipe"] <= 28
+    assert found["forward", "by recipe"] <= 40
+    assert found["backward", "by recipe"] <= 15
+    for which, least in (("alone", 3), ("forward", 2.5), ("backward", 3)):
+        assert found[which, "by recipe"] <= found[which, "worked out"] / least, which

@@ -29,7 +29,16 @@ from torch import Tensor, nn
 from warpfold.device import Function, Named
 from warpfold.host import fetch, fetch_each, store
 from warpfold.model.layers import DrawsNoise, LayerNorm
-from warpfold.ops.dispatch import NOTHING, Kernels, representative_turns, uniform_loop, upcast_half, using, watched
+from warpfold.ops.dispatch import (
+    NOTHING,
+    Kernels,
+    kernels,
+    representative_turns,
+    uniform_loop,
+    upcast_half,
+    using,
+    watched,
+)
 from warpfold.ops.noise import Factors
 
 Tensors = tuple[Tensor, ...]
@@ -162,6 +171,8 @@ class Executable(nn.Module):
     execution: PlainExecution = PLAIN
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.execution.kernels in (None, kernels()):  # nearly always: a context costs three calls of Python
+            return super().__call__(*args, **kwargs)
         with self.computing():
             return super().__call__(*args, **kwargs)
 

@@ -52,7 +52,7 @@ from torch import Tensor
 
 from warpfold.errors import UserError
 from warpfold.ops.capabilities import NO_TRITON, TRITON, no_kernels_reason
-from warpfold.ops.torch_internals import is_observed
+from warpfold.ops.torch_internals import below_autograd, direct_function, is_observed
 
 # fast: the fast path where it can be; strict: likewise, but where it cannot is an error; definition: never.
 Kernels = Literal["fast", "strict", "definition"]
@@ -112,6 +112,8 @@ class Op(Generic[P, R]):
     fast computes it; unsupported says why `fast` cannot take them, or None; prefer_definition says whether the
     definition is the faster of the two, which is not counted as a refusal; misfit describes an operand of a wrong
     shape, which is an error, or returns EMPTY if there is nothing to compute, else None.
+    direct: computes it as `fast` does, but calls registered operations past torch's dispatcher: only where no mode,
+    profiler or transform watches, and for plain tensors.
     """
 
     def __init__(
@@ -121,14 +123,16 @@ class Op(Generic[P, R]):
         unsupported: Callable[[Any], str | None],
         prefer_definition: Callable[[Any], bool] | None = None,
         misfit: Callable[[Any], str | None] | None = None,
+        direct: Callable[[Any], R] | None = None,
     ) -> None:
         self.definition, self.prefer_definition = definition, prefer_definition
-        self._fast, self._unsupported, self._misfit = fast, unsupported, misfit
+        self._fast, self._unsupported, self._misfit, self._direct = fast, unsupported, misfit, direct
         self.name = definition.__name__
         parameters = inspect.signature(definition).parameters
         defaults = [p.default for p in parameters.values() if p.default is not p.empty]
         self.arguments: Any = namedtuple("Arguments", list(parameters), defaults=defaults)  # type: ignore[misc]
-        self._recipes: dict[Any, Any] = {}  # of calls without gradient on a GPU, by the layout of their arguments
+        # Of calls on a GPU, by the layout of their arguments: without gradient what they did, with one `direct`.
+        self._recipes: dict[Any, Callable[[Any], Any] | None] = {}
         functools.update_wrapper(self, definition)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -145,16 +149,21 @@ class Op(Generic[P, R]):
             return self.definition(*args, **kwargs)
         # This runs at every call on a GPU, beside kernels of a few microseconds: no step that can be left out.
         given = self.arguments(*args, **kwargs)
-        key, known = (None, None) if torch.is_grad_enabled() else _recalled(self._recipes, given)
+        gradient = torch.is_grad_enabled()
+        key, known = (None, None) if gradient and self._direct is None else _recalled(self._recipes, given, gradient)
         if known is not None:
-            return known.repeat(given)
+            return known(given)
         if self._is_empty(given):
             return self.definition(*args, **kwargs)
         if self.prefer_definition is not None and not _choice.always_fast and self.prefer_definition(given):
             return self.definition(*args, **kwargs)
         reason = self._unsupported(given)
         if reason is None:
-            return _noted(self._recipes, key, self._fast, given)
+            if not gradient:
+                return _noted(self._recipes, key, self._fast, given)
+            if key is not None:
+                _module("triton", "recipe").keep(self._recipes, key, self._direct)
+            return self._fast(given)
         if reason != EMPTY:
             report_refusal(f"{self.name}: {reason}")
         return self.definition(*args, **kwargs)
@@ -403,11 +412,11 @@ def repeats() -> bool:
     return TRITON and not torch.compiler.is_compiling() and not is_observed()
 
 
-def _recalled(recipes: Mapping[Any, Any], given: Sequence[Any]) -> tuple[Any, Any]:
+def _recalled(recipes: Mapping[Any, Any], given: Sequence[Any], gradient: bool = False) -> tuple[Any, Any]:
     """Return the layout of a call's arguments and its recipe; None for what there is not, or does not serve here."""
     if not (given[0].is_cuda or _interpreting) or not repeats():  # as `backend`, one call less at every operation
         return None, None
-    key = _module("triton", "recipe").layout(given)
+    key = _module("triton", "recipe").layout(given, gradient)
     return key, recipes.get(key)
 
 
@@ -715,8 +724,9 @@ class register:
             back, needs = f"{name}_backward", self._operands(["grad", *self.keeps.split()], types)
             needs = dict(sorted(needs.items(), key=lambda need: _kind(*need)))
             self._define(back, module, needs, len(gradients), self.empty_gradients or self._empty_gradients)
-            save, differentiate = self._autograd(_registered(back), list(operands), needs)
+            save, differentiate = self._autograd(_registered(back), runs[back], list(operands), needs)
             op.register_autograd(differentiate, setup_context=save)
+            return self._choosing(definition, _registered(name), direct_function(runs[name], save, differentiate))
         return self._choosing(definition, _registered(name))
 
     def _operands(self, names: Sequence[str], types: Mapping[str, Any]) -> dict[str, Any]:
@@ -751,7 +761,7 @@ class register:
             """Check the operands and compute the operation, or repeat what it did with others of their layout."""
             key, known = _recalled(recipes[name], args)
             if known is not None:
-                return known.repeat(args)
+                return known(args)
             sizes = shapes.require(qualified, args)
             if check is not None:
                 check(qualified, sizes, Operands(**dict(zip(operands, args))))
@@ -769,9 +779,12 @@ class register:
         return op
 
     def _autograd(
-        self, backward: Registered, operands: list[str], needs: Mapping[str, Any]
+        self, backward: Registered, run: Callable[..., Any], operands: list[str], needs: Mapping[str, Any]
     ) -> tuple[Callable[..., None], Callable[..., tuple[Tensor | None, ...]]]:
-        """Return the two functions that torch asks for: one keeps what the backward pass needs, one runs it."""
+        """Return the two functions that torch asks for: one keeps what the backward pass needs, one runs it.
+
+        backward: the registered backward operation; run: what computes it.
+        """
         known, gradients = [*operands, *self.results.split()], self.gradients.split()
         tensors = [name for name, hint in needs.items() if hint in (Tensor, Tensor | None)]
         saved = [known.index(name) for name in tensors if name in known]
@@ -783,22 +796,31 @@ class register:
 
         def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             values = (*inputs, *(output if isinstance(output, tuple) else (output,)))
-            ctx.save_for_backward(*(values[i] for i in saved))
+            ctx.save_for_backward(*[values[i] for i in saved])
             ctx.constants = [values[i] for i in constants]
             ctx.set_materialize_grads(False)
 
         def differentiate(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+            """Return the gradient of each operand, or None."""
             if grad is None:
                 return (None,) * len(sources)
             wanted = ctx.needs_input_grad
-            found = backward(grad, *ctx.saved_tensors, *ctx.constants, *(wanted[i] for i in flags))
+            # Where the gradient shall have a gradient itself, the registered operation raises an error.
+            given = grad, *ctx.saved_tensors, *ctx.constants, *[wanted[i] for i in flags]
+            watched = type(grad) is not Tensor or grad.is_meta or torch.is_grad_enabled() or not repeats()
+            found = backward(*given) if watched else below_autograd(run, *given)
             found = *found, grad
             return tuple([found[at] if at is not None and wanted[i] else None for i, at in enumerate(sources)])
 
         return save, differentiate
 
-    def _choosing(self, definition: Callable[P, R], registered: Registered) -> Op[P, R]:
-        """Return the `Op` of a definition, whose fast path is the registered operation."""
+    def _choosing(
+        self, definition: Callable[P, R], registered: Registered, past_dispatcher: Callable[..., Any] | None = None
+    ) -> Op[P, R]:
+        """Return the `Op` of a definition, whose fast path is the registered operation.
+
+        past_dispatcher: computes the registered operation, and its gradient, without torch's dispatcher.
+        """
         parameters = list(inspect.signature(definition).parameters)
         shapes = Shapes(self.caller_shapes or self.shapes, parameters)
         adapter, unsupported, expand, kept = self.adapter, self.unsupported, self.expand, self.kept
@@ -810,14 +832,18 @@ class register:
         all_have_shapes = shapes.positions == list(range(len(parameters)))
         differ = f"{', '.join(same[:-1])} and {''.join(same[-1:])} differ in dtype"
 
-        def call(*args: Any) -> Any:
-            if expand is not None:
-                args = *args[:at], *expand.split(args[at], args[0]), *args[at + 1 :]
-            out = registered(*args, torch.is_grad_enabled()) if kept else registered(*args)
-            return out[0] if several else out
+        def calling(compute: Callable[..., Any]) -> Callable[[Any], Any]:
+            """Return a function of the definition's arguments that calls the registered operation by `compute`."""
 
-        def fast(given: Any) -> Any:
-            return call(*given) if adapter is None else adapter(call, given)
+            def call(*args: Any) -> Any:
+                if expand is not None:
+                    args = *args[:at], *expand.split(args[at], args[0]), *args[at + 1 :]
+                out = compute(*args, torch.is_grad_enabled()) if kept else compute(*args)
+                return out[0] if several else out
+
+            if adapter is not None:
+                return lambda given: adapter(call, given)
+            return lambda given: call(*given)
 
         def misfit(given: Any) -> str | None:
             """Describe the first operand of a wrong shape; EMPTY if there is nothing to compute, else None."""
@@ -835,7 +861,8 @@ class register:
                     return differ
             return None if unsupported is None else unsupported(given)
 
-        return Op(definition, fast, why_not, self.prefer_definition, misfit)
+        direct = None if past_dispatcher is None else calling(past_dispatcher)
+        return Op(definition, calling(registered), why_not, self.prefer_definition, misfit, direct)
 
 
 def _kind(name: str, hint: Any) -> int:

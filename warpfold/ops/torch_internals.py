@@ -116,12 +116,48 @@ def taking_part(groups: "Sequence[Sequence[Node]]") -> list[int]:
     return [sum(map(torch._C._will_engine_execute_node, nodes)) for nodes in groups]
 
 
+def below_autograd(function: Callable[..., T], *args: Any) -> T:
+    """Call a function whose operations autograd does not see, so that its results are no views of other tensors."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return function(*args)
+
+
+def direct_function(
+    forward: Callable[..., Any], save: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a function with this gradient that autograd calls past torch's dispatcher.
+
+    save(ctx, inputs, output) and backward(ctx, *gradients) are as of `torch.library.register_autograd`, which makes
+    some thirty calls of Python for each operation.  The public `Function.apply` adds one for each argument, as it looks
+    for wrappers of torch.func.
+    """
+
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():  # as of `below_autograd`
+                output = forward(*inputs)
+            save(ctx, inputs, output)
+            return output
+
+    Direct.backward = staticmethod(backward)  # type: ignore[method-assign]
+    apply: Callable[..., Any] = super(torch.autograd.Function, Direct).apply
+    return apply
+
+
 # ---- modes
 
 
 def is_observed() -> bool:
-    """Return whether a dispatch mode or a profiler watches this thread: it would miss the work of another thread."""
-    return bool(torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled())
+    """Return whether a dispatch mode, a profiler or a transform of torch.func watches this thread.
+
+    It would miss the work of another thread, and what is done past torch's dispatcher.
+    """
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch.autograd._profiler_enabled()
+        or torch._C._are_functorch_transforms_active()
+    )
 
 
 def without_modes(function: Callable[..., T], *args: Any) -> T:

@@ -17,7 +17,7 @@ from warpfold.errors import UserError
 from warpfold.host import HostTensor
 from warpfold.model.axial import COLS, AxialUpdate, Block, BlockStack, Executable, PlainExecution, Tensors
 from warpfold.model.layers import Linear
-from warpfold.ops.dispatch import allow_tf32, backend, using
+from warpfold.ops.dispatch import allow_tf32, backend, kernels, using
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.messages import all_gather_object
 from warpfold.parallel.plan import DTYPES, Plan
@@ -163,6 +163,8 @@ class Execution(PlainExecution):
 
     def _layer(self, layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None, residual: bool) -> Tensor:
         layer = self._compiled.get(layer, layer)
+        if self.plan.chunk is None and self.plan.kernels == kernels():
+            return super().layer(layer, x, mask, other, residual)
         with using(self.plan.kernels):  # also where it is recomputed, perhaps by another thread
             if self.plan.chunk is None:
                 return super().layer(layer, x, mask, other, residual)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime.jit import JITFunction, KernelInterface
@@ -89,11 +90,10 @@ def test_what_lies_behind_a_tensor_counts() -> None:
 
 def test_nothing_is_repeated_where_somebody_looks_on(launched: Launched) -> None:
     norm()
-    (known,) = layer_norm._recipes.values()
+    ((key, known),) = layer_norm._recipes.items()
+    assert known is not None
     calls: list[object] = []
-    layer_norm._recipes[next(iter(layer_norm._recipes))] = type(
-        "Told", (), {"repeat": lambda self, given: calls.append(0) or known.repeat(given)}
-    )()
+    layer_norm._recipes[key] = lambda given: calls.append(given) or known(given)
     norm()
     assert len(calls) == 1
     with recorded() as launches:
@@ -171,7 +171,9 @@ def test_a_recipe_holds_no_memory_and_frees_what_it_is_done_with(launched: Launc
     weights = [torch.ones(c), None, torch.randn(4 * c, c), None, torch.randn(c, c), None]
     gated_attention._recipes.clear()
     gated_attention(x, *weights, torch.ones(6, 8), bias, 2)
-    (known,) = gated_attention._recipes.values()
+    (repeat,) = gated_attention._recipes.values()
+    known = repeat.__self__  # type: ignore[union-attr]
+    assert isinstance(known, recipe.Recipe)
     slots = [slot for _, _, unused in known._steps for slot in unused]
     assert len(slots) == len(set(slots))
     allocated = [made for _, made, _ in known._steps if made is not None]
@@ -248,6 +250,54 @@ def test_code_of_one_device_does_not_serve_another(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(launch, "state", lambda: 0)
     on_cpu, on_meta = (recipe.layout([torch.ones(2, device=device)]) for device in ("cpu", "meta"))
     assert on_cpu != on_meta
+
+
+def with_gradient(x: Tensor) -> Tensor:
+    """A call with a gradient, and its backward pass."""
+    with torch.enable_grad():
+        out = layer_norm(x.detach().requires_grad_(), WEIGHT.clone().requires_grad_(), None)
+        out.sum().backward()
+    return out
+
+
+def test_a_gradient_is_computed_past_the_dispatcher(launched: Launched, direct: list[Direct]) -> None:
+    x = torch.randn(4, 6, 16)
+    names = [type(with_gradient(x).grad_fn).__name__ for _ in range(3)]
+    assert names == ["GeneratedBackwardFor_warpfold_layer_norm_defaultBackward", "DirectBackward", "DirectBackward"]
+    assert len(launched) + len(direct) == 9  # of each forward pass one, of each backward pass two
+    assert len(direct) >= 3
+
+
+def test_a_gradient_goes_through_the_dispatcher_where_somebody_looks_on(launched: Launched) -> None:
+    x = torch.randn(4, 6, 16)
+    with_gradient(x)
+    with Launches() as seen:
+        assert "Generated" in type(with_gradient(x).grad_fn).__name__
+    assert seen.count > 0
+    out = torch.vmap(lambda row: row * 2)(x)  # a transform that has ended
+    assert type(with_gradient(out).grad_fn).__name__ == "DirectBackward"
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_second_derivative_is_an_error(launched: Launched, calls: int) -> None:
+    with torch.enable_grad():
+        for _ in range(calls):
+            x = torch.randn(4, 6, 16, requires_grad=True)
+            out = layer_norm(x, WEIGHT.clone().requires_grad_(), None)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="no autograd formula"):
+            slope.sum().backward()
+
+
+def test_recomputed_layers_are_computed_past_the_dispatcher(launched: Launched, direct: list[Direct]) -> None:
+    x = torch.randn(4, 6, 16)
+    with_gradient(x)
+    with torch.enable_grad():
+        given = x.clone().requires_grad_()
+        out = checkpoint(layer_norm, given, WEIGHT.clone().requires_grad_(), None, use_reentrant=False)
+        out.sum().backward()
+    assert given.grad is not None
+    assert type(out.grad_fn).__name__ == "DirectBackward"
 
 
 def leaves(signature: Any, value: Any) -> Iterator[tuple[str, Any]]:

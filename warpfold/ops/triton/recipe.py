@@ -16,6 +16,8 @@ wrongly: `layout` says what it may decide by.
 
 import functools
 import inspect
+import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,16 +45,19 @@ MOST = 512  # recipes of one operation, kept at a time
 Memory = list[Any]  # the arguments of a call, and behind them what is allocated
 
 
-def layout(given: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Return all that decides how these arguments are computed, or None where recipes do not serve."""
+def layout(given: Sequence[Any], gradient: bool = False) -> tuple[Any, ...] | None:
+    """Return all that decides how these arguments are computed, or None where recipes do not serve.
+
+    gradient: a gradient may follow, of those arguments that require one.
+    """
     state = launch.state()
     if state is None:
         return None
-    key: list[Any] = [state, dispatch.fp32_products()]
+    key: list[Any] = [state, dispatch.fp32_products(), gradient]
     for t in given:
         kind = type(t)
         if kind is Tensor or kind is nn.Parameter:
-            key += t.shape, t.stride(), t.dtype, t.device
+            key += t.shape, t.stride(), t.dtype, t.device, gradient and t.requires_grad
             if not t.is_contiguous():
                 behind = t.untyped_storage().nbytes() // t.element_size() - t.storage_offset() - _span(t)
                 key.append(min(BEHIND, behind))
@@ -142,7 +147,10 @@ class Recipe:
     ) -> None:
         self._steps, self._slots, self._result, self._device = steps, [None] * slots, result, device
         self._gpu = device.index if device.type == "cuda" else None
-        self._whole = result.slot if isinstance(result, _Place) and result.whole else None
+        places = result if isinstance(result, tuple) else (result,)
+        whole = all(isinstance(place, _Place) and place.whole for place in places)
+        # Without a call of Python where each result is all of an argument or an allocation.
+        self._take = operator.itemgetter(*(place.slot for place in places)) if whole else None
 
     def repeat(self, given: Sequence[Any]) -> Any:
         """Do it, and return what the call would."""
@@ -184,22 +192,37 @@ class Recipe:
                 memory[made] = action()
             for slot in unused:
                 memory[slot] = None
-        return _filled(self._result, memory) if self._whole is None else memory[self._whole]
+        if self._take is not None:
+            return self._take(memory)
+        place = self._result
+        if isinstance(place, _Place):
+            t = memory[place.slot]
+            return t.as_strided(place.shape, place.stride, t.storage_offset() + place.offset)
+        return _filled(place, memory)
 
 
 def record(
-    recipes: MutableMapping[Any, Recipe | None], key: tuple[Any, ...], call: Callable[[Any], Any], given: Sequence[Any]
+    recipes: MutableMapping[Any, Callable[[Any], Any] | None],
+    key: tuple[Any, ...],
+    call: Callable[[Any], Any],
+    given: Sequence[Any],
 ) -> Any:
     """Make the call, and note its recipe under the layout of its arguments; None where it cannot be repeated."""
     if key in recipes:
         return call(given)
-    if len(recipes) >= MOST:
-        recipes.clear()
     recorder = _Recorder(given)
     with recorder.noting():
         result = call(given)
-    recipes[key] = recorder.recipe(result, given[0].device)
+    made = recorder.recipe(result, given[0].device)
+    keep(recipes, key, None if made is None else made.repeat)
     return result
+
+
+def keep(recipes: MutableMapping[Any, Any], key: tuple[Any, ...], made: Callable[[Any], Any] | None) -> None:
+    """Keep what serves a layout; all others are forgotten where there are too many."""
+    if len(recipes) >= MOST:
+        recipes.clear()
+    recipes[key] = made
 
 
 class _Slot(NamedTuple):
@@ -251,7 +274,7 @@ class _Recorder(DispatchMode):
 
     def recipe(self, result: Any, device: torch.device) -> Recipe | None:
         """Return the recipe of a call that returned this; None where something of it cannot be repeated."""
-        place = map_tensors(self._place, result)
+        place = map_tensors(self._result, result)
         if self._failed:
             return None
         unused: dict[int, list[int]] = {}
@@ -288,6 +311,18 @@ class _Recorder(DispatchMode):
 
     def _note(self, action: _Launch | Callable[..., Any], allocates: int | None = None) -> None:
         self._actions.append((action, allocates))
+
+    def _result(self, t: Tensor) -> "_Place | _Empty | None":
+        """Return the place of a result; one without elements is allocated in each call, as no two may be one."""
+        if t.numel():
+            place = self._place(t)
+        else:
+            place = _Place(len(self._slots), 0, tuple(t.shape), t.stride(), True)
+            self._note(_allocation(t), len(self._slots))
+            self._slots.append(_Slot.of(t))
+        if isinstance(place, _Place):
+            self._last[place.slot] = sys.maxsize  # the slot is not freed
+        return place
 
     def _place(self, t: Tensor) -> "_Place | _Empty | None":
         """Return the place of a tensor that the next action uses."""
@@ -373,11 +408,20 @@ def _is_copy(out: Any, given: Any) -> bool:
     return out.untyped_storage().data_ptr() not in inputs
 
 
-def _call(func: Any, args: Any, kwargs: Mapping[str, Any], slot: int | None) -> Callable[[Memory], None]:
+def _call(func: Any, args: list[Any], kwargs: Mapping[str, Any], slot: int | None) -> Callable[[Memory], None]:
     """Return a call of one of torch's operations; slot: that its result fills."""
+    places = [(i, place) for i, place in enumerate(args) if isinstance(place, _Place)]
+    others = [i for i, value in enumerate(args) if isinstance(value, _Empty | tuple | list)]
 
     def action(memory: Memory) -> None:
-        out = func(*_filled(args, memory), **{name: _filled(value, memory) for name, value in kwargs.items()})
+        given = args.copy()
+        for i, place in places:
+            t = memory[place.slot]
+            given[i] = t if place.whole else t.as_strided(place.shape, place.stride, t.storage_offset() + place.offset)
+        for i in others:
+            given[i] = _filled(args[i], memory)
+        named = {name: _filled(value, memory) for name, value in kwargs.items()} if kwargs else kwargs
+        out = func(*given, **named)
         if slot is not None:
             memory[slot] = out
 

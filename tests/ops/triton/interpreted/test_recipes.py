@@ -62,5 +62,22 @@ def test_what_is_repeated_with_a_gradient_is_what_was_worked_out(monkeypatch: py
         known.clear()
 
 
+@pytest.mark.parametrize("name", WITH_GRADIENT)
+def test_a_call_past_the_dispatcher_has_the_same_gradients(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(launch, "state", lambda: 0)
+    first, second = made(name, torch.bfloat16), made(name, torch.bfloat16)
+    first.op._recipes.clear()
+    right = first.answers(first.op.fast)
+    with dispatch.always_fast():
+        noted = first.answers(first.op)
+        assert list(first.op._recipes.values()) == [first.op._direct]
+        found = second.answers(first.op)
+    for of, t in right.items():
+        for each in (noted, found):
+            assert torch.equal(each[of].nan_to_num(), t.nan_to_num()), of
+            assert each[of].stride() == t.stride()
+    first.op._recipes.clear()
+
+
 def test_every_operation_is_repeated() -> None:
     assert {CASES[name][0].name for name in REPEATED} == {op.name for op, _, _ in CASES.values()}
