@@ -87,12 +87,12 @@ def prepared(options: Options, sink: Sink) -> None:
 
     from warpfold.ops.triton.ahead import compile_ahead, is_cached
 
-    target = GPUTarget("cuda", ARCHITECTURE, 32)
+    target, on_gpu = GPUTarget("cuda", ARCHITECTURE, 32), options.device.type == "cuda"
     launches = recorded_launches(options)[: 2 if options.toy else None]
     key = hashlib.sha256(f"{triton_key()}{get_ptxas_version(ARCHITECTURE)}".encode()).hexdigest()[:12]
     cache = "hit" if is_cached(launches[0], target) else "miss"
     sink({"what": "first kernel", "cache": cache, "triton_key": key})
-    found = compile_ahead(launches, target, workers=options.workers, launchers=options.device.type == "cuda")
+    found = compile_ahead(launches, target, workers=options.workers, launchers=on_gpu, again=on_gpu)
     sink({"what": "all kernels", "hits": found.cached, "misses": found.compiled, "failed": found.failed})
 
 

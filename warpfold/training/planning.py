@@ -251,7 +251,7 @@ def compile_kernels(job: Job, plan: Plan, device: torch.device | str) -> None:
     try:
         with launched_on(device):
             launches = launches_of(job, plan)
-        found = compile_ahead(launches, GPUTarget("cuda", 10 * major + minor, 32), tell)
+        found = compile_ahead(launches, GPUTarget("cuda", 10 * major + minor, 32), tell, launchers=True)
     except OSError as error:
         log.info("kernels are compiled when they are first launched: Triton's cache cannot be written (%s)", error)
         return

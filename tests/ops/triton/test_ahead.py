@@ -82,7 +82,7 @@ def test_a_launch_finds_what_processes_compiled_ahead(
     told: list[tuple[int, int, str]] = []
     found = compile_ahead([*gates, *gates], TARGET, lambda *words: told.append(words), workers=2)
     assert found == Compilations(0, 2)
-    assert [words[:2] for words in told] == [(1, 2), (2, 2)]
+    assert [words[:2] for words in told] == [(0, 2), (1, 2), (2, 2)]
     assert told[-1][2].startswith("compiling 2 kernels, 2 done; kept in ")
     assert compile_ahead(gates, TARGET) == Compilations(2, 0)
     first = gates[0]
@@ -175,7 +175,8 @@ def test_launchers_are_made_ahead(
     monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
     nvidia.libcuda_dirs.cache_clear()
     nvidia.library_dirs.cache_clear()
-    assert compile_ahead(gates, TARGET, workers=2, launchers=True) == Compilations(0, 2)
+    # Here, because a process would not find the stand-in of the library.
+    assert compile_ahead(gates, TARGET, workers=0, launchers=True) == Compilations(0, 2)
     made: list[str] = []
     monkeypatch.setattr("triton.runtime.build._build", lambda *given: made.append(given[0]))
     for launch in gates:
@@ -223,7 +224,7 @@ def test_a_run_says_what_it_compiles_and_looks_once(
 ) -> None:
     given: list[tuple[int, GPUTarget]] = []
 
-    def compiles(launches: list[KernelLaunch], target: GPUTarget, tell: ahead.Tell) -> Compilations:
+    def compiles(launches: list[KernelLaunch], target: GPUTarget, tell: ahead.Tell, launchers: bool) -> Compilations:
         given.append((len({identity(launch, target) for launch in launches}), target))
         tell(0, 30, "compiling 30 kernels, 0 done; kept in here")
         tell(30, 30, "compiling 30 kernels, 30 done; kept in here")

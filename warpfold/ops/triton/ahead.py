@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import PTXASError
 from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 from triton.compiler.compiler import make_backend
@@ -42,6 +43,8 @@ WORKER_BYTES = 2**30  # memory that a process with torch and LLVM may need
 # A process takes some seconds to import torch. For fewer kernels this process compiles them itself.
 FEW = 2
 POLL_SECONDS = 0.5
+# A pass of the compiler raises RuntimeError. Making a launcher fails without libcuda or without a C compiler.
+FAILURES = (PTXASError, CompilationError, RuntimeError, AssertionError, OSError, subprocess.SubprocessError)
 # The process finds modules where this one does.
 BEGIN = f"import sys; sys.path[:0] = sys.argv[1:]; from {__name__} import main; main()"
 
@@ -77,11 +80,13 @@ def compile_ahead(
     tell: Tell = lambda done, total, what: None,
     workers: int | None = None,
     launchers: bool = False,
+    again: bool = False,
 ) -> Compilations:
     """Compile the kernels of some launches that Triton's cache lacks; a kernel that does not compile is reported.
 
     tell: progress, in kernels that lacked.  workers: processes; None: one for each core, as far as memory goes.
-    launchers: also make the C launchers of Triton 3.6, which needs a C compiler and libcuda.
+    launchers: also make the C launchers of Triton 3.6, which needs a C compiler and libcuda.  again: also take kernels
+    that the cache has, whose launchers may be missing.
 
     One process of a machine compiles at a time, also of several ranks or runs.  The others wait for a lock, and then
     find the kernels in the cache.  This needs no messages between ranks.  Where the file system has no locks, each
@@ -91,23 +96,27 @@ def compile_ahead(
     distinct = {identity(launch, target): launch for launch in launches}
     missing = [launch for launch in distinct.values() if not is_cached(launch, target)]
     found = Compilations(cached=len(distinct) - len(missing))
-    if not missing and not launchers:
+    if not missing and not again:
         return found
     with _one_at_a_time(lambda: tell(0, len(missing), "waiting for another process that compiles kernels")):
-        todo = list(distinct.values()) if launchers else [one for one in missing if not is_cached(one, target)]
-        found.cached += 0 if launchers else len(missing) - len(todo)
+        todo = list(distinct.values()) if again else [one for one in missing if not is_cached(one, target)]
+        found.cached += 0 if again else len(missing) - len(todo)
+        if not todo:
+            return found
         workers = min(_most_workers() if workers is None else workers, len(todo))
         outcomes = (
             _compile_here(todo, target, launchers)
             if len(todo) < FEW or workers < 1
             else _compile_in_processes(todo, target, workers, launchers)
         )
+        line = f"compiling {len(todo)} kernel{'s' if len(todo) > 1 else ''}, {{}} done; kept in {cache_folder()}"
+        tell(0, len(todo), line.format(0))
         for done, (was_cached, failure) in enumerate(outcomes, 1):
             if failure:
                 found.failed.append(failure)
             elif not was_cached:
                 found.compiled += 1
-            tell(done, len(todo), f"compiling {len(todo)} kernels, {done} done; kept in {cache_folder()}")
+            tell(done, len(todo), line.format(done))
     return found
 
 
@@ -148,15 +157,13 @@ def _one_at_a_time(wait: Callable[[], object]) -> Iterator[None]:
 
 def _compile_here(todo: Sequence[KernelLaunch], target: GPUTarget, launchers: bool) -> Iterator[tuple[bool, str]]:
     """Compile kernels one after another; yield whether the cache had each, and why it failed."""
-    from triton.backends.nvidia.compiler import PTXASError
-
     for launch in todo:
         was_cached = is_cached(launch, target)
         try:
             kernel = compiled(launch, target)
             if launchers:
                 make_launcher(kernel)
-        except (PTXASError, CompilationError, RuntimeError) as error:  # RuntimeError: a pass of the compiler failed
+        except FAILURES as error:
             yield was_cached, f"{launch.kernel.name} {launch.key} {launch.config}: {reason(error)}"
         else:
             yield was_cached, ""
@@ -265,8 +272,6 @@ def _value(plain: Any) -> Any:
 
 def _compile_job(job: dict[str, Any]) -> tuple[bool, str]:
     """Compile the kernel of a job; return whether the cache had it, and why it failed."""
-    from triton.backends.nvidia.compiler import PTXASError
-
     hits: list[bool] = []
     triton.knobs.compilation.listener = lambda **compilation: hits.append(compilation["cache_hit"])
     target = GPUTarget(*job["target"])
@@ -281,7 +286,7 @@ def _compile_job(job: dict[str, Any]) -> tuple[bool, str]:
         kernel = triton_compile(specialised, target, make_backend(target).parse_options(options).__dict__)
         if job["launchers"]:
             make_launcher(kernel)
-    except (PTXASError, CompilationError, RuntimeError) as error:  # RuntimeError: a pass of the compiler failed
+    except FAILURES as error:
         return False, reason(error)
     return hits == [True], ""
 
