@@ -15,7 +15,7 @@ from torch import nn
 from warpfold.bench.kernels import launching
 from warpfold.cost.fake import memory_of
 from warpfold.model.alphafold import ModelConfig
-from warpfold.model.axial import AxialUpdate
+from warpfold.model.axial import ROWS, AxialUpdate
 from warpfold.model.evoformer import OuterProductMean, Transition, TriangleAttention, TriangleMultiplication
 from warpfold.model.layers import Linear
 from warpfold.model.losses import LossConfig
@@ -23,7 +23,9 @@ from warpfold.model.pair_bias import AttentionPairBias, PairWeightedAveraging
 from warpfold.ops import dispatch
 from warpfold.ops.adam import adam_step
 from warpfold.ops.triton.launch import KernelLaunch
+from warpfold.parallel.mesh import Group
 from warpfold.parallel.plan import DTYPES, Plan
+from warpfold.parallel.sharded import ChannelExchange, result_of
 
 
 def wider() -> ModelConfig:
@@ -86,8 +88,20 @@ def launches_of(plan: Plan, config: ModelConfig, sizes: Mapping[str, int], train
     with dispatch.using(plan.kernels), launching() as launches:
         memory_of(plan, one_block(config), sizes, losses, recycles=0)
         if training:
+            exchange_channels(config, sizes["res"], DTYPES[plan.precision])
             update(DTYPES[plan.precision])
     return launches
+
+
+def exchange_channels(config: ModelConfig, residues: int, dtype: torch.dtype) -> None:
+    """Compute a triangle product forward and backward as ranks that exchange channels do, here one rank."""
+    with torch.device("meta"):
+        layer = TriangleMultiplication(config.c_z, config.evoformer.pair.c_triangle, outgoing=True)
+        z = torch.empty(residues, residues, config.c_z, dtype=dtype, requires_grad=True)
+        mask = torch.empty(residues, residues, dtype=dtype)
+    exchange = ChannelExchange(layer, ROWS, residues, Group("axial"), "")
+    right = exchange.right(z, mask, residues)
+    result_of(exchange.product(z, mask, right, None, residues)).sum().backward()
 
 
 def update(packed: torch.dtype) -> None:
