@@ -2,9 +2,9 @@
 
     python -m benchmarks.far --out benchmarks/results/NAME.json         (minutes)
 
-Peaks are counted on tensors without memory, as a GPU's kernels would allocate (cost/memory.py): one block of each stack
-(blocks are alike), m, z, factors, biases and slices; weights, features and what lies outside the trunk apart.  Seconds
-are modelled from data sheets (cost/seconds.py), never measured.
+Peaks are counted on tensors without memory, as a GPU's kernels would allocate (cost/recorder.py): one block of each
+stack (blocks are alike), m, z, factors, biases and slices; weights, features and what lies outside the trunk apart.
+Seconds are modelled from data sheets (cost/rates.py), never measured.
 """
 
 import argparse
@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from warpfold.cost.example import ExampleSizes, Job
-from warpfold.cost.fake import Memory, fake_ranks
-from warpfold.cost.memory import UNIT
+from warpfold.cost.fake import fake_ranks
 from warpfold.cost.rates import of_gpu
+from warpfold.cost.record import UNIT
+from warpfold.cost.recorder import Recorder
 from warpfold.cost.replay import step_time
 from warpfold.model.alphafold import HeadsConfig, ModelConfig
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
@@ -41,14 +42,14 @@ def plan_of(residues: int, ranks: int) -> Plan:
 
 def held(residues: int, ranks: int) -> tuple[int, list[str]]:
     """Return the most bytes that the first rank holds in either stack, and the largest tensors of that moment."""
-    found: list[Memory] = []
+    found: list[Recorder] = []
     for rows, width, extra in ((SEQUENCES, 256, False), (EXTRA, 64, True)):
         with standing_for("cuda"), unlaunched(), fake_ranks(axial=ranks) as mesh, torch.no_grad():
             stack = Evoformer(width, C_Z, EvoformerConfig(blocks=1), global_column=extra).eval()
             Execution(plan_of(residues, ranks), mesh).bind(stack)
             here = shard_sizes(residues, ranks)[0]
             masks = torch.empty(rows, residues), torch.empty(here, residues)
-            with Memory(unit=UNIT["cuda"]) as memory:
+            with Recorder(unit=UNIT["cuda"]) as memory:
                 m = torch.empty(rows, here, width, dtype=torch.bfloat16)
                 z = torch.empty(here, residues, C_Z, dtype=torch.bfloat16)
                 m, z = stack(m, z, *masks)

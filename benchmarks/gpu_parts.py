@@ -27,15 +27,17 @@ from warpfold.check.sizes import shapes
 from warpfold.cli.bench import TUNED as OPERATIONS
 from warpfold.cli.bench import measured
 from warpfold.cost.example import (
+    TRUTH,
     BlockSizes,
     ExampleSizes,
     ModelBench,
     RandomBlock,
     TrainingStep,
+    judge_example,
+    predict_example,
     random_example,
     random_model,
 )
-from warpfold.cost.memory import TRUTH, judge_example, predict_example
 from warpfold.engine.packed import PackedWeights
 from warpfold.files import row_file
 from warpfold.model.alphafold import AlphaFold

@@ -27,10 +27,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.length_figure import picture
-from warpfold.cost.example import ExampleSizes, Job, random_example, shortened
+from warpfold.cost.example import TRUTH, ExampleSizes, Job, predict_example, random_example, shortened
 from warpfold.cost.machine import describe
 from warpfold.cost.measured_rates import measured
-from warpfold.cost.memory import TRUTH, estimate_memory, predict_example
+from warpfold.cost.memory import estimate_memory
 from warpfold.cost.rates import of_gpu
 from warpfold.cost.replay import step_time
 from warpfold.device import keep_memory

@@ -18,8 +18,7 @@ import torch
 
 from warpfold.cost.example import ExampleSizes, Job, shortened
 from warpfold.cost.machine import describe
-from warpfold.cost.measured_memory import measured_memory, work
-from warpfold.cost.memory import estimate_memory, with_margin
+from warpfold.cost.memory import estimate_memory, measured_memory, with_margin, work
 from warpfold.engine.optim import OptimConfig
 from warpfold.model.alphafold import ModelConfig
 from warpfold.model.losses import LossConfig

@@ -29,9 +29,8 @@ from link import Shape, refusal, run_ranks
 
 from warpfold.batch import Batch
 from warpfold.cluster.links import measure_cluster
-from warpfold.cost.example import Job, random_example
+from warpfold.cost.example import Job, random_example, train_on_example
 from warpfold.cost.machine import this_machine
-from warpfold.cost.memory import train_on_example
 from warpfold.cost.planner import NothingFitsError, candidates, choose, describe_plan, ranks_of, variants
 from warpfold.cost.replay import step_time
 from warpfold.cost.report import choice_in_words

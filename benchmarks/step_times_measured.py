@@ -26,11 +26,11 @@ import torch.distributed as dist
 from link import Shape, refusal, run_ranks
 
 from warpfold.cluster.links import measure_cluster
-from warpfold.cost.example import ExampleSizes, Job, random_example, shortened
+from warpfold.cost.example import ExampleSizes, Job, random_example, shortened, train_on_example
 from warpfold.cost.links import Cluster, one_node
 from warpfold.cost.measured_rates import measured
-from warpfold.cost.memory import train_on_example
-from warpfold.cost.record import Operation, record
+from warpfold.cost.record import record
+from warpfold.cost.recorder import Operation
 from warpfold.cost.replay import Pace, step_time
 from warpfold.device import keep_memory
 from warpfold.engine.optim import Optimizer

@@ -20,7 +20,8 @@ from typing import Any
 from warpfold.cost.example import ExampleSizes, Job, shortened
 from warpfold.cost.links import LINKS, Cluster, Link, Placement, collective_seconds, network
 from warpfold.cost.rates import KERNEL, of_gpu
-from warpfold.cost.record import Operation, RecordedStep, record
+from warpfold.cost.record import RecordedStep, record
+from warpfold.cost.recorder import Operation
 from warpfold.cost.replay import Pace, ReplayedStep, replay, replay_longest
 from warpfold.model.alphafold import ModelConfig
 from warpfold.parallel.plan import Plan

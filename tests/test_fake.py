@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from tests.helpers import tiny_config
 from warpfold.batch import FEATURES
-from warpfold.cost.fake import Memory, fake_batch, fake_ranks, memory_of
+from warpfold.cost.fake import fake_batch, fake_ranks, memory_of
+from warpfold.cost.recorder import Recorder
 from warpfold.model.losses import LossConfig
 from warpfold.ops.noise import kept_factor
 from warpfold.parallel.plan import Plan
@@ -47,7 +48,7 @@ def of_many_kinds(device: str) -> list[torch.Tensor]:
 def test_what_is_made_again_is_what_torch_makes() -> None:
     """Of operations that were seen before the counter makes results by itself."""
     expected = of_many_kinds("cpu")
-    with Memory() as memory:
+    with Recorder() as memory:
         made = of_many_kinds("meta")
     assert [(x.shape, x.stride(), x.dtype) for x in made] == [(x.shape, x.stride(), x.dtype) for x in expected]
     sizes = [piece.bytes for piece in memory.pieces[3:]]  # behind what both have
@@ -76,7 +77,7 @@ def test_the_fake_batch_has_every_feature() -> None:
 def test_memory_counts_what_lives() -> None:
     given = torch.zeros(100, dtype=torch.float32)
     gc.collect()
-    with Memory() as memory:
+    with Recorder() as memory:
         a = given + 1
         b = a * 2  # with a: 800 bytes
         view = b[3:]
@@ -135,6 +136,6 @@ def test_memory_falls_with_the_ranks() -> None:
 def test_what_is_kept_of_a_fake_run_is_true() -> None:
     """A cached number that is first asked for without memory serves real trainings afterwards."""
     kept_factor.cache_clear()
-    with torch.device("meta"), Memory():
+    with torch.device("meta"), Recorder():
         assert kept_factor(0.25, torch.float32) == pytest.approx(4 / 3)
     assert kept_factor(0.25, torch.float32) == pytest.approx(4 / 3)

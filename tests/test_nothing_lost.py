@@ -104,7 +104,7 @@ SAFE = {
     "bench/ops.py:picture": "into memory",
     "cluster/folder.py": "a folder of mkdtemp's, in the one to try; that one if it made it and it is empty",
     "design/run.py:_run_start": "adds to what is there, a start's own name, in a folder that holds nothing else",
-    "cost/measured_memory.py:without_stderr": "opens the null device",
+    "cost/memory.py:without_stderr": "opens the null device",
 }
 
 WRITES = ("write_text", "write_bytes", "truncate", "ftruncate", "savez", "savez_compressed", "savefig", "save_file")

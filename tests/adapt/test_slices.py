@@ -13,7 +13,7 @@ from tests.adapt.stand_in import KNOWN, TheirModel, inputs
 from warpfold.adapt import accelerate as subject
 from warpfold.adapt import slices
 from warpfold.adapt.adapter import Adapter
-from warpfold.cost.measured_memory import most_allocated
+from warpfold.cost.memory import most_allocated
 from warpfold.memory import memory_in_use
 
 CPU = torch.device("cpu")

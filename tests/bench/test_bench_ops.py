@@ -21,7 +21,7 @@ from warpfold.check.cases import OPS, PROFILES, inputs
 from warpfold.check.checks import truth
 from warpfold.check.op_profile import OpCase, OpInputs
 from warpfold.check.sizes import shapes
-from warpfold.cost.measured_memory import most_allocated
+from warpfold.cost.memory import most_allocated
 from warpfold.errors import UserError
 from warpfold.ops.attention import attention
 

@@ -8,7 +8,7 @@ import torch
 
 from warpfold.bench import timing
 from warpfold.bench.timing import CudaTimer, Subject, Times, Whole, kernels_launched, measure
-from warpfold.cost.measured_memory import most_allocated
+from warpfold.cost.memory import most_allocated
 
 
 @pytest.fixture

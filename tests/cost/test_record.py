@@ -11,14 +11,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from warpfold.cost import record as record_module
 from warpfold.cost import replay as replay_module
 from warpfold.cost.example import ExampleSizes, Job, ModelBench, TrainingStep, shortened
-from warpfold.cost.fake import Memory
 from warpfold.cost.links import Cluster, Link
+from warpfold.cost.memory import estimate_memory
 from warpfold.cost.planner import parameters
 from warpfold.cost.rates import TORCH, of_gpu
-from warpfold.cost.record import Await, Begin, Operation, RecordedStep, record, traffic
+from warpfold.cost.record import RecordedStep, record, traffic
+from warpfold.cost.recorder import Await, Begin, Operation, Recorder
 from warpfold.cost.replay import Pace, replay, step_time
 from warpfold.engine.optim import OptimConfig
-from warpfold.model.alphafold import ModelConfig
+from warpfold.engine.packed import packed_order
+from warpfold.engine.trainable import FinetuneConfig
+from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.evoformer import EvoformerConfig, PairConfig
 from warpfold.model.losses import LossConfig
 from warpfold.model.structure import StructureConfig
@@ -77,6 +80,44 @@ def test_gradients_begin_while_the_backward_pass_runs_and_are_summed_over_the_mo
     assert traffic(entries)["data", "backward"][1] == pytest.approx(
         traffic(recorded(plan).update)["data", "update"][1], rel=0.01
     )
+
+
+def test_parameters_are_those_of_the_whole_model() -> None:
+    model = replace(NARROW, evoformer=replace(NARROW.evoformer, blocks=3), extra_blocks=2)
+    whole = AlphaFold(model)
+    order, together = packed_order(whole)
+    parameters, joined = record_module.parameters_of(model)
+    assert list(parameters) == order
+    assert joined == together
+    assert {name: x.shape for name, x in parameters.items()} == {n: x.shape for n, x in whole.named_parameters()}
+
+
+@pytest.mark.parametrize("plan", [Plan(data=4), Plan(data=2, axial=2, sync=SyncConfig(bucket=0.02, shard_state=True))])
+def test_one_parameter_stands_for_a_bucket(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The messages and the memory of the optimizer are those of all parameters."""
+
+    def run() -> record_module.OptimizerRun:
+        record_module.record_optimizer.cache_clear()
+        optim = record_module.step_share(job(3), plan, 1)
+        return record_module.record_optimizer(job(3).model, plan, optim, "cpu", FinetuneConfig())
+
+    few = run()
+    monkeypatch.setattr(record_module, "needs_every_parameter", lambda optim, finetune: True)
+    every = run()
+    record_module.record_optimizer.cache_clear()
+    assert few.ways == every.ways
+    assert few.ways[0].backward
+    assert few.held == pytest.approx(every.held, abs=16)
+    assert few.update == pytest.approx(every.update, abs=16)
+    assert few.loading == pytest.approx(every.loading, rel=0.01)
+
+
+def test_plans_that_run_an_example_alike_share_a_record() -> None:
+    record_module._record_example.cache_clear()
+    for plan in (Plan(), Plan(data=4), Plan(data=2, sync=SyncConfig(bucket=0.1, shard_state=True)), Plan(sizes=2)):
+        record(job(), plan, gpu=True)
+        estimate_memory(job(), plan, "cuda")
+    assert record_module._record_example.cache_info().misses == 1
 
 
 def test_the_gradients_of_all_parameters_travel() -> None:
@@ -190,7 +231,7 @@ def test_what_is_repeated_is_what_would_have_run(plan: Plan, gpu: bool, monkeypa
 
     def totals() -> dict[tuple[str, str], tuple[float, ...]]:
         found: dict[tuple[str, str], tuple[float, ...]] = {}
-        record_module._example.cache_clear()
+        record_module._record_example.cache_clear()
         for e in record(fold, plan, gpu=gpu).last:
             if not isinstance(e, Operation):
                 continue
@@ -200,7 +241,7 @@ def test_what_is_repeated_is_what_would_have_run(plan: Plan, gpu: bool, monkeypa
 
     totals()  # tables of constants are made once
     repeated = totals()
-    monkeypatch.setattr(Memory, "run", lambda self, what, function, args, kwargs: function(*args, **kwargs))
+    monkeypatch.setattr(Recorder, "run", lambda self, what, function, args, kwargs: function(*args, **kwargs))
     run = totals()
     assert repeated.keys() == run.keys()
     assert all(repeated[key] == pytest.approx(run[key]) for key in run)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from warpfold.check.op_profile import Cost
 from warpfold.cost.links import Cluster, Link
 from warpfold.cost.rates import TORCH, PassName, Rate, of_gpu
-from warpfold.cost.record import Await, Begin, Entry, Operation, Phase
+from warpfold.cost.recorder import Await, Begin, Entry, Operation, Phase
 from warpfold.cost.replay import Pace, latest, replay
 from warpfold.errors import UserError
 from warpfold.parallel.plan import Plan

@@ -9,7 +9,8 @@ from warpfold.cost.example import ExampleSizes, Job
 from warpfold.cost.machine import Machine
 from warpfold.cost.memory import estimate_memory
 from warpfold.cost.planner import choose, lower_bound
-from warpfold.cost.record import Operation, record
+from warpfold.cost.record import record
+from warpfold.cost.recorder import Operation
 from warpfold.cost.report import choice_in_words
 from warpfold.engine.optim import OptimConfig
 from warpfold.engine.trainable import AdapterConfig, FinetuneConfig

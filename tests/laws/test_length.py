@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import random_batch, tiny_config, tiny_model
-from warpfold.cost.fake import Memory
+from warpfold.cost.recorder import Recorder
 from warpfold.host import HostTensor, fetch
 from warpfold.model.evoformer import Evoformer, EvoformerBlock, EvoformerConfig
 from warpfold.ops import dispatch, triangle
@@ -97,7 +97,7 @@ def trunk_memory(plan: Plan, device: str, layers: tuple[str, ...] = ()) -> tuple
         execution.bind(block)
         masks = {"m": torch.empty(sequences, residues), "z": torch.empty(residues, residues)}
         m = torch.empty(sequences, residues, 256, dtype=execution.dtype)
-        with torch.no_grad(), Memory() as memory:
+        with torch.no_grad(), Recorder() as memory:
             held = {"m": m, "z": execution.pair_memory(m, (residues, residues, 128))}
             for step in block.steps:
                 if not layers or any(step.layer is block.get_submodule(name) for name in layers):

@@ -9,7 +9,8 @@ from torch import Tensor
 from tests.helpers import as_multimer, filled_model, random_batch, random_complex, tiny_config
 from tests.ranks import run_ranks
 from warpfold.batch import Batch, at_pass
-from warpfold.cost.fake import Memory, fake_batch, fake_ranks
+from warpfold.cost.fake import fake_batch, fake_ranks
+from warpfold.cost.recorder import Recorder
 from warpfold.host import fetch
 from warpfold.model import confidence
 from warpfold.model.alphafold import AlphaFold, HeadsConfig, ModelConfig
@@ -140,7 +141,7 @@ def test_a_pass_moves_its_own_features_alone() -> None:
     batch, passes = random_batch(9, 5, 6, 2, 4, 0), 4
     model = filled_model(tiny_config()).eval().to("meta")  # as on a device with memory of its own
     rows = batch["msa_feat"].shape[-3]
-    with Memory(lambda shape: tuple(shape[-3:]) == (rows, 9, 49)) as memory, torch.no_grad():
+    with Recorder(lambda shape: tuple(shape[-3:]) == (rows, 9, 49)) as memory, torch.no_grad():
         folded = model.fold(batch, passes - 1)
     assert folded.recycles == passes - 1
     assert folded.representations.pair.is_meta
@@ -172,6 +173,6 @@ def test_little_more_than_z_exists_outside_the_trunk(multimer: bool) -> None:
             "distogram": (lambda: [None for _ in model.distogram.in_slices(z)], 0.0),
         }
         for name, (run, whole) in parts.items():
-            with Memory() as memory:
+            with Recorder() as memory:
                 run()
             assert memory.peak / z.nbytes < whole + 8 / SLICES, (name, memory.peak / z.nbytes, memory.at_peak[:9])

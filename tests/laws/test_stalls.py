@@ -13,7 +13,8 @@ from tests.helpers import as_multimer, tiny_config
 from tests.ops.triton.model_launches import one_block
 from tests.stalls import Stalls
 from tests.training.runs import make_store, rows, tiny_run
-from warpfold.cost.fake import Memory, fake_batch, fake_mesh
+from warpfold.cost.fake import fake_batch, fake_mesh
+from warpfold.cost.recorder import Recorder
 from warpfold.data.load.examples import Sample
 from warpfold.device import Snapshot
 from warpfold.engine.learn import Learner
@@ -90,7 +91,7 @@ def test_data_ranks_wait_for_nothing_of_each_others(name: str) -> None:
     recorded, config, sync = RANKS[name]
     batch = fake_batch(**SIZES)
     with fake_mesh(data=4) as mesh:
-        with Memory():  # what is compared at the start is the same
+        with Recorder():  # what is compared at the start is the same
             model = AlphaFold(one_block(tiny_config())).train().to("meta")
             Execution(Plan(data=4), mesh).bind(model)
             optimizer = Optimizer(model, config, mesh, sync, records=recorded, whole=True)

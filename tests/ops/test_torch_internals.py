@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.ranks import run_ranks
-from warpfold.cost.fake import Memory
+from warpfold.cost.recorder import Recorder
 from warpfold.ops import torch_internals
 from warpfold.parallel.mesh import TIME_LIMIT, make_mesh, time_limit
 
@@ -95,7 +95,7 @@ def test_modes_and_profilers_are_seen_and_can_be_left() -> None:
     assert not torch_internals.is_observed()
     with torch.profiler.profile():
         assert torch_internals.is_observed()
-    with torch.device("meta"), Memory() as memory:
+    with torch.device("meta"), Recorder() as memory:
         assert torch_internals.is_observed()
         assert torch_internals.without_modes(lambda a: float(torch.full((), a, device="cpu") / 4), 3) == 0.75
         torch.ones(2)

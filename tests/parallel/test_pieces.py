@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from tests.ranks import run_ranks
-from warpfold.cost.fake import Memory, fake_ranks
+from warpfold.cost.fake import fake_ranks
+from warpfold.cost.recorder import Recorder
 from warpfold.engine.packed import PackedWeights
 from warpfold.model.axial import COLS, ROWS
 from warpfold.model.evoformer import Evoformer, EvoformerConfig, PairConfig
@@ -53,7 +54,7 @@ def held(ranks: int, rows: int, residues: int, config: EvoformerConfig, c_m: int
         packed = PackedWeights(stack)  # else each layer joins its own on the way
         here = shard_sizes(residues, ranks)[0]
         masks = torch.empty(rows, residues), torch.empty(here, residues)
-        with Memory() as memory:
+        with Recorder() as memory:
             m, z = torch.empty(rows, here, c_m), torch.empty(here, residues, c_z)
             m, z = stack(m, z, *masks)
         del packed

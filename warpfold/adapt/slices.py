@@ -1,7 +1,7 @@
 """Layers of other people's models in slices: as their caller chose, or so that they fit into the memory that is left.
 
-What a layer needs in slices of so many rows is not guessed: a twin of it without memory is run (cost/fake.py), once for
-each shape.
+The memory of a layer in slices of some rows is recorded (cost/recorder.py): a copy of the layer without memory is run
+once for each shape.
 """
 
 import copy
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from warpfold.adapt.adapter import Adapter
-from warpfold.cost.fake import Memory
+from warpfold.cost.recorder import Recorder
 from warpfold.memory import memory_in_use
 from warpfold.model.axial import PLAIN, AxialUpdate, PlainExecution
 from warpfold.ops.dispatch import Kernels, standing_for
@@ -114,7 +114,7 @@ def _needed(twin: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None, re
         return made.requires_grad_(t.is_floating_point() and torch.is_grad_enabled())
 
     x, mask, other = map(empty, (x, mask, other))
-    with standing_for(kind), unlaunched() if kind == "cuda" else nullcontext(), Memory(unit=UNIT[kind]) as memory:
+    with standing_for(kind), unlaunched() if kind == "cuda" else nullcontext(), Recorder(unit=UNIT[kind]) as memory:
         update = _run(twin, x, mask, other, residual, rows)
         if update.requires_grad:
             wanted = [t for t in (x, other) if t is not None]

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity
 
 from warpfold.cost.example import ModelBench, TrainingStep
 from warpfold.cost.machine import describe
-from warpfold.cost.measured_memory import without_stderr
+from warpfold.cost.memory import without_stderr
 from warpfold.cost.rates import finish
 from warpfold.model.axial import AxialUpdate
 from warpfold.ops import dispatch

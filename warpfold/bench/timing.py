@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from warpfold.cost.measured_memory import most_allocated
+from warpfold.cost.memory import most_allocated
 from warpfold.errors import UserError
 from warpfold.ops.torch_internals import device_sleep
 

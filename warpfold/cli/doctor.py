@@ -143,7 +143,7 @@ class DoctorCommand:
         from warpfold.bench import doctor as checks
         from warpfold.bench.doctor import of_findings, of_machine
         from warpfold.check.versions import of_versions
-        from warpfold.cost.measured_memory import check_memory
+        from warpfold.cost.memory import check_memory
 
         source = self.settings or ("monomer" if where.type == "cuda" else "tiny")
         cases = checks.cases_of(toml.load(source), source)

@@ -3,7 +3,7 @@
 Numbers are random and times do not depend on them; sizes, dtypes and the way through the model are those of training.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -12,25 +12,31 @@ import torch
 from torch import Tensor
 
 from warpfold import settings
-from warpfold.batch import FEATURES, Batch
+from warpfold.batch import FEATURES, Batch, stack
 from warpfold.check.sizes import UNCROPPED, DataSizes
+from warpfold.cost.observe import MODEL
 from warpfold.data.load.examples import Sample
-from warpfold.engine.gradient import Through
+from warpfold.engine.gradient import Seen, Through, gradient_by_shares, loss_of_every_output
 from warpfold.engine.learn import DeviceResult, Learner
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.engine.packed import PackedWeights
 from warpfold.engine.trainable import BEHIND_TRUNK, AdapterConfig, FinetuneConfig, trained_parts
 from warpfold.errors import UserError
 from warpfold.geometry.labels import structure_labels
-from warpfold.model.alphafold import AlphaFold, ModelConfig
+from warpfold.model import confidence
+from warpfold.model.alphafold import AlphaFold, ModelConfig, Output, Representations
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
-from warpfold.model.losses import LossConfig
+from warpfold.model.losses import LossConfig, total_loss
+from warpfold.model.soft import CLASSES, QueryPlace
+from warpfold.model.structure import StructureOutput
 from warpfold.ops.noise import Noise
 from warpfold.parallel.execution import Execution
+from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.parallel.team import Team
 
 SECTIONS = ("model", "loss", "data", "optim", "plan", "train", "finetune")  # of a settings file
+TRUTH = list(FEATURES)[list(FEATURES).index("copy_atom_positions") :]  # features that a prediction does not have
 T = TypeVar("T")
 STEP = 3.8  # angstrom between neighbouring residues
 ROWS = 2  # alignment rows of a complex beyond those that are used
@@ -341,3 +347,71 @@ class Job:
     def learns(self) -> bool:
         """Whether the model is trained, so that its weights have gradients and an optimizer."""
         return self.loss is not None
+
+
+def predict_example(
+    model: AlphaFold, batch: Batch, recycles: int, enter: Callable[[str], None] = lambda phase: None
+) -> None:
+    """Fold, and say how sure the model is, as a prediction does."""
+    folded = model.fold(batch, recycles)
+    enter("heads")
+    judge_example(model, batch, folded.representations, folded.structure)
+
+
+def gradient_of_example(
+    model: AlphaFold,
+    batch: Batch,
+    recycles: int,
+    through: Through,
+    mesh: Mesh | None = None,
+    enter: Callable[[str], None] = lambda phase: None,
+) -> None:
+    """Run the passes, a loss of all outputs and the backward pass, as a design does: a gradient by the sequence."""
+
+    def loss(seen: Seen) -> dict[str, Tensor]:
+        enter("losses")
+        return loss_of_every_output(seen)
+
+    like = model.single.weight
+    shares = torch.full((len(batch["aatype"]), CLASSES), 1 / CLASSES, dtype=like.dtype, device=like.device)
+    passes = batch["msa_feat"].shape[0] if model.config.multimer is None else 0
+    place = QueryPlace(shares.new_ones(passes), False) if passes else None
+    gradient_by_shares(model, batch, shares, loss, place, recycles, through, Team(mesh=mesh or Mesh()))
+
+
+def judge_example(model: AlphaFold, batch: Batch, representations: Representations, structure: StructureOutput) -> None:
+    """Compute the confidences of a fold."""
+    with model.computing():
+        confidence.plddt(model.plddt(structure.single))
+        if model.pae is not None:
+            asym_id = batch["asym_id"] if model.config.multimer is not None else None
+            confidence.predicted_errors(model.pae, representations.pair, model.execution, asym_id)
+
+
+def train_on_example(
+    model: AlphaFold,
+    batch: Batch,
+    recycles: int,
+    loss: LossConfig,
+    examples: int = 1,
+    enter: Callable[[str], None] = lambda phase: None,
+    reads_trunk: bool = False,
+) -> None:
+    """Run the passes, the losses of each example and the backward pass, as training does.
+
+    reads_trunk: the trunk's outputs are known when the last pass begins.
+    """
+    features = batch if examples == 1 else stack([batch] * examples)
+    recycled, done = model.recycle(features, recycles)
+    enter(MODEL)
+    inputs = model.inputs_of_pass(features, done, recycled)
+    if reads_trunk:
+        with torch.no_grad():
+            inputs |= model.trunk_pass(inputs)
+        enter(MODEL)
+    output = model.last_pass(inputs)
+    enter("losses")
+    outputs: list[Output] = [output] if examples == 1 else output.unbind()
+    losses = [total_loss(one, batch, loss, residues=model.residues)[0] for one in outputs]
+    torch.stack(losses).sum().backward()
+    enter("update")

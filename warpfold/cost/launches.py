@@ -13,12 +13,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
-from warpfold.cost.example import BlockSizes, Job, RandomBlock, TrainingStep, shortened
-from warpfold.cost.fake import Memory, fake_mesh
-from warpfold.cost.memory import features_of, gradient_of_example, predict_example, train_on_example
-from warpfold.cost.observe import Operations
+from warpfold.cost.example import (
+    BlockSizes,
+    Job,
+    RandomBlock,
+    TrainingStep,
+    gradient_of_example,
+    predict_example,
+    shortened,
+    train_on_example,
+)
+from warpfold.cost.fake import fake_mesh
+from warpfold.cost.observe import ALLOCATE, Operations, products
+from warpfold.cost.record import features_of
+from warpfold.cost.recorder import Recorder
 from warpfold.engine.optim import Optimizer
 from warpfold.engine.packed import PackedWeights
 from warpfold.engine.trainable import freeze
@@ -28,9 +37,6 @@ from warpfold.ops.torch_internals import tree_leaves
 from warpfold.ops.triton.launch import KernelLaunch, recorded, unlaunched
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan, Precision
-
-ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
-EXPONENTIALS = {"_softmax", "exp", "sigmoid", "softplus"}  # operations of torch that take one of each number
 
 
 @dataclass(frozen=True)
@@ -63,12 +69,6 @@ def launches(func: Any, given: Any, out: Any) -> bool:
         return True
     storages = {t.untyped_storage()._cdata for t in tree_leaves(given) if isinstance(t, Tensor)}
     return any(t.untyped_storage()._cdata not in storages for t in results if t.numel())
-
-
-def products(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> int:
-    """Return the floating point operations of one of torch's operations, if it is a matrix product; else 0."""
-    formula = flop_registry.get(func._overloadpacket)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
 @contextmanager
@@ -129,7 +129,7 @@ def launches_of(job: Job, plan: Plan) -> list[KernelLaunch]:
         fake_mesh(plan.data, plan.axial, plan.branch) as mesh,
         recorded() as launches,
         Operations(lambda *_: None, launchers=True),
-        Memory(),
+        Recorder(),
     ):
         model = Execution(plan, mesh).bind(AlphaFold(config).train(job.learns))
         model.noise.seed(0)

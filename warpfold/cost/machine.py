@@ -17,8 +17,9 @@ import torch
 from warpfold.arguments import whole
 from warpfold.cost.links import LINKS, Cluster, network
 from warpfold.cost.measured_rates import measured
-from warpfold.cost.memory import Device, kind_of
+from warpfold.cost.memory import kind_of
 from warpfold.cost.rates import SHEETS, Rates, of_gpu, sheet_of
+from warpfold.cost.record import Device
 from warpfold.device import device_meant, sysctl, unsupported_on_mps
 from warpfold.errors import UserError
 from warpfold.memory import free_memory, host_memory

@@ -19,11 +19,11 @@ from warpfold.batch import Batch
 from warpfold.check.cases import PROFILES
 from warpfold.check.op_profile import Cost, OpCase, RandomTensors
 from warpfold.check.sizes import DataSizes, of_settings
-from warpfold.cost.example import ExampleSizes, Job, random_example, shortened
+from warpfold.cost.example import ExampleSizes, Job, predict_example, random_example, shortened
 from warpfold.cost.links import LINKS
-from warpfold.cost.memory import predict_example
 from warpfold.cost.rates import HOST, NEAR, TORCH, PassName, Rate, RateKey, Rates, finish
-from warpfold.cost.record import Operation, record
+from warpfold.cost.record import record
+from warpfold.cost.recorder import Operation
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.losses import LossConfig, total_loss
 from warpfold.model.permutation import with_truth

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry
 
 from warpfold.ops import dispatch
 from warpfold.ops.torch_internals import DispatchMode, current_node, in_backward, next_node_number, node_number
@@ -16,6 +17,9 @@ T = TypeVar("T")
 Seen = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], object]  # of a function, args, kwargs, and the result
 
 SUMS = 2**62  # numbers from here on: nodes that sum gradients into parameters
+# Operations of torch that launch nothing: they allocate, or replace the storage of a tensor.
+ALLOCATE = {"set_", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
+EXPONENTIALS = {"_softmax", "exp", "sigmoid", "softplus"}  # operations of torch that take one of each number
 MODEL = "model"  # the layer of what the model does outside of its layers
 
 
@@ -75,3 +79,9 @@ class MadeAt(Generic[T]):
 def size(t: Tensor) -> int:
     """Return the bytes of a tensor's numbers."""
     return t.numel() * t.element_size()
+
+
+def products(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> int:
+    """Return the floating point operations of one of torch's operations, if it is a matrix product; else 0."""
+    formula = flop_registry.get(func._overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))

@@ -1,9 +1,10 @@
 """Choose how a job runs, before it runs: what each plan needs and how long it takes, and the fastest that fits.
 
-Memory and time are those of the code itself, run on tensors without memory (cost/memory.py, cost/record.py).  Of the
-plans that there are few are looked at: how devices share the work is tried from the fastest that it could be at best,
-and of each grid the ways to run an example from the one that computes least to the tightest, until one fits.  One
-device is a cluster of one.  Keys of the plan that are given stay as they are; precision is never among those chosen.
+Memory and time are read from a record of the code itself (cost/record.py).  A training plan that keeps everything on
+each device, with a whole share of the examples, is taken at once.  Otherwise grids are compared, from the one on that
+could be fastest at best.  For each grid the ways to run an example are tried, from the one that computes least to the
+tightest, until one fits.  One device is a cluster of one.  Keys of the plan that are given stay as they are; precision
+is never among those chosen.
 """
 
 import math
@@ -20,7 +21,7 @@ from warpfold.cost.links import Cluster, one_node
 from warpfold.cost.machine import Machine, in_gb
 from warpfold.cost.memory import MemoryEstimate, estimate_memory, with_margin
 from warpfold.cost.rates import NoRateError, Rates
-from warpfold.cost.replay import StepTime, data_ranks_on_node, ranks_of, step_time
+from warpfold.cost.replay import StepTime, data_ranks_on_node, ranks_of, step_time, waiting_for
 from warpfold.data.load.schedule import share_of
 from warpfold.device import slow_precision
 from warpfold.errors import UserError
@@ -32,8 +33,10 @@ from warpfold.progress import Progress, as_time, no_progress
 
 SLICES = (4, 32, 256)  # into how many slices z is cut
 FEWEST = 4  # rows of a slice: with fewer, calls cost more than what they compute
-EQUAL = 1.05  # plans whose times differ by less are equally fast, as far as anybody knows; the simplest is taken
-ALMOST = 1.01  # of plans that are equally fast and simple, one this near the fastest may be taken for its busy devices
+# Estimates are no better than this: of plans whose times differ by less, the one with the fewest busy devices is taken,
+# then the simplest.
+TIE_TOLERANCE = 1.05
+GAIN_TOLERANCE = 1.01  # more ranks that share an example gain nothing if they are not faster by this
 STEPS = 16  # sizes between a power of two and the next for which memory is estimated: at most 6 % too many residues
 NEARLY = 1.3  # what needs so many times what is free, for rounded sizes, does not fit for its own sizes either
 LOOKS = 5  # estimates, at most, that the longest protein is looked for with
@@ -65,7 +68,8 @@ class Choice:
 
     chosen: its memory is that of the job, or of one a little larger; its time None where no rates are known, or where
     the plan was beyond doubt.  alone: seconds of one example on one device by itself, everything at once.  computed:
-    seconds of a step if what the trunk makes were not kept, where it is.
+    seconds of a step if what the trunk makes were not kept, where it is.  skipped: plans that were not looked at,
+    with the seconds that they take at least.
     """
 
     job: Job
@@ -75,6 +79,7 @@ class Choice:
     considered: tuple[Candidate, ...] = field(repr=False)
     alone: float | None = None
     computed: float | None = None
+    skipped: tuple[tuple[Plan, float], ...] = ()
 
     @property
     def plan(self) -> Plan:
@@ -131,7 +136,7 @@ def choose(
     examples: int = 1,
     tell: Progress = no_progress,
 ) -> Choice:
-    """Return the fastest plan that fits, the simplest of those that are equally fast.
+    """Return the fastest plan that fits; of equally fast ones that with the fewest busy devices, then the simplest.
 
     More devices never take longer: a training leaves some idle where sharing its work out to them gains nothing.
     fixed: keys of the plan that stay as they are; sync: those of `plan.sync`.  cluster: how devices are joined; None:
@@ -159,12 +164,12 @@ def choose(
     seen = {one.plan for one in search.looked}
     grid = (chosen.plan.data, chosen.plan.axial, chosen.plan.branch)
     tighter_ones = [p for p in plans if p not in seen and (p.data, p.axial, p.branch) == grid]
-    looked = tuple(search.looked) + tuple(map(Candidate, () if job.learns else tighter_ones))
+    looked = tuple(search.looked) + tuple(map(Candidate, () if job.learns and machine.devices > 1 else tighter_ones))
     computed = None
     if job.keeps_trunk(chosen.plan):
         found = search.timed(chosen.plan, replace(job, finetune=replace(job.finetune, trunk="computed")), cluster)
         computed = None if found is None else found.total
-    return Choice(job, machine, cluster, chosen, looked, search.alone, computed)
+    return Choice(job, machine, cluster, chosen, looked, search.alone, computed, tuple(search.skipped))
 
 
 def limited(job: Job, fixed: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,7 +207,7 @@ def candidates(
     here, nor `keep_blocks`, which takes estimates of memory.  Where graphs may replay passes, shapes are made few.
     Errors: ValueError for keys that no plan can have together, or devices that no plan can use.
     """
-    found: list[Plan] = []
+    found: dict[Plan, None] = {}
     fixed = limited(job, fixed)
     for data, axial, branch in grids(job, cluster or one_node(machine.devices), fixed):
         for way in _training_ways(data, fixed, sync or {}) if job.training else _prediction_ways(job, machine):
@@ -220,12 +225,10 @@ def candidates(
             few = replace(plan, sizes=SIZES)
             if "sizes" not in fixed and job.learns:
                 plan = few if few.why_no_graphs(machine.kind) is None else plan
-            if plan in found:
-                continue
             if job.training or plan.in_place or not plan.offload:
-                found.append(plan)
+                found[plan] = None
     if found:
-        return found
+        return list(found)
     if reason := Plan(**fixed).unsupported_on(machine.kind):  # Plan says what is wrong with the keys themselves
         raise ValueError(reason)
     given = ", ".join(f"plan.{key} = {fixed[key]}" for key in ("data", "axial", "branch", "batch") if key in fixed)
@@ -356,23 +359,34 @@ class _Search:
         self.plans = candidates(job, machine, fixed, sync, cluster)
         self.looked: list[Candidate] = []
         self.alone: float | None = None
+        self.skipped: list[tuple[Plan, float]] = []
+        self._launching = 0.0  # to launch an example on one device; 0: graphs do it for ranks that share one
         self._rates = rates
         self._reach: dict[int, int] = {}  # by branch: the most ranks that shared an example among those looked at
         self._shares: dict[int, list[tuple[int, float]]] = {}  # by branch: axial, and how well its ranks were used
 
     def run(self) -> None:
         """Look at the grids from the one on that could be fastest at best, until no other can be faster."""
-        groups: dict[tuple[int, int, int], list[Plan]] = {}
-        for plan in self.plans:
-            groups.setdefault((plan.data, plan.axial, plan.branch), []).append(plan)
-        if self._rates is None and len(self.plans) > 1 and self.job.gradient is None:  # whose time is not recorded
-            self._rates = self.machine.rates(DTYPES[self.plans[0].precision], lambda what: self._say(what))
-        one = next(iter(groups.values()))[0]
+        one = self.plans[0]
+        is_measured = self.machine.here and self.machine.devices > 1  # rates would be
+        evident = self._evident(one)
+        # The time of a design's gradient is not recorded.
+        if self._rates is None and len(self.plans) > 1 and self.job.gradient is None and not (evident and is_measured):
+            self._rates = self.machine.rates(DTYPES[one.precision], lambda what: self._say(what))
         if self._rates is not None:
             by_itself = replace(self.job, optim=self.job.optim and replace(self.job.optim, accumulate=one.batch))
             found = self.timed(alone(one), by_itself, None)
             self.alone = None if found is None else found.total / one.batch
-        left = dict(groups)
+            shares = next((plan for plan in self.plans if plan.axial > 1), None)
+            launched = None
+            if shares is not None and shares.why_no_graphs(self.machine.kind) is not None:
+                launched = self.timed(replace(alone(one), graph=False), by_itself, None)
+            self._launching = 0.0 if launched is None else launched.launching / one.batch
+        if evident is not None:
+            self._add(evident)
+        left: dict[tuple[int, int, int], list[Plan]] = {}
+        for plan in self.plans if evident is None else ():
+            left.setdefault((plan.data, plan.axial, plan.branch), []).append(plan)
         while left:
             near = [grid for grid in left if self._within_reach(grid)]
             if not near and self._fitting():
@@ -382,12 +396,18 @@ class _Search:
             best = min(self._fitting(), key=self._total, default=None)
             if best is not None and self._rates is None:
                 break
-            plans = left.pop(grid)
-            if best is None or not self._hopeless(grid, best):
-                self._look_at(plans)
+            self._look_at(left.pop(grid))
             self._reach[grid[2]] = max(grid[1], self._reach.get(grid[2], 0))
+            self._skip_hopeless(left)
         if self.job.learns and self._rates is not None and self._fitting():
             self._vary()
+
+    def _evident(self, plan: Plan) -> Candidate | None:
+        """Return the first plan with its memory, where it fits and no way to share examples out can be worth more."""
+        if not is_evident(self.job, plan, self.machine):
+            return None
+        memory = self._memory(plan)
+        return None if why_not_fit(memory, self.machine) else Candidate(plan, memory)
 
     def _say(self, what: str) -> None:
         self.tell(len(self.looked), len(self.looked) + 2, what)
@@ -406,7 +426,10 @@ class _Search:
         return one.time.total * (1 if self.job.training else self._turns(one.plan.data))
 
     def _bound(self, grid: tuple[int, int, int]) -> float:
-        """Return the seconds of a grid at best: more ranks that share an example are used no better than fewer."""
+        """Return the seconds of a grid at best: more ranks that share an example are used no better than fewer.
+
+        Without graphs each of them launches as many kernels as one device by itself.
+        """
         data, axial, branch = grid
         if self.alone is None:
             return 0.0
@@ -415,14 +438,16 @@ class _Search:
         behind = min((one for one in known if one[0] > axial), default=before)
         part = (axial - before[0]) / max(1, behind[0] - before[0])
         used = before[1] + part * (behind[1] - before[1])
-        return self._turns(data) * self.alone / (axial * branch * used)
+        launching = self._launching if axial > 1 else 0.0
+        return self._turns(data) * max(self.alone / (axial * branch * used), launching)
 
     def _within_reach(self, grid: tuple[int, int, int]) -> bool:
         """Return whether at most twice the ranks that were looked at share an example, if the last of these gained."""
         _, axial, branch = grid
         reach = self._reach.get(branch, 0)
         times = {a: 1 / (a * used) for a, used in self._shares.get(branch, [])}
-        gains = len(times) < 2 or times[max(times)] < min(t for a, t in times.items() if a < max(times)) / ALMOST
+        before = min((t for a, t in times.items() if a < max(times)), default=0.0)
+        gains = len(times) < 2 or times[max(times)] < before / GAIN_TOLERANCE
         return axial <= (max(1, 2 * reach) if gains else reach)
 
     def _hopeless(self, grid: tuple[int, int, int], best: Candidate) -> bool:
@@ -430,7 +455,24 @@ class _Search:
         bound, found = self._bound(grid), self._total(best)
         _, axial, branch = grid
         simpler = (branch, axial) < (best.plan.branch, best.plan.axial)
-        return bound > EQUAL * found or (bound >= found / ALMOST and not simpler)
+        return bound > TIE_TOLERANCE * found or (bound >= found / GAIN_TOLERANCE and not simpler)
+
+    def _skip_hopeless(self, left: dict[tuple[int, int, int], list[Plan]]) -> None:
+        """Remove the grids within reach that cannot be faster than the best so far.
+
+        If none of a branch is left within reach, those that were removed bring others in reach, as if looked at.
+        """
+        best = min(self._fitting(), key=self._total, default=None)
+        while best is not None and self._rates is not None:
+            hopeless = [grid for grid in left if self._within_reach(grid) and self._hopeless(grid, best)]
+            for grid in hopeless:
+                self.skipped.append((left.pop(grid)[0], self._bound(grid)))
+            if not hopeless:
+                return
+            in_reach = {grid[2] for grid in left if self._within_reach(grid)}
+            for _, axial, branch in hopeless:
+                if branch not in in_reach:
+                    self._reach[branch] = max(axial, self._reach.get(branch, 0))
 
     def _look_at(self, plans: Sequence[Plan]) -> None:
         """Look at the ways of a grid, from the one on that computes least, until one fits and no other is faster."""
@@ -493,26 +535,56 @@ class _Search:
         for number in range(5):
             ways = list(variants(self.job, best.plan, self.cluster, self.fixed, self.sync))
             for plan in ways[number] if number < len(ways) else ():
-                if plan in done:
+                saves, total = could_save(best, plan), self._total(best)
+                if plan in done or TIE_TOLERANCE * (total - saves) >= total:
                     continue
                 done.add(plan)
                 memory = self._memory(plan)
                 self._add(Candidate(plan, memory, None, why_not_fit(memory, self.machine)))
                 found = self.looked[-1]
-                if not found.reason and EQUAL * self._total(found) < self._total(best):
+                if not found.reason and TIE_TOLERANCE * self._total(found) < self._total(best):
                     best = found
 
     def simplest(self, found: Sequence[Candidate]) -> Candidate:
-        """Return the simplest of those that take at most `EQUAL` times as long as the fastest.
+        """Return the plan to take among those that take at most `TIE_TOLERANCE` times as long as the fastest.
 
-        Of several the fastest, or one that takes hardly longer and leaves fewer devices idle.
+        The one with the fewest busy devices, then the simplest, then the fastest.
         """
         least = min(map(self._total, found))
-        near = [one for one in found if self._total(one) <= EQUAL * least]
-        simple = min(simplicity(one.plan) for one in near)
-        near = sorted((one for one in near if simplicity(one.plan) == simple), key=self._total)
-        alike = [one for one in near if self._total(one) <= ALMOST * self._total(near[0])]
-        return max(alike, key=lambda one: ranks_of(one.plan))
+        near = [one for one in found if self._total(one) <= TIE_TOLERANCE * least]
+        return min(near, key=lambda one: (ranks_of(one.plan), simplicity(one.plan), self._total(one)))
+
+
+def is_evident(job: Job, plan: Plan, machine: Machine) -> bool:
+    """Return whether a training's first plan is best wherever it fits: it keeps everything and shares no example.
+
+    Each device has as many examples as the others.  On a CPU also where devices are left idle, if an example is so
+    small that its tensors stay in the caches: its time is that of calls, which ranks do not share.
+    """
+    whole = plan.axial * plan.branch == plan.batch == 1 and plan.recompute is None and not plan.offload
+    if not (job.learns and whole and examples_of(job) % plan.data == 0):
+        return False
+    return plan.data == machine.devices or (machine.kind == "cpu" and in_caches(job))
+
+
+def in_caches(job: Job) -> bool:
+    """Return whether the largest temporaries of an example stay in a CPU's caches."""
+    longest = max(job.sizes.residues, job.sizes.sequences)
+    return 8 * longest**2 * max(longest, job.sizes.extra) <= CACHED
+
+
+def could_save(one: Candidate, other: Plan) -> float:
+    """Return the seconds of a step that a plan can save at most over one that differs in one key.
+
+    Examples that go together save launches, and other ways to communicate save waits.
+    """
+    time, plan = one.time, one.plan
+    if time is None or not time.by_part:
+        return math.inf
+    if other.batch != plan.batch:
+        return time.overhead
+    groups = ("axial",) if other.triangle != plan.triangle else ("data", "model", "node", "nodes")
+    return sum(time.by_part.get(waiting_for(group), 0.0) for group in groups)
 
 
 def _grid(plan: Plan) -> tuple[int, int, int]:
@@ -625,12 +697,11 @@ def _trivial_fit(job: Job, plans: Sequence[Plan], machine: Machine, examples: in
 
     The first computes everything at once, where keys that are given do not say otherwise, and shares out the least.
     """
-    first, sizes = plans[0], job.sizes
-    longest = max(sizes.residues, sizes.sequences)
+    first = plans[0]
     if job.training and (machine.devices > 1 or first.batch > 1):
         return None
     # On a CPU slices can be faster than the whole, but not where the whole's largest temporaries are in its caches.
-    cached = 8 * longest**2 * max(longest, sizes.extra) <= CACHED
+    cached = in_caches(job)
     alike = {plan.chunk for plan in plans} == {first.chunk}
     if not (job.training or alike or machine.kind == "cuda" or cached):
         return None

@@ -4,17 +4,23 @@ One pass of an operation takes so long for each call, floating point operation, 
 that do not fit into the caches.
 """
 
+import inspect
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from warpfold.check.cases import PROFILES
 from warpfold.check.op_profile import Cost, OpCase
 from warpfold.cost.links import LINKS, Link
 from warpfold.errors import UserError
+from warpfold.ops.dispatch import Op
+from warpfold.ops.triangle import factor_channels
 
 Pass = Literal["forward", "backward"]
 
@@ -236,3 +242,136 @@ def of_gpu(name: str) -> Rates:
     tops = {dtype: Ceilings(flops, sheet.bytes, sheet.exps, "data sheet") for dtype, flops in products.items()}
     link, host = LINKS[sheet.link], Link(10e-6, 0.8 * sheet.host)
     return Rates(found, "modelled", "cuda", tops, LAUNCH, link, host)
+
+
+# The work of a call, by the operation's registered name: `CASES` reads the sizes of a call from its arguments, and the
+# operation's profile (check/cases.py) has the cost of these sizes.  An operation without a profile
+# counts as the bytes of its operands, at the rates of torch's own operations.
+
+Arguments = Mapping[str, Any]  # of a call, by the names that the definition gives them
+NAMES = {profile.op: name for name, profile in PROFILES.items()}
+
+
+def name_of(op: Op[..., Any]) -> str:
+    """Return the name under which the rates of a device know an operation."""
+    return NAMES.get(op, op.name)
+
+
+def arguments_of(op: Op[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+    """Return the arguments of a call by name."""
+    return _signature(op).bind(*args, **kwargs).arguments
+
+
+@cache
+def _signature(op: Op[..., Any]) -> inspect.Signature:
+    return inspect.signature(op.definition)
+
+
+def call_cost(op: Op[..., Any], given: Arguments, forward: bool) -> Cost:
+    """Return the cost of one pass of a call; of an operation without a profile, the bytes that it is given."""
+    name, first = name_of(op), next(x for x in given.values() if isinstance(x, Tensor))
+    itemsize = first.element_size()
+    if name == "triangle_multiplication" and given.get("b") is not None:
+        return _slice_cost(first, given["b"], forward)
+    if name not in CASES:
+        return Cost(0, 0, (1 if forward else 2) * sum(x.nbytes for x in given.values() if isinstance(x, Tensor)))
+    cost = PROFILES[name].cost(OpCase(op=name, where="", **CASES[name](given)), forward, itemsize)
+    return scaled(cost, _together(first)) if name == "triangle_multiplication" else cost
+
+
+def _together(x: Tensor) -> int:
+    """Return how many pair representations go through an operation at once, which its profile knows one of."""
+    return math.prod(x.shape[:-3])
+
+
+def _positions(x: Tensor) -> dict[str, int]:
+    """Return rows and their length, as far as a cost depends on them: each position by itself."""
+    return {"rows": x.numel() // max(1, x.shape[-1]), "length": 1, "channels": x.shape[-1]}
+
+
+def _attention(given: Arguments) -> dict[str, Any]:
+    q, k, bias = given["q"], given["k"], given.get("bias")
+    *_, queries, heads, width = q.shape
+    keys = k.shape[-3]
+    batches = 1 if bias is None else max(1, bias.numel() // (heads * queries * keys))
+    rows = q.numel() // (queries * heads * width)
+    at = {"rows": rows, "length": queries, "keys": keys, "heads": heads, "width": width}
+    return at | {"bias": bias is not None, "batches": batches}
+
+
+def _global_attention(given: Arguments) -> dict[str, Any]:
+    q, k = given["q"], given["k"]
+    *_, heads, width = q.shape
+    return {"rows": q.numel() // (heads * width), "length": 1, "keys": k.shape[-2], "heads": heads, "width": width}
+
+
+def _gated_attention(given: Arguments) -> dict[str, Any]:
+    x, heads = given["x"], given["heads"]
+    width = given["out_weight"].shape[1] // heads
+    rows, own = x.numel() // (x.shape[-2] * x.shape[-1]), given["weight"].shape[0] > 4 * heads * width
+    at = {"rows": rows, "length": x.shape[-2], "channels": x.shape[-1], "heads": heads, "width": width}
+    return at | {"bias": own or given["bias"] is not None}
+
+
+def _triangle_multiplication(given: Arguments) -> dict[str, Any]:
+    x = given["x"]
+    return {"rows": x.shape[-3], "length": x.shape[-2], "channels": x.shape[-1],
+            "outputs": given["out_weight"].shape[1]}  # fmt: skip
+
+
+def _transition(given: Arguments) -> dict[str, Any]:
+    gated = given["up"].shape[0] > given["down"].shape[1]
+    return _positions(given["x"]) | {"outputs": given["down"].shape[1], "gated": gated}
+
+
+def _outer_product(given: Arguments) -> dict[str, Any]:
+    a, b = given["a"], given["b"]
+    return {"rows": a.shape[-2], "keys": b.shape[-2], "length": a.shape[-3], "channels": a.shape[-1],
+            "outputs": given["weight"].shape[0]}  # fmt: skip
+
+
+def _outer_product_mean(given: Arguments) -> dict[str, Any]:
+    x, weight = given["x"], given["out_weight"]
+    return {"rows": x.shape[-3], "length": x.shape[-2], "channels": x.shape[-1], "width": math.isqrt(weight.shape[1]),
+            "outputs": weight.shape[0]}  # fmt: skip
+
+
+def _aligned_errors(given: Arguments) -> dict[str, Any]:
+    frames, points = given["frames"], given["points"]
+    rows = frames.shape[-3]
+    return {"rows": rows, "length": points.shape[-2], "batches": frames.numel() // (rows * 12)}
+
+
+CASES: dict[str, Callable[[Arguments], dict[str, Any]]] = {
+    "attention": _attention,
+    "global_attention": _global_attention,
+    "gated_attention": _gated_attention,
+    "layer_norm": lambda given: _positions(given["x"]),
+    "norm_linear": lambda given: _positions(given["x"]) | {"outputs": given["weight"].shape[0]},
+    "gate": lambda given: _positions(given["x"]),
+    "tail": lambda given: _positions(given["x"]) | {"outputs": given["o"].shape[-1]},
+    "transition": _transition,
+    "triangle_factor": lambda given: _positions(given["x"]) | {"outputs": factor_channels(given["weight"])},
+    "triangle_multiplication": _triangle_multiplication,
+    "outer_product": _outer_product,
+    "outer_product_mean": _outer_product_mean,
+    "aligned_errors": _aligned_errors,
+    "overlaps": lambda given: {"rows": 1, "length": given["atoms"].shape[-2]},
+}
+
+
+def _slice_cost(x: Tensor, b: Tensor, forward: bool) -> Cost:
+    """Return the cost of some rows or columns of a triangle product, where b is given: every slice reads all of it."""
+    channels, (hidden, residues, _) = x.shape[-1], b.shape[-3:]
+    positions, passes = x.numel() // max(1, channels), 1 if forward else 2
+    # The projections of a and of its gate are made once more in the backward pass.
+    factor = (1 if forward else 3) * 2 * positions * channels * 2 * hidden
+    product = passes * 2 * positions * residues * hidden
+    tail = passes * 2 * positions * channels * (channels + hidden)
+    numbers = positions * (3 * channels + 4 * hidden) + b.numel()
+    return Cost(factor + product + tail, positions * (hidden + channels), passes * numbers * x.element_size())
+
+
+def scaled(cost: Cost, factor: float) -> Cost:
+    """Return so many times a cost."""
+    return Cost(cost.flops * factor, cost.exps * factor, cost.bytes * factor)

@@ -1,251 +1,381 @@
-"""Record what one rank of a plan does in a training step or a fold: operations, and collectives begun and waited for.
+"""Run a job under a plan on tensors without memory, and record one rank: memory and time are read from the record.
 
-The code itself runs on fake ranks (cost/fake.py): nothing is computed and nothing travels, but whatever would be is
-seen, in order, forward, recomputed and backward.  Of what is alike little is run, and each entry says how often it
-comes: two blocks of a stack stand for all, a few turns of a loop over slices for the others.  How gradients travel is
-recorded by itself, with the optimizer of the whole model, and put in the places where its parameters have them.
-An entry of the record has no time; `replay.py` gives it one.
+The model's own code runs on fake ranks (cost/fake.py) under one recorder (cost/recorder.py).  Few blocks of each stack
+are run, and each entry says how often it comes.  The optimizer and the exchange of gradients are recorded by
+themselves, and their messages are put where the backward pass has the gradients.  An entry has no time;
+`cost/replay.py` gives it one.
 """
 
-import inspect
 import math
-from bisect import bisect_right
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache
 from itertools import groupby
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from warpfold.batch import stack
-from warpfold.check.cases import PROFILES
-from warpfold.check.op_profile import Cost, OpCase
-from warpfold.cost.example import Job
-from warpfold.cost.fake import META, Memory, call_key, fake_mesh, tensors_in, uncollected
-from warpfold.cost.launches import ALLOCATE, EXPONENTIALS, products
-from warpfold.cost.memory import features_of, judge_example
-from warpfold.cost.observe import MadeAt, size
-from warpfold.cost.rates import TORCH, PassName
-from warpfold.device import OnHost, Upload
-from warpfold.engine.optim import OptimConfig, Optimizer
-from warpfold.engine.packed import PackedWeights
-from warpfold.engine.trainable import FinetuneConfig, freeze
-from warpfold.host import HostTensor
-from warpfold.model.alphafold import AlphaFold, ModelConfig
-from warpfold.model.axial import BlockStack
-from warpfold.model.losses import total_loss
-from warpfold.ops import dispatch
-from warpfold.ops.dispatch import Op
-from warpfold.ops.torch_internals import (
-    DispatchMode,
-    current_node,
-    in_backward,
-    is_composite,
-    next_node_number,
-    node_number,
+from warpfold.batch import Batch
+from warpfold.check.op_profile import Cost
+from warpfold.cost.example import (
+    TRUTH,
+    Job,
+    gradient_of_example,
+    left_out,
+    predict_example,
+    train_on_example,
 )
-from warpfold.ops.triangle import factor_channels
+from warpfold.cost.fake import fake_batch, fake_mesh, uncollected
+from warpfold.cost.observe import MODEL
+from warpfold.cost.rates import TORCH
+from warpfold.cost.recorder import HOST, META, Await, Begin, Entry, MemoryPiece, Operation, Recorder
+from warpfold.cost.watch import STACKS, StateSizes, Watch
+from warpfold.engine.optim import OptimConfig, Optimizer
+from warpfold.engine.packed import PackedWeights, packed_order
+from warpfold.engine.trainable import FinetuneConfig, freeze
+from warpfold.model.alphafold import AlphaFold, ModelConfig
+from warpfold.ops import dispatch
 from warpfold.ops.triton.launch import unlaunched
-from warpfold.parallel.exchange import SyncConfig
+from warpfold.parallel.exchange import Layout, SyncConfig, make_layout
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan
-from warpfold.parallel.waits import Event, Work, watched
 from warpfold.progress import Progress, no_progress
 
-Arguments = Mapping[str, Any]  # of a call, by the names that the definition gives them
-NAMES = {profile.op: name for name, profile in PROFILES.items()}
+Device = Literal["cpu", "cuda", "mps"]
+UNIT = {"cpu": 1, "cuda": 512, "mps": 512}  # bytes: torch's allocator gives multiples of these; of "mps" a guess
+BLOCKS = 3  # of a stack and a kind that are run: the first, one that stands for those left out, the last
+FOLDED_BLOCKS = 2  # likewise without a backward pass: a second block meets what the first has left
+REPLAY_LAUNCHES = 8  # a graph's own, and the copies of its inputs and results, one for each of their dtypes
+EXTRA, MAIN = STACKS
 
 
-def name_of(op: Op[..., Any]) -> str:
-    """Return the name under which the rates of a device know an operation."""
-    return NAMES.get(op, op.name)
+# One example
 
 
-def arguments_of(op: Op[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-    """Return the arguments of a call by name."""
-    return _signature(op).bind(*args, **kwargs).arguments
+@dataclass(frozen=True)
+class Run:
+    """The record of one rank that runs an example.
 
-
-@cache
-def _signature(op: Op[..., Any]) -> inspect.Signature:
-    return inspect.signature(op.definition)
-
-
-def call_cost(op: Op[..., Any], given: Arguments, forward: bool) -> Cost:
-    """Return the cost of one pass of a call; of an operation without a profile, the bytes that it is given."""
-    name, first = name_of(op), next(x for x in given.values() if isinstance(x, Tensor))
-    itemsize = first.element_size()
-    if name == "triangle_multiplication" and given.get("b") is not None:
-        return _slice_cost(first, given["b"], forward)
-    if name not in CASES:
-        return Cost(0, 0, (1 if forward else 2) * sum(x.nbytes for x in given.values() if isinstance(x, Tensor)))
-    cost = PROFILES[name].cost(OpCase(op=name, where="", **CASES[name](given)), forward, itemsize)
-    return scaled(cost, _together(first)) if name == "triangle_multiplication" else cost
-
-
-def _together(x: Tensor) -> int:
-    """Return how many pair representations go through an operation at once, which its profile knows one of."""
-    return math.prod(x.shape[:-3])
-
-
-def _positions(x: Tensor) -> dict[str, int]:
-    """Return rows and their length, as far as a cost depends on them: each position by itself."""
-    return {"rows": x.numel() // max(1, x.shape[-1]), "length": 1, "channels": x.shape[-1]}
-
-
-def _attention(given: Arguments) -> dict[str, Any]:
-    q, k, bias = given["q"], given["k"], given.get("bias")
-    *_, queries, heads, width = q.shape
-    keys = k.shape[-3]
-    batches = 1 if bias is None else max(1, bias.numel() // (heads * queries * keys))
-    rows = q.numel() // (queries * heads * width)
-    at = {"rows": rows, "length": queries, "keys": keys, "heads": heads, "width": width}
-    return at | {"bias": bias is not None, "batches": batches}
-
-
-def _global_attention(given: Arguments) -> dict[str, Any]:
-    q, k = given["q"], given["k"]
-    *_, heads, width = q.shape
-    return {"rows": q.numel() // (heads * width), "length": 1, "keys": k.shape[-2], "heads": heads, "width": width}
-
-
-def _gated_attention(given: Arguments) -> dict[str, Any]:
-    x, heads = given["x"], given["heads"]
-    width = given["out_weight"].shape[1] // heads
-    rows, own = x.numel() // (x.shape[-2] * x.shape[-1]), given["weight"].shape[0] > 4 * heads * width
-    at = {"rows": rows, "length": x.shape[-2], "channels": x.shape[-1], "heads": heads, "width": width}
-    return at | {"bias": own or given["bias"] is not None}
-
-
-def _triangle_multiplication(given: Arguments) -> dict[str, Any]:
-    x = given["x"]
-    return {"rows": x.shape[-3], "length": x.shape[-2], "channels": x.shape[-1],
-            "outputs": given["out_weight"].shape[1]}  # fmt: skip
-
-
-def _transition(given: Arguments) -> dict[str, Any]:
-    gated = given["up"].shape[0] > given["down"].shape[1]
-    return _positions(given["x"]) | {"outputs": given["down"].shape[1], "gated": gated}
-
-
-def _outer_product(given: Arguments) -> dict[str, Any]:
-    a, b = given["a"], given["b"]
-    return {"rows": a.shape[-2], "keys": b.shape[-2], "length": a.shape[-3], "channels": a.shape[-1],
-            "outputs": given["weight"].shape[0]}  # fmt: skip
-
-
-def _outer_product_mean(given: Arguments) -> dict[str, Any]:
-    x, weight = given["x"], given["out_weight"]
-    return {"rows": x.shape[-3], "length": x.shape[-2], "channels": x.shape[-1], "width": math.isqrt(weight.shape[1]),
-            "outputs": weight.shape[0]}  # fmt: skip
-
-
-def _aligned_errors(given: Arguments) -> dict[str, Any]:
-    frames, points = given["frames"], given["points"]
-    rows = frames.shape[-3]
-    return {"rows": rows, "length": points.shape[-2], "batches": frames.numel() // (rows * 12)}
-
-
-CASES: dict[str, Callable[[Arguments], dict[str, Any]]] = {
-    "attention": _attention,
-    "global_attention": _global_attention,
-    "gated_attention": _gated_attention,
-    "layer_norm": lambda given: _positions(given["x"]),
-    "norm_linear": lambda given: _positions(given["x"]) | {"outputs": given["weight"].shape[0]},
-    "gate": lambda given: _positions(given["x"]),
-    "tail": lambda given: _positions(given["x"]) | {"outputs": given["o"].shape[-1]},
-    "transition": _transition,
-    "triangle_factor": lambda given: _positions(given["x"]) | {"outputs": factor_channels(given["weight"])},
-    "triangle_multiplication": _triangle_multiplication,
-    "outer_product": _outer_product,
-    "outer_product_mean": _outer_product_mean,
-    "aligned_errors": _aligned_errors,
-    "overlaps": lambda given: {"rows": 1, "length": given["atoms"].shape[-2]},
-}
-
-
-def _slice_cost(x: Tensor, b: Tensor, forward: bool) -> Cost:
-    """Return the cost of some rows or columns of a triangle product, where b is given: every slice reads all of it."""
-    channels, (hidden, residues, _) = x.shape[-1], b.shape[-3:]
-    positions, passes = x.numel() // max(1, channels), 1 if forward else 2
-    # The projections of a and of its gate are made once more in the backward pass.
-    factor = (1 if forward else 3) * 2 * positions * channels * 2 * hidden
-    product = passes * 2 * positions * residues * hidden
-    tail = passes * 2 * positions * channels * (channels + hidden)
-    numbers = positions * (3 * channels + 4 * hidden) + b.numel()
-    return Cost(factor + product + tail, positions * (hidden + channels), passes * numbers * x.element_size())
-
-
-def scaled(cost: Cost, factor: float) -> Cost:
-    """Return so many times a cost."""
-    return Cost(cost.flops * factor, cost.exps * factor, cost.bytes * factor)
-
-
-Phase = Literal["early", "forward", "recomputed", "backward", "update"]
-BLOCKS = 2  # of a stack that are run, where the first is not like all
-MAIN, STACKS = "evoformer", ("extra_stack", "evoformer")  # of which few blocks are run
-HOST = "host"  # the group of what travels to host memory and back
-
-
-@dataclass(slots=True)
-class Operation:
-    """One of our operations in one pass, or one of torch's; early: in a pass without gradient.
-
-    op: as the rates of a device name it.  launches: kernels.  part: the stack that it belongs to, or "".
-    times: how often it comes.  replayed: by a graph, so that the host launches none of its kernels.
+    early: entries of a pass without gradient.  last: entries of the last pass, in a training with the losses and the
+    backward pass.  pieces: allocated memory, but for weights and features.  moments: how many allocations and releases
+    there were.  stands_for: the number of equal blocks that a block stands for.
     """
 
-    op: str
-    which: PassName
-    cost: Cost
-    dtype: torch.dtype
-    launches: int
-    phase: Phase
-    part: str = ""
-    times: float = 1.0
-    replayed: bool = False
+    early: tuple[Entry, ...]
+    last: tuple[Entry, ...]
+    pieces: list[MemoryPiece]
+    course: list[tuple[int, str]]
+    moments: int
+    host_peak: int
+    watch: Watch
+    stands_for: dict[tuple[str, int], int]
 
 
-@dataclass(slots=True)
-class Begin:
-    """A collective begins: `sent` bytes leave this rank.  after: what alone it waits for, on a side stream.
+def record_example(job: Job, plan: Plan, device: Device, branch: int = 0, reads_trunk: bool = False) -> Run:
+    """Record one example of a job, or one batch.
 
-    group: "axial", "branch", "model", "data"; "node" and "nodes" of hierarchical sums; "host": no collective, but what
-    travels between a device and host memory.  replayed: as of an operation.
+    Plans that differ only in what does not change the run of an example share a record: data ranks, the exchange of
+    gradients, graphs.  branch: 0 computes m, 1 computes z.  reads_trunk: the trunk's outputs are read from a cache.
+    """
+    kernels = "fast" if plan.kernels == "strict" else plan.kernels
+    plan = replace(plan, data=1, sync=SyncConfig(), sizes=0, threads=None, compile=False, graph=False, tf32=False,
+                   kernels=kernels)  # fmt: skip
+    job = replace(job, optim=None, representations=False, recycles=_recorded_recycles(job))
+    return _record_example(job, plan, device, branch, reads_trunk)
+
+
+def _recorded_recycles(job: Job) -> int:
+    """Count the passes without gradient to record: all are equal, and a fold's last pass is one of them."""
+    return min(job.recycles, 1) if job.training and job.gradient != "all" else 0
+
+
+@lru_cache(maxsize=16)
+def _record_example(job: Job, plan: Plan, device: Device, branch: int, reads_trunk: bool) -> Run:
+    config, few, stands_for = _few_blocks(job, plan)
+    recorder = Recorder(unit=UNIT[device], host_apart=device == "cuda")
+    early: list[Entry] = []
+    with on_device(device, recorder), fake_mesh(1, few.axial, few.branch, branch) as mesh, uncollected():
+        model = make_model(config, few.precision).train(job.learns)
+        Execution(few, mesh).bind(model)
+        if job.learns:
+            freeze(model, job.finetune_of_few)
+        elif job.training:
+            model.requires_grad_(False)
+        packed = PackedWeights(model, DTYPES[few.precision], trained=job.learns)
+        model.noise.seed(0)
+        batch = features_of(job, (job.recycles + 1) * config.ensemble)
+        rows, s, n = math.ceil(job.sizes.residues / few.axial), job.sizes.sequences, job.sizes.residues
+        watch = Watch(model, StateSizes(config.c_m, config.c_z, s * rows * config.c_m, n * rows * config.c_z), recorder)
+
+        def enter(phase: str) -> None:
+            watch.enter_phase(phase)
+            if phase == MODEL:  # the last pass of a training
+                early[:] = recorder.taken()
+                recorder.phase = "forward"
+            elif phase == "heads":  # a fold's last pass has the heads besides
+                early[:] = recorder.entries
+
+        recorder.phase = "early"
+        with recorder, recorder.listening(), torch.set_grad_enabled(job.training):
+            if job.loss is not None:
+                train_on_example(model, batch, job.recycles, job.loss, few.batch, enter, reads_trunk)
+            elif job.gradient is not None:
+                gradient_of_example(model, batch, job.recycles, job.gradient, mesh, enter)
+            else:
+                predict_example(model, batch, job.recycles, enter)
+        last = recorder.taken()
+        del packed
+    return Run(
+        early=tuple(_of_all_blocks([] if reads_trunk else early, job, plan, config, few)),
+        last=tuple(_of_all_blocks(last, job, plan, config, few)),
+        pieces=recorder.pieces,
+        course=recorder.course,
+        moments=recorder.moment,
+        host_peak=recorder.host_peak,
+        watch=watch,
+        stands_for=stands_for,
+    )
+
+
+def _few_blocks(job: Job, plan: Plan) -> tuple[ModelConfig, Plan, dict[tuple[str, int], int]]:
+    """Return a model of few blocks, its plan, and the number of blocks that a block stands for.
+
+    Recomputed blocks and blocks that keep everything are two kinds.  Blocks that the backward pass does not reach are
+    left out.
+    """
+    config, main, extra = job.model, job.model.evoformer.blocks, job.model.extra_blocks
+    if not job.training:
+        blocks = replace(config.evoformer, blocks=min(main, FOLDED_BLOCKS))
+        return replace(config, evoformer=blocks, extra_blocks=min(extra, FOLDED_BLOCKS)), plan, {}
+    main = min(main, max(1, job.backward_blocks))
+    kept = min(plan.keep_blocks, main)
+    again, whole = min(main - kept, BLOCKS), min(kept, BLOCKS)
+    stands_for = {}
+    for stack, first, run, all_ in (
+        (EXTRA, 0, min(extra, BLOCKS), extra),
+        (MAIN, 0, again, main - kept),
+        (MAIN, again, whole, kept),
+    ):
+        if all_ > run:
+            stands_for[stack, first + 1] = all_ - BLOCKS + 1
+    blocks = replace(config.evoformer, blocks=again + whole)
+    few = replace(config, evoformer=blocks, extra_blocks=min(extra, BLOCKS))
+    return few, replace(plan, keep_blocks=whole if plan.recompute else 0), stands_for
+
+
+def _of_all_blocks(entries: Sequence[Entry], job: Job, plan: Plan, config: ModelConfig, few: Plan) -> Iterator[Entry]:
+    """Yield the entries of few blocks as those of all: each comes more often."""
+    every, run = job.model.evoformer.blocks, config.evoformer.blocks
+    recomputed = max(0, job.backward_blocks - plan.keep_blocks)
+    main = {"recomputed": (recomputed, run - few.keep_blocks), "backward": (job.backward_blocks, run)}
+    for entry in entries:
+        if not isinstance(entry, Await) and entry.part:
+            all_, some = job.model.extra_blocks, config.extra_blocks
+            if entry.part == MAIN:
+                all_, some = main.get(entry.phase, (every, run))
+            entry = replace(entry, times=entry.times * all_ / max(1, some))
+        yield entry
+
+
+def make_model(config: ModelConfig, precision: str) -> AlphaFold:
+    """Make a model without memory."""
+    with META:
+        model = AlphaFold(config)
+    return model.double() if precision == "fp64" else model
+
+
+def features_of(job: Job, passes: int) -> Batch:
+    """Return the features of a job's example, without memory."""
+    sizes = job.sizes
+    axes = {"res": sizes.residues, "seq": sizes.sequences, "extra": sizes.extra, "pass": passes}
+    axes |= {"tmpl": sizes.templates} if job.model.templates.enabled else {}
+    axes |= {"row": sizes.sequences + sizes.extra} if job.model.multimer is not None else {}
+    absent = left_out(job.model) | (set() if job.learns else set(TRUTH))
+    return {name: x for name, x in fake_batch(**axes).items() if name not in absent}
+
+
+@contextmanager
+def on_device(device: Device, recorder: Recorder) -> Iterator[None]:
+    """Run operations as this device would, on tensors without memory; count the kernels that are not launched."""
+
+    def count(_launch: object) -> None:
+        recorder.launches += 1
+
+    with dispatch.standing_for(device), unlaunched(count):
+        yield
+
+
+# The optimizer, and the way of the gradients
+
+
+@dataclass(frozen=True)
+class GradientWay:
+    """How the gradients of a backward pass travel, and what follows it.
+
+    backward: the collectives that begin in it, each with the stack whose gradients it waits for, and the share of these
+    that exist by then.
     """
 
-    number: int
-    kind: str
-    group: str
-    sent: int
-    phase: Phase
-    after: tuple[int, ...] = ()
-    part: str = ""
-    times: float = 1.0
-    replayed: bool = False
+    backward: list[tuple[str, float, Begin]]
+    collect: list[Entry]
+    update: list[Entry]
 
 
-@dataclass(frozen=True, slots=True)
-class Await:
-    """What follows needs the result of a collective."""
+@dataclass(frozen=True)
+class OptimizerRun:
+    """The record of an optimizer: the bytes that weights and its state hold, the peaks while it is made and while it
+    updates, and the ways of the gradients of one or two examples: the first stands for all but the last.
+    """
 
-    number: int
+    held: int
+    loading: int
+    update: int
+    ways: tuple[GradientWay, ...] = ()
 
 
-Entry = Operation | Begin | Await
+@lru_cache(maxsize=8)
+def parameters_of(model: ModelConfig) -> tuple[dict[str, Tensor], set[str]]:
+    """Return a model's parameters without memory, in the order in which they are packed, and the names of those that
+    stay with the one before.
+
+    Blocks of a stack have equal parameters, so only the first of each is made.
+    """
+    one = replace(model, evoformer=replace(model.evoformer, blocks=min(1, model.evoformer.blocks)),
+                  extra_blocks=min(1, model.extra_blocks))  # fmt: skip
+    made = make_model(one, "fp32")
+    named, (order, together) = dict(made.named_parameters()), packed_order(made)
+    blocks = {MAIN: model.evoformer.blocks, EXTRA: model.extra_blocks}
+    parameters, joined = dict[str, Tensor](), set[str]()
+    for stack, group in groupby(order, part_of):
+        names = list(group)
+        for block in range(blocks.get(stack, 1)):
+            for name in names:
+                renamed = name.replace(f"{stack}.blocks.0.", f"{stack}.blocks.{block}.") if stack else name
+                parameters[renamed] = named[name].detach()
+                joined |= {renamed} if name in together else set()
+    return parameters, joined
+
+
+def part_of(name: str) -> str:
+    """Return the stack that a parameter belongs to; "": none of the trunk's."""
+    top = name.partition(".")[0]
+    return top if top in STACKS else ""
+
+
+@lru_cache(maxsize=256)
+def record_optimizer(
+    model: ModelConfig, plan: Plan, optim: OptimConfig | None, device: Device, finetune: FinetuneConfig,
+    per_node: int | None = None, branch: int = 0,
+) -> OptimizerRun:  # fmt: skip
+    """Record how the weights of a whole model are packed, and a step of its optimizer; None: a prediction.
+
+    Every parameter has a gradient, the last of the model first, as a backward pass makes them.
+    """
+    recorder = Recorder(unit=UNIT[device])
+    with on_device(device, recorder), fake_mesh(plan.data, plan.axial, plan.branch, branch) as mesh:
+        ranks, dtype = mesh.world.size, DTYPES[plan.precision]
+        dtype_of_weights = torch.float64 if plan.precision == "fp64" else torch.float32
+        bucket_bytes = math.inf if optim is None else plan.sync.bucket_bytes(plan.data) * 4 / dtype_of_weights.itemsize
+        parameters, together = parameters_of(model)
+        is_whole = needs_every_parameter(optim, finetune)
+        layout = make_layout(parameters, bucket_bytes, ranks, together)
+        with recorder:
+            module = make_model(model, plan.precision) if is_whole else _Buckets(layout, dtype_of_weights)
+            # The model's own parameters, which are there until they are packed, have no padding between them.
+            sizes = [x.numel() * dtype_of_weights.itemsize for x in parameters.values()]
+            less = 0 if is_whole else recorder.now - sum(-(-x // recorder.unit) * recorder.unit for x in sizes)
+            if optim is None:
+                packed = PackedWeights(module.eval(), dtype)
+                return OptimizerRun(recorder.now if packed.layout else 0, recorder.peak - less, recorder.now)
+            adapted = freeze(module, finetune).adapted if isinstance(module, AlphaFold) else ()
+            sync = replace(plan.sync, strategy="plain") if plan.sync.strategy == "auto" else plan.sync
+            scaling, graphs = plan.precision == "fp16", plan.graph is True
+            optimizer = Optimizer(module, optim, mesh, sync, per_node, dtype, scaling, plan.batch, graphs)
+        # Adapters make dense weights, which exist until the backward pass.
+        dense = [module.get_submodule(name)._parameters["weight"] for name in adapted]
+        held, loading = recorder.now, max(recorder.now, recorder.restart() - less)
+        arrivals = _arrivals(optimizer.packed.parameters) if is_whole else _bucket_arrivals(layout, parameters)
+        ways = []
+        for turn in range(turns := -(-optimizer.share // plan.batch)):
+            way = _backward(recorder, optimizer, arrivals)
+            with recorder, recorder.listening():
+                optimizer.collect()
+                collect = recorder.taken()
+                recorder.phase = "update"
+                if turn == turns - 1:
+                    optimizer.update()
+                ways.append(GradientWay(way, collect, recorder.taken()))
+        more = sum(x.nbytes for x in dense if x is not None)
+    return OptimizerRun(held + more, loading + more, recorder.restart() + more, tuple(ways))
+
+
+def needs_every_parameter(optim: OptimConfig | None, finetune: FinetuneConfig) -> bool:
+    """Return whether a step depends on more than the buckets: on the layers that are trained, or on each shape."""
+    return optim is not None and (finetune.freezes or optim.compression.method != "none")
+
+
+class _Buckets(nn.Module):
+    """One parameter for each bucket of a model's parameters: packed, it has the same bytes and messages."""
+
+    def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
+        super().__init__()
+        sizes = [bucket.stop - bucket.start for bucket in reversed(layout.buckets)]
+        self.of_forward = nn.ParameterList(nn.Parameter(torch.empty(n, dtype=dtype, device=META)) for n in sizes)
+
+
+def _backward(
+    recorder: Recorder, optimizer: Optimizer, arrivals: Mapping[str, tuple[str, float]]
+) -> list[tuple[str, float, Begin]]:
+    """Give each parameter its gradient, the last first; return the collectives that begin meanwhile."""
+    named, way = optimizer.packed.parameters, list[tuple[str, float, Begin]]()
+    recorder.phase = "backward"
+    if optimizer.reducer._thread is not None:
+        optimizer.reducer._thread = recorder  # type: ignore[assignment]
+
+    def arrived(name: str) -> None:
+        part, share = arrivals[name]
+        begun = [entry for entry in recorder.taken() if isinstance(entry, Begin)]
+        way.extend((part, share, replace(entry, part=part)) for entry in begun)
+
+    handles = [p.register_post_accumulate_grad_hook(lambda _, name=name: arrived(name)) for name, p in named.items()]
+    with recorder.listening():
+        sums = [p.sum() for p in named.values()]
+        torch.autograd.backward(sums, [torch.empty((), dtype=x.dtype, device=META) for x in sums])
+    for handle in handles:
+        handle.remove()
+    recorder.taken()
+    return way
+
+
+def _arrivals(named: Mapping[str, Tensor]) -> dict[str, tuple[str, float]]:
+    """Return, for each parameter, its stack, and the share of the stack's gradients that exist when its own does."""
+    arrivals = dict[str, tuple[str, float]]()
+    for part, group in groupby(reversed(list(named)), part_of):
+        names = list(group)
+        arrivals |= {name: (part, (number + 1) / len(names)) for number, name in enumerate(names)}
+    return arrivals
+
+
+def _bucket_arrivals(layout: Layout, named: Mapping[str, Tensor]) -> dict[str, tuple[str, float]]:
+    """Return the same for `_Buckets`: a bucket is complete when the first of its members has its gradient."""
+    arrivals = _arrivals(named)
+    firsts = [members[0] for members in reversed(layout.members)]
+    return {f"of_forward.{number}": arrivals[name] for number, name in enumerate(firsts)}
+
+
+# A whole step
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """What a rank does.  early: in a pass without gradient; example: in the last pass and backward, where others of
-    this rank follow; last: likewise, of a step's last example, whose gradients travel; update: at the end of a step.
+    """The entries of a rank in a step.
 
-    examples: of a rank and step, or batches.  A fold has early passes and a last one.
+    early: a pass without gradient.  example: the last pass and the backward pass of an example that others of this
+    rank follow.  last: the same for the last example, whose gradients travel.  update: the end of the step.
+    examples: of the rank and step, or batches.  A fold has early passes and a last one.
     """
 
     early: Sequence[Entry]
@@ -257,7 +387,7 @@ class RecordedStep:
     def step(self, recycles: float) -> list[Entry]:
         """Return the entries of a rank's whole step with so many passes without gradient.
 
-        All examples but the last are alike, and so are passes: each entry comes as many times.
+        All examples but the last are equal, and so are passes: each entry comes as many times.
         """
         before = self.examples - 1
         return [
@@ -270,296 +400,9 @@ class RecordedStep:
 
 
 def _times(entries: Sequence[Entry], factor: float) -> Sequence[Entry]:
-    """Return entries that come so many times as often."""
     if factor in (0, 1):
         return entries if factor else []
     return [entry if isinstance(entry, Await) else replace(entry, times=factor * entry.times) for entry in entries]
-
-
-@dataclass
-class _Call:
-    """A call of one of our operations, whose autograd nodes have the numbers from `first` up to `end`."""
-
-    op: Op[..., Any]
-    given: Arguments
-    entry: Operation
-    first: int
-    end: int = 0
-    backward: Operation | None = None
-
-
-class _Recorder(DispatchMode):
-    """Note, in order, what is dispatched, what our operations are called with, and which collectives are told of."""
-
-    def __init__(self, kernels: list[str], memory: Memory | None = None) -> None:
-        super().__init__()
-        self.kernels = kernels  # of Triton, that would have been launched so far
-        self.memory = memory  # that repeats what was run with the like before
-        self.entries: list[Entry] = []
-        self.phase: Phase = "forward"
-        self.aside = False  # on a side stream: what is waited for there holds up nothing but what begins there
-        self._open: _Call | None = None
-        self._calls: list[_Call] = []  # of forward passes, in order
-        self._firsts: list[int] = []
-        self._due: dict[str, deque[int]] = defaultdict(deque)  # gradients' collectives under way, by title
-        self._after: list[int] = []
-        self._gradients = 1 << 24  # numbers of their collectives, beyond those of slices
-        self._part = ""  # of the model, that runs
-        self._made_at = MadeAt[str]()
-        self._uploads: dict[int, int] = {}
-        self._noted: dict[Any, list[Entry]] = {}  # of stacks that may be called again
-        self._launches: dict[Any, int] = {}  # of operations that may be
-
-    # Places
-
-    def watch(self, model: nn.Module) -> None:
-        """Note from now on to which stack of a model an entry belongs."""
-        self._made_at.since(0, "")
-        for name in STACKS:
-            module = getattr(model, name)
-            assert isinstance(module, BlockStack)
-            module.register_forward_pre_hook(lambda *_, name=name: self._enter(name))
-            module.register_forward_hook(lambda *_: self._enter(""))
-
-    def repeat(self, model: nn.Module) -> None:
-        """Run each stack twice for each kind of arguments, and note the like again where it is called again.
-
-        Twice: the first call makes what its layers keep.  For models without gradients on one device.
-        """
-        for module in model.modules():
-            if isinstance(module, BlockStack):
-                module.forward = partial(self._repeated, module, module.forward)
-
-    def _repeated(self, stack: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
-        assert self.memory is not None
-        key, first = (stack, dispatch.turns(), *(x.shape for x in tensors_in(args, []))), len(self.entries)
-        if key not in self._noted:
-            self._noted[key] = []
-            return forward(*args)
-        out = self.memory.run(stack, forward, args, {})
-        if len(self.entries) > first:
-            self._noted[key] = self.entries[first:]
-        else:
-            self.entries += self._noted[key]
-        return out
-
-    def _enter(self, part: str) -> None:
-        self._part = part
-        self._made_at.now(part)
-
-    @property
-    def part(self) -> str:
-        """The stack that is at work, forward or backward; a leaf's gradient belongs to the node before it."""
-        if in_backward() and (found := self._made_at.of_current()) is not None:
-            self._part = found
-        return self._part
-
-    # Operations
-
-    def call(self, original: Callable[..., Any], op: Op[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Call an operation; what it does within is its own."""
-        if self._open is not None or not any(isinstance(x, Tensor) for x in args):
-            return original(op, *args, **kwargs)
-        given = arguments_of(op, args, kwargs)
-        first = next(x for x in given.values() if isinstance(x, Tensor))
-        which: PassName = "training" if torch.is_grad_enabled() else "forward"
-        forward = not in_backward()
-        phase = self.phase if forward else "recomputed"
-        cost, times = call_cost(op, given, True), dispatch.turns()
-        entry = Operation(name_of(op), which, cost, _float(first), 0, phase, self.part, times)
-        self._open = made = _Call(op, given, entry, next_node_number() if forward else 0)
-        try:
-            result = self._run(original, op, args, kwargs, entry)
-        finally:
-            self._open = None
-        self.entries.append(entry)
-        made.end = next_node_number()
-        if forward and which == "training" and made.end > made.first:
-            self._calls.append(made)
-            self._firsts.append(made.first)
-        return result
-
-    def _run(
-        self, original: Callable[..., Any], op: Op[..., Any], args: tuple[Any, ...], kwargs: Any, entry: Operation
-    ) -> Any:
-        """Call an operation; without gradients it is run once for each kind of arguments."""
-        key = None if self.memory is None or torch.is_grad_enabled() else call_key(op, args, kwargs)
-        if self.memory is None or key is None:
-            return original(op, *args, **kwargs)
-        result = self.memory.run(op, partial(original, op), args, kwargs)
-        entry.launches = self._launches.setdefault(key, entry.launches)
-        return result
-
-    def _owner(self) -> Operation | None:
-        """Return the operation of ours that is at work, forward or backward; None: torch by itself."""
-        if self._open is not None:
-            return self._open.entry
-        if not in_backward() or torch.is_grad_enabled():  # the latter: it recomputes
-            return None
-        node = current_node()
-        number = -1 if node is None else node_number(node)
-        at = bisect_right(self._firsts, number) - 1
-        if at < 0 or number >= self._calls[at].end:
-            return None
-        call = self._calls[at]
-        if call.backward is None:
-            cost = call_cost(call.op, call.given, False)
-            call.backward = Operation(call.entry.op, "backward", cost, call.entry.dtype, 0, "backward", self.part)
-            self.entries.append(call.backward)
-        return call.backward
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func.namespace == "warpfold":
-            owner, before = self._owner(), len(self.kernels)
-            with self:
-                out = dispatch.implementation(func._opname, args[0])(*args, **kwargs)
-            if owner is not None:
-                owner.launches += len(self.kernels) - before
-            return out
-        if _composite(func):
-            with self:
-                return func.decompose(*args, **kwargs)
-        out = func(*args, **kwargs)
-        changed = out is None and func._schema.is_mutable  # lists of tensors, the first of what is given
-        results = tensors_in(args[:1] if changed else (out,), [])
-        if not results or func._opname in ALLOCATE:
-            return out
-        given = tensors_in(kwargs.values(), tensors_in(args, []))
-        if not func._schema.is_mutable:
-            storages = {x.untyped_storage()._cdata for x in given}
-            if all(x.untyped_storage()._cdata in storages or not x.numel() for x in results):
-                return out  # a view
-        owner = self._owner()
-        if owner is not None:
-            owner.launches += 1
-            return out
-        phase = self.phase
-        if in_backward():
-            phase = "recomputed" if torch.is_grad_enabled() else "backward"
-        exps = sum(x.numel() for x in results) if func._opname in EXPONENTIALS else 0
-        moved = sum(map(size, (*given, *results)))
-        cost = Cost(products(func, args, kwargs, out), exps, moved)
-        self.entries.append(
-            Operation(TORCH, "forward", cost, _float(results[0]), 1, phase, self.part, dispatch.turns())
-        )
-        return out
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Take torch's word that nothing is compiled within, as `Memory` does."""
-        return False
-
-    # What travels
-
-    def told(self, event: Event) -> None:
-        """Note that a collective begins, or, of an example's slices, that it is waited for."""
-        if event.what == "wait":
-            self.wait(event.number)
-            return
-        number, group = event.number, "branch" if event.kind == "sendrecv" else "axial"
-        if event.carries == "gradients":
-            number, group = self._next(), event.name.split(" over ")[1].removesuffix(" ranks")
-            self._due[event.title].append(number)
-        phase = self.phase
-        if in_backward():
-            phase = "backward" if event.backward or event.carries == "gradients" else "recomputed"
-        after, times = tuple(self._after), dispatch.turns()
-        self.entries.append(Begin(number, event.kind, group, event.bytes, phase, after, self.part, times))
-        self._after = [] if self.aside else self._after
-
-    def _next(self) -> int:
-        self._gradients += 1
-        return self._gradients
-
-    def wait(self, number: int) -> None:
-        """Note that what follows needs a collective's result."""
-        if self.aside:
-            self._after.append(number)
-        else:
-            self.entries.append(Await(number))
-
-    def wait_for(self, work: Work) -> None:
-        """Note a wait for gradients: those of one name are awaited in the order in which they began."""
-        if self._due[work.name]:
-            self.wait(self._due[work.name].popleft())
-
-    def submit(self, call: Callable[[], None]) -> Future[None]:
-        """Make a call at once, as on a side stream, in the place of a thread."""
-        self.aside, done = True, Future[None]()
-        call()
-        self.aside, self._after = False, []
-        done.set_result(None)
-        return done
-
-    def _moved(self, size: int, phase: Phase) -> Begin:
-        """Return the beginning of a way to host memory or back."""
-        return Begin(self._next(), HOST, HOST, size, phase, (), self.part, dispatch.turns())
-
-    def kept(self, init: Callable[..., None], host: OnHost, x: Tensor, *given: Any) -> None:
-        """Note that what is kept for the backward pass goes to host memory, and comes back."""
-        self.entries.append(self._moved(2 * x.nbytes, self.phase))
-        init(host, x, *given)
-
-    def upload(self, start: Callable[..., Upload], *given: Any) -> Upload:
-        """Note that a part of what lies in host memory begins to be fetched."""
-        found = start(*given)
-        begun = self._moved(found._copy.nbytes, self.phase)
-        self.entries.append(begun)
-        self._uploads[id(found)] = begun.number
-        return found
-
-    def fetched(self, wait: Callable[[Upload], Tensor], upload: Upload) -> Tensor:
-        """Note that it is waited for."""
-        if (number := self._uploads.pop(id(upload), None)) is not None:  # else of what is kept for the backward pass
-            self.wait(number)
-        return wait(upload)
-
-    def stored(self, store: Callable[..., None], *given: Any) -> None:
-        """Note that a part goes back to host memory."""
-        self.entries.append(self._moved(given[2].nbytes, self.phase))
-        store(*given)
-
-    def taken(self) -> list[Entry]:
-        """Return the entries since the last time."""
-        found, self.entries = self.entries, []
-        return found
-
-
-_composite = cache(is_composite)  # made of others, which are to be seen
-
-
-def _float(x: Tensor) -> torch.dtype:
-    """Return the dtype in which a device works on a tensor: fp32 stands for integers and fp64."""
-    return x.dtype if x.dtype in (torch.bfloat16, torch.float16) else torch.float32
-
-
-@contextmanager
-def _listening(kernels: list[str], memory: Memory | None = None) -> Iterator[_Recorder]:
-    """Record whatever this thread does within the context."""
-    recorder = _Recorder(kernels, memory)
-    keep, start, fetch, store = OnHost.__init__, HostTensor._start, Upload.wait, HostTensor.store
-
-    def kept(host: OnHost, *given: Any) -> None:
-        recorder.kept(keep, host, *given)
-
-    def started(host: HostTensor, *given: Any) -> Upload:
-        return recorder.upload(start, host, *given)
-
-    new: dict[tuple[type, str], Callable[..., Any]] = {
-        (Work, "wait"): lambda work: recorder.wait_for(work),
-        (OnHost, "__init__"): kept,
-        (HostTensor, "_start"): started,
-        (HostTensor, "store"): lambda *given: recorder.stored(store, *given),
-        (Upload, "wait"): lambda upload: recorder.fetched(fetch, upload),
-    }
-    with ExitStack() as undo:
-        undo.enter_context(watched(recorder.told))
-        undo.enter_context(dispatch.observed(recorder.call))
-        for (owner, name), function in new.items():
-            undo.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, function)
-        yield recorder
 
 
 def record(
@@ -574,186 +417,56 @@ def record(
     """Record the first rank of a plan, or of one of its branches, in a fold or a step; no other has more to do.
 
     examples: of each data rank and step.  per_node: ranks of a node, for hierarchical sums.  gpu: count the kernels
-    that a GPU would be told to launch; else operations are seen as wholes, as on a CPU.  branch: 0 computes m, 1 z.
-    What is recorded is remembered.  Errors: UserError as of `Reducer`.
+    that a GPU would launch; else operations count as wholes, as on a CPU.  branch: 0 computes m, 1 computes z.
+    Errors: UserError as of `Reducer`.
     """
-    model, turns = job.model, -(-examples // plan.batch)
-    blocks = BLOCKS if job.training or plan.axial * plan.branch > 1 else 1  # of a fold on one device all are alike
-    main = replace(model.evoformer, blocks=min(blocks, model.evoformer.blocks))
-    few = replace(model, evoformer=main, extra_blocks=min(blocks, model.extra_blocks))
-    alone = Plan(**{**vars(plan), "data": 1, "sync": SyncConfig(), "keep_blocks": 0, "compile": False, "graph": False,
-                    "threads": None, "sizes": 0, "kernels": "fast" if gpu else "definition"})  # fmt: skip
+    device: Device = "cuda" if gpu else "cpu"
+    batches, is_shared = -(-examples // plan.batch), plan.axial * plan.branch > 1
     tell(0, 2, "an example")
-    shorter = replace(job, model=few, optim=None, recycles=0, finetune=job.finetune_of_few)
-    early, last = _example(shorter, alone, gpu, branch)
-    early, last = (_whole(entries, job, plan, blocks) for entries in (early, last))
+    run = record_example(job, plan, device, branch, job.keeps_trunk(plan))
+    early, last = list(run.early), list(run.last)
     if job.optim is None:
         return RecordedStep(early, [], last, [])
     tell(1, 2, "the gradients' way")
-    share = replace(job.optim, accumulate=plan.data * plan.batch * min(turns, 2),
-                    clip="step" if plan.batch > 1 else job.optim.clip)  # fmt: skip
-    graphs, apart = plan.why_no_graphs("cuda" if gpu else "cpu") is None, plan.axial * plan.branch > 1
-    ranks = replace(alone, data=plan.data, sync=plan.sync, recompute=None, offload=False, chunk=None, in_place=False,
-                    graph=graphs)  # fmt: skip
-    way = _exchange(model, share, ranks, min(turns, 2), per_node, branch, job.finetune)
-    update, collects = way[-1].update, [one.collect for one in way]
-    if graphs:
+    has_graphs = plan.why_no_graphs(device) is None
+    optimizer = record_optimizer(
+        job.model, exchange_plan(plan, has_graphs), step_share(job, plan, min(batches, 2)), device, job.finetune,
+        per_node, branch,
+    )  # fmt: skip
+    update, collects = optimizer.ways[-1].update, [way.collect for way in optimizer.ways]
+    if has_graphs:
         early = _replayed(early, job, plan, 2) if early else early
         last = _replayed(last, job, plan, 1)
-        collects = [one.collect if apart or one.backward else _in_graph(one.collect) for one in way]
-        if plan.data == 1 and not apart:
+        collects = [way.collect if is_shared or way.backward else _in_graph(way.collect) for way in optimizer.ways]
+        if plan.data == 1 and not is_shared:
             update = _replayed(update, job, plan, 0)
-    examples_ = [[*_with_gradients(last, one.backward), *collect] for one, collect in zip(way, collects)]
-    return RecordedStep(early, examples_[0], examples_[-1], update, turns)
+    entries = [[*_with_gradients(last, way.backward), *collect] for way, collect in zip(optimizer.ways, collects)]
+    return RecordedStep(early, entries[0], entries[-1], update, batches)
 
 
-REPLAY = 8  # launches: a graph's own, and the copies of its inputs and results, one for each of their dtypes
+def exchange_plan(plan: Plan, has_graphs: bool = False) -> Plan:
+    """Return the plan with only those keys on which the optimizer depends."""
+    return Plan(data=plan.data, axial=plan.axial, branch=plan.branch, batch=plan.batch, precision=plan.precision,
+                sync=plan.sync, graph=has_graphs)  # fmt: skip
+
+
+def step_share(job: Job, plan: Plan, batches: int) -> OptimConfig:
+    """Return the settings of an optimizer whose ranks each take so many batches in a step."""
+    optim = job.optim or OptimConfig()
+    clip = "step" if plan.batch > 1 else optim.clip
+    return replace(optim, accumulate=plan.data * plan.batch * batches, clip=clip)
 
 
 def _replayed(entries: Sequence[Entry], job: Job, plan: Plan, copies: int) -> list[Entry]:
-    """Return entries as a graph's, behind what its replay takes beside them; copies: of z, to and from the graph."""
+    """Return entries as a graph's, behind the launches of its replay; copies: of z, to and from the graph."""
     z = plan.batch * job.sizes.residues**2 * job.model.c_z * DTYPES[plan.precision].itemsize / plan.axial
-    phase = next(one.phase for one in entries if isinstance(one, Operation))
-    first = Operation(TORCH, "forward", Cost(0, 0, 2 * copies * z), torch.float32, REPLAY, phase)
+    phase = next(entry.phase for entry in entries if isinstance(entry, Operation))
+    first = Operation(TORCH, "forward", Cost(0, 0, 2 * copies * z), torch.float32, REPLAY_LAUNCHES, phase)
     return [first, *_in_graph(entries)]
 
 
 def _in_graph(entries: Sequence[Entry]) -> list[Entry]:
-    """Return entries that a graph replays."""
-    return [one if isinstance(one, Await) else replace(one, replayed=True) for one in entries]
-
-
-def _whole(entries: list[Entry], job: Job, plan: Plan, most: int) -> list[Entry]:
-    """Return the record of few blocks as one of all of them, of which the last may keep everything."""
-    blocks = {"extra_stack": job.model.extra_blocks, MAIN: job.model.evoformer.blocks}
-    found = []
-    for entry in entries:
-        if not isinstance(entry, Await) and (all_ := blocks.get(entry.part)):
-            times = all_
-            if entry.part == MAIN and entry.phase in ("recomputed", "backward"):
-                kept = plan.keep_blocks if entry.phase == "recomputed" else 0
-                times = max(0, job.backward_blocks - kept)
-            entry = replace(entry, times=entry.times * times / min(most, all_))
-        found.append(entry)
-    return found
-
-
-@lru_cache(maxsize=256)
-def _example(job: Job, plan: Plan, gpu: bool, branch: int) -> tuple[list[Entry], list[Entry]]:
-    """Record a pass without gradient, and the last pass: of a training with the losses and the backward pass."""
-    how = dispatch.standing_for("cuda" if gpu else "cpu")
-    ranks, kernels = fake_mesh(1, plan.axial, plan.branch, branch), list[str]()
-    launched = unlaunched(lambda launch: kernels.append(launch.kernel.name))
-    with ranks as mesh, how, launched, Memory() as memory, uncollected():
-        with META:
-            model = AlphaFold(job.model).train(job.training)
-        Execution(plan, mesh).bind(model)
-        if job.training:
-            freeze(model, job.finetune)
-        packed = PackedWeights(model, DTYPES[plan.precision], trained=job.training)
-        model.noise.seed(0)
-        batch = features_of(job, (2 if job.training else 1) * job.model.ensemble)
-        features = batch if plan.batch == 1 else stack([batch] * plan.batch)
-        with _listening(kernels, memory) as recorder, recorder, torch.set_grad_enabled(job.training):
-            recorder.watch(model)
-            recorder.phase = "early"
-            if not job.training and mesh.world.size == 1:
-                recorder.repeat(model)
-            if job.loss is None:  # all passes are alike, and judged is the last
-                recycled, done = model.recycle(features, 0)
-                representations, structure = model.one_pass(model.inputs_of_pass(features, done, recycled))
-                early = recorder.taken()
-                judge_example(model, batch, representations, structure)
-                recorder.entries = early + recorder.entries
-            else:
-                recycled, done = model.recycle(features, 1)
-                early = recorder.taken()
-                inputs = model.inputs_of_pass(features, done, recycled)
-                if job.keeps_trunk(plan):  # then it is there already
-                    with torch.no_grad():
-                        inputs |= model.trunk_pass(inputs)
-                    early = []
-                    recorder.taken()
-                recorder.phase = "forward"
-                output = model.last_pass(inputs)
-                outputs = [output] if plan.batch == 1 else output.unbind()
-                losses = [total_loss(one, batch, job.loss, residues=model.residues)[0] for one in outputs]
-                torch.stack(losses).sum().backward()
-            last = recorder.taken()
-        del packed, memory
-    return early, last
-
-
-@dataclass(frozen=True)
-class _Way:
-    """How the gradients of a backward pass travel: where in it collectives begin, and what follows.
-
-    backward: of each the part whose gradients it waits for, the share of them that there are by then, and what begins.
-    """
-
-    backward: list[tuple[str, float, Begin]]
-    collect: list[Entry]
-    update: list[Entry]
-
-
-@lru_cache(maxsize=256)
-def _exchange(
-    config: ModelConfig, optim: OptimConfig, plan: Plan, turns: int, per_node: int | None, branch: int,
-    finetune: FinetuneConfig,
-) -> list[_Way]:  # fmt: skip
-    """Record the optimizer of a whole model in a step of one or two turns: the first stands for all but the last.
-
-    Every parameter is given a gradient, the last of the model first, as a backward pass does.
-    """
-    sync = replace(plan.sync, strategy="plain") if plan.sync.strategy == "auto" else plan.sync
-    found: list[_Way] = []
-    with fake_mesh(plan.data, plan.axial, plan.branch, branch) as mesh:
-        memory = Memory()
-        with memory:
-            with META:
-                model = AlphaFold(config).train()
-            freeze(model, finetune)
-            dtype, scaling = DTYPES[plan.precision], plan.precision == "fp16"
-            records = plan.graph is True
-            optimizer = Optimizer(model, optim, mesh, sync, per_node, dtype, scaling, plan.batch, records)
-        with _listening([]) as recorder:
-            if optimizer.reducer._thread is not None:
-                optimizer.reducer._thread = recorder  # type: ignore[assignment]
-            named = optimizer.packed.parameters
-            shares: dict[str, float] = {}  # of the gradients of its part that there are with a parameter's own
-            for _, some in groupby(reversed(named), _part_of):
-                group = list(some)
-                shares |= {name: (number + 1) / len(group) for number, name in enumerate(group)}
-
-            def arrived(name: str) -> None:
-                begun = [entry for entry in recorder.taken() if isinstance(entry, Begin)]
-                way.extend((_part_of(name), shares[name], replace(one, part=_part_of(name))) for one in begun)
-
-            for turn in range(turns):
-                recorder.phase, way = "backward", list[tuple[str, float, Begin]]()
-                handles = [
-                    p.register_post_accumulate_grad_hook(lambda _, name=name: arrived(name))
-                    for name, p in named.items()
-                ]
-                sums = [p.sum() for p in named.values()]
-                torch.autograd.backward(sums, [torch.ones_like(x) for x in sums])
-                for handle in handles:
-                    handle.remove()
-                recorder.taken()
-                with memory, recorder:
-                    optimizer.collect()
-                    collect = recorder.taken()
-                    recorder.phase = "update"
-                    if turn == turns - 1:
-                        optimizer.update()
-                    found.append(_Way(way, collect, recorder.taken()))
-    return found
-
-
-def _part_of(name: str) -> str:
-    """Return the stack that a parameter belongs to; "": none of them."""
-    top = name.partition(".")[0]
-    return top if top in STACKS else ""
+    return [entry if isinstance(entry, Await) else replace(entry, replayed=True) for entry in entries]
 
 
 def _with_gradients(entries: list[Entry], begun: Sequence[tuple[str, float, Begin]]) -> list[Entry]:

@@ -19,7 +19,8 @@ from warpfold.cost.example import Job
 from warpfold.cost.links import Cluster, GroupName, Kind, Placement, collective_seconds, place
 from warpfold.cost.measured_rates import MEASURED
 from warpfold.cost.rates import KERNEL, OURS, OURS_WITHOUT_GRADIENT, TORCH, PassName, Rates
-from warpfold.cost.record import HOST, Begin, Entry, Operation, Phase, RecordedStep, record
+from warpfold.cost.record import RecordedStep, record
+from warpfold.cost.recorder import HOST, Begin, Entry, Operation, Phase
 from warpfold.data.load.schedule import share_of
 from warpfold.parallel.plan import Plan
 from warpfold.progress import Progress, no_progress, within
@@ -85,14 +86,15 @@ class ReplayedStep:
     """How long a rank takes: compute + exposed + launch = seconds.
 
     compute: operations on the device.  exposed: it waits for collectives, which begin when the slowest of their ranks
-    does.  launch: it waits for the host.  hidden:
-    collectives that travel while something is computed.  by_op, by_phase: seconds of operations.
+    does.  launch: it waits for the host.  launching: the host launches.  hidden: collectives that travel while
+    something is computed.  by_op, by_phase: seconds of operations.
     """
 
     seconds: float = 0.0
     compute: float = 0.0
     exposed: float = 0.0
     launch: float = 0.0
+    launching: float = 0.0
     collectives: float = 0.0
     sent: float = 0.0
     kernels: float = 0.0
@@ -119,7 +121,7 @@ def replay(entries: Iterable[Entry], plan: Plan, pace: Pace) -> ReplayedStep:
     for number in list(timeline.under_way):  # what nobody waits for: a step has ended when all has arrived
         timeline.wait(number)
     found = timeline.found
-    found.seconds = timeline.free
+    found.seconds, found.launching = timeline.free, timeline.launching
     return found
 
 
@@ -129,7 +131,8 @@ class StepTime:
 
     by_part: where they go, most first: operations, and what is waited for.  hidden: collectives that travel while
     something is computed.  sent: bytes that a rank sends to others.  how: whether the rates were measured on this
-    device or modelled from a data sheet.
+    device or modelled from a data sheet.  overhead: seconds of launches, and of kernels beyond their work; unknown, and
+    so infinite, for measured rates.  launching: seconds in which the host launches.
     """
 
     total: float
@@ -137,6 +140,13 @@ class StepTime:
     hidden: float = 0.0
     sent: float = 0.0
     how: Literal["measured", "modelled"] = "modelled"
+    overhead: float = math.inf
+    launching: float = 0.0
+
+
+def waiting_for(group: str) -> str:
+    """Return the name of the waits for a group's messages among the parts of a step's time."""
+    return f"waiting for {group} messages"
 
 
 def ranks_of(plan: Plan) -> int:
@@ -159,12 +169,14 @@ def step_time(
     found = [replay_longest(halves, n, plan, pace) for n in passes]
     parts: dict[str, float] = defaultdict(float)
     for one in found:
-        waits = {f"waiting for {group} messages": seconds for group, seconds in one.exposed_by_group.items()}
+        waits = {waiting_for(group): seconds for group, seconds in one.exposed_by_group.items()}
         for name, seconds in {**one.by_op, **waits, "the host's launches": one.launch}.items():
             parts[name] += seconds / len(found)
     total, hidden, sent = (sum(getattr(one, x) for one in found) / len(found) for x in ("seconds", "hidden", "sent"))
     ordered = {name: seconds for name, seconds in sorted(parts.items(), key=lambda item: -item[1]) if seconds}
-    return StepTime(total, ordered, hidden, sent, rates.how)
+    overhead = math.inf if rates.how == "measured" else sum(one.launch + pace.kernel * one.kernels for one in found)
+    launching = sum(one.launching for one in found) / len(found)
+    return StepTime(total, ordered, hidden, sent, rates.how, overhead / len(found), launching)
 
 
 def record_rank(job: Job, plan: Plan, cluster: Cluster, gpu: bool, tell: Progress = no_progress) -> list[RecordedStep]:
@@ -193,6 +205,7 @@ class _Timeline:
     def __init__(self, plan: Plan, pace: Pace) -> None:
         self.pace, self.wires = pace, _Wires(plan, pace)
         self.found, self.host, self.free = ReplayedStep(), 0.0, 0.0
+        self.launching = 0.0
         # Of collectives under way: when they end, their group, and how much ranks varied when they began.
         self.under_way: dict[int, tuple[float, str, float]] = {}
         self.variance = 0.0  # of what was computed
@@ -209,6 +222,7 @@ class _Timeline:
         launch = self.pace.launching(entry)
         begin = max(self.free, self.host + launch * min(1, entry.launches))
         self.host += launch * launches
+        self.launching += launch * launches
         end = max(begin + taken, self.host)  # of several kernels the last is launched then
         self.variance += entry.times * spread**2
         found = self.found

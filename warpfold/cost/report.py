@@ -1,5 +1,6 @@
 """What `warpfold plan` and a run say of a choice: the plans, what each takes and costs, and why it is this one."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,7 +54,10 @@ def choice_in_words(choice: Choice) -> str:
     )
     reasons += why(choice)
     if choice.idle:
-        reasons.append(f"more examples a step (optim.accumulate) would use the {choice.idle} idle devices")
+        busy = devices - choice.idle
+        same = f"{busy} device{'s' * (busy > 1)} {'do' if busy > 1 else 'does'} the same"
+        idle = f"the {choice.idle} idle one{'s' * (choice.idle > 1)}"
+        reasons.append(f"{same}, and more examples a step (optim.accumulate) would use {idle}")
     return "; ".join([", ".join([said, *reasons[:1]]), *reasons[1:]])
 
 
@@ -74,6 +78,9 @@ def why(choice: Choice) -> list[str]:
         least = min(others, key=lambda one: one.time.total if one.time else 0.0)
         assert least.time is not None
         said.append(f"{describe_grid(least.plan)} would take {least.time.total / chosen.time.total:.2f} times as long")
+    elif chosen.time and (more := [s for s in choice.skipped if ranks_of(s[0]) > ranks_of(chosen.plan)]):
+        plan, seconds = min(more, key=lambda skipped: skipped[1])
+        said.append(f"{describe_grid(plan)} would take at least {seconds / chosen.time.total:.2f} times as long")
     return said
 
 
@@ -113,7 +120,7 @@ def job_report(
         raise UserError(f"{name}: {error}") from error
     found = list(choice.considered)
     if job.training:
-        found.sort(key=lambda one: (bool(one.reason), one.time.total if one.time else 0.0))
+        found.sort(key=lambda one: (bool(one.reason), one.time.total if one.time else math.inf))
     shown = found[:SHOWN] if choice.chosen in found[:SHOWN] else [choice.chosen, *found[: SHOWN - 1]]
     time = choice.chosen.time
     return about | {

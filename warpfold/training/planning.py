@@ -19,7 +19,6 @@ from warpfold.cost.example import ExampleSizes, Job, sizes_of
 from warpfold.cost.launches import launches_of
 from warpfold.cost.links import Cluster, one_node
 from warpfold.cost.machine import Machine, this_machine
-from warpfold.cost.memory import features_of
 from warpfold.cost.planner import (
     CHOSEN_IN_TRAINING,
     Choice,
@@ -27,13 +26,17 @@ from warpfold.cost.planner import (
     candidates,
     choose,
     describe_plan,
+    estimate,
+    is_evident,
     joined,
     needed_bytes,
     ranks_of,
     tighter,
     variants,
+    why_not_fit,
 )
 from warpfold.cost.rates import Rates
+from warpfold.cost.record import features_of
 from warpfold.cost.replay import step_time
 from warpfold.cost.report import choice_in_words
 from warpfold.data.features.make import padded_shape
@@ -446,7 +449,14 @@ def _chosen(
         if machine.devices > 1:
             plans, there = candidates(job, machine, fixed, sync), one_node(machine.devices)
             is_open = len(plans) > 1 or (plans[0].recompute is not None and "keep_blocks" not in fixed)
-            if is_open or any(variants(job, plans[0], there, fixed, sync)):  # there is something to choose
+            is_open = is_open or any(variants(job, plans[0], there, fixed, sync))
+            on_one_node = cluster is None and team.process.ranks_per_node == machine.devices
+            if is_open and on_one_node and is_evident(job, plans[0], machine):
+                # An evident plan needs neither the speed of the links nor that of the devices.  The first rank alone
+                # knows whether it fits, and the others must do as it does.
+                lacks = why_not_fit(estimate(job, plans[0], machine), machine) if team.is_rank_zero else ""
+                is_open = bool(team.broadcast({"lacks": lacks}, "whether the plan is evident")["lacks"])
+            if is_open:
                 cluster = cluster or measure_cluster(team, device)
                 rates = _rates(job, machine, cluster, fixed, sync)
         told: dict[str, Any] = {}

@@ -25,7 +25,7 @@ from warpfold.bench.kernels import Workload, launches_of
 from warpfold.check.sizes import shapes
 from warpfold.cost.example import ExampleSizes, Job
 from warpfold.cost.launches import launches_of as launches_of_job
-from warpfold.cost.memory import features_of
+from warpfold.cost.record import features_of
 from warpfold.data.features.make import padded_shape
 from warpfold.engine.optim import OptimConfig
 from warpfold.model.alphafold import ModelConfig

@@ -34,7 +34,7 @@ from warpfold.check.cases import ODD, OPS, inputs
 from warpfold.check.checks import DTYPES, run
 from warpfold.check.op_profile import OpCase
 from warpfold.cost.example import ExampleSizes, TrainingStep, bench_of
-from warpfold.cost.fake import Memory
+from warpfold.cost.recorder import Recorder
 from warpfold.ops import triton as package
 from warpfold.ops.triton.compile import compiled, identity, reason, source
 from warpfold.ops.triton.launch import KernelLaunch, kernels
@@ -55,7 +55,7 @@ def training(preset: str, precision: Precision) -> Iterator[KernelLaunch]:
     for sizes in (bench.sizes, UNEVEN_SIZES):
         plan = replace(bench.plan, precision=precision)
         one = replace(bench, model=one_block(bench.model), plan=plan, sizes=sizes, recycles=1)
-        with torch.device("meta"), launching() as launches, Memory():
+        with torch.device("meta"), launching() as launches, Recorder():
             step = TrainingStep(one, "meta")
             step.bind(plan)
             step()

@@ -1,0 +1,709 @@
+"""Record a run of code on tensors without memory: allocations and releases, operations, and messages.
+
+`Recorder` is a dispatch mode.  Within it every piece of memory is followed from its allocation to its release.  While
+it listens (`Recorder.listening`), it also writes an entry for each of our operations, each of torch's outside of these,
+and each collective.  A call without gradients that repeats an earlier one is copied from the record of that.
+"""
+
+import enum
+import functools
+import weakref
+from bisect import bisect_right
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from warpfold.check.op_profile import Cost
+from warpfold.cost.observe import ALLOCATE, EXPONENTIALS, products, size
+from warpfold.cost.rates import TORCH, PassName, arguments_of, call_cost, name_of
+from warpfold.device import OnHost, Upload
+from warpfold.host import HostTensor
+from warpfold.ops import dispatch
+from warpfold.ops.dispatch import Op
+from warpfold.ops.torch_internals import (
+    DispatchMode,
+    current_node,
+    in_backward,
+    is_composite,
+    next_node_number,
+    node_number,
+    without_modes,
+)
+from warpfold.parallel.waits import Event, Work, watched
+
+META = torch.device("meta")
+aten = torch.ops.aten
+FACTORIES = {
+    *(aten.empty.memory_format, aten.empty_strided.default, aten.zeros.default, aten.ones.default, aten.full.default),
+    *(aten.arange.default, aten.arange.start, aten.arange.start_step, aten.eye.default, aten.eye.m),
+    *(aten.linspace.default, aten.scalar_tensor.default, aten.rand.default, aten.randn.default),
+}
+PLAIN_TYPES = (Tensor, nn.Parameter)
+MAX_LAYOUTS = 1 << 16
+MAX_READ_NUMBERS = 2**20  # larger tensors are not brought to the host to be read
+FIRST_GRADIENT_NUMBER = 1 << 24  # above the numbers of the collectives of slices
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+# The results of earlier calls of torch's operations on tensors without memory: shapes, strides and dtypes.  Allocating
+# them again takes a twentieth of the time in which torch infers them, in Python.
+_layouts: dict[Any, list[Layout]] = {}
+
+Phase = Literal["early", "forward", "recomputed", "backward", "update"]
+HOST = "host"  # the group of copies to host memory and back
+
+
+class Place(NamedTuple):
+    """Where a run is: the module or phase, the owner of its tensors in the memory figure, and its block of a stack.
+
+    owner: "" where the shape of a tensor decides.  stack: the stack of the trunk, or "".
+    """
+
+    name: str = ""
+    owner: str = ""
+    stack: str = ""
+    block: tuple[str, int] | None = None
+    backward: bool = False
+
+
+@dataclass(slots=True)
+class Operation:
+    """One of our operations in one pass, or one of torch's outside of ours.
+
+    op: the name by which the rates of a device know it.  launches: kernels.  phase: "early" is a pass without gradient.
+    part: the stack that it belongs to, or "".  times: how many such operations the entry stands for.
+    replayed: by a graph, so that the host launches none of its kernels.
+    """
+
+    op: str
+    which: PassName
+    cost: Cost
+    dtype: torch.dtype
+    launches: int
+    phase: Phase
+    part: str = ""
+    times: float = 1.0
+    replayed: bool = False
+
+
+@dataclass(slots=True)
+class Begin:
+    """The start of a collective: `sent` bytes leave this rank.
+
+    group: "axial", "branch", "model", "data"; "node" and "nodes" of hierarchical sums; "host" for a copy between a
+    device and host memory.  after: collectives that it waits for on a side stream.  part, times, replayed: as for an
+    operation.
+    """
+
+    number: int
+    kind: str
+    group: str
+    sent: int
+    phase: Phase
+    after: tuple[int, ...] = ()
+    part: str = ""
+    times: float = 1.0
+    replayed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """A wait for a collective: the next entries need its result."""
+
+    number: int
+
+
+Entry = Operation | Begin | Await
+
+
+@dataclass(eq=False, slots=True)
+class MemoryPiece:
+    """A piece of memory and the operation that allocated it; born and died count allocations and releases so far."""
+
+    bytes: int
+    shape: tuple[int, ...]
+    made_by: str
+    place: Place
+    born: int
+    died: int | None = None
+    host: bool = False  # in host memory, though the run is on another device
+
+    def lives(self, moment: int) -> bool:
+        """Return whether the piece exists after so many allocations and releases."""
+        return self.born <= moment and (self.died is None or moment < self.died)
+
+    def shifted(self, moments: int, place: Place | None = None) -> "MemoryPiece":
+        """Copy the piece to a later moment, and to another place unless that is None."""
+        died, place = None if self.died is None else self.died + moments, self.place if place is None else place
+        return MemoryPiece(self.bytes, self.shape, self.made_by, place, self.born + moments, died, self.host)
+
+
+@dataclass
+class _Call:
+    """A call of one of our operations, whose autograd nodes have the numbers from `first` up to `end`.
+
+    backward: the entry of its backward pass; it is written when that begins.
+    """
+
+    backward: Operation
+    first: int
+    end: int
+    is_written: bool = False
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """The record of a call that can be copied; moments count from its start.
+
+    results: for each result the number of an argument, or of a piece and its layout.  most, host_most: the largest
+    number of bytes above those held before.  one_place: all was made at one place, as by an operation, which several
+    layers call.  course: as in `Recorder`.
+    """
+
+    pieces: list[MemoryPiece]
+    results: list[tuple[int, Layout | None]]
+    single: bool
+    most: int
+    most_at: int
+    host_most: int
+    one_place: bool
+    moments: int
+    course: list[tuple[int, str]]
+    entries: list[Entry]
+    launches: int
+
+
+class Recorder(DispatchMode):
+    """Record what runs within the context.
+
+    Tensors of our operations' implementations count.  The workspaces of torch's own operations, and tensors that
+    existed before, are not seen.  Reading a number of a tensor without memory yields zero.
+
+    now, peak: bytes.  pieces: all pieces, in order.  course: the names of what ran, from which moment on.
+    entries: operations and collectives, while it listens.  seen: shapes for which `noted` is true, and who made them.
+    unit: bytes; each piece takes a multiple.  place: tells where the run is.  host_apart: tensors that are made on the
+    CPU by name or by default are no memory of the device (`MemoryPiece.host`).
+    """
+
+    def __init__(
+        self,
+        noted: Callable[[Sequence[int]], bool] = lambda shape: False,
+        unit: int = 1,
+        place: Callable[[], Place] = Place,
+        host_apart: bool = False,
+    ) -> None:
+        super().__init__()
+        self.noted, self.unit, self.place, self.host_apart = noted, unit, place, host_apart
+        self.now = self.peak = self.moment = self.host_now = self.host_peak = 0
+        self.pieces: list[MemoryPiece] = []
+        self.course: list[tuple[int, str]] = []
+        self.seen: set[tuple[str, tuple[int, ...]]] = set()
+        self._live: dict[int, MemoryPiece] = {}
+        self._peak_moment = 0
+        self._traces: dict[Any, _Trace] = {}
+
+        self.entries: list[Entry] = []
+        self.phase: Phase = "forward"
+        self.launches = 0  # of our operations: Triton's kernels, and torch's operations within ours
+        self._listens = False
+        self._depth = 0  # of our operations that run now, one within another
+        self._calls: list[_Call] = []  # of forward passes with gradient, in order
+        self._firsts: list[int] = []
+        self._part = ""  # the stack of the last entry
+        self._due: dict[str, deque[int]] = defaultdict(deque)  # gradients' collectives under way, by title
+        self._after: list[int] = []
+        self._on_side_stream = False  # waits there hold up only collectives that begin there
+        self._last_number = FIRST_GRADIENT_NUMBER
+        self._uploads: dict[int, int] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Tell torch that nothing is compiled within: its own check costs more than the mode."""
+        return False
+
+    # What torch dispatches
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "warpfold":
+            return self._registered(func, args, kwargs)
+        kind = _kind(func)
+        if kind is Kind.COMPOSITE:  # below autograd torch does not take these apart by itself
+            with self:
+                return func.decompose(*args, **kwargs)
+        if kind is Kind.VIEW:
+            return func(*args, **kwargs)
+        if kind is Kind.IN_PLACE and args[0].is_meta and type(args[0]) in PLAIN_TYPES:
+            if self._listens:
+                self._computed(func, args, kwargs, args[0])
+            return args[0]
+        out, is_new = self._run(kind, func, args, kwargs)
+        if self._listens and func._opname not in ALLOCATE:
+            self._computed(func, args, kwargs, out, is_new)
+        return out
+
+    def _registered(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Run the implementation of one of our registered operations, for this device."""
+        owner = None if self._depth or not self._listens else self._backward_owner()
+        before = self.launches
+        self._depth += 1
+        try:
+            with self:
+                out = self.run(func, dispatch.implementation(func._opname, args[0]), args, kwargs)
+        finally:
+            self._depth -= 1
+        if owner is not None:
+            owner.launches += self.launches - before
+        return out
+
+    def _run(self, kind: "Kind", func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, bool]:
+        """Run one of torch's operations, and note the tensors that it allocates; return whether all are surely new."""
+        key = call_key(func, args, kwargs) if kind in (Kind.NEW, Kind.OUT) else None
+        if key is not None and (layouts := _layouts.get(key)) is not None:
+            if kind is Kind.OUT:
+                return kwargs["out"], True
+            made = [torch.empty_strided(shape, stride, dtype=dtype, device=META) for shape, stride, dtype in layouts]
+            for tensor in made:
+                self._allocated(tensor, func, False)
+            return (made[0] if len(made) == 1 else tuple(made)), True
+        operands = tensors_in(kwargs.values(), tensors_in(args, []))
+        name, device = func._opname, kwargs.get("device")
+        on_host = device is not None and device.type == "cpu"
+        host = self.host_apart and (on_host or (not operands and device is None))
+        if operands and operands[0].is_meta and name == "_local_scalar_dense":
+            return operands[0].dtype.is_floating_point and 0.0, False
+        if name == "equal" and operands[0].is_meta:
+            return True, False
+        if not operands and device is None and func in FACTORIES:
+            kwargs = {**kwargs, "device": META}
+        elif on_host and (operands[0].is_meta if operands else func in FACTORIES):
+            if name == "_to_copy" and operands[0].numel() <= MAX_READ_NUMBERS:
+                dtype = kwargs.get("dtype") or operands[0].dtype
+                return torch.zeros(operands[0].shape, dtype=dtype, device="cpu"), False
+            kwargs = {**kwargs, "device": META, "pin_memory": None}
+        out = func(*args, **kwargs)
+        storages = {t.untyped_storage()._cdata for t in operands}
+        made = [t for t in tensors_in((out,), []) if t.untyped_storage()._cdata not in storages]
+        for tensor in made:
+            self._allocated(tensor, func, host or (self.host_apart and not tensor.is_meta))
+        if key is not None and (
+            call_key(func, args, kwargs) == key if kind is Kind.OUT else _can_be_made_again(out, made)
+        ):
+            if len(_layouts) >= MAX_LAYOUTS:
+                _layouts.clear()
+            _layouts[key] = [(tuple(t.shape), t.stride(), t.dtype) for t in made]
+        return out, False
+
+    # Memory
+
+    @property
+    def at_peak(self) -> list[MemoryPiece]:
+        """The pieces held at the peak, largest first."""
+        return sorted((piece for piece in self.pieces if piece.lives(self._peak_moment)), key=lambda h: -h.bytes)
+
+    def restart(self) -> int:
+        """Return the peak so far, and look for another from now on."""
+        before, self.peak, self._peak_moment = self.peak, self.now, self.moment
+        return before
+
+    def piece_of(self, tensor: Tensor) -> MemoryPiece | None:
+        """Return the piece that holds a tensor's storage, if it was allocated within."""
+        return self._live.get(tensor.untyped_storage()._cdata)
+
+    def _allocated(self, tensor: Tensor, func: Any, host: bool) -> None:
+        storage, shape, made_by = tensor.untyped_storage(), tuple(tensor.shape), _name(func)
+        if storage._cdata in self._live:  # two results in one piece
+            return
+        self.moment += 1
+        size = -(-storage.nbytes() // self.unit) * self.unit
+        piece = MemoryPiece(size, shape, made_by, self.place(), self.moment, host=host)
+        self.pieces.append(piece)
+        self._hold(storage, piece)
+        if self.noted(shape):
+            self.seen.add((made_by, shape))
+        if self.now > self.peak:
+            self.peak, self._peak_moment = self.now, self.moment
+
+    def _hold(self, storage: Any, piece: MemoryPiece) -> None:
+        """Count a piece until its storage is released."""
+        self._live[storage._cdata] = piece
+        weakref.finalize(storage, self._released, storage._cdata)
+        if piece.host:
+            self.host_now += piece.bytes
+            self.host_peak = max(self.host_peak, self.host_now)
+        else:
+            self.now += piece.bytes
+
+    def _released(self, key: int) -> None:
+        self.moment += 1
+        piece = self._live.pop(key)
+        piece.died = self.moment
+        if piece.host:
+            self.host_now -= piece.bytes
+        else:
+            self.now -= piece.bytes
+
+    # Calls that repeat
+
+    def run(self, what: Any, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Call a function, or copy the record of an earlier call with arguments of the same layout.
+
+        what: the function's identity, with all that its record depends on besides.  Autograd must not see the call.
+        """
+        key = call_key(what, args, kwargs)
+        if key is None:
+            return function(*args, **kwargs)
+        key = key, dispatch.turns(), self.phase
+        if (trace := self._traces.get(key)) is not None:
+            return without_modes(self._repeat, trace, args)  # the results are counted by hand
+        begun, first, noted = self.moment, len(self.pieces), len(self.course)
+        first_entry, launches = len(self.entries), self.launches
+        out = function(*args, **kwargs)
+        trace = self._traced(out, args, self.pieces[first:], begun, self.entries[first_entry:])
+        if trace is not None:
+            course = [(moment - begun, name) for moment, name in self.course[noted:]]
+            moments, launched = self.moment - begun, self.launches - launches
+            self._traces[key] = replace(trace, moments=moments, course=course, launches=launched)
+        return out
+
+    def _traced(
+        self, out: Any, args: Sequence[Any], made: list[MemoryPiece], begun: int, entries: list[Entry]
+    ) -> _Trace | None:
+        """Make the trace of a call; None where the call left more behind than its results."""
+        results = (out,) if isinstance(out, Tensor) else out
+        if not isinstance(results, tuple) or not all(type(t) in PLAIN_TYPES and t.is_meta for t in results):
+            return None
+        started = {entry.number for entry in entries if isinstance(entry, Begin)}
+        if started != {entry.number for entry in entries if isinstance(entry, Await)}:
+            return None  # a collective outlasts the call
+        sources: list[tuple[int, Layout | None]] = []
+        numbers = {id(piece): number for number, piece in enumerate(made)}
+        for t in results:
+            same = [number for number, x in enumerate(args) if x is t]
+            piece = self.piece_of(t)
+            if same:
+                sources.append((same[0], None))
+            elif piece is not None and id(piece) in numbers and _is_whole(t):
+                sources.append((numbers[id(piece)], (tuple(t.shape), t.stride(), t.dtype)))
+            else:
+                return None
+        left = {number for number, piece in enumerate(made) if piece.died is None}
+        returned = [number for number, layout in sources if layout is not None]
+        died = sum(piece.died is not None for piece in made)
+        # The second holds only if no piece of others was released meanwhile.
+        if sorted(returned) != sorted(left) or self.moment - begun != len(made) + died:
+            return None
+        pieces = [piece.shifted(-begun) for piece in made]
+        one_place = len({p.place for p in pieces}) == 1
+        return _Trace(pieces, sources, isinstance(out, Tensor), *_highest(pieces), one_place, 0, [], entries, 0)
+
+    def _repeat(self, trace: _Trace, args: Sequence[Any]) -> Any:
+        """Copy a trace as if its pieces came and went now, and return new results."""
+        begun, first = self.moment, len(self.pieces)
+        if self.now + trace.most > self.peak:
+            self.peak, self._peak_moment = self.now + trace.most, begun + trace.most_at
+        self.host_peak = max(self.host_peak, self.host_now + trace.host_most)
+        place = self.place() if trace.one_place else None
+        self.pieces += [p.shifted(begun, place) for p in trace.pieces]
+        self.course += [(begun + moment, name) for moment, name in trace.course]
+        self.entries += trace.entries
+        self.launches += trace.launches
+        self.moment = begun + trace.moments
+        results = []
+        for number, layout in trace.results:
+            if layout is None:
+                results.append(args[number])
+                continue
+            results.append(torch.empty_strided(*layout[:2], dtype=layout[2], device=META))
+            self._hold(results[-1].untyped_storage(), self.pieces[first + number])
+        return results[0] if trace.single else tuple(results)
+
+    # Operations
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Write entries within the context, for whatever this thread does."""
+        keep, start, fetch, store = OnHost.__init__, HostTensor._start, Upload.wait, HostTensor.store
+
+        def kept(host: OnHost, x: Tensor, *more: Any) -> None:
+            # A tensor that is saved for the backward pass goes to host memory, and comes back.
+            self.entries.append(self._copy(2 * x.nbytes))
+            keep(host, x, *more)
+
+        def started(host: HostTensor, *given: Any) -> Upload:
+            upload = start(host, *given)
+            self.entries.append(copy := self._copy(upload._copy.nbytes))
+            self._uploads[id(upload)] = copy.number
+            return upload
+
+        def fetched(upload: Upload) -> Tensor:
+            if (number := self._uploads.pop(id(upload), None)) is not None:  # else a tensor saved for the backward pass
+                self._wait(number)
+            return fetch(upload)
+
+        def stored(*given: Any) -> None:
+            self.entries.append(self._copy(given[2].nbytes))
+            store(*given)
+
+        replaced: dict[tuple[type, str], Callable[..., Any]] = {
+            (Work, "wait"): lambda work: self._wait_for_gradients(work.name),
+            (OnHost, "__init__"): kept,
+            (HostTensor, "_start"): started,
+            (HostTensor, "store"): stored,
+            (Upload, "wait"): fetched,
+        }
+        with ExitStack() as undo:
+            undo.enter_context(watched(self._told))
+            undo.enter_context(dispatch.observed(self._called))
+            for (owner, name), function in replaced.items():
+                undo.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, function)
+            self._listens = True
+            undo.callback(setattr, self, "_listens", False)
+            yield
+
+    def taken(self) -> list[Entry]:
+        """Return the entries since the last call."""
+        entries, self.entries = self.entries, []
+        return entries
+
+    @property
+    def part(self) -> str:
+        """The stack at work, forward or backward; the gradient of a leaf belongs to the node before it."""
+        place = self.place()
+        if not (place.backward and place.owner == "gradients" and place.name == "backward"):
+            self._part = place.stack
+        return self._part
+
+    def _called(self, original: Callable[..., Any], op: Op[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Make a call of one of our operations, and write its entry; an operation within it belongs to it."""
+        call = functools.partial(original, op)
+        if self._depth or not any(isinstance(x, Tensor) for x in args):
+            return call(*args, **kwargs) if torch.is_grad_enabled() else self.run(op, call, args, kwargs)
+        arguments = arguments_of(op, args, kwargs)
+        dtype = next(_float(x) for x in arguments.values() if isinstance(x, Tensor))
+        forward, with_gradient = not in_backward(), torch.is_grad_enabled()
+        phase = self.phase if forward else "recomputed"
+        cost, which = call_cost(op, arguments, True), "training" if with_gradient else "forward"
+        entry = Operation(name_of(op), which, cost, dtype, 0, phase, self.part, dispatch.turns())  # type: ignore[arg-type]
+        keeps_graph = forward and with_gradient
+        # A reference to the arguments would keep them alive, so the work of the backward pass is read from them now.
+        backward_cost = call_cost(op, arguments, False) if keeps_graph else cost
+        del arguments
+        first, before = next_node_number() if keeps_graph else 0, self.launches
+        self._depth += 1
+        try:
+            result = call(*args, **kwargs) if with_gradient else self.run(op, call, args, kwargs)
+        finally:
+            self._depth -= 1
+        entry.launches = self.launches - before
+        self.entries.append(entry)
+        if keeps_graph and (end := next_node_number()) > first:
+            backward = Operation(entry.op, "backward", backward_cost, dtype, 0, "backward")
+            self._calls.append(_Call(backward, first, end))
+            self._firsts.append(first)
+        return result
+
+    def _backward_owner(self) -> Operation | None:
+        """Return the entry of our operation whose backward pass runs now; None: torch by itself, or a recomputation."""
+        if not in_backward() or torch.is_grad_enabled():
+            return None
+        node = current_node()
+        number = -1 if node is None else node_number(node)
+        at = bisect_right(self._firsts, number) - 1
+        if at < 0 or number >= self._calls[at].end:
+            return None
+        call = self._calls[at]
+        if not call.is_written:
+            call.is_written, call.backward.part = True, self.part
+            self.entries.append(call.backward)
+        return call.backward
+
+    def _computed(self, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any, is_new: bool = True) -> None:
+        """Count one of torch's operations as a launch of one of ours, or write an entry of its own."""
+        if is_new and self._depth:
+            self.launches += 1
+            return
+        changed = out is None and func._schema.is_mutable  # lists of tensors, the first operand
+        results = tensors_in(args[:1] if changed else (out,), [])
+        if not results:
+            return
+        operands = tensors_in(kwargs.values(), tensors_in(args, []))
+        if not (is_new or func._schema.is_mutable):
+            storages = {x.untyped_storage()._cdata for x in operands}
+            if all(x.untyped_storage()._cdata in storages or not x.numel() for x in results):
+                return  # a view
+        if self._depth:
+            self.launches += 1
+            return
+        owner = self._backward_owner()
+        if owner is not None:
+            owner.launches += 1
+            return
+        phase = self.phase
+        if in_backward():
+            phase = "recomputed" if torch.is_grad_enabled() else "backward"
+        exps = sum(x.numel() for x in results) if func._opname in EXPONENTIALS else 0
+        cost = Cost(products(func, args, kwargs, out), exps, sum(map(size, (*operands, *results))))
+        dtype, times = _float(results[0]), dispatch.turns()
+        self.entries.append(Operation(TORCH, "forward", cost, dtype, 1, phase, self.part, times))
+
+    # Messages and copies
+
+    def _told(self, event: Event) -> None:
+        """Write the start of a collective, or the wait for one that carries slices of an example."""
+        if event.what == "wait":
+            self._wait(event.number)
+            return
+        number, group = event.number, "branch" if event.kind == "sendrecv" else "axial"
+        if event.carries == "gradients":
+            number, group = self._next_number(), event.name.split(" over ")[1].removesuffix(" ranks")
+            self._due[event.title].append(number)
+        phase = self.phase
+        if in_backward():
+            phase = "backward" if event.backward or event.carries == "gradients" else "recomputed"
+        after, times = tuple(self._after), dispatch.turns()
+        self.entries.append(Begin(number, event.kind, group, event.bytes, phase, after, self.part, times))
+        self._after = [] if self._on_side_stream else self._after
+
+    def _next_number(self) -> int:
+        self._last_number += 1
+        return self._last_number
+
+    def _wait(self, number: int) -> None:
+        if self._on_side_stream:
+            self._after.append(number)
+        else:
+            self.entries.append(Await(number))
+
+    def _wait_for_gradients(self, title: str) -> None:
+        """Write a wait for gradients: collectives of one title are awaited in the order in which they began."""
+        if self._due[title]:
+            self._wait(self._due[title].popleft())
+
+    def submit(self, call: Callable[[], None]) -> Future[None]:
+        """Make a call at once, as on a side stream: the recorder stands for the reducer's thread."""
+        self._on_side_stream, done = True, Future[None]()
+        call()
+        self._on_side_stream, self._after = False, []
+        done.set_result(None)
+        return done
+
+    def _copy(self, size: int) -> Begin:
+        """Make the entry of a copy to host memory or back."""
+        return Begin(self._next_number(), HOST, HOST, size, self.phase, (), self.part, dispatch.turns())
+
+
+class Kind(enum.Enum):
+    """What an operation of torch does to memory."""
+
+    COMPOSITE = enum.auto()  # made of others
+    IN_PLACE = enum.auto()  # changes its first argument, and returns it
+    VIEW = enum.auto()  # half of all that a model calls
+    NEW = enum.auto()  # allocates its results
+    OUT = enum.auto()  # writes to its argument `out`, and returns it
+    OTHER = enum.auto()
+
+
+@functools.cache
+def _kind(func: Any) -> Kind:
+    if is_composite(func):
+        return Kind.COMPOSITE
+    schema = func._schema
+    if func.namespace != "aten" or torch.Tag.inplace_view in func.tags:
+        return Kind.OTHER
+    if not schema.is_mutable:
+        return Kind.VIEW if any(a.alias_info is not None for a in (*schema.arguments, *schema.returns)) else Kind.NEW
+    changed = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
+    returned = [a.alias_info is not None and a.alias_info.is_write for a in schema.returns]
+    if sum(changed) != 1 or returned != [True]:
+        return Kind.OTHER
+    if schema.arguments[changed.index(True)].name == "out":
+        return Kind.OUT
+    return Kind.IN_PLACE if changed[0] and func._opname.endswith("_") else Kind.OTHER
+
+
+@functools.cache
+def _name(func: Any) -> str:
+    return str(func)
+
+
+def _float(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a device works on a tensor: fp32 stands for integers and fp64."""
+    return x.dtype if x.dtype in (torch.bfloat16, torch.float16) else torch.float32
+
+
+def _highest(pieces: Sequence[MemoryPiece]) -> tuple[int, int, int]:
+    """Return the most bytes that pieces hold on the device, the moment of it, and the most in host memory."""
+    changes = [(piece.born, piece.bytes, piece.host) for piece in pieces]
+    changes += [(piece.died, -piece.bytes, piece.host) for piece in pieces if piece.died is not None]
+    now = most = at = host_now = host_most = 0
+    for moment, change, host in sorted(changes):
+        if host:
+            host_now += change
+            host_most = max(host_most, host_now)
+            continue
+        now += change
+        if now > most:
+            most, at = now, moment
+    return most, at, host_most
+
+
+def call_key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return a key that decides the layout of a call's results; None where a tensor is not on "meta"."""
+    parts: list[Any] = [func]
+    if not _add_to_key(parts, args):
+        return None
+    for name, x in kwargs.items():
+        parts.append(name)
+        if not _add_to_key(parts, (x,)):
+            return None
+    return tuple(parts)
+
+
+def _add_to_key(parts: list[Any], values: Sequence[Any]) -> bool:
+    for x in values:
+        kind = type(x)
+        if kind in PLAIN_TYPES:
+            if not x.is_meta:
+                return False
+            parts += (x.shape, x.stride(), x.dtype)
+        elif kind is list or kind is tuple:
+            parts.append(len(x))
+            if not _add_to_key(parts, x):
+                return False
+        elif isinstance(x, Tensor) or (isinstance(x, torch.device) and x.type != "meta"):
+            return False
+        else:
+            parts += (kind, x)  # 1, 1.0 and True are not the same
+    return True
+
+
+def _can_be_made_again(out: Any, made: Sequence[Tensor]) -> bool:
+    """Return whether an operation returned exactly these tensors, each in memory of its own."""
+    results = (out,) if isinstance(out, Tensor) else out
+    if not isinstance(results, tuple) or len(results) != len(made) or not all(a is b for a, b in zip(results, made)):
+        return False
+    if len({t.untyped_storage()._cdata for t in made}) < len(made) or not all(t.is_meta for t in made):
+        return False
+    return all(map(_is_whole, made))
+
+
+def _is_whole(t: Tensor) -> bool:
+    """Return whether a tensor fills its memory, as a newly allocated one does."""
+    reaches = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride())) if t.numel() else 0
+    return t.untyped_storage().nbytes() == reaches * t.element_size()
+
+
+def tensors_in(values: Any, found: list[Tensor]) -> list[Tensor]:
+    """Add the tensors among an operation's arguments or results to a list; torch's own way takes five times as long."""
+    for x in values:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif type(x) in (list, tuple):
+            tensors_in(x, found)
+    return found

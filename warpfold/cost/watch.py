@@ -1,0 +1,169 @@
+"""Where a run is in a model, and who owns the tensors that are made there."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from warpfold.cost.observe import MODEL, MadeAt
+from warpfold.cost.recorder import MemoryPiece, Place, Recorder
+from warpfold.model.axial import AxialUpdate, Block, BlockStack
+from warpfold.ops.torch_internals import in_backward
+
+SLICE_METHODS = ("prepare", "update")  # of a layer, that work on a slice; the others make factors
+STACKS = ("extra_stack", "evoformer")  # of the trunk, of which few blocks are run
+# The owners of the tensors that other parts of a model make.
+OWNERS = {
+    **dict.fromkeys(("distogram", "masked_msa", "plddt", "resolved", "pae"), "heads"),
+    "templates": "templates",
+    "extra": "extra",
+    "structure": "structure",
+}
+
+
+@dataclass(frozen=True)
+class StateSizes:
+    """The channels of m and z, and the least numbers that they hold: by these they are told from other tensors."""
+
+    c_m: int
+    c_z: int
+    m: int
+    z: int
+
+    def owner(self, shape: Sequence[int]) -> str:
+        """Return the owner of a tensor that the model makes outside of its layers."""
+        numbers = torch.Size(shape).numel()
+        if shape and shape[-1] == self.c_z and numbers >= self.z:
+            return "z"
+        return "m" if shape and shape[-1] == self.c_m and numbers >= self.m else "slices"
+
+
+class Watch:
+    """Tell a recorder where a model is (`place`), and note when each block of a stack began (`begun`)."""
+
+    def __init__(self, model: nn.Module, sizes: StateSizes, recorder: Recorder) -> None:
+        self.sizes, self.recorder, self.phase = sizes, recorder, MODEL
+        recorder.place = self.place
+        self.begun: dict[tuple[str, int], int] = {}
+        self.backward_from: int | None = None
+        self._places: list[Place] = []  # of the modules that run now, one within another
+        self._block: tuple[str, int] | None = None
+        self._made_at = MadeAt[Place]()
+        for name, module in model.named_modules():
+            if isinstance(module, BlockStack):
+                self._watch_stack(name, module)
+            elif name and "." not in name:
+                self._watch(module, Place(name, OWNERS.get(name, "")))
+
+    def place(self) -> Place:
+        """Return where the run is now: in the backward pass, where the forward pass made its node."""
+        if not in_backward():
+            return self._forward_place()
+        if self.backward_from is None:
+            self.backward_from = self.recorder.moment
+        if self._places:  # a layer is recomputed
+            place = self._places[-1]._replace(backward=True)
+        elif (made_at := self._made_at.of_current()) is None:
+            place = Place("backward", "gradients", backward=True)
+        else:
+            place = Place(f"{made_at.name} backward", "gradients", made_at.stack, made_at.block, backward=True)
+        self._note(place)
+        return place
+
+    def enter_phase(self, name: str) -> None:
+        """Be in a phase outside of the model's parts from now on; it owns the tensors that it makes."""
+        self.phase = name
+        self._entered(self._forward_place())
+
+    def owner_of(self, piece: MemoryPiece) -> str:
+        """Return the owner of a piece; a tensor that the forward pass saves for the backward pass is "kept"."""
+        since, place = self.backward_from, piece.place
+        is_saved = piece.born < (since or 0) and (piece.died is None or piece.died > (since or 0))
+        if since is not None and not place.backward and is_saved:
+            return "kept"
+        return place.owner or self.sizes.owner(piece.shape)
+
+    def _forward_place(self) -> Place:
+        if not self._places:
+            return Place(self.phase, "" if self.phase == MODEL else self.phase)
+        place = self._places[-1]
+        if self._block is not None and place.name == self._block[0]:  # between the layers of a stack's blocks
+            return place._replace(block=self._block)
+        return place
+
+    def _note(self, place: Place) -> None:
+        course = self.recorder.course
+        if not course or course[-1][1] != place.name:
+            course.append((self.recorder.moment, place.name))
+
+    def _entered(self, place: Place) -> None:
+        self._note(place._replace(name=f"{place.name} again") if in_backward() else place)
+        if torch.is_grad_enabled():
+            self._made_at.now(place)
+
+    def _push(self, place: Place) -> None:
+        self._places.append(place)
+        self._entered(place)
+
+    def _pop(self) -> None:
+        self._places.pop()
+        self._entered(self._forward_place())
+
+    def _watch(self, module: nn.Module, place: Place, result_owner: str = "") -> None:
+        """Be at a place while a module is called."""
+
+        def leave(_module: nn.Module, _args: Any, out: Any) -> None:
+            self._pop()
+            if result_owner and isinstance(out, Tensor) and (piece := self.recorder.piece_of(out)) is not None:
+                piece.place = piece.place._replace(owner=result_owner)
+
+        module.register_forward_pre_hook(lambda *_: self._push(place))
+        module.register_forward_hook(leave)
+
+    def _watch_stack(self, name: str, stack: BlockStack) -> None:
+        top = name.split(".")[0]
+        whole = Place(name, OWNERS.get(top, "factors"), name if name in STACKS else "")
+        self._watch(stack, whole)
+        self._repeat(stack)
+        for index, block in enumerate(stack.blocks):
+            assert isinstance(block, Block)
+            for step in block.steps:
+                if not isinstance(step.layer, AxialUpdate):
+                    continue
+                owner_of_m = "extra" if top == "extra_stack" else "m"
+                result_owner = OWNERS.get(top) or (step.state if step.state != "m" else owner_of_m)
+                path = f"{name}.{index}.{type(step.layer).__name__}"
+                within = whole._replace(name=path, block=(name, index))
+                self._watch(step.layer, within, result_owner)
+                for method in SLICE_METHODS:
+                    self._wrap(step.layer, method, within._replace(owner=OWNERS.get(top, "slices")))
+
+    def _repeat(self, stack: BlockStack) -> None:
+        """Run a stack once for each kind of arguments, where no gradient is wanted: templates call it many times."""
+        forward = stack.forward
+
+        def run(*args: Any) -> Any:
+            return forward(*args) if torch.is_grad_enabled() else self.recorder.run(stack, forward, args, {})
+
+        stack.forward = run
+
+    def _wrap(self, layer: AxialUpdate, method: str, place: Place) -> None:
+        """Be at a place while a method of a layer is called; the first method of a block begins the block."""
+        function: Callable[..., Any] | None = getattr(layer, method, None)
+        if function is None:
+            return
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            """Call the method at its place."""
+            if place.block is not None and place.block != self._block and not in_backward():
+                self._block = place.block
+                self.begun[place.block] = self.recorder.moment
+            self._push(place)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._pop()
+
+        setattr(layer, method, wrapped)
