@@ -414,6 +414,7 @@ def _call(func: Any, args: list[Any], kwargs: Mapping[str, Any], slot: int | Non
     others = [i for i, value in enumerate(args) if isinstance(value, _Empty | tuple | list)]
 
     def action(memory: Memory) -> None:
+        """Call the operation with tensors of this memory."""
         given = args.copy()
         for i, place in places:
             t = memory[place.slot]
