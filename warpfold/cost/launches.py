@@ -120,7 +120,8 @@ def launches_of(job: Job, plan: Plan) -> list[KernelLaunch]:
     The model has one block of each stack, because equal blocks launch equal kernels, and one pass before the last.
     Loops over slices take a few turns.  The launch tables are those of the context (`launch.table_used`).
     """
-    plan = replace(plan, graph=False, compile=False, threads=None, keep_blocks=0)
+    kernels = "fast" if plan.kernels == "strict" else plan.kernels
+    plan = replace(plan, graph=False, compile=False, threads=None, tf32=False, keep_blocks=0, kernels=kernels)
     config = replace(shortened(job.model, 1), ensemble=1)
     recycles, dtype = min(job.recycles, 1), DTYPES[plan.precision]
     with (

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.backends.nvidia.compiler import PTXASError
 
-from tests.helpers import tiny_config
+from tests.helpers import as_multimer, tiny_config
 from warpfold.bench.kernels import Workload, launches_of
 from warpfold.check.sizes import shapes
 from warpfold.cost.example import ExampleSizes, Job
@@ -40,6 +40,7 @@ from warpfold.training import planning
 
 TARGET = GPUTarget("cuda", 90, 32)
 JOB = Job(model=tiny_config(), sizes=ExampleSizes(residues=16, sequences=14, extra=16, templates=2))
+LEARNS = {"loss": LossConfig(violation=1.0), "optim": OptimConfig(accumulate=2)}
 DEVICE = 4242  # of the stand-in: none of Triton's own caches in this process knows it
 
 
@@ -206,6 +207,24 @@ def test_one_set_of_kernels_serves_all_lengths() -> None:
     assert len(first.union(*map(kernels_of, LENGTHS[1:]))) <= 35
     assert kernels_of(101) == kernels_of(98, rows=500, extra=999)
     assert len(kernels_of(101, rows=1, extra=1) - kernels_of(101)) <= 2  # few rows have tiles of their own
+
+
+@pytest.mark.parametrize(
+    ("plan", "more"),
+    [
+        ({"kernels": "strict"}, {}),
+        ({"chunk": 8, "in_place": True, "offload": True}, {}),
+        ({"axial": 3, "chunk": 4, "in_place": True}, {}),
+        ({"recompute": "block", "keep_blocks": 1, "graph": True}, LEARNS),
+        ({"axial": 2, "data": 2}, LEARNS),
+        ({"recompute": "block"}, {"gradient": "mean"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("model", [tiny_config(), as_multimer(tiny_config())], ids=["monomer", "multimer"])
+def test_launches_are_collected_for_every_plan(model: ModelConfig, plan: dict[str, Any], more: dict[str, Any]) -> None:
+    launches = launches_of_job(replace(JOB, model=model, **more), Plan(precision="bf16", **plan))
+    assert len({launch.kernel.name for launch in launches}) >= 4
 
 
 @pytest.fixture
