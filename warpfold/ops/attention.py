@@ -38,6 +38,7 @@ from warpfold.ops.dispatch import (
     empty_parameters,
     expands_to,
     faster_on_cpu,
+    laid_out_as,
     op,
     register,
     upcast_half,
@@ -47,6 +48,7 @@ from warpfold.ops.linear import (
     empty_linear,
     empty_projected,
     empty_statistics,
+    exact_on_gpu,
     gate,
     norm_linear,
     padded,
@@ -309,6 +311,20 @@ def batched(t: Tensor, axes: int) -> Tensor:
     return t.unsqueeze(0) if t.dim() < axes else t.flatten(0, t.dim() - axes)
 
 
+def _layer_by_parts(registered: Callable[..., Tensor], t: Any) -> Tensor:
+    """Call the registered operation; in fp32 on a GPU its parts, of which attention alone has a kernel."""
+    x = t.x
+    if not exact_on_gpu(x):
+        return registered(*t)
+    y = norm_linear(x, t.norm_weight, t.norm_bias, t.weight, t.gate_bias, t.eps)
+    g, q, k, v, bias = parts(y, t.out_weight.shape[1], t.heads, t.bias)
+    bias = None if bias is None else bias[..., None, :, :, :]
+    o = gate(attention(q, k, v, t.mask, bias).flatten(-2), g)
+    dx = F.linear(o, t.out_weight.to(x.dtype), None if t.out_bias is None else t.out_bias.to(x.dtype))
+    dx = dx if t.factors is None else dx * t.factors
+    return laid_out_as(x + dx if t.residual else dx, x)
+
+
 @register(
     shapes="x [*, R, K, c], norm_weight [c], norm_bias [c], weight [o, c], gate_bias [b], out_weight [c, i], "
     "out_bias [c], mask [*, R, K], bias [*, h, K, K], factors ([*, R, K, c]), key [2], grad [*, R, K, c], "
@@ -323,6 +339,7 @@ def batched(t: Tensor, axes: int) -> Tensor:
     check=_check_layer,
     misfit=_misfit_of_layer,
     expand=FACTOR_OPERANDS,
+    adapter=_layer_by_parts,
     unsupported=_unsupported_layer,
     # Decided by the projections; the backward pass has more to do for each row.
     prefer_definition=lambda t: faster_on_cpu(

@@ -3,6 +3,7 @@
 norm_linear: how a layer reads the representation; gated_linear_residual: how the result of a gated attention gets back.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from warpfold.ops.dispatch import (
     empty_like,
     empty_parameters,
     faster_on_cpu,
+    laid_out_as,
     register,
     upcast_half,
 )
@@ -32,6 +34,11 @@ def unsupported_channels(x: Tensor) -> str | None:
     if backend(x) == "triton" and not fewest <= x.shape[-1] <= most:
         return f"{x.shape[-1]} channels (kernels are for {fewest} to {most})"
     return None
+
+
+def exact_on_gpu(x: Tensor) -> bool:
+    """Return whether x lies on a GPU and has more than 16 bits: without tensor cores torch's products are as fast."""
+    return backend(x) == "triton" and x.element_size() > 2
 
 
 def empty_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,6 +112,11 @@ def _misfit_of_projection(t: Any) -> str | None:
     return None
 
 
+def _projection_by_torch(registered: Callable[..., Tensor], t: Any) -> Tensor:
+    """Call the registered operation; in fp32 on a GPU the definition."""
+    return norm_linear.definition(*t) if exact_on_gpu(t.x) else registered(*t)
+
+
 @register(
     shapes="x [*, c], norm_weight [c], norm_bias [c], weight [o, c], bias [b], grad [*, o], mean [*], scale [*]",
     empty=lambda t: (empty_linear(t.x, t.weight.shape[0], t.planes), *empty_statistics(t.x)),
@@ -112,6 +124,7 @@ def _misfit_of_projection(t: Any) -> str | None:
     keeps="x norm_weight norm_bias weight bias mean scale",
     gradients="x norm_weight norm_bias weight bias",
     check=_check_bias,
+    adapter=_projection_by_torch,
     misfit=_misfit_of_projection,
     unsupported=lambda t: unsupported_channels(t.x),
     prefer_definition=lambda t: faster_on_cpu(t.x, t.x.numel() // max(1, t.x.shape[-1]) * t.weight.shape[0], 2**21),
@@ -163,6 +176,11 @@ def _check_strides(op: str, sizes: Sizes, t: Operands) -> None:
         raise ValueError(f"{op}: {len(t.strides)} strides of the elements drawn for, but x has {axes} axes")
 
 
+def _residual_by_torch(registered: Callable[..., Tensor], t: Any) -> Tensor:
+    """Call the registered operation; in fp32 on a GPU the definition, with the layout of x."""
+    return laid_out_as(gated_linear_residual.definition(*t), t.x) if exact_on_gpu(t.x) else registered(*t)
+
+
 @register(
     shapes="x [*, c], o [*, i], g [*, i], weight [c, i], bias [c], grad [*, c], factors ([*, c]), key [2]",
     keeps="o g weight bias factors",
@@ -171,6 +189,7 @@ def _check_strides(op: str, sizes: Sizes, t: Operands) -> None:
     same_dtype="x o g",
     check=_check_strides,
     expand=FACTOR_OPERANDS,
+    adapter=_residual_by_torch,
     prefer_definition=_prefer_definition,
 )
 def gated_linear_residual(

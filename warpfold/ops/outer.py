@@ -24,7 +24,7 @@ from warpfold.ops.dispatch import (
     faster_on_cpu,
     register,
 )
-from warpfold.ops.linear import EPS, empty_statistics, norm_linear, padded, unsupported_channels
+from warpfold.ops.linear import EPS, empty_statistics, exact_on_gpu, norm_linear, padded, unsupported_channels
 
 CHANNELS = 64  # of a factor, at most, that the Triton kernels serve
 ADDED = 1e-3  # to the number of sequences
@@ -40,14 +40,9 @@ def _other_dtype(pair: Tensor | None, like: Tensor) -> str | None:
     return None if pair is None or pair.dtype == like.dtype else "z has another dtype than what is multiplied"
 
 
-def _exact_on_gpu(x: Tensor) -> bool:
-    """Return whether x lies on a GPU and has more than 16 bits: without tensor cores torch's products are as fast."""
-    return backend(x) == "triton" and x.element_size() > 2
-
-
 def _merge_leading_axes(registered: Callable[..., Tensor], t: Any) -> Tensor:
     """Call the registered operation, which has one leading axis; in fp32 on a GPU the definition."""
-    if _exact_on_gpu(t.a):
+    if exact_on_gpu(t.a):
         return outer_product.definition(*t)
     leading, *rest = t.a.shape[:-3], t.weight, t.bias
     tensors = (t.a, t.b, t.a_mask, t.b_mask, t.z)
@@ -158,7 +153,7 @@ def _check_mean(op: str, sizes: Sizes, t: Operands) -> None:
 
 def _mean(registered: Callable[..., Tensor], t: Any) -> Tensor:
     """Call the registered operation; in fp32 on a GPU the definition."""
-    return outer_product_mean.definition(*t) if _exact_on_gpu(t.x) else registered(*t)
+    return outer_product_mean.definition(*t) if exact_on_gpu(t.x) else registered(*t)
 
 
 def _unsupported_mean(t: Any) -> str | None:

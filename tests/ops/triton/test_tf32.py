@@ -22,8 +22,8 @@ def as_before() -> Iterator[None]:
 
 
 def products(dtype: str) -> list[KernelLaunch]:
-    case = OpCase(op="norm_linear", where="rows", rows=64, length=64, channels=128, outputs=64)
-    return launches_of(Workload("norm_linear", case, dtype))
+    case = OpCase(op="transition", where="rows", rows=64, length=64, channels=128, outputs=512)
+    return launches_of(Workload("transition", case, dtype))
 
 
 def compiled(launch: KernelLaunch, arch: str) -> Figures:

@@ -5,8 +5,8 @@ layer_norm: what is read and written, in tensors [*, c]: forward x and y, once e
 norm_linear: the norm lives inside the projection that follows it.
 
 `_norm_linear` holds the normalised channels of its positions and multiplies them by one tile of the weight after
-another: x is read once, whatever the number of outputs.  `_norm_linear_wide` is for channels that do not fit, and for
-fp32, whose products are not made by tensor cores and must be cut into short ones.
+another: x is read once, whatever the number of outputs.  `_norm_linear_wide` is for channels that do not fit.
+In fp32, whose products are not made by tensor cores, the projections are torch's.
 
 The backward pass of many outputs is a product of the vendor's library, dn = dy weight, the backward kernel of
 layer_norm, which writes the normalised channels n over dn, and another product, dy^T n.  Of few outputs, or
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from warpfold.ops.dispatch import Operands, empty_like, empty_parameters
 from warpfold.ops.linear import empty_linear, empty_projected, empty_statistics, padded
-from warpfold.ops.triton.launch import Kernel, configs, register, register_by_precision
+from warpfold.ops.triton.launch import Kernel, configs, register
 from warpfold.ops.triton.noise import SCALARS, DropoutOperands, dropout_tile
 from warpfold.ops.triton.positions import (
     Positions,
@@ -111,9 +111,7 @@ def weight_gradients(dy: Tensor, h: Tensor, bias: Tensor | None) -> tuple[Tensor
     Returns [o, c] and [b]; without a bias the latter has no elements.
     """
     dy = dy.t()
-    if dy.dtype == torch.float32:
-        product = torch.mm(dy, h)
-    elif dy.device.type == "cpu" or torch.version.hip is not None:
+    if dy.device.type == "cpu" or torch.version.hip is not None:
         # torch multiplies 16 bits into fp32 on NVIDIA's GPUs alone.
         product = torch.mm(dy.float(), h.float())
     else:
@@ -430,13 +428,12 @@ PROJECTION = register(
         *((m, o, w, s) for m, w in ((64, 4), (64, 8), (128, 8)) for o in (16, 64, 128) for s in (2, 3)),
     ),
 )
-WIDE = register_by_precision(
+WIDE = register(
     "norm_linear_wide",
     _norm_linear_wide,
     configs(
         "BLOCK_M BLOCK_O BLOCK_K", *((m, 64, k, w, s) for m, w in ((64, 4), (128, 8)) for k in (32, 64) for s in (2, 3))
     ),
-    configs("BLOCK_M BLOCK_O BLOCK_K", (32, 32, 32, 4, 1), (64, 64, 16, 8, 1), (64, 32, 16, 4, 1)),
 )
 PROJECTION_BACKWARD = register(
     "norm_linear_backward",
@@ -469,7 +466,7 @@ def project(t: Operands, y: Tensor | None, planes: Planes | None = None, mask: T
     kept, dense = None if mask is None else mask[..., None], 0 if y is None else y.shape[-1]
     wanted = {"y": y, "mean": t.mean[..., None], "planes": None if planes is None else planes.data}
     p = Positions({"x": x, "mask": kept}, writes={name: t for name, t in wanted.items() if t is not None})
-    wide, many = c > WIDEST or x.element_size() > 2, 0 if planes is None else planes.data.shape[-1]
+    wide, many = c > WIDEST, 0 if planes is None else planes.data.shape[-1]
     kernel = (WIDE if wide else PROJECTION).tiled((c, outputs), x)
     rows = cdiv(p.count, kernel["BLOCK_M"])
     kernel.run(
@@ -503,7 +500,7 @@ def norm_linear_backward(
         t.grad[..., -slabs.shape[-1] :].copy_(slabs.sum(0))
     outputs, c = t.weight.shape
     few = min(outputs, c) <= FEW and power_of_two(outputs) * power_of_two(c) <= NARROW
-    backward = _backward_of_few if few and t.x.element_size() == 2 else _backward_of_many
+    backward = _backward_of_few if few else _backward_of_many
     return backward(t, residual, beside)
 
 
@@ -740,15 +737,9 @@ _TILES = (
     *((64, 256, k, 8, s) for k in (32, 64) for s in (2, 3)),
     *((128, 128, k, 8, s) for k in (32, 64) for s in (2, 3)),
 )
-_FP32 = ((32, 64, 16, 4, 1), (64, 64, 16, 8, 1))
 
-RESIDUAL_FORWARD = register_by_precision(
-    "tail",
-    _gated_linear_residual,
-    configs("BLOCK_M BLOCK_C BLOCK_K", *_TILES),
-    configs("BLOCK_M BLOCK_C BLOCK_K", *_FP32),
-)
-RESIDUAL_BACKWARD = register_by_precision(
+RESIDUAL_FORWARD = register("tail", _gated_linear_residual, configs("BLOCK_M BLOCK_C BLOCK_K", *_TILES))
+RESIDUAL_BACKWARD = register(
     "tail_backward",
     _gated_linear_residual_backward,
     # Wider tiles spill: a program holds dh, the gates and o at once.
@@ -757,7 +748,6 @@ RESIDUAL_BACKWARD = register_by_precision(
         *((64, 64, k, w, s) for k in (32, 64) for w in (4, 8) for s in (2, 3)),
         *((64, 128, k, 8, s) for k in (32, 64) for s in (2, 3)),
     ),
-    configs("BLOCK_M BLOCK_I BLOCK_K", *_FP32),
 )
 
 

@@ -24,9 +24,12 @@ from warpfold.ops.triton.launch import recorded
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 HALF = ("fp16", "bf16")
 # In fp32 these have kernels, or tiles, of their own; the others are the same code in each dtype.
-BOTH = ("norm_linear", "transition", "attention", "gated_linear_residual")
+BOTH = ("transition", "attention")
 # In fp32 they are torch's products.
-BY_TORCH = ("outer_product", "outer_product_mean", "triangle_factor", "triangle_multiplication")
+BY_TORCH = (
+    *("norm_linear", "gated_linear_residual", "outer_product", "outer_product_mean"),
+    *("triangle_factor", "triangle_multiplication"),
+)
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of what pads rows
 
 
@@ -99,10 +102,9 @@ def test_triangle_products_and_transitions_of_any_width(monkeypatch: pytest.Monk
         assert len(launches) >= 3
 
 
-@pytest.mark.parametrize("name", ["layer_norm 200", "norm_linear 128 to 132", "norm_linear 384 to 100"])
 @pytest.mark.usefixtures("default_tiles")
-def test_channels_around_ten_thousand(name: str) -> None:
-    assert not made(name, torch.float32, mean=1e4).mistakes()
+def test_channels_around_ten_thousand() -> None:
+    assert not made("layer_norm 200", torch.float32, mean=1e4).mistakes()
 
 
 def test_the_mean_is_not_rounded_before_it_is_subtracted() -> None:
@@ -145,7 +147,7 @@ def test_a_draw_is_its_definition(monkeypatch: pytest.MonkeyPatch, name: str) ->
 @pytest.mark.parametrize(
     ("name", "dtype", "more"),
     [
-        ("gated_linear_residual row attention, drawn", "fp32", {}),
+        ("gated_linear_residual row attention, drawn", "fp16", {}),
         ("gated_linear_residual many axes", "bf16", {}),
         ("triangle_multiplication outgoing", "fp16", {"dropped": "drawn"}),
         ("triangle_multiplication fused, incoming, in two batches", "fp16", {}),
@@ -202,7 +204,7 @@ def test_gated_attention_launches_nothing_but_its_kernels() -> None:
         forward = [launch.kernel.name for launch in launches]
         launches.clear()
         out.sum().backward()
-    assert [name.removesuffix("_fp32") for name in forward] == ["norm_linear", "attention_forward", "tail"]
+    assert forward == ["norm_linear", "attention_forward", "tail"]
     wrote = {}
     for launch in launches:
         for name in ("dg", "dq", "dk", "dv"):
@@ -212,7 +214,7 @@ def test_gated_attention_launches_nothing_but_its_kernels() -> None:
     assert {name for _, name in wrote} == {"dg", "dq", "dk", "dv"}
     assert len(set(wrote.values())) == 1
     assert {launch.kernel.name for launch in launches} == {
-        *("tail_backward", "attention_short", "attention_dbias", "layer_norm_backward", "sum_partials"),
+        *("tail_backward", "attention_short", "attention_dbias", "norm_linear_backward", "sum_partials"),
     }
 
 
@@ -291,7 +293,8 @@ def test_sums_of_several_partials_in_one_launch(monkeypatch: pytest.MonkeyPatch)
 def test_shapes_that_were_taken_for_others(name: str, which: str, shape: tuple[int, ...]) -> None:
     """What is right is off by its rounding in fp32: a hundred additions of numbers about 1 cost 1e-5 at most."""
     op, shapes = OPERANDS[name][0], OPERANDS[name][1] | {which: shape}
-    dtype = torch.float16 if op.name in BY_TORCH else torch.float32  # in fp32 these have no kernels
+    in_parts = op.name in (*BY_TORCH, "gated_attention")  # in fp32, where each part checks its own operands
+    dtype = torch.float16 if in_parts else torch.float32
     taken = op.unsupported_reason(**operands(name, shapes, dtype)) is None
     if not taken or (which, shape) == ("bias", (2, 1, 2, 5, 1)):  # it broadcasts in the kernels too
         check(name, shapes, dtype, 2e-3)
