@@ -30,9 +30,11 @@ BLOCK = BlockSizes.of(ModelConfig(), SIZES)
 # So are triangle products in fp32, by 28 launches more forward and 58 backward.
 # Projections are two products around one kernel, and torch sums the slabs of their bias: 103 became 117.
 # In fp32 projections and gated outputs are their definitions, by 18 launches more forward and 41 fewer backward.
+# The MSA transition takes 6 launches for each of 4 chunks and 2 more, instead of 2: 117 became 141. In fp32, whose
+# chunks have half as many positions, both transitions do: 143 became 238.
 MOST = {
-    "bf16": {"forward": 26, "training": 26, "backward": 117},
-    "fp32": {"forward": 95, "training": 95, "backward": 143},
+    "bf16": {"forward": 26, "training": 26, "backward": 141},
+    "fp32": {"forward": 95, "training": 95, "backward": 238},
 }
 
 
@@ -147,9 +149,9 @@ def test_the_host_works_a_launch_out_once(monkeypatch: pytest.MonkeyPatch) -> No
                 differentiated().backward()
             found["forward", how] = counted(lambda: loss.append(differentiated()))
             found["backward", how] = counted(loss.pop().backward)
-    # Counted: 27, 39 and 12.
+    # Counted: 27, 39 and 15.5. Calls of cuBLAS are among them, but only launches of Triton divide them.
     assert found["alone", "by recipe"] <= 28
     assert found["forward", "by recipe"] <= 40
-    assert found["backward", "by recipe"] <= 15
+    assert found["backward", "by recipe"] <= 16
     for which, least in (("alone", 3), ("forward", 2.5), ("backward", 3)):
         assert found[which, "by recipe"] <= found[which, "worked out"] / least, which

@@ -103,7 +103,6 @@ if triton.__version__.startswith("3.9."):
             "attention_dbias (64, 2, 256, 256) BLOCK_Q 64, BLOCK_K 32, 4 warps, 2 stages on sm_80": 8,
             "attention_dq_fp32 (64, 2, 256, 256) BLOCK_Q 16, BLOCK_K 32, ROWS 1, 2 warps, 2 stages on sm_80": 8,
             "aligned_errors_frames (2048, 3584) BLOCK_F 16, BLOCK_P 32, 4 warps, 1 stages on sm_90": 8,
-            "transition_backward_fp32 (256, 1024, 1) BLOCK_M 16, BLOCK_H 16, BLOCK_K 16, 4 warps, 1 stages on sm_80": 8,
             "transition_fp32 (128, 256, 2) BLOCK_M 16, BLOCK_H 16, BLOCK_K 16, 4 warps, 1 stages on sm_80": 8,
             "triangle_out (256,) BLOCK_M 64, BLOCK_O 16, 8 warps, 2 stages on gfx942": 32,
             "tail (128, 128) BLOCK_M 64, BLOCK_K 64, BLOCK_C 128, 8 warps, 2 stages on sm_120": 8,
@@ -290,7 +289,7 @@ def test_the_headline_step_is_on_the_fast_path(arch: str) -> None:
     target = (BUDGETS | SMALL)[arch].target
     with table_used(read(SHIPPED / f"{FAMILY[arch]}.json")):
         found = distinct(launches_of(Plan(precision="bf16"), ModelConfig(), INITIAL), target)
-    assert {"transition_weight_kept", "triangle_factors_weight", "outer_products"} <= {l.kernel.name for l in found}
+    assert {"transition_activation", "triangle_factors_weight", "outer_products"} <= {l.kernel.name for l in found}
     beside = [line for launch in found for line in beside_the_fast_path(launch, figures(launch, target), arch)]
     assert not [*over_budget(found, arch), *beside]
 

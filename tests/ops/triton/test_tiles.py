@@ -84,7 +84,7 @@ def positions(launch: KernelLaunch) -> tuple[int, int]:
 WORK: dict[str, Callable[[KernelLaunch], tuple[int, int]]] = {
     **dict.fromkeys(("norm_linear", "norm_linear_wide", "norm_linear_backward"), positions),
     **dict.fromkeys(("tail", "tail_backward"), positions),
-    **dict.fromkeys(("transition", "transition_backward", "transition_weight", "transition_weight_kept"), positions),
+    **dict.fromkeys(("transition", "transition_backward", "transition_weight"), positions),
     **{f"triangle_{part}{of}": positions for part in ("factors", "out") for of in ("", "_backward", "_weight")},
     **{f"attention_{of}": attention for of in ("forward", "short", "dq", "dkdv", "dbias")},
     "outer_product": outer,

@@ -20,6 +20,7 @@ As a whole layer, outer_product_mean, the forward pass is two kernels: `norm_lin
 them, and stores b with its channels before the residues; `_outer_product` counts sequences and adds the residual.
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,8 @@ from warpfold.ops.triton.linear import Planes, norm_linear_backward, project
 from warpfold.ops.triton.positions import (
     Sum,
     cast_weight,
+    cdiv,
+    chunks_of,
     contiguous,
     empty_partials,
     fp32_product,
@@ -331,13 +334,13 @@ def _backward(
     (batches, s, i, c), (_, _, d, j), z = a.shape, b.shape, len(t.weight)
     weight, exchanged = t.weight.to(a.dtype).contiguous(), _exchanged(t.weight, c, d, a)
     i_rows, j_rows = (_rows_at_once(n * c * d * a.element_size()) for n in (j, i))
-    chunks = [(at, first, min(i, first + i_rows)) for at in range(batches) for first in range(0, i, i_rows)]
-    weights = empty_partials(a, len(chunks), z * c * d)
+    chunks = cdiv(i, i_rows)
+    weights = empty_partials(a, batches * chunks, z * c * d)
     shares = _parts_of_share(t, share)
-    biases = empty_partials(a, len(chunks) * len(shares), z)
+    biases = empty_partials(a, batches * chunks * len(shares), z)
     work = a.new_empty(max(min(i, i_rows) * j, min(j, j_rows) * i) * c * d)
-    for number, (at, first, end) in enumerate(chunks):
-        n, some, of_chunk = end - first, grad[at, first:end], share[at, first:end]
+    for at, (own, first, end) in itertools.product(range(batches), chunks_of(i, i_rows, a)):
+        number, n, some, of_chunk = at * chunks + own, end - first, grad[at, first:end], share[at, first:end]
         products = work[: n * j * c * d]
         _product(
             # [(i, c), (d, j)] to [c, d, i, j]
@@ -347,8 +350,8 @@ def _backward(
         )  # fmt: skip
         fp32_product(some.flatten(0, 1).t(), products.view(c * d, n * j).t(), weights[number].view(z, c * d))
         if len(shares):
-            own = biases[number * len(shares) : (number + 1) * len(shares)]
-            fp32_product(shares[:, at, first:end].flatten(1), some.flatten(0, 1), own)
+            of_bias = biases[number * len(shares) : (number + 1) * len(shares)]
+            fp32_product(shares[:, at, first:end].flatten(1), some.flatten(0, 1), of_bias)
         _product(
             # [(c, d), (i, j)] to [i, c, d, j]
             Operand.of(weight, (c * d, d, 1), (c, d), (d * j, j)),
@@ -358,8 +361,8 @@ def _backward(
         gradient = torch.mm(b[at].flatten(1), products.view(n * c, d * j).t()).view(s, n, c)
         _put(da[at, :, first:end], gradient, None if mask is None else mask[at, :, first:end])
     for at in range(batches):
-        for first in range(0, j, j_rows):
-            n = min(j, first + j_rows) - first
+        for _, first, end in chunks_of(j, j_rows, a):
+            n = end - first
             products = work[: n * i * c * d]
             _product(
                 # [(j, i), (d, c)] to [j, d, i, c]
@@ -368,7 +371,7 @@ def _backward(
                 share[at, :, first:], products, z,
             )  # fmt: skip
             gradient = torch.mm(a[at].flatten(1), products.view(n * d, i * c).t()).view(s, n, d)
-            _put(db[at, :, first : first + n], gradient, None if mask is None else mask[at, :, first : first + n])
+            _put(db[at, :, first:end], gradient, None if mask is None else mask[at, :, first:end])
     sums = [Sum(weights, (dweight,))]
     return sums if not len(shares) else [*sums, Sum(biases, (dbias,))]
 

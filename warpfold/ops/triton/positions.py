@@ -183,6 +183,15 @@ def programs_for(total: int, block: int, most: int) -> int:
     return -(-blocks // each)
 
 
+def chunks_of(total: int, size: int, x: Tensor) -> list[tuple[int, int, int]]:
+    """Return number, begin and end of each chunk of `total`.
+
+    Where tensors have no memory ("meta") and there are many chunks, the first two and the last stand for all of them.
+    """
+    chunks = [(number, first, min(total, first + size)) for number, first in enumerate(range(0, total, size))]
+    return [*chunks[:2], chunks[-1]] if x.is_meta and len(chunks) > 64 else chunks
+
+
 def cdiv(a: int, b: int) -> int:
     """Return a / b, rounded up: as triton.cdiv, which takes longer than what it is asked for by."""
     return -(-a // b)

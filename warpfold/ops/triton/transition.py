@@ -4,35 +4,37 @@ Forward, a program owns BLOCK_M positions: their normalised channels, and the su
 hidden layer, BLOCK_H numbers at a time, whose weights it reads from the second cache: BLOCK_M multiplications for each
 number read, so with 16 bits 2 BLOCK_M operations a byte: at 128 positions as much as tensor cores and cache have.
 
-The backward pass is two kernels, since the gradient of x is a sum over the hidden layer, that of the weights one over
-positions, and neither fits beside the other.  Of each number of the hidden layer the first costs 6 C operations, 2 C a
-product, and the second, which makes the number and its gradient again, 8 C.  Or the first writes both (4 bytes), and
-the second reads them: 4 C.  Modelled, for 790 TFLOP/s and 3 TB/s, in ps: at 128 channels 1.0 + 1.3 made again, 1.3 +
-1.4 kept; at 256 channels 1.9 + 2.6, and 1.9 + 1.4.  So of more than 128 channels they are kept; and with SwiGLU, of
-which the second kernel would hold three sums: beside them no tile that suits tensor cores fits the registers.  The
-first leaves the normalised x in any case, so that the second has nothing but products to do.
+The backward pass of ReLU over at most 128 channels in 16 bits is two kernels, since the gradient of x is a sum over the
+hidden layer, that of the weights one over positions, and neither fits beside the other.  Of each number of the hidden
+layer the first costs 6 C operations, 2 C a product, and the second, which computes the number and its gradient again,
+8 C.  The first stores the normalised x, so that the second has nothing but products to do.
+
+Of more channels, of SwiGLU, and in fp32, the products are torch's (cuBLAS), for as many positions at a time that the
+hidden layer and its gradient stay in the second cache: `_by_products`.
 
 A tile of normalised channels goes through memory: made some rows at a time, then read as it lies, in 16 bits, it leaves
 the registers to the sums.  The gradient of the norm is made likewise.
 """
 
-import math
-
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from warpfold.ops.dispatch import Operands, empty_like, empty_parameters
 from warpfold.ops.transition import HALVES
-from warpfold.ops.triton.launch import configs, register_by_precision
-from warpfold.ops.triton.linear import shifted, statistics
+from warpfold.ops.triton.launch import configs, register, register_by_precision
+from warpfold.ops.triton.linear import layer_norm, shifted, statistics
 from warpfold.ops.triton.positions import (
     Positions,
     Sum,
     cast_weight,
+    cdiv,
     channels_last,
+    chunks_of,
     contiguous,
     empty_partials,
+    fp32_product,
     or_unwanted,
     pointers,
     power_of_two,
@@ -41,7 +43,11 @@ from warpfold.ops.triton.positions import (
 )
 
 TILES = 256  # programs of the gradient of the weights: as in `norm_linear`
-RECOMPUTED = 128  # channels up to which the hidden layer is made again for it
+FUSED = 128  # channels of ReLU, at most, whose backward pass is fused
+# Outputs of `up` and the gradient of the hidden layer, for some positions: 8,192 of 256 channels.  They must stay in
+# the 50 MB of an H100's second cache between the products that store and read them.
+CHUNK_BYTES = 2**25
+SPANS = 64  # of the positions of a chunk, whose gradients of the bias of `up` are summed apart
 
 
 def transition(t: Operands) -> Tensor:
@@ -70,36 +76,91 @@ def transition_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
     grad, x = channels_last(t.grad), t.x
     key, sizes = _sizes(t)
     c, hidden, halves = key
+    if c > FUSED or halves > 1 or x.element_size() > 2:
+        return _by_products(t.but(grad=grad))
     parameters = _parameters(t, x.numel() // c)
     dx, normalised = empty_like(x), empty_like(grad)
-    kept = c > RECOMPUTED or halves > 1
-    inner = {"inner": x.new_empty(*x.shape[:-1], (halves + 1) * hidden)} if kept else {}
     gradients = empty_parameters(t.norm_weight, t.norm_bias, t.up, t.up_bias, t.down, t.down_bias)
     dnorm_weight, dnorm_bias, dup, dup_bias, ddown, ddown_bias = gradients
-    p = Positions({"x": x, "grad": grad}, writes={"dx": dx, "normalised": normalised, **inner})
+    p = Positions({"x": x, "grad": grad}, writes={"dx": dx, "normalised": normalised})
     kernel = BACKWARD.tiled(key, x)
     programs = triton.cdiv(p.count, kernel["BLOCK_M"])
     partials = empty_partials(x, programs, 3 * c)
-    arguments = {"inner": None, **p.arguments, **parameters, **sizes, "GATED": halves > 1}
-    kernel.run((programs,), **arguments, partials=partials, eps=t.eps, RESIDUAL=t.residual)
+    kernel.run((programs,), **p.arguments, **parameters, **sizes, partials=partials, eps=t.eps, RESIDUAL=t.residual)
     p.copy_back()
     biases = or_unwanted(dnorm_bias, partials, c), or_unwanted(ddown_bias, partials, c)
     rows = Sum(partials, (dnorm_weight, *biases))
+    p = Positions({"normalised": normalised, "grad": grad}, writes={})
+    kernel = WEIGHT.tiled(key, x)
+    tiles = triton.cdiv(hidden, kernel["BLOCK_H"])
+    programs = programs_for(p.count, kernel["BLOCK_M"], max(1, TILES // tiles))
+    partials = empty_partials(x, programs, hidden * (c + 1) + c * hidden)
+    arguments = {name: parameters[name] for name in ("up", "up_bias", "down")} | sizes
+    kernel.run((tiles, programs), **p.arguments, **arguments, partials=partials)
+    sum_partials(rows, Sum(partials, (dup, or_unwanted(dup_bias, partials, hidden), ddown)))
+    return dx, dnorm_weight, dnorm_bias, dup, dup_bias, ddown, ddown_bias
+
+
+def _by_products(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradients by torch's products, around a kernel for the activation and one for the norm."""
+    x, grad, (c, hidden) = t.x, t.grad, t.down.shape
+    halves, dx = HALVES[t.activation], empty_like(x)
     outputs = halves * hidden
-    p = Positions({"normalised": normalised, "grad": grad, **inner}, writes={})
-    if kept:
-        kernel = WEIGHT_KEPT.tiled(key, x)
-        of_up, of_down = (triton.cdiv(n, kernel["BLOCK_O"]) for n in (outputs, hidden))
-        tiles: tuple[int, ...] = of_up + of_down, triton.cdiv(c, kernel["BLOCK_C"])
-        most, arguments = TILES // 2, {"C": c, "HIDDEN": hidden, "OUTPUTS": outputs}  # a program takes a core
-    else:
-        kernel = WEIGHT.tiled(key, x)
-        tiles = (triton.cdiv(hidden, kernel["BLOCK_H"]),)
-        most, arguments = TILES, {name: parameters[name] for name in ("up", "up_bias", "down")} | sizes
-    programs = programs_for(p.count, kernel["BLOCK_M"], max(1, most // math.prod(tiles)))
-    partials = empty_partials(x, programs, outputs * (c + 1) + c * hidden)
-    kernel.run((*tiles, programs), **p.arguments, **arguments, partials=partials)
-    sum_partials(rows, Sum(partials, (dup, or_unwanted(dup_bias, partials, outputs), ddown)))
+    # The gradient of the normalised x lies where dx replaces it, if the channels of a position lie side by side there.
+    written = dx if dx.stride(-1) == 1 else x.new_empty(x.shape)
+    order = sorted(range(x.dim() - 1), key=written.stride, reverse=True)
+    normalised, *_ = layer_norm(Operands(x=x, weight=t.norm_weight, bias=t.norm_bias, eps=t.eps))
+    n, g, dn = (some.permute(*order, -1).reshape(-1, c) for some in (normalised, grad, written))
+    up, down = t.up.to(x.dtype), t.down.to(x.dtype)
+    gradients = empty_parameters(t.norm_weight, t.norm_bias, t.up, t.up_bias, t.down, t.down_bias)
+    dnorm_weight, dnorm_bias, dup, dup_bias, ddown, ddown_bias = gradients
+
+    count = len(n)
+    at_once = min(count, max(1, CHUNK_BYTES // ((outputs + hidden) * x.element_size())))
+    chunks = cdiv(count, at_once)
+    kernel = ACTIVATION.tiled((hidden, halves), x)
+    programs = programs_for(at_once, kernel["BLOCK_M"], SPANS)
+    weights = empty_partials(x, chunks, (outputs + hidden) * c)
+    biases = empty_partials(x, chunks * programs, outputs)
+    pre, inner = x.new_empty(at_once, outputs), x.new_empty(at_once, hidden)
+    for number, first, end in chunks_of(count, at_once, x):
+        some_n, some_g = n[first:end], g[first:end]
+        of_up, of_hidden = pre[: len(some_n)], inner[: len(some_n)]
+        torch.mm(some_n, up.t(), out=of_up)
+        torch.mm(some_g, down, out=of_hidden)
+        kernel.run(
+            (triton.cdiv(hidden, kernel["BLOCK_H"]), programs),
+            pre=of_up,
+            inner=of_hidden,
+            bias=contiguous(t.up_bias),
+            partials=biases[number * programs :],
+            rows=len(some_n),
+            HIDDEN=hidden,
+            GATED=halves > 1,
+        )
+        torch.mm(of_up, up, out=dn[first:end])
+        own_up, own_down = weights[number].split([outputs * c, c * hidden])
+        fp32_product(of_up.t(), some_n, own_up.view(outputs, c))
+        fp32_product(some_g.t(), of_hidden, own_down.view(c, hidden))
+
+    p = Positions({"x": x, "grad": grad, "dnormed": written}, writes={"dx": dx})
+    kernel = NORM_BACKWARD.tiled((c,), x)
+    programs = triton.cdiv(p.count, kernel["BLOCK_M"])
+    partials = empty_partials(x, programs, 3 * c)
+    kernel.run(
+        (programs,),
+        **p.arguments,
+        norm_weight=t.norm_weight.contiguous(),
+        partials=partials,
+        eps=t.eps,
+        C=c,
+        RESIDUAL=t.residual,
+        BLOCK_C=power_of_two(c),
+    )
+    p.copy_back()
+    of_rows = dnorm_weight, or_unwanted(dnorm_bias, partials, c), or_unwanted(ddown_bias, partials, c)
+    of_weights = Sum(weights, (dup, ddown))
+    sum_partials(Sum(partials, of_rows), of_weights, Sum(biases, (or_unwanted(dup_bias, partials, outputs),)))
     return dx, dnorm_weight, dnorm_bias, dup, dup_bias, ddown, ddown_bias
 
 
@@ -179,25 +240,12 @@ def _up(
 
 @triton.jit
 def _dhidden(
-    g: tl.tensor, grad: tl.tuple, down: tl.tensor, m: tl.tensor, h: tl.tensor, axes: tl.tuple,
-    C: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Return the gradient of numbers h of the hidden layer in fp32, [m, h], given that of the output, g [m, c].
-
-    With BLOCK_K, from so many channels of it at a time.
-    """
-    if BLOCK_K == 0:
-        c = tl.arange(0, BLOCK_C)
-        w = tl.load(down + c[:, None] * HIDDEN + h[None, :], mask=(c < C)[:, None] & (h < HIDDEN)[None, :], other=0)
-        dh = tl.dot(g, w.to(g.dtype))
-    else:
-        dh = tl.zeros([m.shape[0], h.shape[0]], tl.float32)
-        for start in range(0, C, BLOCK_K):
-            k = start + tl.arange(0, BLOCK_K)
-            some = tl.load(pointers(grad, m, k, axes), mask=(m < axes.positions)[:, None] & (k < C)[None, :], other=0)
-            w = tl.load(down + k[:, None] * HIDDEN + h[None, :], mask=(k < C)[:, None] & (h < HIDDEN)[None, :], other=0)
-            dh = tl.dot(some, w.to(some.dtype), dh)
-    return dh
+    g: tl.tensor, down: tl.tensor, h: tl.tensor, C: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_C: tl.constexpr
+) -> tl.tensor:
+    """Return the gradient of numbers h of the hidden layer in fp32, [m, h], given that of the output, g [m, c]."""
+    c = tl.arange(0, BLOCK_C)
+    w = tl.load(down + c[:, None] * HIDDEN + h[None, :], mask=(c < C)[:, None] & (h < HIDDEN)[None, :], other=0)
+    return tl.dot(g, w.to(g.dtype))
 
 
 @triton.jit
@@ -252,11 +300,11 @@ def _transition(
 
 @triton.jit
 def _through_norm(
-    grad: tl.tuple, x: tl.tuple, norm_weight: tl.tensor, dx: tl.tuple, partials: tl.tensor, axes: tl.tuple,
-    eps: tl.tensor,
+    grad: tl.tuple, x: tl.tuple, norm_weight: tl.tensor, dnormed: tl.tuple, dx: tl.tuple, partials: tl.tensor,
+    axes: tl.tuple, eps: tl.tensor,
     C: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Replace dx, which is the gradient of the normalised x at BLOCK_M positions, by that of x; and store the partials.
+    """Store dx at BLOCK_M positions, given the gradient of the normalised x, which may lie in dx; and the partials.
 
     As `_layer_norm_backward`, some positions at a time, as `_normalise`.
     """
@@ -272,7 +320,7 @@ def _through_norm(
         v = tl.load(pointers(x, m, c, axes), mask=valid, other=0).to(tl.float32)
         d, _, r = statistics(v, valid, eps, C)
         x_hat = d * r[:, None]
-        dn = tl.load(pointers(dx, m, c, axes), mask=valid, other=0).to(tl.float32)
+        dn = tl.load(pointers(dnormed, m, c, axes), mask=valid, other=0).to(tl.float32)
         dy = tl.load(pointers(grad, m, c, axes), mask=valid, other=0).to(tl.float32)
         dw += dn * x_hat
         db += dn
@@ -293,17 +341,15 @@ def _through_norm(
 @triton.jit
 def _transition_backward(
     grad: tl.tuple, x: tl.tuple, norm_weight: tl.tensor, norm_bias: tl.tensor, up: tl.tensor, up_bias: tl.tensor,
-    down: tl.tensor, dx: tl.tuple, normalised: tl.tuple, inner: tl.tuple, partials: tl.tensor, axes: tl.tuple,
-    eps: tl.tensor,
-    C: tl.constexpr, HIDDEN: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
+    down: tl.tensor, dx: tl.tuple, normalised: tl.tuple, partials: tl.tensor, axes: tl.tuple, eps: tl.tensor,
+    C: tl.constexpr, HIDDEN: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store dx and the normalised x of BLOCK_M positions; and in partials [programs, 3 C] what they add to the
     gradients of the norm's weight and bias, as in `_layer_norm_backward`, and of the bias of `down`.
 
-    inner: None, or where to the gradient of the outputs of `up` goes, and behind it the hidden layer.
+    Of ReLU.
     """
-    OUTPUTS: tl.constexpr = HIDDEN * (1 + GATED)
     _normalise(x, norm_weight, norm_bias, normalised, axes, eps, C, BLOCK_C, BLOCK_M)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.arange(0, BLOCK_C)
@@ -314,34 +360,74 @@ def _transition_backward(
     for start in range(0, HIDDEN, BLOCK_H):
         h = start + tl.arange(0, BLOCK_H)
         known = h < HIDDEN
-        dh = _dhidden(g, grad, down, m, h, axes, C, HIDDEN, BLOCK_C, BLOCK_K)
+        dh = _dhidden(g, down, h, C, HIDDEN, BLOCK_C)
         weight = _of_up(up, h, known, dtype, C, BLOCK_C)
         pre = _up(n, weight, normalised, up, up_bias, m, h, known, axes, C, BLOCK_K)
-        if GATED:
-            o = HIDDEN + h
-            values = _of_up(up, o, known, dtype, C, BLOCK_C)
-            value = _up(n, values, normalised, up, up_bias, m, o, known, axes, C, BLOCK_K)
-            share = tl.sigmoid(pre)
-            silu = pre * share
-            dvalue = (dh * silu).to(dtype)
-            dn = tl.dot(dvalue, values, dn)
-            dpre = (dh * value * (share + silu * (1 - share))).to(dtype)
-        else:
-            dpre = tl.where(pre > 0, dh, 0.0).to(dtype)
+        dpre = tl.where(pre > 0, dh, 0.0).to(dtype)
         dn = tl.dot(dpre, weight, dn)
-        if inner is not None:
-            writable = (m < axes.positions)[:, None] & known[None, :]
-            tl.store(pointers(inner, m, h, axes), dpre, mask=writable)
-            if GATED:
-                tl.store(pointers(inner, m, HIDDEN + h, axes), dvalue, mask=writable)
-                hidden = silu * value
-            else:
-                hidden = tl.maximum(pre, 0.0)
-            tl.store(pointers(inner, m, OUTPUTS + h, axes), hidden.to(dtype), mask=writable)
     # Through memory, rounded as the gradient of a layer apart would be: for the norm it is read some rows at a time.
     tl.store(pointers(dx, m, c, axes), dn.to(dtype), mask=(m < axes.positions)[:, None] & (c < C)[None, :])
     tl.debug_barrier()
-    _through_norm(grad, x, norm_weight, dx, partials, axes, eps, C, RESIDUAL, BLOCK_C, BLOCK_M)
+    _through_norm(grad, x, norm_weight, dx, dx, partials, axes, eps, C, RESIDUAL, BLOCK_C, BLOCK_M)
+
+
+@triton.jit
+def _transition_norm_backward(
+    grad: tl.tuple, x: tl.tuple, norm_weight: tl.tensor, dnormed: tl.tuple, dx: tl.tuple, partials: tl.tensor,
+    axes: tl.tuple, eps: tl.tensor,
+    C: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr,
+) -> None:  # fmt: skip
+    """Store dx and the partials as `_through_norm` does."""
+    _through_norm(grad, x, norm_weight, dnormed, dx, partials, axes, eps, C, RESIDUAL, BLOCK_C, BLOCK_M)
+
+
+@triton.jit
+def _transition_activation(
+    pre: tl.tensor, inner: tl.tensor, bias: tl.tensor, partials: tl.tensor, rows: tl.tensor,
+    HIDDEN: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+) -> None:  # fmt: skip
+    """Replace the outputs of `up` without their bias, pre [rows, outputs], by their gradient, and the gradient of the
+    hidden layer, inner [rows, HIDDEN], by the layer; and store in partials [programs, outputs] the sums over a span of
+    the rows that the gradient of the bias is made of."""
+    OUTPUTS: tl.constexpr = HIDDEN * (1 + GATED)
+    h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    known = h < HIDDEN
+    dtype = pre.dtype.element_ty
+    each = tl.cdiv(tl.cdiv(rows, BLOCK_M), tl.num_programs(1)) * BLOCK_M
+    first = tl.program_id(1) * each
+    last = min(rows, first + each)
+    sums = tl.zeros([BLOCK_H], tl.float32)
+    value_sums = tl.zeros([BLOCK_H], tl.float32)
+    for start in range(first, last, BLOCK_M):
+        m = start + tl.arange(0, BLOCK_M)
+        valid = (m < last)[:, None] & known[None, :]
+        at = m[:, None].to(tl.int64) * OUTPUTS + h[None, :]
+        at_inner = m[:, None].to(tl.int64) * HIDDEN + h[None, :]
+        x = tl.load(pre + at, mask=valid, other=0).to(tl.float32)
+        dh = tl.load(inner + at_inner, mask=valid, other=0).to(tl.float32)
+        if bias is not None:
+            x += tl.load(bias + h, mask=known, other=0).to(tl.float32)[None, :]
+        if GATED:
+            value = tl.load(pre + at + HIDDEN, mask=valid, other=0).to(tl.float32)
+            if bias is not None:
+                value += tl.load(bias + HIDDEN + h, mask=known, other=0).to(tl.float32)[None, :]
+            share = tl.sigmoid(x)
+            silu = x * share
+            hidden = silu * value
+            dvalue = (dh * silu).to(dtype)
+            dpre = (dh * value * (share + silu * (1 - share))).to(dtype)
+            tl.store(pre + at + HIDDEN, dvalue, mask=valid)
+            value_sums += tl.sum(dvalue.to(tl.float32), 0)
+        else:
+            hidden = tl.maximum(x, 0.0)
+            dpre = tl.where(x > 0, dh, 0.0).to(dtype)
+        tl.store(pre + at, dpre, mask=valid)
+        tl.store(inner + at_inner, hidden.to(dtype), mask=valid)
+        sums += tl.sum(dpre.to(tl.float32), 0)
+    mine = partials + tl.program_id(1).to(tl.int64) * OUTPUTS + h
+    tl.store(mine, sums, mask=known)
+    if GATED:
+        tl.store(mine + HIDDEN, value_sums, mask=known)
 
 
 @triton.jit
@@ -382,14 +468,10 @@ def _transition_weight(
         n = tl.load(pointers(normalised, m, c, axes), mask=valid, other=0)
         g = tl.load(pointers(grad, m, c, axes), mask=valid, other=0)
         # Channels of the hidden layer along the rows: as a product leaves them in registers the next ones want them.
-        if BLOCK_K == 0:
-            pre = tl.dot(weight, tl.trans(n))
-            if up_bias is not None:
-                pre += tl.load(up_bias + h, mask=known, other=0).to(tl.float32)[:, None]
-            dh = tl.dot(across, tl.trans(g))
-        else:
-            pre = tl.trans(_up(n, weight, normalised, up, up_bias, m, h, known, axes, C, BLOCK_K))
-            dh = tl.trans(_dhidden(g, grad, down, m, h, axes, C, HIDDEN, BLOCK_C, BLOCK_K))
+        pre = tl.dot(weight, tl.trans(n))
+        if up_bias is not None:
+            pre += tl.load(up_bias + h, mask=known, other=0).to(tl.float32)[:, None]
+        dh = tl.dot(across, tl.trans(g))
         dpre = tl.where(pre > 0, dh, 0.0)
         dup = tl.dot(dpre.to(dtype), n, dup)
         dup_bias += tl.sum(dpre, 1)
@@ -400,52 +482,6 @@ def _transition_weight(
     tl.store(mine + h, dup_bias, mask=known)
     mine += HIDDEN
     tl.store(mine + c[None, :] * HIDDEN + h[:, None], ddown, mask=writable)
-
-
-@triton.jit
-def _product_over_positions(
-    left: tl.tuple, right: tl.tuple, o: tl.tensor, c: tl.tensor, first: tl.tensor, last: tl.tensor, axes: tl.tuple,
-    ROWS: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr,
-) -> tl.tuple:  # fmt: skip
-    """Return left^T right of positions from first to last, [o, c] of channels o of left and c of right, in fp32; and
-    the sums of left [o]."""
-    acc = tl.zeros([o.shape[0], c.shape[0]], tl.float32)
-    sums = tl.zeros([o.shape[0]], tl.float32)
-    for start in range(first, last, BLOCK_M):
-        m = start + tl.arange(0, BLOCK_M)
-        present = (m < axes.positions)[:, None]
-        some = tl.load(pointers(left, m, o, axes), mask=present & (o < ROWS)[None, :], other=0)
-        others = tl.load(pointers(right, m, c, axes), mask=present & (c < C)[None, :], other=0)
-        acc = tl.dot(tl.trans(some), others, acc)
-        sums += tl.sum(some.to(tl.float32), 0)
-    return acc, sums
-
-
-@triton.jit
-def _transition_weight_kept(
-    normalised: tl.tuple, grad: tl.tuple, inner: tl.tuple, partials: tl.tensor, axes: tl.tuple,
-    C: tl.constexpr, HIDDEN: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-) -> None:  # fmt: skip
-    """Store the same as `_transition_weight`, of BLOCK_O outputs of `up` or numbers of the hidden layer and BLOCK_C
-    channels, from the hidden layer and its gradient as `_transition_backward` stored them."""
-    tile = tl.program_id(0)
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    first, last = _span(axes, 2, BLOCK_M)
-    mine = partials + tl.program_id(2).to(tl.int64) * (OUTPUTS * (C + 1) + C * HIDDEN)
-    OF_UP: tl.constexpr = (OUTPUTS + BLOCK_O - 1) // BLOCK_O
-    if tile < OF_UP:
-        o = tile * BLOCK_O + tl.arange(0, BLOCK_O)
-        acc, sums = _product_over_positions(inner, normalised, o, c, first, last, axes, OUTPUTS, C, BLOCK_M)
-        tl.store(mine + o[:, None] * C + c[None, :], acc, mask=(o < OUTPUTS)[:, None] & (c < C)[None, :])
-        if tl.program_id(1) == 0:
-            tl.store(mine + OUTPUTS * C + o, sums, mask=o < OUTPUTS)
-    else:
-        h = (tile - OF_UP) * BLOCK_O + tl.arange(0, BLOCK_O)
-        o = OUTPUTS + h
-        acc, sums = _product_over_positions(inner, grad, o, c, first, last, axes, OUTPUTS + HIDDEN, C, BLOCK_M)
-        mine += OUTPUTS * (C + 1)
-        tl.store(mine + c[None, :] * HIDDEN + h[:, None], acc, mask=(h < HIDDEN)[:, None] & (c < C)[None, :])
 
 
 FORWARD = register_by_precision(
@@ -459,7 +495,7 @@ FORWARD = register_by_precision(
     ),
     configs("BLOCK_M BLOCK_H BLOCK_K", *((m, 16, 16, w, 1) for m in (16, 32) for w in (4, 8))),
 )
-BACKWARD = register_by_precision(
+BACKWARD = register(
     "transition_backward",
     _transition_backward,
     configs(
@@ -468,9 +504,8 @@ BACKWARD = register_by_precision(
         *((64, h, w, s) for h in (32, 64) for w in (4, 8) for s in (1, 2)),
         *((32, h, w, 2) for h in (16, 32) for w in (4, 8)),
     ),
-    configs("BLOCK_M BLOCK_H BLOCK_K", (32, 16, 16, 4, 1), (16, 16, 16, 4, 1), (16, 16, 16, 8, 1)),
 )
-WEIGHT = register_by_precision(
+WEIGHT = register(
     "transition_weight",
     _transition_weight,
     configs(
@@ -479,15 +514,14 @@ WEIGHT = register_by_precision(
         (32, 128, 8, 2),
         *((m, 32, 4, 2) for m in (32, 64)),
     ),
-    configs("BLOCK_M BLOCK_H BLOCK_K", (16, 16, 16, 4, 1), (16, 16, 16, 8, 1)),
 )
-WEIGHT_KEPT = register_by_precision(
-    "transition_weight_kept",
-    _transition_weight_kept,
-    configs(
-        "BLOCK_M BLOCK_O BLOCK_C",
-        *((64, 128, c, 8, s) for c in (128, 256) for s in (2, 3, 4)),
-        *((64, 64, c, 4, s) for c in (64, 128) for s in (2, 3)),
-    ),
-    configs("BLOCK_M BLOCK_O BLOCK_C", (16, 64, 64, 4, 1), (32, 64, 64, 8, 1)),
+ACTIVATION = register(
+    "transition_activation",
+    _transition_activation,
+    configs("BLOCK_M BLOCK_H", *((m, h, w, 1) for m in (16, 32) for h in (64, 128) for w in (4, 8))),
+)
+NORM_BACKWARD = register(
+    "transition_norm_backward",
+    _transition_norm_backward,
+    configs("BLOCK_M", *((m, w, 1) for m in (16, 32, 64, 128) for w in (4, 8))),
 )

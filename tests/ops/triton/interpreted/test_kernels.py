@@ -56,9 +56,10 @@ IN_DEFAULT_TILES = [
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few programs that each has several blocks of positions, and so few sums at once that there are two rounds."""
-    for module, name in ((linear, "TILES"), (linear, "PROGRAMS"), (of_transition, "TILES")):
+    for module, name in ((linear, "TILES"), (linear, "PROGRAMS"), (of_transition, "TILES"), (of_transition, "SPANS")):
         monkeypatch.setattr(module, name, 2)
-    monkeypatch.setattr(outer, "CHUNK_BYTES", 2**14)
+    for module in (outer, of_transition):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 2**14)
     for module, name, n in ((triangle, "PROGRAMS", 2), (positions, "ONCE", 1), (positions, "SPANS", 2)):
         monkeypatch.setattr(module, name, n)
 
