@@ -91,7 +91,7 @@ def test_a_pae_with_an_absurd_number_is_refused(tmp_path: Path) -> None:
 def test_a_ranking_without_a_list_is_refused(order: object, tmp_path: Path) -> None:
     (tmp_path / "ranked_0.pdb").write_text(pdb_chain(plain("GASTVLKEVG"), "A"))
     (tmp_path / "ranking_debug.json").write_text(json.dumps({"order": order}))
-    with pytest.raises(UserError, match=r"ranking_debug.json: its order is no list"):
+    with pytest.raises(UserError, match=r"ranking_debug.json: .order. is not a list of models"):
         find_predictions(tmp_path)
 
 

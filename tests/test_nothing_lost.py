@@ -49,6 +49,7 @@ SAFE = {
     "prediction/params.py:_write": "a draft of `write_new`",
     "files.py:row_file": "a file that was not there: opened only to make it",
     "files.py:lock_file": "opens to append, and appends nothing",
+    "ops/triton/ahead.py:_one_at_a_time": "opens to append, and appends nothing",
     "files.py:wait_for_lock": "replaces the line in which it said who held the lock before, and no other",
     "files.py:write_atomically": "replaces one file by name, whole or not at all; callers answer for the name",
     "host.py:in_file": "a temporary file that it made and that has no name",

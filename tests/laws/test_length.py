@@ -116,7 +116,9 @@ SLOW = pytest.param("cpu", (), marks=pytest.mark.slow)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_slices_in_place_hold_one_z_and_one_factor(precision: Precision, device: str, layers: tuple[str, ...]) -> None:
     peak, what = trunk_memory(Plan(chunk=8, in_place=True, precision=precision), device, layers)
-    assert 2 < peak <= 2.1, what
+    # In fp32 a GPU computes slices of triangle products by operations of torch, which hold ten slices at a time
+    # instead of five: 0.16 z here.
+    assert 2 < peak <= (2.2 if (precision, device) == ("fp32", "cuda") else 2.1), what
 
 
 @pytest.mark.parametrize(("device", "layers"), [("cpu", MOST[:1]), SLOW, ("cuda", MOST)])
@@ -134,6 +136,9 @@ class Products(TorchDispatchMode):
         self.pitches: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "warpfold":  # what the operation does counts, too
+            with self:
+                return dispatch.runs[func._opname](*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         if func._opname == "bmm":
             self.pitches += [max(x.stride()[-2:]) for x in (*args, out)]

@@ -191,7 +191,7 @@ def test_tables_of_somebody_else_stay(tmp_path: Path, designs: Path, params: dic
     del summary["tables"]
     write_summary(out, summary)
     (out / "scores.csv").write_text("mine")
-    with pytest.raises(UserError, match=r"scores\.csv: WarpFold did not write it, .*; move it away"):
+    with pytest.raises(UserError, match=r"scores\.csv: not written by WarpFold, .*\. Move the file"):
         predict(designs, [], params["first"], out, options())
     assert (out / "scores.csv").read_text() == "mine"
     (out / "scores.csv").unlink()

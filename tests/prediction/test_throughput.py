@@ -292,7 +292,7 @@ def test_a_full_disk_ends_a_run_that_goes_on_after_what_is_one_proteins_fault(
     if number == errno.EACCES:
         assert (code, len(tried)) == (1, 6)
     else:
-        assert (code, len(tried), said.count("\n")) == (2, 3, 1)
+        assert (code, len(tried), said.count("\n")) == (2, 3, 1), said
         cure = "make room" if number == errno.ENOSPC else "see to the disk"
         assert f"{out / tried[2]}: cannot be written: {os.strerror(number)}; {cure}; the same command con" in said
     before = times_of(out, done)

@@ -34,7 +34,7 @@ from warpfold.arguments import (
 from warpfold.errors import UserError, options_given
 from warpfold.files import check_new
 from warpfold.parallel.process import ProcessInfo, is_one_of_several
-from warpfold.progress import no_bars
+from warpfold.progress import are_hidden, no_bars
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -157,10 +157,11 @@ def logged(name: str, level: int, format: str = "%(message)s", propagate: bool =
 
 
 def plans_said(rank: int = 0) -> "ExitStack":
-    """Say on stderr, from the first process, what is chosen for each protein and asked of servers, in the context."""
+    """Log plans, precision and server requests to stderr within the context, from rank 0 and unless --quiet is set."""
     stack = ExitStack()
     if rank == 0:
-        stack.enter_context(logged("warpfold.plan", logging.INFO, propagate=False))
+        level = logging.WARNING if are_hidden() else logging.INFO
+        stack.enter_context(logged("warpfold.plan", level, propagate=False))
     return stack
 
 
