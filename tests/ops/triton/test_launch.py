@@ -179,7 +179,7 @@ def test_a_known_gpu_gets_its_own_table(gpu, monkeypatch, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("major", "kilobytes", "hip", "name"),
     [
-        (8, 163, None, "default"), (9, 227, None, "sm_90"), (10, 227, None, "sm_100"), (11, 227, None, "default"),
+        (8, 163, None, "default"), (9, 227, None, "sm_90"), (10, 227, None, "sm_90"), (11, 227, None, "sm_90"),
         (8, 99, None, "99KB"), (12, 99, None, "99KB"), (7, 64, None, "64KB"), (7, 96, None, "64KB"),
         (9, 64, "6.4", "64KB"),
     ],

@@ -102,7 +102,7 @@ def wasted(table: str, rows: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("rows", EXAMPLES)
-@pytest.mark.parametrize("table", ["default", "sm_90", "sm_100", "99KB"])
+@pytest.mark.parametrize("table", ["default", "sm_90", "99KB"])
 def test_rows_that_are_no_multiple_of_a_tile_waste_little(table: str, rows: int) -> None:
     """At most a tenth of the work of each launch, but for those that are known, and no more of them than is known."""
     over = {name: part for name, part in wasted(table, rows).items() if part > MOST}

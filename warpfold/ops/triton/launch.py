@@ -305,8 +305,8 @@ def file_of(gpu: str) -> str:
     return re.sub(r"[^A-Za-z0-9.]+", "-", gpu).strip("-.") + ".json"
 
 
-# Tables for GPUs whose programs may have less shared memory than so many bytes.  default.json is for an A100's 163 KB:
-# GeForce and L40 have 99, AMD's GPUs 64.
+# Tables for GPUs with less shared memory per program than these numbers of bytes. default.json fits the 163 KB of an
+# A100. GeForce and L40 have 99 KB, and AMD's GPUs 64 KB, where tiles of the larger tables do not fit.
 SMALLER = {"64KB": 99 * 1024, "99KB": 163 * 1024}
 
 
@@ -320,16 +320,15 @@ def tables_for(device: torch.device) -> tuple[LaunchTable, ...]:
 
 
 def family_table(device: torch.device) -> LaunchTable:
-    """Return the shipped table for GPUs like this one, by shared memory or architecture; default.json for others."""
+    """Select the shipped table for a GPU by its shared memory, and by the newest architecture that is not newer."""
     name = "default"
     if device.type == "cuda":
         if torch.version.hip is not None:
             return read(SHIPPED / "64KB.json")
         found = torch.cuda.get_device_properties(device)
         smaller = (name for name, most in SMALLER.items() if found.shared_memory_per_block_optin < most)  # type: ignore[attr-defined]
-        name = next(smaller, f"sm_{10 * found.major}")
-    path = SHIPPED / f"{name}.json"
-    return read(path if path.is_file() else SHIPPED / "default.json")
+        name = next(smaller, "sm_90" if found.major >= 9 else "default")
+    return read(SHIPPED / f"{name}.json")
 
 
 def table_for(device: torch.device) -> tuple[LaunchTable, str]:
