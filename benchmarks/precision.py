@@ -78,7 +78,7 @@ def effects(make: MakePredictor, proteins: Sequence[Protein], seeds: Sequence[in
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the mean effects over proteins, and in how many bf16 changes less than seeds do."""
+    """Compute the mean effects over proteins, and count the proteins that bf16 changes less than seeds do."""
     found: dict[str, Any] = {"proteins": len(rows)}
     for key in MEASURES:
         both = np.array([[row[key]["effect_of_bf16"], row[key]["effect_of_seeds"]] for row in rows])
@@ -130,7 +130,7 @@ def real(folder: Path, longest: int) -> Iterator[Protein]:
 
 
 def reference(folder: Path) -> MakePredictor:
-    """Return what makes a predictor of the model of a reference case."""
+    """Build a factory of predictors for the model of a reference case."""
     from tests.golden.config import model_config
     from tests.golden.models import SCOPE
     from tests.golden.reference import find, load, read
@@ -148,7 +148,7 @@ def reference(folder: Path) -> MakePredictor:
 
 
 def of_file(path: Path, device: str | None) -> MakePredictor:
-    """Return what makes a predictor of a file of parameters."""
+    """Build a factory of predictors for a file of parameters."""
     return lambda precision: warpfold.load(path, device, precision=precision)
 
 

@@ -4,6 +4,7 @@ Like a CUDA graph it knows nothing of the function: what Python computed when it
 shape.  What a graph cannot hold (a number that the host reads, a shape that depends on numbers) is an error.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -68,6 +69,7 @@ class LeftoverRecorder(OperationRecorder):
 
     def record(self, function: Callable[[], Named]) -> tuple[Named, Callable[[], None]]:
         made: list[StorageWeakRef] = []
+        gc.collect()
         with _Making(made), cutting(lambda action: action()), uncollected():
             results = function()
             left = sum(not held.expired() for held in made)

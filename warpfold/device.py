@@ -476,6 +476,9 @@ class CUDARecorder:
 
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
+        # A graph or a compiled kernel that is deleted while a stream captures unloads code, which invalidates the
+        # capture. So garbage is collected before the capture and not during it.
+        gc.collect()
         with self._here(), cutting(cut), uncollected():
             begin()
             is_complete = False
@@ -503,12 +506,8 @@ class CUDARecorder:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Collect no garbage within the context.
-
-    A graph or a compiled kernel that is deleted while a stream captures unloads code, which invalidates the capture.
-    """
+    """Leave cyclic garbage where it is within the context."""
     enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield

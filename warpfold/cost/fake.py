@@ -4,7 +4,6 @@ Nothing travels (torch's fake process group: collectives end at once), and nothi
 "meta": shapes alone).  So plans for 512 ranks and thousands of residues can be counted on any machine.
 """
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -20,18 +19,6 @@ from warpfold.ops.torch_internals import fake_process_group
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Mesh, make_mesh
 from warpfold.parallel.plan import Plan
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Leave cyclic garbage where it is within the context: looking for it among all the pieces takes half the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager

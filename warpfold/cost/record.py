@@ -28,11 +28,12 @@ from warpfold.cost.example import (
     predict_example,
     train_on_example,
 )
-from warpfold.cost.fake import fake_batch, fake_mesh, uncollected
+from warpfold.cost.fake import fake_batch, fake_mesh
 from warpfold.cost.observe import MODEL
 from warpfold.cost.rates import TORCH
 from warpfold.cost.recorder import HOST, META, Await, Begin, Entry, MemoryPiece, Operation, Recorder
 from warpfold.cost.watch import STACKS, StateSizes, Watch
+from warpfold.device import uncollected
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.engine.packed import PackedWeights, packed_order
 from warpfold.engine.trainable import FinetuneConfig, freeze
@@ -97,6 +98,7 @@ def _record_example(job: Job, plan: Plan, device: Device, branch: int, reads_tru
     config, few, stands_for = _few_blocks(job, plan)
     recorder = Recorder(unit=UNIT[device], host_apart=device == "cuda")
     early: list[Entry] = []
+    # Looking for garbage among all the recorded tensors would take half the time.
     with on_device(device, recorder), fake_mesh(1, few.axial, few.branch, branch) as mesh, uncollected():
         model = make_model(config, few.precision).train(job.learns)
         Execution(few, mesh).bind(model)

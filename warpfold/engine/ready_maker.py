@@ -30,7 +30,7 @@ class ReadyError(RuntimeError):
 
 
 class _About:
-    """A context in which any error but a refusal becomes a ReadyError that says what was made."""
+    """A context in which any error but a refusal becomes a ReadyError that names the example."""
 
     def __init__(self, what: str, refusals: tuple[type[Exception], ...] = ()) -> None:
         self._what = what

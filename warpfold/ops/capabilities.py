@@ -45,7 +45,7 @@ class Capabilities:
 
 @functools.cache
 def capabilities(device: torch.device) -> Capabilities:
-    """Return what a device can do. A CUDA device must exist."""
+    """Determine the capabilities of a device. A CUDA device must exist."""
     if device.type != "cuda":
         return Capabilities()
     properties = torch.cuda.get_device_properties(device)
@@ -109,7 +109,7 @@ def _parse_architecture(name: str) -> tuple[str, int, int, str]:
 
 @functools.cache
 def launch_problem() -> str:
-    """Return what Triton lacks on this machine to launch a kernel, with the remedy; "" if it lacks nothing.
+    """Find the reason why Triton cannot launch a kernel on this machine, with the remedy; "" if it can.
 
     At the first launch Triton compiles a C module against Python.h and libcuda, and keeps it in its cache.
     """

@@ -231,7 +231,7 @@ def _end(process: "subprocess.Popen[str]", thread: threading.Thread) -> None:
 
 
 def _job(launch: KernelLaunch, target: GPUTarget, launchers: bool) -> dict[str, Any]:
-    """Return what a process needs to compile a kernel, as plain values."""
+    """Describe a kernel to the process that compiles it, as plain values."""
     specialised, _ = source(launch, target)
     return {
         "kernel": launch.kernel.name,

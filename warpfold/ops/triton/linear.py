@@ -33,7 +33,7 @@ from torch import Tensor
 
 from warpfold.ops.dispatch import Operands, empty_like, empty_parameters
 from warpfold.ops.linear import empty_linear, empty_projected, empty_statistics, padded
-from warpfold.ops.triton.launch import Kernel, configs, register
+from warpfold.ops.triton.launch import configs, register
 from warpfold.ops.triton.noise import SCALARS, DropoutOperands, dropout_tile
 from warpfold.ops.triton.positions import (
     Positions,
@@ -556,34 +556,28 @@ def _backward_of_few(
 
 @triton.jit
 def gate_kernel(
-    x: tl.tuple, g: tl.tuple, mask: tl.tuple, y: tl.tuple, axes: tl.tuple,
+    x: tl.tuple, g: tl.tuple, y: tl.tuple, axes: tl.tuple,
     C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store y = x * sigmoid(g), times the mask of the position where there is one."""
+    """Store y = x * sigmoid(g)."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     valid = (m < axes.positions)[:, None] & (c < C)[None, :]
     v = tl.load(pointers(x, m, c, axes), mask=valid, other=0).to(tl.float32)
     gate_values = tl.sigmoid(tl.load(pointers(g, m, c, axes), mask=valid, other=0).to(tl.float32))
-    if mask is not None:
-        kept = tl.load(mask.data + offsets(mask, m, axes), mask=m < axes.positions, other=0).to(tl.float32)
-        gate_values = gate_values * kept[:, None]
     tl.store(pointers(y, m, c, axes), (v * gate_values).to(y.data.dtype.element_ty), mask=valid)
 
 
 @triton.jit
 def gate_backward_kernel(
-    grad: tl.tuple, x: tl.tuple, g: tl.tuple, mask: tl.tuple, dx: tl.tuple, dg: tl.tuple, axes: tl.tuple,
+    grad: tl.tuple, x: tl.tuple, g: tl.tuple, dx: tl.tuple, dg: tl.tuple, axes: tl.tuple,
     C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store dx = grad * sigmoid(g) and dg = grad * x * sigmoid'(g), with the mask where there is one."""
+    """Store dx = grad * sigmoid(g) and dg = grad * x * sigmoid'(g)."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     valid = (m < axes.positions)[:, None] & (c < C)[None, :]
     dy = tl.load(pointers(grad, m, c, axes), mask=valid, other=0).to(tl.float32)
-    if mask is not None:
-        kept = tl.load(mask.data + offsets(mask, m, axes), mask=m < axes.positions, other=0).to(tl.float32)
-        dy = dy * kept[:, None]
     v = tl.load(pointers(x, m, c, axes), mask=valid, other=0).to(tl.float32)
     gate_values = tl.sigmoid(tl.load(pointers(g, m, c, axes), mask=valid, other=0).to(tl.float32))
     dv = dy * gate_values
@@ -608,7 +602,11 @@ def gate(t: Operands) -> Tensor:
     x, g = t.x, t.g
     out = empty_like(x)
     x, g, y = _innermost_last(x, g, out)
-    run_gate(GATE, x, g, None, y)
+    c = x.shape[-1]
+    p = Positions({"x": x, "g": g}, writes={"y": y})
+    kernel = GATE.tiled((c, x.element_size()), x)
+    kernel.run((triton.cdiv(p.count, kernel["BLOCK_M"]), triton.cdiv(c, kernel["BLOCK_C"])), **p.arguments, C=c)
+    p.copy_back()
     return out
 
 
@@ -617,28 +615,12 @@ def gate_backward(t: Operands) -> tuple[Tensor, Tensor]:
     grad, x, g = t.grad, t.x, t.g
     out = empty_like(x), empty_like(g)
     x, g, grad, dx, dg = _innermost_last(x, g, grad, *out)
-    run_gate_backward(GATE_BACKWARD, grad, x, g, None, dx, dg)
+    c = x.shape[-1]
+    p = Positions({"x": x, "g": g, "grad": grad}, writes={"dx": dx, "dg": dg})
+    kernel = GATE_BACKWARD.tiled((c, x.element_size()), x)
+    kernel.run((triton.cdiv(p.count, kernel["BLOCK_M"]), triton.cdiv(c, kernel["BLOCK_C"])), **p.arguments, C=c)
+    p.copy_back()
     return out
-
-
-def run_gate(of: Kernel, x: Tensor, g: Tensor, mask: Tensor | None, y: Tensor) -> None:
-    """Write x * sigmoid(g) into y, all [*, c] of any strides, times the mask [*]."""
-    c, kept = x.shape[-1], None if mask is None else mask[..., None]
-    p = Positions({"x": x, "g": g, "mask": kept}, writes={"y": y})
-    kernel = of.tiled((c, x.element_size()), x)
-    kernel.run((triton.cdiv(p.count, kernel["BLOCK_M"]), triton.cdiv(c, kernel["BLOCK_C"])), **p.arguments, C=c)
-    p.copy_back()
-
-
-def run_gate_backward(
-    of: Kernel, grad: Tensor, x: Tensor, g: Tensor, mask: Tensor | None, dx: Tensor, dg: Tensor
-) -> None:
-    """Write the gradients of x and g into dx and dg, given that of the output of `run_gate`."""
-    c, kept = x.shape[-1], None if mask is None else mask[..., None]
-    p = Positions({"x": x, "g": g, "grad": grad, "mask": kept}, writes={"dx": dx, "dg": dg})
-    kernel = of.tiled((c, x.element_size()), x)
-    kernel.run((triton.cdiv(p.count, kernel["BLOCK_M"]), triton.cdiv(c, kernel["BLOCK_C"])), **p.arguments, C=c)
-    p.copy_back()
 
 
 def _innermost_last(*tensors: Tensor) -> tuple[Tensor, ...]:
