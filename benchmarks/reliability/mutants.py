@@ -368,7 +368,7 @@ def mutants(path: str, source: str) -> list[Mutant]:
 
 
 def room_files(package: Path, room: str) -> list[Path]:
-    """List the files of a room, without those of rooms in it that are drawn apart."""
+    """List the files of a folder, without its subfolders that are in `ROOMS`."""
     inner = [package / other for other in ROOMS if other.startswith(f"{room}/")]
     files = sorted((package / room).rglob("*.py"))
     kept = [path for path in files if not any(path.is_relative_to(other) for other in inner)]

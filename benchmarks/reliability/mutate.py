@@ -1,6 +1,7 @@
 """Plant small faults in the package, one at a time, and see whether the tests that run the line find them.
 
     python -m benchmarks.reliability mutate --out FILE                   # some hours of one core; goes on where it was
+    python -m benchmarks.reliability mutate --out FILE --counts scoring=20 design=10 --list      # only print the faults
     python -m benchmarks.reliability mutate --out FILE --report            # the tables of what is there
     python -m benchmarks.reliability mutate --out FILE --again survived --limit 600      # those, by more of their tests
     python -m benchmarks.reliability mutate --out FILE --idle              # tests that found nothing, and took long
@@ -357,6 +358,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--share", type=float, default=1.0, help="of the usual number of faults")
     parser.add_argument(
+        "--counts",
+        nargs="+",
+        metavar="FOLDER=N",
+        help=f"the number of faults in each folder; default: {' '.join(f'{k}={v}' for k, v in COUNTS.items())}",
+    )
+    parser.add_argument("--list", action="store_true", help="print the faults that the seed draws, and stop")
+    parser.add_argument(
         "--limit", type=float, default=60.0, help="seconds that the tests of a fault may take without it"
     )
     parser.add_argument("--only", nargs="+", default=[""], metavar="PART", help="faults whose name has one of these")
@@ -386,7 +394,16 @@ def main(arguments: list[str]) -> int:
             for name, met in tests.items():
                 print(f"| {name} | {met} | {covered.tests[name]['seconds']:.1f} s |")
         return 0
-    counts = {room: round(count * given.share) for room, count in COUNTS.items()}
+    try:
+        counts = {room: int(count) for room, _, count in (item.partition("=") for item in given.counts or ())}
+    except ValueError:
+        parser.error("--counts takes FOLDER=N, such as scoring=20")
+    counts = {room: round(count * given.share) for room, count in (counts or COUNTS).items()}
+    drawn = draw(ROOT / "warpfold", counts, given.seed)
+    if given.list:
+        for mutant in drawn:
+            print(f"{mutant.name}  {mutant.before[:70]!r} -> {mutant.after[:70]!r}")
+        return 0
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     header = {"seed": given.seed, "counts": counts, "package": package, "commit": commit.strip()}
     header["faults"] = digest([Path(mutants.__file__)])
@@ -405,7 +422,6 @@ def main(arguments: list[str]) -> int:
     planter = Planter(given.work, covered, given.limit)
     for one in results.values():
         planter.kills[one["path"], one["killer"]] += 1
-    drawn = draw(ROOT / "warpfold", counts, given.seed)
     for place, mutant in enumerate(drawn):
         known = results.get(mutant.name)
         if not any(part in mutant.name for part in given.only) or (known and known["outcome"] != given.again):
