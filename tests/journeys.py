@@ -1,6 +1,6 @@
 """Measure journeys through the package: how many files and functions somebody reads to follow one thing.
 
-    python tests/journeys.py                            # this checkout; a table, that of docs/architecture.md
+    python tests/journeys.py                            # this checkout; the table of docs/explanation/architecture.md
     python tests/journeys.py --root ../before --json    # another checkout, for a program to read
     python tests/journeys.py triangle layer --show      # some journeys only; which functions ran, on stderr
 
@@ -37,7 +37,7 @@ NOT_COUNTED = (
     "CHANGELOG.md",
     "tests/journeys.py",
     "tests/faults.toml",
-    "docs/architecture.md",
+    "docs/explanation/architecture.md",
 )  # they tell of journeys
 MOST_FILES = 15  # of a room
 SHOW = False

@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # Limitations, the record of the GPU measurements, and what a GPU should run next.
-PLACES = {"docs/status.md", "docs/decisions/0027-the-first-half-hour-on-a-gpu.md", "benchmarks/README.md"}
+PLACES = {"docs/limitations.md", "docs/decisions/0027-the-first-half-hour-on-a-gpu.md", "benchmarks/README.md"}
 STALE = re.compile(
     r"(?i)\b(no|nothing|never|not|none|without)\b[^.|\n]{0,60}"
     r"\b(run|ran|measured|tried|at hand|available)\b[^.|\n]{0,30}\bGPUs?\b"
@@ -25,7 +25,7 @@ def test_only_the_limitations_say_what_has_run_on_a_gpu() -> None:
         if str(path.relative_to(ROOT)) not in PLACES
         for number, line in enumerate(path.read_text().split("\n"), 1)
         for match in STALE.finditer(line)
-        if "status.md#what-has-run-on-a-gpu" not in line
+        if "limitations.md#what-has-run-on-a-gpu" not in line
     ]
     assert not found
 

@@ -1,4 +1,4 @@
-"""The runners of docs/reliability.md: what they plant, and that they notice what is wrong."""
+"""The runners of docs/explanation/exactness.md: what they plant, and that they notice what is wrong."""
 
 import json
 

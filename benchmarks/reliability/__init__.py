@@ -1,1 +1,1 @@
-"""Reliability as figures that anybody can repeat; `python -m benchmarks.reliability` (docs/reliability.md)."""
+"""Reliability measurements: `python -m benchmarks.reliability` (docs/explanation/exactness.md)."""

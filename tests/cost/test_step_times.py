@@ -1,4 +1,4 @@
-"""The files of published and of measured step times: counts follow from rows, and docs/time.md has their figures."""
+"""Check the files of published and measured step times: counts follow from rows, and a page has the figures."""
 
 import json
 from pathlib import Path

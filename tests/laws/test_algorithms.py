@@ -1,4 +1,4 @@
-"""docs/algorithms.md leads from each algorithm of the supplement to the code, and the code cites its number."""
+"""docs/reference/algorithms.md leads from each algorithm to the code, and the code cites the algorithm's number."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ ROW = re.compile(r"^\| *(\d+) *\| *(\w+) *\| *`([\w/.]+\.py)` *\| *`([\w.]+)`(?:
 
 def _rows() -> list[tuple[int, str, str]]:
     """(number, file, name) of every entry; two entries where a row names two objects."""
-    text = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "algorithms.md").read_text(encoding="utf-8")
     return [(int(row[1]), row[3], name) for row in ROW.finditer(text) for name in row.groups()[3:] if name]
 
 
@@ -35,7 +35,7 @@ def _cited(docstring: str) -> set[int]:
 
 
 def test_every_algorithm_is_listed_once() -> None:
-    text = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "algorithms.md").read_text(encoding="utf-8")
     assert [int(row[1]) for row in ROW.finditer(text)] == list(range(1, 33))
 
 

@@ -625,7 +625,7 @@ def way(outer: str, by_channels: bool) -> list[dict[str, str]]:
 def tables(page: str) -> dict[str, list[dict[str, str]]]:
     """The tables of a page by the heading that they stand under."""
     found: dict[str, list[dict[str, str]]] = {}
-    for part in re.split(r"^#+ ", (DOCS / page).read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+    for part in re.split(r"^#+ ", (DOCS / "explanation" / page).read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
         heading, *lines = part.splitlines()
         cells = [[c.strip(" `") for c in line.strip("|").split("|")] for line in lines if line.startswith("|")]
         if cells:
@@ -642,9 +642,8 @@ def tables(page: str) -> dict[str, list[dict[str, str]]]:
     ],
 )
 def test_the_documented_way_is_the_way(heading: str, outer: str, by_channels: bool) -> None:
-    documented = [
-        {key: row[key] for key in ("layer", "works on", "sends")} for row in tables("communication.md")[heading]
-    ]
+    rows = tables("parallel_training.md")[heading]
+    documented = [{key: row[key] for key in ("layer", "works on", "sends")} for row in rows]
     assert documented == way(outer, by_channels)
 
 

@@ -130,7 +130,7 @@ class PredictCommand(PredictOptions):
 
         Alignments, templates and hits belong to sequences by what is in them, or by their names.  team: processes that
         share proteins; all call this.  A stopped run continues by the same call.  Returns what `--json` prints:
-        proteins that failed are under "failures" (docs/outputs.md).
+        proteins that failed are under "failures" (docs/reference/outputs.md).
         Errors: UserError for bad input and arguments, where nothing is written, and for an `out` that is something
         else.
         """

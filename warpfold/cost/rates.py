@@ -146,7 +146,7 @@ class Reached(NamedTuple):
 
 
 # Fitted to a block, steps and predictions on an H200, in bf16, with launches that nobody had tuned, which they meet
-# within 14 % (docs/time.md; benchmarks/results/gpu-h200-2026-11-26.json).
+# within 14 % (docs/explanation/plans.md; benchmarks/results/gpu-h200-2026-11-26.json).
 REACHED = Reached(forward=0.5, backward=0.125, bytes=0.3)
 
 

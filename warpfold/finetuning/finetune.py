@@ -5,7 +5,7 @@
     OUT/split.toml           which of them are trained on, validate and test
     OUT/run/                 the training run (docs/training.md)
     OUT/params.safetensors   the best parameters by validation
-    OUT/before/, OUT/after/  the test, folded (docs/outputs.md)
+    OUT/before/, OUT/after/  the test, folded (docs/reference/outputs.md)
     OUT/report.html          what became better and what did not, with intervals
     OUT/card.md              the same with data, settings, hardware, and the command: for whoever gets the parameters
     OUT/summary.json         the same, for programs

@@ -20,9 +20,10 @@ Graph = bool | Literal["auto"]
 # 345 residues on two cores: 8 rows 6.5 s, 64 rows or all 8.5 s, 4 rows 9.5 s; what stays in cache is fast.
 CACHED = 2**23  # 32 MiB in fp32
 # Bytes that could have moved while one more call begins.  Of 2^12 to 2^22 this loses least against the better way,
-# at most 1.15 times from 64 residues on, over NVLink, InfiniBand and Ethernet (docs/communication.md; modelled).
+# at most 1.15 times from 64 residues on, over NVLink, InfiniBand and Ethernet (modelled:
+# docs/explanation/parallel_training.md).
 CALL = 2**18
-# Triton compiles a kernel again for numbers that 16 does not divide (docs/kernels.md, "What is compiled").
+# Triton compiles a kernel again for numbers that 16 does not divide (docs/explanation/kernels.md, "What is compiled").
 GPU_MULTIPLE = 16
 DTYPES = {
     "fp32": torch.float32,

@@ -1,4 +1,4 @@
-"""The folder of a run of `predict`: whose it is, what is done in it, and how it is finished (docs/outputs.md).
+"""Output folder of `predict`: ownership, completed entries, final summary (docs/reference/outputs.md).
 
     OUT/summary.json           the run, with what earlier runs of the same command made
     OUT/journal/2-of-4.jsonl   what the second of four processes has done since; locked as long as it works

@@ -241,7 +241,7 @@ class Prediction:
         return [self.plddt[span] for span in self.spans.values()]
 
     def record(self, pair: StoredPair) -> Packed:
-        """Pack the representations but msa, in half precision, as a record of a store (docs/outputs.md).
+        """Pack the representations but msa, in half precision, as a record of a store (docs/reference/outputs.md).
 
         Errors: UserError where a value is too large for half precision.
         """
@@ -267,7 +267,7 @@ class Prediction:
     def save(
         self, folder: Path | str, overwrite: bool = False, stored_pair: StoredPair | None = None
     ) -> dict[str, str]:
-        """Write all files of this prediction into `folder` (docs/outputs.md lists them); return kind -> file name.
+        """Write all files of this prediction into `folder` (docs/reference/outputs.md); return kind -> file name.
 
         The files are named after the protein, so a folder may hold many predictions, and whatever else is in it is
         left alone.  A new folder appears complete or not at all; in one that exists, each file does.

@@ -1,4 +1,4 @@
-"""Fold queries with each of the parameters and seeds, into a folder that is never half-written (docs/outputs.md).
+"""Fold queries with each set of parameters and each seed into an output folder (docs/reference/outputs.md).
 
 This process folds, or ranks that each take some, processes of their own, or a Dask cluster.
 """

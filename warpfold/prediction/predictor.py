@@ -316,7 +316,7 @@ class Predictor:
         """Fold designs, and return a row of scores of each, in their order; no structure is kept.
 
         designs: as `fold_many` takes sequences, TARGET:BINDER for example; the rest is as there.  A row has the columns
-        of `scores.csv` (docs/outputs.md), None where something is not known, and `error`: why a design could not be
+        of `scores.csv` (docs/reference/outputs.md), None for unknown values, and `error`: why a design could not be
         folded, or "".  For structures of some of them, and what outlives a kill, use `warpfold.predict` with keep=.
         Errors: UserError for arguments of a wrong kind.
         """

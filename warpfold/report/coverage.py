@@ -27,7 +27,7 @@ class Coverage:
     total: int  # rows that `rows` was drawn from
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays for NAME.npz (docs/outputs.md)."""
+        """Return the arrays for NAME.npz (docs/reference/outputs.md)."""
         return {
             "coverage_depth": self.depth,
             "coverage_rows": self.rows,

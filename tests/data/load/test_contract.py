@@ -1,4 +1,4 @@
-"""The contract of the order (docs/loader.md): what a run sees follows from the seed, whatever happens to the run."""
+"""Check that the order of examples follows from the seed alone (docs/explanation/parallel_training.md)."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

@@ -137,7 +137,7 @@ CANONICAL = "_entity_poly.pdbx_seq_one_letter_code_can\n;{}\n;\n"
     ],
 )
 def test_parents_that_the_file_names(name: str, more: str, canonical: str, sequence: str) -> None:
-    """docs/bad_input.md: our table, then the file's parent if it is one of the twenty, else X.  Its atoms are kept."""
+    """Look a residue up in our table, then take the file's parent if it is one of the twenty, else X."""
     atoms = [*backbone("GLY", 1), *backbone(name, 2), atom("CG", name, 2), atom("NX", name, 2), *backbone("ALA", 3)]
     text = entry(atoms, ["GLY", name, "ALA"], more=more)
     tag = "_entity_poly.entity_id 1\n"

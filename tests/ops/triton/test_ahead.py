@@ -201,7 +201,7 @@ def kernels_of(length: int, rows: int = 512, extra: int = 1024) -> set[str]:
 
 
 def test_one_set_of_kernels_serves_all_lengths() -> None:
-    """Whatever the alignment: docs/kernels.md has more counts."""
+    """Whatever the alignment: docs/explanation/kernels.md has more counts."""
     first = kernels_of(LENGTHS[0])
     assert len(first) <= 30
     assert len(first.union(*map(kernels_of, LENGTHS[1:]))) <= 35

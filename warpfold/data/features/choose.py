@@ -204,7 +204,7 @@ def row_budget(length: int, config: SampleConfig) -> int | None:
 def predicted_cost(length: int, depth: int, config: SampleConfig, passes: int = 1, train: bool = True) -> float:
     """Return the cost of making one example, from its sizes: roughly milliseconds on one core of 2024.
 
-    It is a formula, fitted to measurements (docs/features.md), and so the same on every machine.
+    It is a formula, fitted to measurements (docs/explanation/architecture.md), and so the same on every machine.
     """
     if not train:
         return _cost(length, depth, depth, passes, replace(config, crop=None))

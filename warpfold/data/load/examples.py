@@ -1,4 +1,4 @@
-"""The examples of a run: how each is made, and the order in which they come, for `engine.ready.Ready`: docs/loader.md.
+"""The examples of a run and their order, for `engine.ready.Ready` (docs/explanation/parallel_training.md).
 
 `ExampleDataset` is the map-style dataset of a run.  `RunOrder` says which examples this process works on: those of a
 `Schedule`, each as an index of the dataset.

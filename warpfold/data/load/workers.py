@@ -86,7 +86,7 @@ class Workers:
         self._waiting: deque[tuple[int, Sequence[Any]]] = deque()
         self._failed_starts = 0  # processes that died when they started, in a row
         # A fork server loads the libraries once and shares their memory: a worker costs 4 MB of its own instead of
-        # 140, and starts at once (docs/loader.md).
+        # 140, and starts at once (docs/explanation/parallel_training.md).
         self._context: ForkServerContext | SpawnContext = get_context("spawn")
         if "forkserver" in get_all_start_methods():
             self._context = get_context("forkserver")

@@ -27,7 +27,7 @@ from warpfold.errors import UserError
 from warpfold.files import read_file, writing
 from warpfold.geometry.residue import UNKNOWN
 
-MOST_HERE = 30_000  # different sequences; some four minutes of one core (docs/formats.md)
+MOST_HERE = 30_000  # different sequences; some four minutes of one core (docs/reference/formats.md)
 # Identity as CD-HIT takes it, over the shorter chain; the longest of a cluster stands for it.  Members that the cascade
 # has joined by way of others are compared with their representative again.  The index is not split to fit into memory:
 # what is found depends on the pieces.

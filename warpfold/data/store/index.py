@@ -1,4 +1,4 @@
-"""The index of a store: columns of numbers and texts in one file that is mapped, not parsed (docs/formats.md).
+"""The index of a store: columns of numbers and texts in a memory-mapped file (docs/reference/formats.md).
 
 A million entries are a few dozen arrays.  Opening makes views of them, and no Python object per entry; a text becomes
 one when it is asked for.  So all processes of a machine share one copy, and none of them waits for parsing.

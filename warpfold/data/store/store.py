@@ -1,4 +1,4 @@
-"""The packed store: records of named arrays, compressed in blocks, checked, read in place (docs/formats.md).
+"""The packed store: records of named arrays, compressed in blocks, checked, read in place (docs/reference/formats.md).
 
 A store is a folder of shards, an index and a `store.json`.  A shard holds records one after another; the index holds
 their places and the sizes that sampling needs, so that opening a store reads no record.  A record begins with a small

@@ -36,7 +36,7 @@ NEEDED = ("aatype", "residue_index", "profile", "msa", "deletion_starts", "delet
 
 
 def example_arrays(raw: RawExample) -> Arrays:
-    """Return the arrays of an example, laid out for a store (docs/formats.md); `example_notes` has the rest."""
+    """Build the arrays of an example for a store (docs/reference/formats.md); `example_notes` has the rest."""
     arrays = {name: getattr(raw, name) for name in PER_RESIDUE if getattr(raw, name) is not None}
     arrays |= {"msa": to_tiles(raw.msa), **to_columns(raw.deletions)}
     if raw.templates is not None and len(raw.templates):
