@@ -515,7 +515,7 @@ def test_templates_run_together_and_one_by_one_where_layers_run_in_slices(monkey
     assert seen == [3]
     torch.testing.assert_close(pair(Plan(precision="fp64", chunk=4)), together, rtol=LIMIT, atol=LIMIT)
     assert seen == [1, 1, 1]
-    monkeypatch.setattr(axial, "TOGETHER", 2 * 9 * 9)
+    monkeypatch.setattr(axial, "TEMPLATE_BATCH_POSITIONS", 2 * 9 * 9)
     torch.testing.assert_close(pair(Plan(precision="fp64")), together, rtol=LIMIT, atol=LIMIT)
     assert seen == [2, 1]
 

@@ -111,7 +111,7 @@ class Output:
         return _unbound(self, 0)
 
 
-OF_LAYERS = ("angles", "unnormalized_angles", "atom14", "traj")  # of `StructureOutput`, and its frames
+PER_LAYER_FIELDS = ("angles", "unnormalized_angles", "atom14", "traj")  # of `StructureOutput`, and its frames
 
 
 def _unbound(of: Any, axis: int) -> list[Any]:
@@ -124,7 +124,7 @@ def _unbound(of: Any, axis: int) -> list[Any]:
         elif isinstance(x, Rigid):
             parts[name] = _unbound(x, 1)
         elif isinstance(x, Tensor):
-            parts[name] = x.unbind(int(name in OF_LAYERS) or axis)
+            parts[name] = x.unbind(int(name in PER_LAYER_FIELDS) or axis)
     count = len(next(iter(parts.values())))
     return [replace(of, **{name: values[i] for name, values in parts.items()}) for i in range(count)]
 
@@ -325,12 +325,12 @@ class AlphaFold(Executable):
         assert total is not None
         if count == 1:
             return total
-        pair = self.renew_rows(total.pair, lambda rows, old: old / count)
+        pair = self.map_rows_(total.pair, lambda rows, old: old / count)
         return replace(total, pair=pair, single=total.single / count, msa_first_row=total.msa_first_row / count)
 
     def _sum(self, a: Representations, b: Representations) -> Representations:
         """Return the sum, but for the alignment: the masked-MSA head reads that of the first alone."""
-        pair = self.renew_rows(a.pair, lambda rows, old: old + self.execution.fetch(b.pair, rows))
+        pair = self.map_rows_(a.pair, lambda rows, old: old + self.execution.fetch(b.pair, rows))
         return replace(a, pair=pair, single=a.single + b.single, msa_first_row=a.msa_first_row + b.msa_first_row)
 
     def sample(self, batch: Batch, index: int) -> Batch:
@@ -345,7 +345,7 @@ class AlphaFold(Executable):
         seq_mask, dtype = batch["seq_mask"], self.execution.dtype
         z_mask = self.residues.local_shard(seq_mask, -1)[..., :, None] * seq_mask[..., None, :]
         beta = pseudo_beta(batch["aatype"], recycled.positions)
-        z = self.renew_rows(
+        z = self.map_rows_(
             recycled.pair, lambda rows, old: self.input.pair(batch, dtype, rows) + self.recycling.pair(old, beta, rows)
         )
         if self.templates is not None:

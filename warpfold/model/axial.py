@@ -1,22 +1,23 @@
-"""What the trunk's layers have in common, an update that is independent along one axis; and blocks made of them.
+"""The axial contract: the trunk's layers, whose updates are independent along one axis, and blocks made of them.
 
     x  <-  x + dropout(update)
 
-Almost all of AlphaFold2's trunk has this form.  A layer says which axis it is, and two things:
+Almost all of AlphaFold2's trunk has this form. A layer declares the axis and defines two methods:
 
-    shared(source, mask)                        what every slice must see whole: a pair bias, one factor of a product
-    update(read, mask, shared, x, factors)      the update of one slice, added to x where that is given
+    shared(source, mask)                    the tensors that every slice needs whole: a pair bias, a factor of a product
+    update(read, mask, shared, x, factors)  the update of one slice, added to x if x is passed
 
-All of x is a slice.  How the work is executed, all at once, in chunks, in place or on several ranks, is decided by an
-*execution* (`PlainExecution` in warpfold/model/axial.py, warpfold/parallel/execution.py); the layer never knows.
+A slice may be all of x. An *execution* (`PlainExecution` below, warpfold/parallel/execution.py) decides whether the
+work is done at once, in chunks, in place or on several ranks. The layer is the same in all cases.
 
-Two laws make every execution right; tests/laws/test_slicing.py checks them for every subclass there is:
+Two laws make every execution correct. tests/laws/test_slicing.py checks them for every subclass:
 
-    shared(source)            is the join of  shared(slice)                along `join_axis`
-    update(read, shared)      is the join of  update(slice, shared)        along `axis`
+    shared(source)            is the concatenation of  shared(slice)             along `join_axis`
+    update(read, shared)      is the concatenation of  update(slice, shared)     along `axis`
 
-Two things make it fast.  Where all of x is there, `update` makes what is shared itself, on the way (`shared` is None).
-And while what is shared still travels between ranks, a slice may do what it can without it (`prepare`).
+Two provisions make it fast. If the slice is all of x, `update` computes the shared tensors itself (`shared` is None),
+and may fuse them with the update. While the shared tensors travel between ranks, `prepare` computes the quantities of
+a slice that do not depend on them.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -45,50 +46,56 @@ Tensors = tuple[Tensor, ...]
 
 
 class Residues:
-    """The residues that this process holds: here all of them.
+    """The residues that this process holds. This class holds all of them.
 
-    Outside the trunk's layers, m [*, s, r, c] is sharded along residues and z [*, i, j, c] along its rows, and
-    everything without a pair axis or an alignment is whole on every process.  Axes count from the right.
+    Outside the trunk's layers, m [*, s, r, c] is sharded along residues and z [*, i, j, c] along its rows. Tensors
+    without a pair axis or an alignment are whole on every process. Axes count from the right.
 
-    The loss of an example is a sum over the processes that share it: what comes from a shard counts as it is, what
-    every process computes alike (of `shards` shards, or in `replicas` of the same shard) is divided by their number.
+    The loss of an example is a sum over the processes that share it. A term computed from a shard enters unscaled. A
+    term that all `shards` shards compute, or all `replicas` of one shard, is divided by their number.
     """
 
     shards = 1
     replicas = 1
 
     def local_shard(self, x: Tensor, axis: int) -> Tensor:
-        """Return this process's shard of a tensor that every process has whole."""
+        """Return this process's shard of a tensor that is whole on every process."""
         return x
 
     def all_gather(self, x: Tensor, axis: int, length: int) -> Tensor:
-        """Return the whole of a tensor of which every process has its shard; `length`: of the whole along `axis`."""
+        """Gather a tensor from the shards of all processes; `length` is its size along `axis`."""
         return x
 
     def shard_spans(self, length: int) -> list[slice]:
-        """Return which of so many residues each process holds."""
+        """Return the range of residues that each process holds, of `length` in all."""
         return [slice(0, length)]
 
     def transposed(self, z: Tensor, length: int) -> Tensor:
-        """Return this process's rows of z [*, i, j, c] with i and j exchanged.
+        """Exchange i and j of z [*, i, j, c] and return this process's rows of the result.
 
-        z may have some columns alone, of `length` rows in all: each process then gets its shard of them.
+        z may contain some of the columns only, each of `length` rows in all. Each process then gets its shard of these.
         """
         return z.transpose(-3, -2)
 
 
 ALL = Residues()
-TOGETHER = 1 << 20  # positions of templates: four of 512 residues; larger ones fill a device one by one
+# Pair positions of the templates that are computed together: four templates of 512 residues. A single larger template
+# fills a device.
+TEMPLATE_BATCH_POSITIONS = 1 << 20
 
 
 class PlainExecution:
-    """Run layers, blocks and stacks in plain torch: the default, and the meaning of every other execution."""
+    """Run layers, blocks and stacks in plain torch. This is the default and defines every other execution's results."""
 
-    dtype: torch.dtype = torch.float32  # of m and z
-    everywhere: bool = False  # whether what follows the trunk projects in this dtype too, and not in fp32 at least
-    kernels: Kernels | None = None  # how operations are computed; None: as they are around the call
+    # The dtype of m and z.
+    dtype: torch.dtype = torch.float32
+    # Whether the modules after the trunk project in `dtype`. If not, they project in fp32 or wider.
+    heads_in_trunk_dtype: bool = False
+    # The kernels that compute operations. None: those that are active where the module is called.
+    kernels: Kernels | None = None
     residues: Residues = ALL
-    in_place: bool = False  # whether what a function is given to update may be written over: no gradient needs it
+    # Whether functions may overwrite the tensor that they update, because no gradient needs it.
+    in_place: bool = False
 
     def stack(self, stack: "BlockStack", states: Tensors, masks: Tensors) -> Tensors:
         """Run the blocks of a stack one after another."""
@@ -113,10 +120,10 @@ class PlainExecution:
         residual: bool = True,
         rows: int | None = None,
     ) -> Tensor:
-        """Return x with the layer's update, or without `residual` the update alone, computed for all of x at once.
+        """Compute x plus the layer's update for all of x at once, or the update alone if `residual` is False.
 
-        rows: how many rows (or columns) to compute together, where the caller chooses; heeded by an execution that cuts
-        layers for callers.
+        rows: the caller's choice of how many rows (or columns) to compute together. This execution ignores it; one that
+        slices layers for callers honours it.
         """
         read = layer.named(layer.reads, x, other)
         shared = None
@@ -126,39 +133,42 @@ class PlainExecution:
         return layer.update(read, mask, shared, x if residual else None, factors)
 
     def call(self, model: nn.Module, function: Function, inputs: Mapping[str, Tensor], context: Hashable = ()) -> Named:
-        """Call a function of tensors that runs the model; another execution may replay its graph.
+        """Call a function of tensors that runs the model. Other executions may replay a captured graph instead.
 
-        context: what else decides what the function does, such as whether it sends to other ranks.
+        context: everything besides the inputs that the function depends on, such as whether it sends to other ranks.
         """
         return function(inputs)
 
     def rows(self, count: int) -> list[slice]:
-        """Return which of so many rows of z are computed together: here all; at least one slice, even of none."""
+        """Split `count` rows of z into the slices that are computed together: here one slice, even if `count` is 0."""
         return [slice(0, count)]
 
     def pair_memory(self, like: Tensor, shape: Sequence[int]) -> Tensor:
-        """Allocate zeros for z, in the dtype of the trunk; `like`: a tensor on the device that computes."""
+        """Allocate zeros for z in the dtype of the trunk; `like` is a tensor on the computing device."""
         return like.new_zeros(shape, dtype=self.dtype)
 
-    def aside(self, like: Tensor, shape: Sequence[int]) -> Tensor:
-        """Allocate zeros for what is read and written seldom beside z, such as a sum over templates."""
+    def alloc_rarely_used(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """Allocate zeros for a tensor that is read and written less often than z, such as a sum over templates."""
         return self.pair_memory(like, shape)
 
     def fetch(self, z: Tensor, rows: slice, axis: int = -3) -> Tensor:
-        """Return rows of z [*, i, j, c], or columns (axis -2), where they are computed with: a view, or a copy of what
-        lies in host memory."""
+        """Return rows of z [*, i, j, c], or columns (axis -2), on the computing device.
+
+        The result is a view, or a copy if z is in host memory.
+        """
         return fetch(z, rows, axis)
 
     def store(self, z: Tensor, rows: slice, new: Tensor, axis: int = -3) -> None:
-        """Write new rows over those of z [*, i, j, c], or columns (axis -2)."""
+        """Overwrite rows of z [*, i, j, c], or columns (axis -2)."""
         store(z, rows, new, axis)
 
     def parts(self, count: int, positions: int) -> list[slice]:
-        """Return which of so many templates are computed together: as many as have `TOGETHER` positions, or one.
+        """Split `count` templates into the slices that are computed together.
 
-        positions: of the pair representation of one.
+        A slice has at most `TEMPLATE_BATCH_POSITIONS` positions, or is a single template. positions: the number of
+        positions in the pair representation of one template.
         """
-        each = max(TOGETHER // max(positions, 1), 1)
+        each = max(TEMPLATE_BATCH_POSITIONS // max(positions, 1), 1)
         return [slice(start, min(start + each, count)) for start in range(0, count, each)]
 
 
@@ -166,18 +176,19 @@ PLAIN = PlainExecution()
 
 
 class Executable(nn.Module):
-    """A module that can run in more than one way; its `execution` says how."""
+    """Base of modules whose computation can be sliced, sharded or captured: `execution` decides how they run."""
 
     execution: PlainExecution = PLAIN
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.execution.kernels in (None, kernels()):  # nearly always: a context costs three calls of Python
+        # The usual case. Entering a context would cost three Python calls.
+        if self.execution.kernels in (None, kernels()):
             return super().__call__(*args, **kwargs)
         with self.computing():
             return super().__call__(*args, **kwargs)
 
     def computing(self) -> AbstractContextManager[None]:
-        """Compute operations as the execution says within the context; a call of the module does."""
+        """Select the execution's kernels within the context. Calling the module does this by itself."""
         return NOTHING if self.execution.kernels is None else using(self.execution.kernels)
 
     @property
@@ -185,116 +196,128 @@ class Executable(nn.Module):
         """The residues that this process holds."""
         return self.execution.residues
 
-    def by_rows(self, function: Callable[[slice], Tensor], count: int, axis: int) -> Tensor:
-        """Return the join along `axis` of what a function makes of so many rows, as many at a time as the plan says.
+    def map_rows(self, function: Callable[[slice], Tensor], count: int, axis: int) -> Tensor:
+        """Apply a function to slices of `count` rows, as large as the plan allows, and concatenate along `axis`.
 
-        Without gradients each part is written to its place at once, so that there is never more than the result and
-        one part.
+        Without gradients each slice's result is written into the output at once, so that the peak memory is the output
+        and one slice.
         """
         slices = self.execution.rows(count)
         if len(slices) == 1:
             return function(slices[0])
         if torch.is_grad_enabled():
             return torch.cat([function(rows) for rows in slices], axis)
-        joined = None
+        output = None
         for rows in uniform_loop(slices):
-            part = function(rows)
-            if joined is None:
-                shape = list(part.shape)
+            result = function(rows)
+            if output is None:
+                shape = list(result.shape)
                 shape[axis] = count
-                joined = part.new_empty(shape)
-            joined.narrow(axis, rows.start, rows.stop - rows.start).copy_(part)
-        assert joined is not None
-        return joined
+                output = result.new_empty(shape)
+            output.narrow(axis, rows.start, rows.stop - rows.start).copy_(result)
+        assert output is not None
+        return output
 
-    def renew_rows(self, z: Tensor, function: Callable[[slice, Tensor], Tensor]) -> Tensor:
-        """Return z [*, i, j, c] with what a function makes of each slice and its rows of z; in place where that may be.
+    def map_rows_(self, z: Tensor, function: Callable[[slice, Tensor], Tensor]) -> Tensor:
+        """Replace the rows of z [*, i, j, c] by function(slice, rows of z), in place if the execution allows it.
 
-        What is made has the shape and the dtype of what is given.
+        The function returns a tensor with the shape and dtype of the rows.
         """
         execution = self.execution
         if not execution.in_place:
-            return self.by_rows(lambda rows: function(rows, execution.fetch(z, rows)), z.shape[-3], -3)
+            return self.map_rows(lambda rows: function(rows, execution.fetch(z, rows)), z.shape[-3], -3)
         parts = representative_turns(execution.rows(z.shape[-3]))
         for rows, old in watched(fetch_each(z, parts), len(parts)):
             execution.store(z, rows, function(rows, old))
         return z
 
     def around_trunk(self, x: Tensor) -> Tensor:
-        """Return a result of the trunk in the dtype in which this module goes on: in fp32 at least, or as it is."""
-        return x if self.execution.everywhere else upcast_half(x)
+        """Convert a result of the trunk to fp32 or wider, unless this module computes in the trunk's dtype."""
+        return x if self.execution.heads_in_trunk_dtype else upcast_half(x)
 
 
-# Axes are counted from the right; masks lack the channel axis, so a mask is cut along axis + 1.
-ROWS, COLS = -3, -2  # of m [*, s, r, c] and of z [*, i, j, c]
-Which = Literal["x", "other"]  # of the tensors that a layer is called with
-Read = Tensor | Tensors  # a slice of what a layer reads, or what it prepared of that
+# Axes of m [*, s, r, c] and of z [*, i, j, c], counted from the right. Masks have no channel axis, so a mask is sliced
+# along axis + 1.
+ROWS, COLS = -3, -2
+# One of the two tensors that a layer is called with.
+Which = Literal["x", "other"]
+# A slice of the tensor that a layer reads, or the output of `prepare` for this slice.
+Read = Tensor | Tensors
 Shared = Tensors | None
 
 
 class AxialUpdate(Executable, DrawsNoise):
     """Base of the trunk's layers; see the module's docstring for the contract.
 
-    Subclasses set `norm` and override `update` and, where slices share anything, `shares` and `shared`.  x and the
-    returned tensor are m or z; `other` is the other one of them, for layers that read both.
+    Subclasses set `norm` and override `update`. If slices share tensors, they also override `shares` and `shared`. x
+    and the output are m or z; `other` is the other of the two, for layers that read both.
     """
 
-    axis: int | None = None  # where x may be cut; None: anywhere
-    reads: Which = "x"  # what `update` reads of each slice
-    shares: Which | None = None  # what `shared` is made of
-    mask_of: Which = "x"  # whose mask the layer is given
-    pieces_axis: int | None = None  # where `shared` is cut along `join_axis`, the update is of x cut along this axis
+    # The axis along which x may be sliced. None: any axis.
+    axis: int | None = None
+    # The tensor that `update` reads a slice of.
+    reads: Which = "x"
+    # The tensor from which `shared` is computed. None: slices share nothing.
+    shares: Which | None = None
+    # The tensor to which the layer's mask belongs.
+    mask_of: Which = "x"
+    # An update with a slice of `shared` along `join_axis` updates the slice of x along this axis.
+    pieces_axis: int | None = None
     dropout_rate = 0.0
-    dropout_shared_axis = ROWS  # one draw serves all of this axis
+    # All positions along this axis share one dropout draw.
+    dropout_shared_axis = ROWS
 
     norm: LayerNorm
 
     @property
     def read_axis(self) -> int | None:
-        """The axis along which what is read is cut when x is cut along `axis`."""
+        """The axis along which the tensor that is read is sliced when x is sliced along `axis`."""
         return self.axis
 
     def named(self, which: Which | None, x: Tensor, other: Tensor | None) -> Tensor:
-        """Return the tensor that `which` names.  Errors: ValueError where that is `other`, which was not given."""
+        """Return the tensor that `which` names. Raises ValueError if that is `other` and `other` is None."""
         if which != "other":
             return x
         if other is None:
-            raise ValueError(f"{type(self).__name__} reads another tensor beside x, and was given none")
+            raise ValueError(
+                f"{type(self).__name__}: the argument `other` is missing. Pass the tensor to read besides x."
+            )
         return other
 
     def join_axis(self, cut: int) -> int:
-        """Return the axis along which tensors of `shared` are joined that are made of a source cut along `cut`."""
+        """Return the axis along which the tensors of `shared` are concatenated if the source is sliced along `cut`."""
         return cut
 
     def shared(self, source: Tensor, mask: Tensor) -> Tensors:
-        """Return the tensors that every slice must see whole, made of what `shares` names, or of a slice of that.
+        """Compute the tensors that every slice needs whole.
 
-        mask: of the source, where the layer's mask is that (`mask_of`).
+        source: the tensor that `shares` names, or a slice of it. mask: the source's mask if `mask_of` names the source.
         """
         raise NotImplementedError
 
     def empty_shared(self, like: Tensor, shape: Sequence[int]) -> Tensor:
-        """Allocate one of the tensors of `shared`, whole, to write its parts to.  like: one of them."""
+        """Allocate a tensor of `shared` for the whole source, to be filled by slices. like: the tensor of a slice."""
         return like.new_empty(shape)
 
     def prepare(self, read: Tensor, mask: Tensor) -> Read:
-        """Return what `update` takes in place of `read`: the work that a slice can do before it has what is shared."""
+        """Compute the quantities of a slice that do not depend on `shared`. `update` accepts them instead of `read`."""
         return read
 
     def update(self, read: Read, mask: Tensor, shared: Shared, x: Tensor | None, factors: Factors | None) -> Tensor:
-        """Return x + factors * update of one slice; or, without x, the update: what the supplement's algorithm returns.
+        """Compute x + factors * update for one slice, or, if x is None, the update as the supplement's algorithm does.
 
-        read: the slice of what `reads` names, not yet normalised, or what `prepare` made of it.  mask: of it, where
-        the layer's mask is that.  shared: of all slices; None where nothing is shared, or where `read` is all that it
-        is made of.  x: the slice itself.  factors: of dropout, cut as x is; None: ones.
+        read: a slice of the tensor that `reads` names, not yet normalised, or the output of `prepare` for it.
+        mask: the mask of `read`, if `mask_of` names the same tensor.
+        shared: the output of `shared` for all slices. None: nothing is shared, or `read` is the whole source.
+        x: the same slice of x. factors: dropout factors, sliced like x, or None for ones.
         """
         raise NotImplementedError
 
     def dropout_factors(self, shape: Sequence[int], like: Tensor) -> Factors | None:
-        """Return the dropout factors for all of x, of this shape but 1 along `dropout_shared_axis` (Supp. 1.11.6).
+        """Draw the dropout factors for x of this shape (Supp. 1.11.6), in the dtype of `like`; None without dropout.
 
-        What axes lie before the last three has one draw for all, so that each of several templates is dropped as if it
-        were alone, as in the official code.  In the dtype of `like`; to be cut as x is; None where nothing is dropped.
+        The factors have size 1 along `dropout_shared_axis` and along all axes before the last three, so several
+        templates share one draw, as in the official code. Slice them like x.
         """
         if not (self.training and self.dropout_rate):
             return None
@@ -303,22 +326,22 @@ class AxialUpdate(Executable, DrawsNoise):
         return self.noise.factors(drawn, self.dropout_rate, self.stream, like)
 
     def forward(self, x: Tensor, mask: Tensor, other: Tensor | None = None, residual: bool = True) -> Tensor:
-        """Return x with this layer's update, or without `residual` the update alone, before dropout."""
+        """Compute x plus this layer's update, or, if `residual` is False, the update alone, before dropout."""
         return self.execution.layer(self, x, mask, other, residual)
 
 
 def residual(x: Tensor | None, dx: Tensor, factors: Factors | None) -> Tensor:
-    """Return x + factors * dx (None: ones), or dx where x is None: the last line of an `update`."""
+    """Compute x + factors * dx, or dx if x is None, as the last line of `update`. factors None means ones."""
     if x is None:
         return dx
     return x + (dx if factors is None else dx * factors)
 
 
 class Step(NamedTuple):
-    """A line of a block: `state` is updated by `layer`, which reads `other` beside it (None: nothing).
+    """One step of a block: `layer` updates `state` and also reads `other` unless that is None.
 
-    The layer may be any module that is called as layer(state, mask) or layer(state, mask, other); only an
-    `AxialUpdate` can be cut.
+    The layer may be any module that is called as layer(state, mask) or layer(state, mask, other). Only an `AxialUpdate`
+    can be sliced.
     """
 
     state: str
@@ -327,7 +350,7 @@ class Step(NamedTuple):
 
     @property
     def masked(self) -> str:
-        """The state whose mask the layer is given."""
+        """The state whose mask is passed to the layer."""
         of_other = getattr(self.layer, "mask_of", "x") == "other"
         return self.other if self.other is not None and of_other else self.state
 
@@ -336,20 +359,20 @@ Steps = tuple[Step, ...]
 
 
 class Block(Executable):
-    """Layers one after another, as data: `steps` is what the block does, and an execution runs it.
+    """A sequence of layers, described by `steps` and run by an execution.
 
-    A subclass that has a `forward` of its own runs it in plain torch; plans that must cut the states refuse it.
+    A subclass may override `forward`, which then runs in plain torch. Plans that must slice the states refuse it.
     """
 
     states: tuple[str, ...] = ("m", "z")
 
     @property
     def steps(self) -> Steps:
-        """The lines of the block, in the order of the supplement."""
+        """The steps of the block, in the order of the supplement."""
         raise NotImplementedError
 
     def checked_steps(self) -> Steps:
-        """Return `steps`.  Errors: ValueError for a step of a state that the block does not have."""
+        """Return `steps`. Raises ValueError if a step names a state that the block does not have."""
         steps = self.steps
         for step in steps:
             for state in (step.state, step.other):
@@ -361,10 +384,10 @@ class Block(Executable):
         return steps
 
     def forward(self, *states_and_masks: Tensor) -> Tensors:
-        """Return the new states.
+        """Compute the new states.
 
-        Called with the states, in the order of `states`, and then with their masks: block(m, z, m_mask, z_mask).
-        Errors: ValueError for another number of tensors.
+        The arguments are the states, in the order of `states`, and then their masks: block(m, z, m_mask, z_mask).
+        Raises ValueError for any other number of tensors.
         """
         count = len(self.states)
         if len(states_and_masks) != 2 * count:
@@ -376,6 +399,6 @@ class Block(Executable):
 
 
 class BlockStack(Executable):
-    """Blocks one after another, from states and masks to new states."""
+    """A sequence of blocks that maps states and masks to new states."""
 
     blocks: nn.ModuleList

@@ -297,7 +297,7 @@ class InvariantPointAttention(Executable):
             return update
 
         count = q_features.shape[-3]
-        update = of_queries(slice(0, count)) if pairs.together else self.by_rows(of_queries, count, -2)
+        update = of_queries(slice(0, count)) if pairs.together else self.map_rows(of_queries, count, -2)
         return self.residues.all_gather(update, -2, s.shape[-2])
 
 

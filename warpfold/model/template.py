@@ -181,11 +181,11 @@ class TemplateEmbedder(Executable):
             ]  # one by one: together they have too many positions
             return old + self.pointwise(old, torch.cat(some, -4) if len(some) > 1 else some[0], mask) * used
 
-        return self.renew_rows(z, updated)
+        return self.map_rows_(z, updated)
 
     def _embedded(self, some: Batch, z: Tensor, z_mask: Tensor) -> Tensor:
         """Return some templates [*, tmpl, r, r, c_t] after their stack, not normalised."""
-        t = self.by_rows(lambda rows: self.pair(some, z.dtype, rows), z.shape[-3], -3)
+        t = self.map_rows(lambda rows: self.pair(some, z.dtype, rows), z.shape[-3], -3)
         return self.stack(t, z_mask[..., None, :, :])
 
     def _in_two_rounds(self, z: Tensor, z_mask: Tensor, batch: Batch, used: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ class TemplateEmbedder(Executable):
     def _logits(self, z: Tensor, t: Tensor, like: Tensor) -> Tensor:
         """Return the logits of one template [*, r, r, heads]."""
         execution = self.execution
-        kept = execution.aside(like, (*z.shape[:-1], self.pointwise.heads))
+        kept = execution.alloc_rarely_used(like, (*z.shape[:-1], self.pointwise.heads))
         for rows in uniform_loop(execution.rows(z.shape[-3])):
             new = self.pointwise.logits(execution.fetch(z, rows), self.norm(t[..., rows, :, :]))
             execution.store(kept, rows, new)
@@ -292,8 +292,8 @@ class ChainTemplateEmbedder(Executable):
         for part in before:
             t = self._embedded(some_templates(batch, part), batch["asym_id"], z, z_mask)
             if total is None:
-                total = self.execution.aside(z_mask, (*z.shape[:-1], t.shape[-1]))
-            total = self.renew_rows(total, partial(plus, t))
+                total = self.execution.alloc_rarely_used(z_mask, (*z.shape[:-1], t.shape[-1]))
+            total = self.map_rows_(total, partial(plus, t))
             del t  # before the next is made
         t = self._embedded(some_templates(batch, last), batch["asym_id"], z, z_mask)
 
@@ -304,12 +304,12 @@ class ChainTemplateEmbedder(Executable):
             update: Tensor = self.out((found / count).relu())
             return old + update
 
-        return self.renew_rows(z, updated)
+        return self.map_rows_(z, updated)
 
     def _embedded(self, some: Batch, asym_id: Tensor, z: Tensor, z_mask: Tensor) -> Tensor:
         """Return some templates [*, tmpl, r, r, c_t] after their stack, not normalised."""
         fetch = self.execution.fetch
-        t = self.by_rows(lambda rows: self.pair(some, asym_id, fetch(z, rows), rows), z.shape[-3], -3)
+        t = self.map_rows(lambda rows: self.pair(some, asym_id, fetch(z, rows), rows), z.shape[-3], -3)
         return self.stack(t, z_mask[..., None, :, :])
 
 

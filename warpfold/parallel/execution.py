@@ -51,7 +51,7 @@ class Execution(PlainExecution):
                 f"a plan of axial {plan.axial} x branch {plan.branch} needs a mesh of these sizes, not {mesh}"
             )
         self.dtype, self.kernels = DTYPES[plan.precision], plan.kernels
-        self.everywhere, self.in_place = plan.precision == "bf16_all", plan.in_place
+        self.heads_in_trunk_dtype, self.in_place = plan.precision == "bf16_all", plan.in_place
         if self.distributed:
             self.residues = ShardedResidues(self.mesh.axial, plan.branch)
         self._channels = 0  # of z, in what was bound; 0: there is no z
@@ -201,8 +201,8 @@ class Execution(PlainExecution):
             return super().pair_memory(like, shape)
         return self._in_host_memory(like, shape)
 
-    def aside(self, like: Tensor, shape: Sequence[int]) -> Tensor:
-        """Allocate zeros for what is read and written seldom beside z: in place, in the host memory of a GPU."""
+    def alloc_rarely_used(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """Allocate zeros for a tensor that is used less often than z: if in place on a GPU, in host memory."""
         if self.plan.in_place and backend(like) == "triton":
             return self._in_host_memory(like, shape)
         return self.pair_memory(like, shape)
