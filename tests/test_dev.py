@@ -1,4 +1,4 @@
-"""`./dev` without its downloads: help, refusals, and what makes it install again."""
+"""`./dev` without its downloads: help, errors, and the changes that make it install again."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Stands for Python in a copy of the checkout: makes an "environment" whose pip only says that it was called.
+# A stand-in for Python in a copy of the checkout: it creates an "environment" whose pip only logs its calls.
 FAKE_PYTHON = """#!/usr/bin/env bash
 case "$*" in
   *version_info*) exit 0 ;;
@@ -26,6 +26,12 @@ case "$*" in
 esac
 """
 
+# A stand-in for uv, which fails unless FAKE_UV is 0.
+FAKE_UV = """#!/usr/bin/env bash
+[[ "${FAKE_UV:-1}" == 0 ]] || exit 1
+echo "uv $*" >> "$FAKE_LOG"
+"""
+
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
@@ -34,14 +40,21 @@ def checkout(tmp_path: Path) -> Path:
     for name in ("dev", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, root / name)
     shutil.copytree(ROOT / ".ci", root / ".ci")
-    python = tmp_path / "python"
-    python.write_text(FAKE_PYTHON)
-    python.chmod(0o755)
+    (tmp_path / "bin").mkdir()
+    for path, script in ((tmp_path / "python", FAKE_PYTHON), (tmp_path / "bin" / "uv", FAKE_UV)):
+        path.write_text(script)
+        path.chmod(0o755)
     return root
 
 
 def dev(root: Path, *arguments: str, script: str = "dev", **env: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHON": str(root.parent / "python"), "FAKE_LOG": str(root.parent / "log"), **env}
+    environment = {
+        **os.environ,
+        "PATH": f"{root.parent / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHON": str(root.parent / "python"),
+        "FAKE_LOG": str(root.parent / "log"),
+        **env,
+    }
     return subprocess.run(
         [str(root / script), *arguments], capture_output=True, text=True, cwd="/", env=environment, check=False
     )
@@ -77,10 +90,22 @@ def test_installs_once_and_again_when_requirements_change_or_the_checkout_moves(
     assert installs(moved) == 3
 
 
+def test_uv_installs_where_it_works(checkout: Path) -> None:
+    assert dev(checkout, "setup", FAKE_UV="0").returncode == 0
+    (line,) = (checkout.parent / "log").read_text().splitlines()
+    assert line.startswith("uv pip install --python ")
+    assert "-c constraints.txt" in line
+    shutil.rmtree(checkout / ".venv")
+    done = dev(checkout, "setup")
+    assert done.returncode == 0
+    assert "uv failed" in done.stdout
+    assert installs(checkout) == 2
+
+
 def test_a_failed_install_says_so_and_heals(checkout: Path) -> None:
     done = dev(checkout, "setup", FAKE_PIP="1")
     assert done.returncode == 2
-    assert "dev: pip failed" in done.stderr
+    assert "dev: the installation failed" in done.stderr
     assert dev(checkout, "setup").returncode == 0
     assert installs(checkout) == 2
 
@@ -170,7 +195,7 @@ def test_adapters_without_what_they_require(checkout: Path, packages: Path) -> N
 def test_adapters_say_what_failed_and_heal(checkout: Path, packages: Path) -> None:
     done = dev(checkout, "adapters", "two", FAKE_PIP="1")
     assert done.returncode == 1
-    assert "two: cannot be had: ERROR: no such package (all of pip's words: " in done.stdout
+    assert "two: not installed: ERROR: no such package (see " in done.stdout
     done = dev(checkout, "adapters", "two", FAKE_TESTS="1")
     assert done.returncode == 1
     assert "two: failed: pytest: -m pytest" in done.stdout
@@ -203,18 +228,16 @@ def test_adapters_that_want_a_certain_python(checkout: Path, packages: Path) -> 
     (packages / "three.txt").write_text("more\n")
     done = dev(checkout, "adapters", "three", PYTHON="/bin/false")
     assert done.returncode == 1
-    assert (
-        "three: cannot be had: it wants Python 3.99; install one, or name it: PYTHON=/path/to/python3.99" in done.stdout
-    )
+    assert "three: not installed: it needs Python 3.99. Name one: PYTHON=/path/to/python3.99" in done.stdout
 
 
 @pytest.mark.parametrize(
     ("words", "environment", "says"),
     [
         ("tset", {}, "no command 'tset'"),
-        ("wheel 3.9", {}, "wheel: '3.9' is none of 3.11 to 3.14"),
-        ("wheel --torch", {}, "wheel: --torch: give versions as 2.15"),
-        ("test --torch tests/model", {}, "dev: --torch 'tests/model': give a version as 2.15"),
+        ("wheel 3.9", {}, "wheel: '3.9' is neither --whole nor one of 3.11 to 3.14"),
+        ("test --torch", {}, "dev: --torch '': give a version, such as 2.15"),
+        ("test --torch tests/model", {}, "dev: --torch 'tests/model': give a version, such as 2.15"),
         ("setup", {"PYTHON": "/bin/false"}, "dev: PYTHON=/bin/false is not a Python from 3.11 to 3.14"),
     ],
 )
