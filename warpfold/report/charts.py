@@ -1,7 +1,7 @@
-"""Draw what a report shows of a prediction, as SVG that its page colours: pLDDT, PAE, coverage, the trace of Cα.
+"""Draw the charts of a prediction as SVG: pLDDT, PAE, alignment coverage and the Cα trace.
 
-Every chart is drawn in a box of its own (`data-box`, in the units of its view), so that the page's script knows which
-residue the mouse is over.  Colours that light and dark pages share are written here, others come from report.css.
+Each chart states its plot area (`data-box`, in the units of its view box), from which the page's script computes the
+residue under the mouse pointer. Colours that light and dark pages share are defined here; the others are in report.css.
 """
 
 import base64
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# pLDDT's four classes as AlphaFold DB has them (https://alphafold.ebi.ac.uk): what a value must exceed, colour, name.
+# The four pLDDT classes of AlphaFold DB (https://alphafold.ebi.ac.uk): lower bound, colour, name.
 CLASSES = (
     (90.0, "#0053D6", "very high"),
     (70.0, "#65CBF3", "high"),
@@ -21,22 +21,28 @@ CLASSES = (
     (-1.0, "#FF7D45", "very low"),
 )
 
-# Colours of chains and of models, in turn: Okabe and Ito's, which the colour-blind tell apart
-# (https://jfly.uni-koeln.de/color/); first those that are least like the colours of pLDDT.
+# Colours of chains and models: the palette of Okabe and Ito (https://jfly.uni-koeln.de/color/), which colour-blind
+# readers can distinguish. The colours least similar to those of pLDDT come first.
 CHAIN_COLORS = ("#009e73", "#cc79a7", "#0072b2", "#e69f00", "#d55e00", "#56b4e9", "#8a7500", "#5c6770")
 
-INK, GREY, RULE = "#1c2733", "#66717d", "#d5dbe1"  # of light pages; report.css has them as variables
-TRUTH = "#aab2bb"  # of a known structure
-PAE_TOP = 32  # angstrom, from where on all errors have one colour
-LARGEST = 1024  # residues of a PAE picture; beyond, its pixels are means of several
-SHADES = (0.4, 0.7, 1.0)  # of the trace, from far to near
+# Colours of light pages; report.css defines them as variables.
+INK, GREY, RULE = "#1c2733", "#66717d", "#d5dbe1"
+# The colour of known structures.
+TRUTH = "#aab2bb"
+# All errors above this value, in angstrom, have the same colour.
+PAE_TOP = 32
+# The largest PAE image, in residues. The pixels of larger proteins are means over several residues.
+LARGEST = 1024
+# Opacities of the trace, from far to near.
+SHADES = (0.4, 0.7, 1.0)
 
-Spans = Mapping[str, slice]  # of a complex, where each chain is; empty for a single one
+# The residues of each chain of a complex; empty for a single chain.
+Spans = Mapping[str, slice]
 
 
 @dataclass(frozen=True)
 class ChartLine:
-    """A value for each residue [N], 0 to 100, NaN where unknown; color: None for the page's ink."""
+    """A value for each residue: [N], 0 to 100, NaN where unknown. color: None for the page's text colour."""
 
     label: str
     values: np.ndarray
@@ -46,7 +52,7 @@ class ChartLine:
 
 @dataclass(frozen=True)
 class Box:
-    """Hold where a chart draws: its left, top, right and bottom in the units of its view."""
+    """The plot area of a chart, in the units of its view box."""
 
     left: float
     top: float
@@ -69,19 +75,20 @@ WIDE, SQUARE = Box(40, 18, 472, 158), Box(46, 18, 366, 338)
 
 
 def plddt_class(value: float) -> int:
-    """Return the place in CLASSES of a pLDDT (0 to 100), rounded as the B factors of files are."""
-    return next(place for place, (bound, _, _) in enumerate(CLASSES) if round(float(value), 2) > bound)
+    """Return the index in CLASSES of a pLDDT (0 to 100), after rounding to two digits as in B factors."""
+    return next(index for index, (bound, _, _) in enumerate(CLASSES) if round(float(value), 2) > bound)
 
 
-def chain_color(place: int) -> str:
-    """Return the colour of a chain, or of a model, by its place."""
-    return CHAIN_COLORS[place % len(CHAIN_COLORS)]
+def chain_color(index: int) -> str:
+    """Return the colour of a chain or model."""
+    return CHAIN_COLORS[index % len(CHAIN_COLORS)]
 
 
 def draw_plddt(lines: Sequence[ChartLine], chains: Spans) -> str:
-    """Draw pLDDT along the residues, a line or several, over the four classes."""
+    """Draw one or more lines of pLDDT along the residues, over bands in the colours of the four classes."""
     residues, box = len(lines[0].values), WIDE
-    scale = box.height / 1000  # the view's units for each tenth of pLDDT
+    # View box units per tenth of pLDDT.
+    scale = box.height / 1000
     upper, parts = 100.0, []
     for bound, color, _ in CLASSES:
         bottom = max(bound, 0.0)
@@ -106,9 +113,10 @@ def draw_plddt(lines: Sequence[ChartLine], chains: Spans) -> str:
 
 
 def draw_pae(pae: np.ndarray, chains: Spans, name: str) -> str:
-    """Draw the predicted aligned error [N, N], angstrom, dark where sure: rows aligned on, columns scored.
+    """Draw the predicted aligned error, with dark pixels for low errors.
 
-    name: the id of the picture, by which `draw_small_pae` shows it again.
+    pae: [N, N], angstrom; rows are the aligned residues, columns the scored residues.
+    name: the id of the image, which `draw_small_pae` reuses.
     """
     box, residues = SQUARE, len(pae)
     codes = np.clip(np.rint(pooled(pae)), 0, PAE_TOP).astype(np.uint8)
@@ -133,19 +141,20 @@ def draw_pae(pae: np.ndarray, chains: Spans, name: str) -> str:
 
 
 def draw_small_pae(name: str) -> str:
-    """Draw the picture of that id once more, small and without axes."""
+    """Draw the PAE image with this id again, small and without axes."""
     box = SQUARE
     view = f"{box.left} {box.top} {box.width} {box.height}"
     return f'<svg viewBox="{view}" class="small"><use href="#{name}"/></svg>'
 
 
 def draw_coverage(depth: np.ndarray, rows: np.ndarray, total: int, chains: Spans) -> str:
-    """Draw an alignment as ColabFold's users know it: its rows by identity, best on top, and how many cover a residue.
+    """Draw the coverage of an alignment as in ColabFold: rows by identity, and a line for the depth.
 
-    depth [N], rows [R, N], total: as `Coverage` has them.
+    depth: [N], rows: [R, N] and total: the fields of `Coverage`.
     """
     box, residues = WIDE, len(depth)
-    palette = [(255, 255, 255), *_palette("rainbow_r", 26)]  # a colour for every 4 percent
+    # One colour for every 4 percent of identity.
+    palette = [(255, 255, 255), *_palette("rainbow_r", 26)]
     codes = np.where(rows == 0, 0, 1 + (rows.astype(int) - 1 + 2) // 4).astype(np.uint8)
     heights = box.bottom - box.height * np.append(depth, depth[-1:]) / max(1, total)
     line = "".join(
@@ -164,15 +173,17 @@ def draw_coverage(depth: np.ndarray, rows: np.ndarray, total: int, chains: Spans
 
 
 def draw_trace(ca: np.ndarray, plddt: np.ndarray, truth: np.ndarray | None = None, ends: Collection[int] = ()) -> str:
-    """Draw the Cα trace [N, 3] in a plane, coloured by pLDDT, over `truth` [M, 3] in grey: what needs no WebGL.
+    """Draw a projection of the Cα trace coloured by pLDDT, with the known structure in grey. It needs no WebGL.
 
-    ends: residues that are not bonded to the next.
+    ca: [N, 3]; truth: [M, 3]; angstrom.
+    ends: residues that are not bonded to the next residue.
     """
-    center, turn = ca.mean(0), facing(ca)
-    traces: list[tuple[np.ndarray, np.ndarray, int, tuple[int, ...]]] = []  # turned points, classes, width, ends
+    center, rotation = ca.mean(0), facing(ca)
+    # Rotated points, classes, stroke width, ends.
+    traces: list[tuple[np.ndarray, np.ndarray, int, tuple[int, ...]]] = []
     if truth is not None:
-        traces.append(((truth - center) @ turn.T, np.full(len(truth), -1), 22, ()))
-    traces.append(((ca - center) @ turn.T, np.array([plddt_class(value) for value in plddt]), 40, tuple(ends)))
+        traces.append(((truth - center) @ rotation.T, np.full(len(truth), -1), 22, ()))
+    traces.append(((ca - center) @ rotation.T, np.array([plddt_class(value) for value in plddt]), 40, tuple(ends)))
     flat = np.concatenate([points[:, :2] for points, *_ in traces])
     size = 3400 / max(1.0, float(np.ptp(flat, axis=0).max()))
     origin = (flat.max(0) + flat.min(0)) / 2
@@ -184,21 +195,21 @@ def draw_trace(ca: np.ndarray, plddt: np.ndarray, truth: np.ndarray | None = Non
 
 
 def facing(ca: np.ndarray) -> np.ndarray:
-    """Return the rotation [3, 3] after which Cα [N, 3] are widest along x and flattest along z, the way one looks."""
+    """Compute the rotation [3, 3] that aligns the principal axes of ca [N, 3] with x, y and z, largest first."""
     return np.linalg.svd(ca - ca.mean(0), full_matrices=False)[2] if len(ca) > 2 else np.eye(3)
 
 
 def bonded(ca: np.ndarray, ends: Collection[int]) -> np.ndarray:
-    """Return which Cα [N, 3] are drawn as bonded to the next [N - 1]: no further than a peptide bond allows."""
+    """Compute the mask [N - 1] of residues whose Cα is within 5 angstrom of the next Cα, except at chain ends."""
     near = np.linalg.norm(np.diff(ca, axis=0), axis=-1) < 5
     near[[end for end in ends if end < len(near)]] = False
     return near
 
 
 def _bonds(points: np.ndarray, xy: np.ndarray, classes: np.ndarray, width: int, ends: Sequence[int]) -> str:
-    """Return the paths of a trace, far ones first and paler; what is longer than a peptide bond allows is left out.
+    """Draw the bonds of a trace, distant ones first and paler. Broken bonds are left out.
 
-    points [N, 3], angstrom; xy int [N, 2], where they are drawn; classes [N], -1 for a truth.
+    points: [N, 3], angstrom; xy: int [N, 2], positions in the view box; classes: [N], -1 for a known structure.
     """
     joined = bonded(points, ends)
     if not joined.any():
@@ -218,7 +229,7 @@ def _bonds(points: np.ndarray, xy: np.ndarray, classes: np.ndarray, width: int, 
 
 
 def pooled(pae: np.ndarray) -> np.ndarray:
-    """Return means over squares of residues, so that at most LARGEST are left each way."""
+    """Average pae [N, N] over square blocks, so that at most LARGEST rows and columns are left."""
     step = -(-len(pae) // LARGEST)
     if step == 1:
         return pae
@@ -229,10 +240,12 @@ def pooled(pae: np.ndarray) -> np.ndarray:
 
 
 def palette_png(codes: np.ndarray, palette: Sequence[tuple[int, ...]], clear: bool = False) -> bytes:
-    """Return a PNG of uint8 [H, W], an index of `palette` for each pixel; clear: of the first one nothing is seen.
+    """Encode palette indices, uint8 [H, W], as a PNG.
 
-    Each byte of a row is written as its difference to the one above (filter 2), which the page's script knows too:
-    it reads the numbers back from the picture.
+    palette: RGB colours, 0 to 255.
+    clear: make the first colour transparent.
+    Rows are encoded as differences from the row above (PNG filter 2). The page's script relies on that filter when it
+    reads values back from the image.
     """
     height, width = codes.shape
     above = np.vstack([np.zeros((1, width), np.uint8), codes[:-1]])
@@ -244,15 +257,16 @@ def palette_png(codes: np.ndarray, palette: Sequence[tuple[int, ...]], clear: bo
         (b"IDAT", zlib.compress(lines.tobytes(), 9)),
         (b"IEND", b""),
     ]
-    found = b"\x89PNG\r\n\x1a\n"
+    png = b"\x89PNG\r\n\x1a\n"
     for kind, data in chunks:
-        found += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-    return found
+        png += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    return png
 
 
 def _palette(name: str, levels: int) -> list[tuple[int, ...]]:
-    """Return so many colours of one of matplotlib's maps, 0 to 255."""
-    from matplotlib import colormaps  # here: a quarter of a second that only who draws should wait
+    """Return `levels` colours of a matplotlib colour map, 0 to 255."""
+    # Importing matplotlib takes a quarter of a second, so only callers that draw pay for it.
+    from matplotlib import colormaps
 
     return [tuple(round(255 * part) for part in colormaps[name](i / (levels - 1))[:3]) for i in range(levels)]
 
@@ -264,7 +278,7 @@ def _image(box: Box, png: bytes) -> str:
 
 
 def _path(values: np.ndarray, ends: Collection[int]) -> str:
-    """Return a path through values [N] at x = 0.5, 1.5 ..., in tenths; it is broken at ends and where one is NaN."""
+    """Draw a path through values [N] at x = 0.5, 1.5 ..., in tenths. It is interrupted at chain ends and at NaN."""
     parts, before = [], None
     for i, value in enumerate(values):
         if np.isnan(value):
@@ -277,7 +291,7 @@ def _path(values: np.ndarray, ends: Collection[int]) -> str:
 
 
 def _corners(heights: np.ndarray) -> Iterator[tuple[int, float]]:
-    """Yield the corners of steps, as few as possible: place and height."""
+    """Yield (x, y) of the corners of a step function, without corners inside constant runs."""
     for i, y in enumerate(heights.tolist()):
         if i and i < len(heights) - 1 and y == heights[i - 1]:
             continue
@@ -287,15 +301,15 @@ def _corners(heights: np.ndarray) -> Iterator[tuple[int, float]]:
 
 
 def _ticks(top: int, count: int) -> list[int]:
-    """Return at most `count` + 1 round numbers from 1 to `top`."""
+    """Choose at most `count` + 1 round numbers from 1 to `top`."""
     steps = (base * 10**power for power in range(9) for base in (1, 2, 5))
     step = next(step for step in steps if top / step <= count)
     return list(range(step, top + 1, step))
 
 
 def _places(chains: Spans, residues: int, width: float) -> list[tuple[float, str]]:
-    """Return which residues an axis of that width names, by their numbers in their chains: place and number."""
-    found: list[tuple[float, str]] = []
+    """Choose the residues that are labelled on an axis: (position, number within the chain)."""
+    labels: list[tuple[float, str]] = []
     spans = (chains or {"": slice(0, residues)}).values()
     longest = max(span.stop - span.start for span in spans)
     step = (_ticks(longest, max(2, int(width * longest / residues / 62))) or [1])[0]
@@ -303,13 +317,13 @@ def _places(chains: Spans, residues: int, width: float) -> list[tuple[float, str
         length = span.stop - span.start
         for number in [1, *range(step, length + 1, step)]:
             place = span.start + number - 0.5
-            if not found or (place - found[-1][0]) * width / residues > 30:
-                found.append((place, str(number)))
-    return found
+            if not labels or (place - labels[-1][0]) * width / residues > 30:
+                labels.append((place, str(number)))
+    return labels
 
 
 def _along(box: Box, chains: Spans, residues: int, borders: bool = True) -> Iterator[str]:
-    """Yield the numbers below a chart, the names of chains above it, and the borders between them."""
+    """Yield the residue numbers below a chart, the chain names above it, and the borders between chains."""
     for place, number in _places(chains, residues, box.width):
         yield _text(box.left + box.width * place / residues, box.bottom + 15, number, "middle")
     for name, span in chains.items():
@@ -321,7 +335,7 @@ def _along(box: Box, chains: Spans, residues: int, borders: bool = True) -> Iter
 
 
 def _scale(box: Box, y: float, palette: Sequence[tuple[int, ...]], low: str, high: str, label: str) -> Iterator[str]:
-    """Yield a bar of colours with its ends and its meaning."""
+    """Yield a colour bar with the labels of its ends and its title."""
     width = box.width / len(palette)
     for i, color in enumerate(palette):
         x = box.left + i * width

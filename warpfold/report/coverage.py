@@ -1,6 +1,6 @@
-"""What alignment a model sees: how many of its rows have a residue at each place, and a picture of the rows.
+"""Compute the coverage of the alignment that a model sees: the depth at each residue, and an image of the rows.
 
-It is read from the features, so that rows which were lost on the way to them are not counted.
+The rows are taken from the features, so rows that featurisation removed are not counted.
 """
 
 from dataclasses import dataclass
@@ -11,20 +11,26 @@ from warpfold.batch import Batch
 from warpfold.data.example.raw_example import Assembly
 from warpfold.geometry.residue import GAP
 
-PICTURED = 192  # rows of the picture, at most
-BLOCK = 4096  # alignment rows compared at a time
+# The largest number of rows in the image.
+PICTURED = 192
+# Alignment rows that are compared at a time.
+BLOCK = 4096
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """The alignment of N residues as ColabFold's users know it: rows by their identity with the query, best first.
+    """The coverage of N residues as in ColabFold: rows sorted by their identity with the query, best first.
 
-    Of a complex: the paired rows, then those of each sequence that stand alone; both sorted.
+    The paired rows of a complex come first, followed by the unpaired rows of each sequence. Both groups are sorted.
+
+    depth: int32 [N], the number of rows with a residue at each position, including the query.
+    rows: uint8 [R, N], at most 192 equally spaced rows; 0 for a gap, otherwise 1 + the row's identity in percent.
+    total: the number of rows from which `rows` was chosen.
     """
 
-    depth: np.ndarray  # int32 [N]: rows that have a residue there, the query's own among them
-    rows: np.ndarray  # uint8 [R, N], R <= 192 rows at equal steps: 0 a gap; else 1 + the row's identity in percent
-    total: int  # rows that `rows` was drawn from
+    depth: np.ndarray
+    rows: np.ndarray
+    total: int
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays for NAME.npz (docs/reference/outputs.md)."""
@@ -36,21 +42,22 @@ class Coverage:
 
 
 def seen_rows(batch: Batch) -> np.ndarray:
-    """Return the alignment rows that a model sees: uint8 [R, N], codes 0-21, the query's own first.
+    """Collect the alignment rows that a model sees: uint8 [R, N], residue codes 0 to 21, query first.
 
-    Of an assembly those from which every pass draws; of a single chain the centres and the extra rows of the first
-    pass (where there are more rows, they count in the clusters' profiles).
+    For assemblies these are the rows from which every iteration draws. For single chains they are the cluster centres
+    and the extra rows of the first iteration; further rows contribute only to the cluster profiles.
     """
     if "alignment" in batch:
         rows, mask = batch["alignment"].numpy(), batch["alignment_mask"].numpy()
         return rows[mask.any(1)].astype(np.uint8)
     parts = [(batch["true_msa"][0], batch["msa_mask"][0]), (batch["extra_msa"][0], batch["extra_msa_mask"][0])]
     centres, extra = (rows.numpy()[mask.numpy().any(1)].astype(np.uint8) for rows, mask in parts)
-    return np.concatenate([centres, extra[(extra != centres[0]).any(1)]])  # the query may stand for an empty extra MSA
+    # The query replaces an empty extra MSA, so copies of it are dropped.
+    return np.concatenate([centres, extra[(extra != centres[0]).any(1)]])
 
 
 def entities_of(rows: np.ndarray, assembly: Assembly) -> np.ndarray:
-    """Return which entities of an assembly each row has residues of: bool [R, E]."""
+    """Compute a mask, bool [R, E], of the entities that each row covers."""
     entity = np.repeat(assembly.entity_id, [chain.length for chain in assembly.chains])
     return np.stack([(rows[:, entity == e] != GAP).any(1) for e in range(1, entity.max() + 1)], 1)
 
@@ -58,7 +65,7 @@ def entities_of(rows: np.ndarray, assembly: Assembly) -> np.ndarray:
 def coverage_of(rows: np.ndarray, assembly: Assembly) -> Coverage:
     """Compute the coverage of an assembly by the rows that a model sees (`seen_rows`).
 
-    A row's identity is the share of the residues of the chains that it belongs to, where it has the query's residue.
+    The identity of a row is the share of identical residues among all residues of the chains that the row covers.
     """
     there = entities_of(rows, assembly)
     chains = there[:, assembly.entity_id - 1]

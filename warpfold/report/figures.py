@@ -1,6 +1,6 @@
-"""Draw the figures of a report: each function returns one SVG text, to be put into an HTML page, or a file.
+"""Draw the figures of a report with matplotlib. Each function returns an SVG for an HTML page or a file.
 
-Colours are safe for the colour-blind and get lighter in the order of what they mean, so that a grey print is legible.
+Colours are safe for colour-blind readers and ordered by lightness, so that a greyscale print is legible.
 """
 
 import html
@@ -32,8 +32,10 @@ from warpfold.report.charts import GREY, INK, RULE, TRUTH
 from warpfold.report.report import KEY, Target
 
 BLUE, AMBER = "#1f6fb4", "#d9820f"
-LOGO_RESIDUES, LEAST_SHARE = 120, 0.06  # of a logo: letters of a smaller share are not drawn
-LOGO_COLORS = {  # acidic, basic, polar, aromatic; the rest is hydrophobic or small
+# A sequence logo shows at most this many residues, and no letters with a smaller share.
+LOGO_RESIDUES, LEAST_SHARE = 120, 0.06
+# Acidic, basic, polar and aromatic residues; the others are hydrophobic or small.
+LOGO_COLORS = {
     **dict.fromkeys(RESTYPES, INK),
     **dict.fromkeys("DE", "#c0392b"),
     **dict.fromkeys("KRH", BLUE),
@@ -45,8 +47,10 @@ STYLE: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["Helvetica Neue", "Helvetica", "Arial", "DejaVu Sans"],
     "font.size": 9.5,
-    "svg.fonttype": "none",  # text stays text: sharp, small, and found by a search
-    "svg.hashsalt": "warpfold",  # the same figure gives the same bytes
+    # Text stays text: sharp, small and searchable.
+    "svg.fonttype": "none",
+    # A fixed salt makes the bytes of a figure reproducible.
+    "svg.hashsalt": "warpfold",
     "axes.edgecolor": GREY,
     "axes.labelcolor": INK,
     "axes.linewidth": 0.7,
@@ -57,14 +61,15 @@ STYLE: Any = {
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
     "text.color": INK,
-    "text.parse_math": False,  # a name with $ is no formula
+    # A $ in a name does not start a formula.
+    "text.parse_math": False,
     "lines.linewidth": 1.6,
 }
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a training figure: `x` and `y` of equal length; `points` draws markers at the measurements."""
+    """One line of a training figure. `x` and `y` have equal lengths; `points` draws markers at the measurements."""
 
     label: str
     x: Sequence[float]
@@ -76,9 +81,10 @@ class Curve:
 def draw_curves(
     curves: Sequence[Curve], y_label: str, y_range: tuple[float, float] | None = None, x_label: str = "training step"
 ) -> str:
-    """Draw quantities over training steps; a curve of many values is drawn faint, with its running mean over it."""
+    """Draw quantities over training steps. Long curves are drawn faintly, with their running mean on top."""
     figure, axes = _canvas(4.7, 2.8)
-    for curve, color, dashes in zip(curves, cycle((BLUE, AMBER, GREY, INK)), cycle(("-", "--", "-."))):  # 12 looks
+    # Four colours and three dash patterns distinguish 12 curves.
+    for curve, color, dashes in zip(curves, cycle((BLUE, AMBER, GREY, INK)), cycle(("-", "--", "-."))):
         x, y = np.asarray(curve.x, float), np.asarray(curve.y, float)
         window = max(1, len(y) // 25)
         if curve.points or window == 1:
@@ -96,7 +102,12 @@ def draw_curves(
 
 
 def draw_training(log: Path, other: str) -> tuple[str, str]:
-    """Draw lDDT-Cα and the loss over the steps of a run, from its metrics.jsonl; other: what is validated on."""
+    """Draw lDDT-Cα and the loss over the steps of a run.
+
+    log: the run's metrics.jsonl.
+    other: the legend entry of the validation curve.
+    Returns the two figures as SVG.
+    """
     rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     steps = [row for row in rows if row["kind"] == "step" and row["loss"] is not None]
     validations = [row for row in rows if row["kind"] == "validation"]
@@ -110,22 +121,23 @@ def draw_training(log: Path, other: str) -> tuple[str, str]:
 
 @mpl.rc_context(STYLE)
 def draw_logo(shares: np.ndarray) -> str:
-    """Draw shares [N, 20] of the amino acids as letters one upon another, each as high as its share.
+    """Draw a sequence logo: the letters of each position are stacked, and each is as high as its share.
 
-    Of at most `LOGO_RESIDUES` residues, and those letters that can be seen.
+    shares: [N, 20] in the order RESTYPES. The logo shows the first LOGO_RESIDUES positions.
     """
     shown = shares[:LOGO_RESIDUES]
     figure, axes = _canvas(max(3.0, 0.13 * len(shown)), 1.3)
-    for place, row in enumerate(shown):
+    for position, row in enumerate(shown):
         bottom = 0.0
         for kind in np.argsort(row)[::-1]:
             if (height := float(row[kind])) < LEAST_SHARE:
                 break
             letter = TextPath((0, 0), RESTYPES[kind], size=1, prop=FontProperties(weight="bold"))
             box = letter.get_extents()
-            turn = Affine2D().translate(-box.x0, -box.y0).scale(0.9 / box.width, height / box.height)
-            turn = turn.translate(place + 0.55, bottom)
-            axes.add_patch(PathPatch(turn.transform_path(letter), color=LOGO_COLORS[RESTYPES[kind]], linewidth=0))
+            transform = Affine2D().translate(-box.x0, -box.y0).scale(0.9 / box.width, height / box.height)
+            transform = transform.translate(position + 0.55, bottom)
+            color = LOGO_COLORS[RESTYPES[kind]]
+            axes.add_patch(PathPatch(transform.transform_path(letter), color=color, linewidth=0))
             bottom += height
     axes.set(xlim=(0.4, len(shown) + 0.6), ylim=(0, 1), ylabel="share")
     return _svg(figure, "sequence logo")
@@ -139,7 +151,10 @@ def draw_improvement(
     score: str = "lDDT-Cα",
     called: tuple[str, str] = ("untrained", "trained"),
 ) -> str:
-    """Draw a score (0 to 1) of each protein by two models, as two dots and a line; called: what the models are."""
+    """Draw a score (0 to 1) of each protein for two models, as two dots joined by a line.
+
+    called: the legend entries of the two models.
+    """
     order = np.argsort(after)
     figure, axes = _canvas(4.7, 0.9 + 0.26 * len(names))
     rows, b, a = np.arange(len(names)), np.asarray(before, float)[order], np.asarray(after, float)[order]
@@ -156,7 +171,10 @@ def draw_improvement(
 
 @mpl.rc_context(STYLE)
 def draw_calibration(plddt: Sequence[float], lddt: Sequence[float], each: str) -> str:
-    """Draw what the model expects (pLDDT) against the measured lDDT-Cα, both 0 to 100; `each` names what a dot is."""
+    """Draw the predicted pLDDT against the measured lDDT-Cα, both 0 to 100.
+
+    each: the noun for one dot, such as "protein".
+    """
     figure, axes = _canvas(3.5, 2.9)
     axes.plot([0, 100], [0, 100], ":", color=GREY, linewidth=1)
     axes.text(6, 2, "as expected", rotation=45, rotation_mode="anchor", fontsize=8, color=GREY)
@@ -169,20 +187,22 @@ def draw_calibration(plddt: Sequence[float], lddt: Sequence[float], each: str) -
     return _svg(figure, f"pLDDT against measured lDDT of each {each}")
 
 
-COLORS = (BLUE, AMBER, "#009e73", GREY)  # of sets that are compared, in turn
+# Colours of compared sets.
+COLORS = (BLUE, AMBER, "#009e73", GREY)
 
 
 @mpl.rc_context(STYLE)
 def draw_reliability(bins: Mapping[str, Sequence[Mapping[str, float]]], expected: str, true: str, top: float) -> str:
-    """Draw mean true values over mean expected ones, bin by bin, and below how many values each bin has.
+    """Draw a reliability diagram: the mean true value over the mean expected value of each bin, and the bin counts.
 
-    bins: by name of what is compared, each with "expected", "true" and "count"; all values from 0 to `top`.
+    bins: name of the set -> bins with "expected", "true" and "count"; values are between 0 and `top`.
+    expected, true: the axis labels.
     """
     figure = Figure(figsize=(3.5, 3.7), layout="constrained")
     axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
     axes.plot([0, top], [0, top], ":", color=GREY, linewidth=1)
-    for (name, these), color in zip(bins.items(), cycle(COLORS)):
-        x, y, count = ([one[key] for one in these] for key in ("expected", "true", "count"))
+    for (name, rows), color in zip(bins.items(), cycle(COLORS)):
+        x, y, count = ([row[key] for row in rows] for key in ("expected", "true", "count"))
         axes.plot(x, y, "-", color=color, marker="o", markersize=3.5, label=name)
         below.plot(x, np.asarray(count) / max(1, sum(count)), color=color, drawstyle="steps-mid", linewidth=1.2)
     axes.set(ylabel=true, xlim=(0, top), ylim=(0, top))
@@ -196,10 +216,10 @@ def draw_reliability(bins: Mapping[str, Sequence[Mapping[str, float]]], expected
 
 @mpl.rc_context(STYLE)
 def draw_shares(values: Mapping[str, Sequence[float]], score: str) -> str:
-    """Draw which share of the targets scores at least as much (0 to 1), a line for each set."""
+    """Draw the share of targets that reach each score (0 to 1), one line for each set."""
     figure, axes = _canvas(4.7, 2.9)
-    for (name, own), color, dashes in zip(values.items(), cycle(COLORS), cycle(("-", "--", "-.", ":"))):
-        ordered = np.sort(np.asarray(own, float))
+    for (name, scores), color, dashes in zip(values.items(), cycle(COLORS), cycle(("-", "--", "-.", ":"))):
+        ordered = np.sort(np.asarray(scores, float))
         share = 1 - np.arange(len(ordered) + 1) / len(ordered)
         axes.step([0, *ordered], share, dashes, where="post", color=color, label=name)
     axes.set(xlabel=score, ylabel="share of targets that reach it", xlim=(0, 1), ylim=(0, 1.02))
@@ -217,9 +237,11 @@ def draw_against(
     log: bool = False,
     diagonal: bool = False,
 ) -> str:
-    """Draw a score (0 to 1) of each target over something else, a colour for each set; log: of what is across.
+    """Draw a score (0 to 1) of each target against another quantity, one colour for each set.
 
-    diagonal: what is across is a score, too, and equal ones lie on a line.
+    points: name of the set -> (x, y).
+    log: use a logarithmic x axis.
+    diagonal: draw the line x = y, for an x that is a score as well.
     """
     figure, axes = _canvas(3.2 if diagonal else 4.7, 2.9)
     if diagonal:
@@ -241,14 +263,18 @@ def draw_against(
     return _svg(figure, f"{labels[1]} against {labels[0]}")
 
 
-PALE = 0.45  # of white in what is farthest from the reader
-RIM = 2.5  # angstrom that a tube's white rim lies behind it: over what passes farther behind, below what joins it
-CATMULL_ROM = np.array([[0, 2, 0, 0], [-1, 0, 1, 0], [2, -5, 4, -1], [-1, 3, -3, 1]]) / 2  # by powers of t
+# The share of white in the colour of the farthest residues.
+PALE = 0.45
+# The distance, in angstrom, of a tube's white rim behind the tube. The rim covers tubes that cross farther behind, but
+# not the neighbouring segments.
+RIM = 2.5
+# Catmull-Rom coefficients, one row for each power of t.
+CATMULL_ROM = np.array([[0, 2, 0, 0], [-1, 0, 1, 0], [2, -5, 4, -1], [-1, 3, -3, 1]]) / 2
 
 
 @mpl.rc_context(STYLE)
 def draw_prediction(target: Target) -> bytes:
-    """Draw a structure coloured by pLDDT, over its truth in grey where that is known, and its PAE; a PNG on white."""
+    """Draw a structure coloured by pLDDT, its known structure in grey and its PAE, as a PNG on white."""
     figure = Figure(figsize=(7.4, 3.3), layout="constrained")
     left = figure.add_subplot(1, 1 if target.pae is None else 2, 1)
     center, turn = target.ca.mean(0), charts.facing(target.ca)
@@ -261,7 +287,8 @@ def draw_prediction(target: Target) -> bytes:
         tubes += [(curve @ turn.T, TRUTH, 2.5) for _, curve in _tube(target.truth_ca - center, ())]
     depths = [float(curve[:, 2].mean()) for curve, _, _ in tubes]
     farthest, nearest = min(depths, default=0.0), max(depths, default=0.0)
-    strokes: list[tuple[float, Any, Any, float]] = []  # depth, points, colour, width
+    # Depth, points, colour, width.
+    strokes: list[tuple[float, Any, Any, float]] = []
     for depth, (curve, color, width) in zip(depths, tubes):
         white = PALE * (nearest - depth) / max(1e-6, nearest - farthest)
         strokes.append((depth, curve[:, :2], 1 - (1 - np.array(to_rgb(color))) * (1 - white), width))
@@ -290,8 +317,9 @@ def draw_prediction(target: Target) -> bytes:
 
 
 def _tube(ca: np.ndarray, ends: Collection[int]) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield for each two bonded Cα [N, 3] the place of the first and the curve [10, 3] between them."""
-    joined = [False, *charts.bonded(ca, ends), False]  # each residue to the one before it
+    """Yield (i, curve [10, 3]) for each bonded pair of Cα atoms i and i + 1 of ca [N, 3]."""
+    # joined[i]: whether residue i is bonded to residue i - 1.
+    joined = [False, *charts.bonded(ca, ends), False]
     powers = np.linspace(0, 1, 10)[:, None] ** np.arange(4)
     for i in np.flatnonzero(joined[1:-1]).tolist():
         before = ca[i - 1] if joined[i] else 2 * ca[i] - ca[i + 1]
@@ -299,7 +327,8 @@ def _tube(ca: np.ndarray, ends: Collection[int]) -> Iterator[tuple[int, np.ndarr
         yield i, powers @ CATMULL_ROM @ np.stack([before, ca[i], ca[i + 1], after])
 
 
-# What holds memory, from the bottom of the picture: what stays, then what comes and goes; others are grey.
+# Colours of the memory's owners, from the bottom of the figure: persistent memory first, then temporary memory.
+# Other owners are grey.
 OWNER_COLORS = {
     "weights": "#5c6770",
     "features": "#b4bbc3",
@@ -318,9 +347,11 @@ OWNER_COLORS = {
 
 @mpl.rc_context(STYLE)
 def draw_memory(course: Sequence[tuple[str, Mapping[str, int]]], free: int, form: str = "svg") -> bytes:
-    """Draw how many bytes each owner holds over a run, stacked, below the line of what is free; an SVG or a PNG.
+    """Draw the memory of each owner over a run as a stack plot, with a line for the free memory.
 
-    course: moments in order, by name of what runs, with the bytes of each owner then.
+    course: (name of the running module, owner -> bytes) in temporal order.
+    free: bytes.
+    form: "svg" or "png".
     """
     figure, axes = _canvas(7.4, 3.6)
     there = {name for _, owners in course for name, held in owners.items() if held}
@@ -329,7 +360,8 @@ def draw_memory(course: Sequence[tuple[str, Mapping[str, int]]], free: int, form
     whole = max((sum(owners.values()) for _, owners in course), default=0)
     size, unit = (1e9, "GB") if whole >= 1e8 else (1e6, "MB")
     layers = np.array([[owners.get(name, 0) / size for _, owners in course] for name in names])
-    layers = np.concatenate([layers, layers[:, -1:]], 1)  # each moment lasts until the next
+    # Each value lasts until the next, so the last one is repeated.
+    layers = np.concatenate([layers, layers[:, -1:]], 1)
     colors = [OWNER_COLORS.get(name, GREY) for name in names]
     axes.stackplot(moments, layers, labels=names, colors=colors, step="post", linewidth=0)
     top = float(layers.sum(0).max())
@@ -346,11 +378,11 @@ def draw_memory(course: Sequence[tuple[str, Mapping[str, int]]], free: int, form
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     _grid(axes, "y")
-    return _as_file(figure, "memory of a device over the run, by what holds it", form)
+    return _as_file(figure, "memory of a device over the run, by owner", form)
 
 
 def _name_moments(axes: Axes, names: Sequence[str]) -> None:
-    """Write below a picture which stack or part of the model runs when: the longest first, where there is room."""
+    """Label the x axis with the parts of the model. The longest parts are labelled first, where there is room."""
     parts = [name.split(".")[0] for name in names]
     starts = [0, *(i for i in range(1, len(parts)) if parts[i] != parts[i - 1])]
     spans = list(zip(starts, [*starts[1:], len(parts)]))
@@ -367,11 +399,12 @@ def _name_moments(axes: Axes, names: Sequence[str]) -> None:
 
 @mpl.rc_context(STYLE)
 def draw_seconds(residues: Sequence[int], seconds: Mapping[str, Sequence[float]]) -> str:
-    """Draw the seconds that each protein took against its residues, by what took them, both axes by powers."""
+    """Draw the seconds of each protein against its number of residues, on logarithmic axes, one colour per stage."""
     figure, axes = _canvas(4.7, 3.1)
-    for (what, taken), color, marker in zip(seconds.items(), (BLUE, AMBER), "os"):
-        at_least = np.maximum(np.asarray(taken, float), 1e-3)  # as they are rounded
-        axes.scatter(residues, at_least, s=11, color=color, alpha=0.55, linewidth=0, marker=marker, label=what)
+    for (stage, values), color, marker in zip(seconds.items(), (BLUE, AMBER), "os"):
+        # Rounded times may be 0, which a logarithmic axis cannot show.
+        at_least = np.maximum(np.asarray(values, float), 1e-3)
+        axes.scatter(residues, at_least, s=11, color=color, alpha=0.55, linewidth=0, marker=marker, label=stage)
     axes.set(xlabel="residues", ylabel="seconds", xscale="log", yscale="log")
     axes.xaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
     for axis in (axes.xaxis, axes.yaxis):
@@ -384,7 +417,10 @@ def draw_seconds(residues: Sequence[int], seconds: Mapping[str, Sequence[float]]
 
 @mpl.rc_context(STYLE)
 def draw_pairs(names: Sequence[str], matrices: Mapping[str, np.ndarray]) -> str:
-    """Draw scores of each two of K chains side by side, 0 to 1: title -> [K, K], NaN where one is not known."""
+    """Draw pairwise scores (0 to 1) of K chains, one matrix next to another.
+
+    matrices: title -> [K, K], NaN where unknown.
+    """
     size = float(np.clip(0.12 * len(names), 3.0, 9.0))
     figure = Figure(figsize=((size + 1.2) * len(matrices), size + 0.9), layout="constrained")
     every = max(1, -(-len(names) // 60))
@@ -407,8 +443,9 @@ def _as_file(figure: Figure, label: str, form: str) -> bytes:
     return buffer.getvalue()
 
 
-BESIDE = 0.6  # inches: what stands left of a plot
-KEY_HEIGHT = 0.5  # inches: of a key of two rows, for which figures are high enough
+# The width of the labels left of a plot, and the height of a legend of two rows that every figure has room for, inches.
+BESIDE = 0.6
+KEY_HEIGHT = 0.5
 
 
 def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
@@ -417,9 +454,9 @@ def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def _legend(axes: Axes) -> None:
-    """Put the key above the plot, where it covers nothing, in so many columns that it is no wider than the plot.
+    """Put the legend above the plot, with as many columns as fit the width.
 
-    A key that is large all the same makes the figure larger, not the plot smaller: one without room is not laid out.
+    A legend that is still too large enlarges the figure, because matplotlib does not lay out a plot without room.
     """
     figure = axes.figure
     assert isinstance(figure, Figure)
@@ -440,7 +477,7 @@ def _grid(axes: Axes, axis: str = "both") -> None:
 
 
 def _svg(figure: Figure, label: str) -> str:
-    """Return the figure as an <svg> element that a screen reader can name; no XML prologue, no date."""
+    """Render the figure as an <svg> element with a label for screen readers, without an XML prologue or a date."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()

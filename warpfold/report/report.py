@@ -1,8 +1,8 @@
-"""Write a run as one HTML page that needs nothing else: figures, numbers, structures to turn with the mouse.
+"""Write a run as one self-contained HTML page with figures, numbers and interactive structures.
 
-The page contains its viewer (3Dmol.js, vendored) and makes no requests, so it opens from a disk, a mail or on
-an air-gapped machine.  `report.html`, `report.css` and `report.js` beside this file are its parts; without scripts it
-shows the same figures flat.
+The page includes its viewer (3Dmol.js, vendored) and makes no requests, so it opens from a disk, from an e-mail and on
+an air-gapped machine. Its template, style and script are `report.html`, `report.css` and `report.js` in this folder.
+Without scripts the page shows static figures.
 """
 
 import base64
@@ -28,19 +28,24 @@ from warpfold.report.coverage import Coverage
 HERE = Path(__file__).parent
 INTERFACE_HEADER = ("interface", "ipTM", "interface pLDDT", "contacts")
 KEY = ("Very high (pLDDT > 90)", "High (90 > pLDDT > 70)", "Low (70 > pLDDT > 50)", "Very low (pLDDT < 50)")
-LONG = 40  # letters of a cell from which on it is a sentence, broken into lines
-WARNED = 8  # warnings that stand open at the head of a page; it says how many more there are
+# Cells with more letters are treated as sentences and wrapped.
+LONG = 40
+# The number of warnings shown at the head of a page. Further warnings are collapsed.
+WARNED = 8
 
 
 @dataclass(frozen=True)
 class Warned:
-    """A warning, and the names of what it is about, each with what the sentence does not say of it; none: the run."""
+    """A warning about the run, or about the named targets.
+
+    about: the names of the targets, each with a detail that completes the sentence; empty for the run.
+    """
 
     said: str
     about: Mapping[str, str] = field(default_factory=dict)
 
     def heading(self, what: str) -> str:
-        """Return up to three names and a colon, or how many there are of `what`; nothing for a warning of the run."""
+        """Return the prefix of the warning: up to three names, a count of `what`, or nothing for the run."""
         names = f"{len(self.about)} {what}" if len(self.about) > 3 else ", ".join(self.about)
         return f"{names}: " if names else ""
 
@@ -49,11 +54,17 @@ class Warned:
 class Target:
     """One predicted protein of a report.
 
-    plddt [N] 0..100; pae [N, N] angstrom or None; ca [N, 3] angstrom; mmcif: the structure, pLDDT as its B factors.
-    chains: of a complex, where each is; interfaces: a row of text for each, under INTERFACE_HEADER.
-    max_pae: the largest value that pae can take; has_pdb: whether the PDB format can hold it.
-    group: what it is a prediction of; targets of one group stand side by side, called by their notes.
-    With a known truth, superposed on the prediction: truth_mmcif, truth_ca [M, 3], lddt [N] 0..100 (NaN where unknown).
+    plddt: [N], 0 to 100.
+    pae: [N, N], angstrom, or None.
+    ca: [N, 3], angstrom.
+    mmcif: the structure as mmCIF, with pLDDT as B factors.
+    chains: the residues of each chain of a complex.
+    interfaces: one row of text per interface, with the columns INTERFACE_HEADER.
+    max_pae: the upper limit of pae, angstrom.
+    has_pdb: whether the structure fits the PDB format.
+    group: the name of the query; targets with the same group are shown next to each other under their notes.
+    truth_mmcif, truth_ca ([M, 3], angstrom), lddt ([N], 0 to 100, NaN where unknown): the known structure, superposed
+        on the prediction, and the score against it.
     """
 
     name: str
@@ -78,7 +89,7 @@ class Target:
 
 @dataclass(frozen=True)
 class ReportTable:
-    """Rows of text under a header; the first column is the name, and links to the target of that name."""
+    """Rows of text under a header. The first column is the name and links to the target with that name."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -86,7 +97,7 @@ class ReportTable:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, a paragraph, figures (SVG and caption), a table: any of them may be empty."""
+    """A heading, a paragraph, figures (SVG and caption) and a table. Each of them may be empty."""
 
     heading: str
     text: str = ""
@@ -96,10 +107,12 @@ class Section:
 
 @dataclass(frozen=True)
 class ReportPage:
-    """Everything on the page; `facts` are the few numbers at its head, `footer` the lines at its foot.
+    """The content of the page.
 
-    warnings: what must be known before the facts are read; what they are about are targets.
-    made_by: the command.
+    facts: the main numbers (label, value), shown at the head.
+    footer: lines at the foot.
+    warnings: shown above the facts; the names in them are those of targets.
+    made_by: the command that wrote the page.
     """
 
     title: str
@@ -113,12 +126,12 @@ class ReportPage:
 
 
 def write_report(path: Path, report: ReportPage) -> None:
-    """Write the page to `path`, whole or not at all."""
+    """Write the page to `path` atomically."""
     write_atomically(path, render(report))
 
 
 def render(report: ReportPage) -> str:
-    """Return the page as text.  Everything that came from a user (names, sequences, messages) is escaped."""
+    """Render the page as text. Names, sequences and messages of the user are escaped."""
     anchors = {target.name: f"target-{i}" for i, target in enumerate(report.targets)}
     sections = [_section(section, anchors) for section in report.sections]
     if report.targets:
@@ -129,8 +142,8 @@ def render(report: ReportPage) -> str:
             sections += [_side_by_side(group)] if len(group) > 1 else []
             sections += [_target(i, target) for i, target in group]
         sections.append("</section>")
-    # The page's policy allows its own scripts and styles by their hashes, and no others: injected text cannot
-    # run. Hashes do not cover style attributes, so these become classes.
+    # The page's security policy allows only scripts and styles with the hashes below, so injected text cannot run.
+    # Hashes do not cover style attributes, which therefore become classes.
     content, rules = _styles_as_classes("\n".join(sections))
     style = _part("report.css") + rules
     shows = bool(report.targets)
@@ -149,7 +162,7 @@ def render(report: ReportPage) -> str:
         sections=content,
         footer="".join(f"<p>{_text(line)}</p>" for line in report.footer),
         viewer_library=library,
-        # "</script>" in a name must not end the script
+        # A "</script>" in a name would end the script.
         structures=json.dumps(records).replace("<", "\\u003c"),
         script=script.removeprefix("\n"),
     )
@@ -160,7 +173,7 @@ _STYLED_TAG = re.compile(r"<[a-zA-Z][^<>]*?\sstyle=\"[^\"]*\"[^<>]*>")
 
 
 def _styles_as_classes(content: str) -> tuple[str, str]:
-    """Replace the style attributes of some HTML and SVG by classes; return it and the classes' rules."""
+    """Replace the style attributes of HTML and SVG by classes, and return the text and the rules of the classes."""
     classes: dict[str, str] = {}
 
     def replaced(match: re.Match[str]) -> str:
@@ -175,13 +188,13 @@ def _styles_as_classes(content: str) -> tuple[str, str]:
         return re.sub(r"^(<[\w:-]+)", rf'\1 class="{name}"', tag)
 
     content = _STYLED_TAG.sub(replaced, content)
-    # A class counts less than a rule for an id; an attribute counted more than all.
+    # An attribute takes precedence over every rule. Repeating the class raises its specificity to the same effect.
     rules = "".join(f".{name}.{name}.{name}{{{rule}}}\n" for rule, name in classes.items())
     return content, rules
 
 
 def _hashes(texts: Iterable[str]) -> str:
-    """Return the sources of a Content-Security-Policy that allow inline elements with these contents."""
+    """Compute the Content-Security-Policy sources that allow inline elements with these contents."""
     digests = (hashlib.sha256(text.encode()).digest() for text in dict.fromkeys(texts))
     return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
 
@@ -191,7 +204,7 @@ def _part(name: str) -> str:
 
 
 def _record(target: Target) -> dict[str, Any]:
-    """Return a target's data for the page's script.  Structures are compressed, whole: they can be downloaded."""
+    """Collect a target's data for the page's script. Structures are complete, because readers can download them."""
     return {
         "name": target.name,
         "stem": file_name(target.name.replace(", ", "_").replace(" ", "_")),
@@ -221,7 +234,7 @@ def _section(section: Section, anchors: dict[str, str]) -> str:
 
 
 def _follow_theme(svg: str) -> str:
-    """Return a figure in the variables of `report.css` for its colours: light or dark, as its reader prefers."""
+    """Replace colours of a figure by the variables of `report.css`, so that it follows light and dark themes."""
     for color, name in ((INK, "ink"), (GREY, "grey"), (RULE, "rule"), ("#ffffff", "paper")):
         svg = svg.replace(f": {color}", f": var(--{name}, {color})")
     return svg
@@ -242,7 +255,7 @@ def _link(name: str, anchors: Mapping[str, str]) -> str:
 
 
 def _warnings(warnings: Sequence[Warned], anchors: Mapping[str, str]) -> str:
-    """Return a line for each warning; what opens has those beyond the first, and whom one is about if several."""
+    """Render the warnings, one line each. Warnings beyond the first WARNED, and long lists of names, are collapsed."""
     items = [f"<li>{_warning(one, anchors)}</li>" for one in warnings]
     if len(items) > WARNED:
         more = f"<summary>and {len(items) - WARNED} more</summary><ul>{''.join(items[WARNED:])}</ul>"
@@ -254,15 +267,16 @@ def _warning(warning: Warned, anchors: Mapping[str, str]) -> str:
     names = {name: _link(name, anchors) for name in warning.about}
     if len(names) < 2:
         return "".join(f"{name}: " for name in names.values()) + _text(warning.said)
-    each = (
-        f"<span>{name}{' ' + _text(own) if (own := warning.about[key]) else ''}</span>" for key, name in names.items()
+    details = (
+        f"<span>{name}{' ' + _text(detail) if (detail := warning.about[key]) else ''}</span>"
+        for key, name in names.items()
     )
     line = _text(warning.heading("proteins") + warning.said)
-    return f"<details><summary>{line}</summary><p>{' '.join(each)}</p></details>"
+    return f"<details><summary>{line}</summary><p>{' '.join(details)}</p></details>"
 
 
 def _side_by_side(group: Sequence[tuple[int, Target]]) -> str:
-    """Return several predictions of one protein beside one another: pLDDT in one figure, PAE in a row."""
+    """Render several predictions of one protein: their pLDDT in one figure and their PAE in a row."""
     first = group[0][1]
     lines = [ChartLine(t.note or t.name, t.plddt, charts.chain_color(i)) for i, (_, t) in enumerate(group)]
     key = "".join(f'<span><i style="background:{line.color}"></i>{_text(line.label)}</span>' for line in lines)
@@ -291,11 +305,11 @@ def _target(index: int, target: Target) -> str:
     below = _figure(charts.draw_plddt(lines, target.chains), caption)
     if (coverage := target.coverage) is not None:
         drawn = charts.draw_coverage(coverage.depth, coverage.rows, coverage.total, target.chains)
-        below += _figure(drawn, "Alignment rows by identity; the line: how many have a residue there.")
+        below += _figure(drawn, "Alignment rows by identity. Line: number of rows with a residue at the position.")
     pae = ""
     if target.pae is not None:
         drawn = charts.draw_pae(target.pae, target.chains, f"pae-{index}")
-        pae = _figure(drawn, "Dark: low expected error in relative position.")
+        pae = _figure(drawn, "Dark green: low expected error in relative position.")
     interfaces = _table(ReportTable(INTERFACE_HEADER, target.interfaces), {}) if target.interfaces else ""
     return f"""<article id="target-{index}" data-target="{index}">
 <h3>{_text(target.name)}</h3>
@@ -315,7 +329,7 @@ def _target(index: int, target: Target) -> str:
 
 
 def _controls(target: Target) -> str:
-    """Return the switches below a structure, its key, and what can be downloaded; the script shows what it serves."""
+    """Render the legend, the switches and the downloads of a structure. The page's script shows those it supports."""
     key = "".join(
         f'<span><i style="background:{color}"></i>{_text(KEY[i])}</span>' for i, (_, color, _) in enumerate(CLASSES)
     )
@@ -342,7 +356,7 @@ def _controls(target: Target) -> str:
 
 
 def _sequence(target: Target) -> str:
-    """Return the sequence in tens with their numbers, each residue in the colour of its pLDDT."""
+    """Render the sequence in numbered groups of ten residues, each residue in the colour of its pLDDT."""
     letters = target.sequence.replace(":", "")
     lines = []
     for name, span in (target.chains or {"": slice(0, len(letters))}).items():
