@@ -103,6 +103,8 @@ def test_the_page_of_designs_runs(
     for name in ("model_1_ptm", "model_1_multimer_v3"):
         write_like(name, Path())
     write_entry(Path("fold.cif"), {"A": "MKTAYIAKQR"}, "2010-01-01")
+    Path("designs").mkdir()
+    write_entry(Path("designs/one.cif"), {"A": "MKTAYIAKQR", "B": "MQIFVKTLTG"}, "2010-01-01")
     text = (DOCS / "howto/design.md").read_text(encoding="utf-8")
     for much, little in (
         ("chains.A=100 --starts 10", "chains.A=8"),
@@ -113,7 +115,7 @@ def test_the_page_of_designs_runs(
         text = text.replace(much, little)
     text = re.sub(r"^(warpfold design .*)", r"\1 --set stages=[{steps=2,hard=1.0}]", text, flags=re.M)
     said = follow(text, capsys)
-    assert said.count("report.html") == 6
+    assert said.count("report.html") == 8
     assert "a gradient" in said or "700 residues" in said or "100 residues" in said
 
 
