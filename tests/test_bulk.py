@@ -171,7 +171,7 @@ def test_a_dask_cluster_with_another_warpfold(scheduler: Any, worker: Any, found
 
 def test_dask_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
-    said = re.escape("--cluster tcp://host:8786: needs Dask; pip install 'warpfold[cluster]'")
+    said = re.escape("--cluster tcp://host:8786: needs Dask; pip install '.[cluster]'")
     with pytest.raises(UserError, match=said), pool(cluster="tcp://host:8786"):
         pass
 

@@ -84,7 +84,7 @@ COMMANDS = {
 @pytest.fixture(scope="module")
 def dask() -> Iterator[str]:
     """The address of a Dask cluster of two workers."""
-    distributed = pytest.importorskip("distributed", reason="Dask is not installed: pip install 'warpfold[cluster]'")
+    distributed = pytest.importorskip("distributed", reason="Dask is not installed: pip install '.[cluster]'")
     with distributed.LocalCluster(2, processes=True, threads_per_worker=1, dashboard_address=None) as cluster:
         yield cluster.scheduler_address
 

@@ -184,7 +184,7 @@ def require_cluster(address: str) -> None:
     try:
         import distributed.scheduler  # noqa: F401
     except ImportError:
-        raise UserError(f"--cluster {address}: needs Dask; pip install 'warpfold[cluster]'") from None
+        raise UserError(f"--cluster {address}: needs Dask; pip install '.[cluster]'") from None
 
 
 class DaskPool(WorkerPool):

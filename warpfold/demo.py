@@ -2,7 +2,7 @@
 
     OUT/proteins/      mmCIF and A3M files, made here
     OUT/store/         the same, packed
-    OUT/run/           the training run (docs/training.md)
+    OUT/run/           the training run (docs/howto/train.md)
     OUT/predictions/   held-out proteins, folded (docs/reference/outputs.md)
     OUT/report.html    the result, for people
     OUT/prediction.png the best of the held-out proteins, beside the truth

@@ -4,7 +4,7 @@
 
 A cycle draws a command, kills it one to three times, each at a moment that is uniform over the length of the
 undisturbed run, continues it by the same command, and compares what it leaves with what the undisturbed run left: to
-the bit where that is promised (docs/training.md, throughput.md, formats.md), else to rounding.  All processes of a run
+the bit where that is promised (docs/explanation/exactness.md), else to rounding.  All processes of a run
 die at once.  A run begins in a fork of a process that has imported what it needs: that is all it lacks of a shell's.
 WORK/kills-SEED.jsonl gets a line for each kill and each cycle; stopped, the same command goes on with the next cycle.
 What differs is kept in WORK/cycle-N.

@@ -549,7 +549,7 @@ class Perceptrons(nn.Module):
 
 
 def test_a_class_that_looks_like_a_known_layer_is_named_with_the_page_on_adapters() -> None:
-    page = "has no adapter: docs/accelerate.md (How to serve another class) shows how to write one"
+    page = "has no adapter: docs/howto/accelerate.md (How to serve another class) shows how to write one"
     blocks = nn.ModuleList(LucidTriangle(8, hidden) for hidden in (8, 8))
     assert subject.lookalikes(blocks) == [f"LucidTriangle (*) looks like a triangle product and {page}"]
     assert "triangle product" in subject.lookalikes(LucidTriangle(8, 16))[0]

@@ -247,7 +247,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         Checkpoints(tmp_path / "file").save(1)
 
 
-# The loops of docs/kit.md on 1, 2 and 4 processes, and what checkpoints go with
+# The loops of docs/howto/kit.md on 1, 2 and 4 processes, and what checkpoints go with
 
 
 @pytest.fixture

@@ -257,7 +257,7 @@ def test_the_command_prints_interfaces(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="needs shared/realdata beside the repository")
 def test_a_partial_dimer_against_openstructure() -> None:
-    """OpenStructure's own test case; its iRMSD takes other residues, see docs/scoring.md."""
+    """OpenStructure's own test case; its iRMSD takes other residues, see docs/howto/score.md."""
     folder = REAL / "metrics/ost_1eud"
     found = score_files(folder / "1eud_mdl_partial-dimer.pdb.gz", folder / "1eud_ref.pdb.gz").complex
     assert found is not None

@@ -12,7 +12,7 @@ from warpfold.data.store import remote
 from warpfold.data.store.store import Store
 from warpfold.errors import StorageError
 
-pytest.importorskip("aiohttp", reason="needs pip install 'warpfold[remote]'")
+pytest.importorskip("aiohttp", reason="needs pip install '.[remote]'")
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ NOT_ASKED = "not asked for"
 PLAIN = "plain torch: swapped where only= names it, or where verify='speed' finds a gain"
 NOT_TIMED = "not timed: something may be slower than its own code here; verify='speed' leaves what is"
 WAS_TIMED = "timed briefly: what is slower than its own code here was left; verify=True swaps it, too"
-ADAPTER_PAGE = "docs/accelerate.md (How to serve another class)"
+ADAPTER_PAGE = "docs/howto/accelerate.md (How to serve another class)"
 PROGRESS_SECONDS = 10.0  # between two lines of a verification that takes long
 FORWARD_COUNTS = "judged by the forward pass: the model is in eval() or has no trainable parameters"
 Verify = bool | Literal["speed"] | None

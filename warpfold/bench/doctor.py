@@ -168,8 +168,8 @@ def table(findings: Sequence[Finding]) -> list[tuple[str, ...]]:
 LITTLE = 4 * 10**9  # bytes of memory below which a full-size model hardly runs
 LITTLE_SHARED = 10**9  # bytes of /dev/shm below which torch's own loaders run out
 OPTIONAL = {  # package: what it is for, and how to have it
-    "openmm": ("relax", "pip install 'warpfold[relax]'"),
-    "tensorboard": ("curves in TensorBoard", "pip install 'warpfold[tensorboard]'"),
+    "openmm": ("relax", "pip install '.[relax]'"),
+    "tensorboard": ("curves in TensorBoard", "pip install '.[tensorboard]'"),
 }
 
 

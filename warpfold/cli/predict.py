@@ -120,7 +120,7 @@ class PredictCommand(PredictOptions):
     cluster: Cluster = None
     shard: Shard = None
     relax: Annotated[
-        WhichRelaxed, decides("Relax all predictions, or of each query the best one, with OpenMM: docs/relax.md.")
+        WhichRelaxed, decides("Relax all predictions, or of each query the best one, with OpenMM: docs/howto/score.md.")
     ] = "none"
     progress: Progress | None = None
     team: "Team | None" = None
@@ -222,9 +222,9 @@ class Predict(Lists):
     "--out folded\n\n"
     "What each pass found:  warpfold predict q.a3m --params params.npz --recycles 12 --save-recycles --out folded\n\n"
     "A proteome, by a job array of 8:  warpfold predict all.fasta --params params.npz --shard $I/8 --out folded\n\n"
-    "Long ones on several processes, under torchrun: docs/parallel.md.  Many, on several machines: "
-    "docs/throughput.md.\n\n"
-    "ColabFold's names of options (--num-recycle, --num-seeds, --amber ...) work too: docs/howto/from_colabfold.md.",
+    "Long ones on several processes, under torchrun: docs/howto/clusters.md.  Many, on several machines: "
+    "docs/howto/many_proteins.md.\n\n"
+    "ColabFold's names of options (--num-recycle, --num-seeds, --amber ...) work too: docs/howto/migrate.md.",
 )
 def predict_in_shell(
     given: dict[str, Any], axial: Axial = None, branch: Branch = None, as_json: AsJson = False

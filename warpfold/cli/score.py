@@ -148,7 +148,7 @@ class EvaluateCommand(Checked):
     progress: Progress | None = None
 
     def __call__(self) -> dict[str, Any]:
-        """Return what `OUT/evaluation.json` has: targets, means, groups, calibration, comparisons (docs/evaluate.md).
+        """Return the content of `OUT/evaluation.json` (docs/howto/score.md): targets, means, calibration, comparisons.
 
         Targets that could not be scored are under "failures" of their set, and the others are scored all the same.
         shard: as long as others have parts to score, "status" is "running", and what is returned is of this part.

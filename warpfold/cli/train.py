@@ -46,7 +46,7 @@ StoreLike = Union[PathLike, "Store", "Source"]  # a path may end in =WEIGHT
 class TrainCommand(Checked):
     """Train or fine-tune; Ctrl-C or kill -9 loses only the steps since the last checkpoint.
 
-    On several processes, under torchrun: docs/parallel.md.
+    On several processes, under torchrun: docs/howto/clusters.md.
     """
 
     settings: Annotated[
@@ -78,7 +78,7 @@ class TrainCommand(Checked):
 
         settings: a preset's name, a TOML file, its values, or a `RunConfig`.  data: stores, or their paths.  set:
         settings over those, {"train.steps": 500}.  watch: who is told of the run: watchers, or functions of each row
-        of metrics.jsonl (docs/watching.md).  team: processes that train together; all call this.
+        of metrics.jsonl (docs/howto/train.md).  team: processes that train together; all call this.
         Errors: UserError for bad arguments, settings, stores and parameters, and a folder of another run.
         """
         from warpfold import device

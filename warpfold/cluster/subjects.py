@@ -12,7 +12,7 @@ from warpfold.cost.machine import in_gb
 
 # How far a GPU is from the nearest adapter.
 SWITCH, BRIDGE, FAR, UNKNOWN = range(4)
-# Open files: libraries, stores, logs; and three sockets to each other rank (docs/parallel.md).
+# Open files: libraries, stores, logs; and three sockets to each other rank (docs/howto/clusters.md).
 FILES, FILES_PER_RANK = 400, 3
 DMA_BUF_LINUX = [5, 12]
 CHOOSES_GID = (2, 21)  # from this NCCL on it takes the GID of RoCE v2 by itself

@@ -1,4 +1,4 @@
-"""A loader for any map-style dataset, whose batches are ready before the step asks for them: docs/kit.md.
+"""A loader for any map-style dataset, whose batches are ready before the step asks for them: docs/howto/kit.md.
 
 Processes that stay make the batches ahead of time, also over the end of an epoch; the examples of a step are shared
 over the ranks by their cost; what comes when follows from the seed alone.

@@ -1,4 +1,4 @@
-"""Checkpoints of a loop that a user wrote: what it needs to continue to the bit, in one call: docs/kit.md.
+"""Checkpoints of a loop that a user wrote: what it needs to continue to the bit, in one call: docs/howto/kit.md.
 
 FOLDER/step-00000100/    as in engine/checkpoint.py: tensors by name, such as model.0.weight, in
                          state.safetensors; how they belong together, and all else, in state.json

@@ -88,7 +88,7 @@ class TensorBoard(Watcher):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise UserError("train.tensorboard: the package is missing; pip install 'warpfold[tensorboard]'") from error
+            raise UserError("train.tensorboard: the package is missing; pip install '.[tensorboard]'") from error
         self._open, self.folder = SummaryWriter, Path(folder)
         self._writer: Any = None
 

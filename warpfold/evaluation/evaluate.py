@@ -1,4 +1,4 @@
-"""Score folders of predictions against a folder of reference structures, and compare them (docs/evaluate.md)."""
+"""Score folders of predictions against a folder of reference structures, and compare them (docs/howto/score.md)."""
 
 import functools
 import operator
@@ -222,7 +222,7 @@ def _read_sequences(path: Path) -> list[str]:
 
 
 def report(sets: Sequence[PredictionSet], truth: Path, suite: Suite | None, seed: int) -> dict[str, Any]:
-    """Build the results for JSON (docs/evaluate.md): all sets, and the first set compared with each other set."""
+    """Build the results for JSON (docs/howto/score.md): all sets, and the first set compared with each other set."""
     first, *others = sets
     return {
         "format": FORMAT,

@@ -3,7 +3,7 @@
     OUT/alignments/          what the search found (--search)
     OUT/store/               the structures, packed; pack.tsv says what became of each
     OUT/split.toml           which of them are trained on, validate and test
-    OUT/run/                 the training run (docs/training.md)
+    OUT/run/                 the training run (docs/howto/train.md)
     OUT/params.safetensors   the best parameters by validation
     OUT/before/, OUT/after/  the test, folded (docs/reference/outputs.md)
     OUT/report.html          what became better and what did not, with intervals

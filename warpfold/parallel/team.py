@@ -405,7 +405,9 @@ def _initialise(process: ProcessInfo, plan: Plan, device: torch.device) -> dist.
 def team_of(value: Any) -> Team:
     """Return the processes that share the work; None: this one alone."""
     if value is not None and not isinstance(value, Team):
-        raise WrongArgument(f"team = {shown(value)}: a Team is needed, as in docs/parallel.md; none for one process")
+        raise WrongArgument(
+            f"team = {shown(value)}: a Team is needed, as in docs/howto/clusters.md; none for one process"
+        )
     return value or Team()
 
 

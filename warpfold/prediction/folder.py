@@ -5,7 +5,7 @@
     OUT/journal/lock           held for a moment, when a process begins and when it ends
 
 A kill loses nothing, and no process writes another's file.  Whoever ends and finds everything done and nobody at work
-writes the whole summary and removes the journals (docs/throughput.md).
+writes the whole summary and removes the journals (docs/howto/many_proteins.md).
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Fold many queries: the costly first, tiny ones together, features made ahead and files written behind.
 
-docs/throughput.md says why, and what was measured.
+docs/howto/many_proteins.md says why, and what was measured.
 """
 
 import time

@@ -204,7 +204,7 @@ class Prediction:
 
     @cached_property
     def pair_scores(self) -> list[PairScore]:
-        """Return the scores of each two chains of a complex, in their order (docs/scoring.md); of one chain none."""
+        """Return the scores of each pair of chains in order (docs/howto/score.md); empty for one chain."""
         if self.asym_id is None:
             return []
         arrays = self.plddt, self.positions, self.mask, self.asym_id
@@ -213,7 +213,7 @@ class Prediction:
     def design_scores(
         self, fixed: Sequence[str] = (), given: Mapping[str, Chain] | None = None
     ) -> dict[str, float | int | str | None]:
-        """Return the scores of binder and target, as a row of scores.csv has them (docs/scoring.md).
+        """Return the scores of binder and target, as a row of scores.csv has them (docs/howto/score.md).
 
         fixed: the chains of the target; by default all but the last.  given: the complex that was designed, by chain.
         """

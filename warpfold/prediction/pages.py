@@ -157,7 +157,7 @@ def _seconds(entries: Sequence[Mapping[str, Any]], processes: Sequence[Mapping[s
 
 
 def _relaxed(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the numbers of a relaxation (docs/relax.md)."""
+    """Return the numbers of a relaxation (docs/howto/score.md)."""
     before, after = (report[f"violations_{when}"]["residues"] for when in ("before", "after"))
     energies = " → ".join("infinite" if e is None else f"{e:.4g}" for e in map(report.get, ENERGIES))
     return [

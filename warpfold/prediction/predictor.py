@@ -201,7 +201,7 @@ class Predictor:
 
         A complex: the sequences of its chains, which are then A, B and so on, or chain -> sequence; and likewise their
         alignments, or chain -> alignment of those that have one, or files, each of the chain that is its first row.
-        Rows are paired by the organisms that an alignment's names give (docs/multimer.md).
+        Rows are paired by the organisms that an alignment's names give (docs/howto/fold_complexes.md).
         In rows lower case is an insertion, and the query's own row may be among them or not.  templates: mmCIF or PDB
         files, FILE or FILE:CHAIN, aligned here (of a complex to the chains that they fit, or ID=FILE for chain ID); or,
         for a single sequence, `Templates` that are aligned already, best first.  hits: files of HHsearch or hmmsearch,
@@ -213,7 +213,7 @@ class Predictor:
         `logits` those of the heads are not there, and without `save_recycles` the structures of the passes before the
         last.  initial_guess: the structure that the first pass starts from, an mmCIF or PDB file, or chain ->
         (positions [N, 37, 3] in angstrom, mask [N, 37]).  fixed: chains that are to stay as in it; they are their own
-        templates (docs/howto/designs.md).
+        templates (docs/howto/design.md).
         Errors: UserError for letters that are not residues, rows that do not fit the sequence, templates that cannot
         be used, or more of them than the model takes, an initial guess of other chains; and for arguments of another
         kind.

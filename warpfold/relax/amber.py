@@ -221,7 +221,7 @@ def require_openmm() -> Any:
         return importlib.import_module("openmm")
     except ImportError:
         raise UserError(
-            'relaxation needs OpenMM, which is not installed; pip install "warpfold[relax]", or "openmm[cuda12]" '
+            'relaxation needs OpenMM, which is not installed; pip install ".[relax]", or "openmm[cuda12]" '
             "beside it for NVIDIA GPUs"
         ) from None
 

@@ -1,4 +1,4 @@
-"""Relax the predictions in a folder of `warpfold predict`, or mmCIF and PDB files (docs/relax.md).
+"""Relax the predictions in a folder of `warpfold predict`, or mmCIF and PDB files (docs/howto/score.md).
 
 The results of NAME.cif are NAME_relaxed.cif, NAME_relaxed.pdb and the report NAME_relaxed.json, in the same folder.
 """

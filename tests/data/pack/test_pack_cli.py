@@ -111,7 +111,7 @@ def test_sigterm_is_a_stop_and_no_death(
 
 
 def test_a_scheduler_that_does_not_answer(capsys: pytest.CaptureFixture[str], files: Path) -> None:
-    pytest.importorskip("distributed", reason="Dask is not installed: pip install 'warpfold[cluster]'")
+    pytest.importorskip("distributed", reason="Dask is not installed: pip install '.[cluster]'")
     result = run(
         capsys, "pack", "--structures", files / "structures", "--out", files / "s", "--cluster", "tcp//nonsense"
     )

@@ -23,7 +23,7 @@ from warpfold.data.store.remote import BlockCache, Remote, place_of
 from warpfold.data.store.store import Store, StoreWriter, pack_record
 from warpfold.errors import StorageError, UserError
 
-pytest.importorskip("aiohttp", reason="needs pip install 'warpfold[remote]'")
+pytest.importorskip("aiohttp", reason="needs pip install '.[remote]'")
 
 
 def write(path: Path) -> Path:
@@ -78,7 +78,7 @@ def test_a_store_at_an_address_has_the_bytes_of_one_in_a_folder(server: FileServ
 def test_a_store_in_a_bucket(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The only test against a server of S3's protocol: moto's."""
     moto = pytest.importorskip("moto.server", reason="needs moto: pip install 'moto[s3]' flask flask-cors")
-    pytest.importorskip("s3fs", "2024", reason="needs pip install 'warpfold[remote]'")
+    pytest.importorskip("s3fs", "2024", reason="needs pip install '.[remote]'")
     import boto3
 
     service = moto.ThreadedMotoServer(port=0, verbose=False)

@@ -28,7 +28,7 @@ MIN_RESIDUES = 10  # of a hit
 MAX_SUBSEQUENCE = 0.95  # of the query's residues: a longer piece of it is the query
 MIN_ATOMS = 5  # that a template must have on the query
 MAX_CA_DISTANCE = 150.0  # angstrom, of neighbours in a template's chain (AlphaFold2's data/templates.py)
-LOW_IDENTITY = 0.3  # below it an alignment of two sequences alone is doubtful (docs/templates.md)
+LOW_IDENTITY = 0.3  # below it an alignment of two sequences alone is doubtful (docs/howto/alignments.md)
 
 
 @dataclass(frozen=True)

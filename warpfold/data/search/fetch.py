@@ -1,4 +1,4 @@
-"""Get the alignments of proteins and complexes from the alignment server that the user has named (docs/predict.md).
+"""Get the alignments of proteins and complexes from the server that the user has named (docs/howto/alignments.md).
 
 One ticket at a time, a sequence each; of a complex another one, for the pairs of its chains.
 What is kept is not asked for again.

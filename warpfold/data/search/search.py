@@ -1,4 +1,4 @@
-"""`warpfold search`: find alignments and template hits of many proteins, and keep them (docs/search.md).
+"""`warpfold search`: find alignments and template hits of many proteins, and keep them (docs/howto/alignments.md).
 
 Every result is cached under a hash of the sequence, the database's contents and all settings, and the output is written
 from there.  So a stopped run continues, and nothing is searched for twice.

@@ -1,4 +1,4 @@
-"""Ask an alignment server that speaks ColabFold's protocol; only one that the user has named (docs/predict.md).
+"""Ask an alignment server that the user has named, in ColabFold's protocol (docs/howto/alignments.md).
 
 The protocol, as the server's own code has it (github.com/soedinglab/MMseqs2-App, backend/server.go, jobsystem.go):
 

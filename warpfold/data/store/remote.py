@@ -1,6 +1,6 @@
 """Stores at an address: read through fsspec in blocks, which a cache of this machine keeps.
 
-Credentials are those that each service's own tools use (docs/object_stores.md).
+Credentials are those that each service's own tools use (docs/howto/import.md).
 """
 
 import contextlib
@@ -32,7 +32,7 @@ CACHE_GB = 20.0  # unless WARPFOLD_CACHE_GB says otherwise
 CHECK_FRACTION = 1 / 256
 PAUSES = (1.0, 5.0)  # seconds before the second and third try
 CONNECT_TIMEOUT, READ_TIMEOUT = 30.0, 60.0  # seconds, without a byte
-INSTALL = "pip install 'warpfold[remote]'"
+INSTALL = "pip install '.[remote]'"
 # Package of each scheme, and how to install it.
 SCHEMES = {
     "s3": ("s3fs", INSTALL),
