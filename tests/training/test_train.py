@@ -35,9 +35,8 @@ from warpfold.training import examples as chosen
 from warpfold.training.config import RunConfig, load_settings
 from warpfold.training.examples import draw_recycles, split
 from warpfold.training.planning import graphs_in_words, setting_with_less_memory
-from warpfold.training.results import ExampleResult, SkippedExamples, step_row, validation_row
-from warpfold.training.train import Summary, train
-from warpfold.training.validation import Validation
+from warpfold.training.train import ExampleResult, SkippedExamples, Summary, step_row, train
+from warpfold.training.validation import Validation, validation_row
 
 
 def test_what_a_run_leaves(unbroken: Path) -> None:

@@ -43,9 +43,7 @@ from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.training import train as module
 from warpfold.training.config import RunConfig
-from warpfold.training.ranks import begin_end_step, end_step
-from warpfold.training.results import ExampleResult
-from warpfold.training.train import Summary, train
+from warpfold.training.train import ExampleResult, Summary, gather_results, train
 
 STEPS = 4
 
@@ -248,10 +246,9 @@ def ended(team: Team, own: list[ExampleResult], by: int, to_all: bool = False) -
     timer, ledger = StepTimer(), SimpleNamespace(unshared=0, take_unshared=list)
     timer.waited = float(team.process.rank)
     signals = SimpleNamespace(received=15 * (team.process.rank == by))
-    end = begin_end_step(1, own, timer, ledger, signals, team, to_all=to_all)  # type: ignore[arg-type]
-    found = end_step(end, timer, None, ledger, team)  # type: ignore[arg-type]
+    gathered = gather_results(1, own, timer, None, ledger, signals, team, to_all)  # type: ignore[arg-type]
     assert timer.waited == team.process.ranks - 1
-    return found
+    return gathered
 
 
 def test_long_names_and_many_terms_are_told_whole() -> None:

@@ -66,7 +66,6 @@ class PackedWeights:
         self.gradient = torch.zeros_like(self.weights) if trained else None
         self._waiting: list[Tensor] = []  # gradients, and the places to which they are to be added
         self._into: list[Tensor] = []
-        self._pass = -1  # of autograd, in which the last of them arrived
         self.places: dict[int, Tensor] = {}  # to which the gradient of each leaf is added, by the leaf's id
         self._arrived: dict[int, Tensor] = {}  # the leaves that have a grad, though gradients arrive there
         self._released: set[int] = set()  # and those that have none, so that they take what comes
@@ -143,8 +142,11 @@ class PackedWeights:
 
         Right without it too: autograd then adds each gradient by itself.
         """
+        # A backward pass that failed has left gradients behind, and no callback would add them.
+        self.settle()
         for leaf in self._arrived.values():
-            self._take_grad(leaf)
+            leaf.grad = None
+        self._released.update(self._arrived)
         self._arrived.clear()
 
     def settle(self) -> None:
@@ -171,7 +173,9 @@ class PackedWeights:
         if leaf.grad is place:  # autograd has added it
             return
         assert leaf.grad is not None
-        self._pass = call_after_backward(self.settle, self._pass)
+        if not self._waiting:
+            # One callback covers all gradients that wait until then.
+            call_after_backward(self.settle)
         self._waiting.append(leaf.grad)
         self._into.append(place)
         self._released.discard(id(leaf))

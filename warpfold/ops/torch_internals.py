@@ -77,15 +77,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def call_after_backward(function: Callable[[], None], last: int) -> int:
-    """Call a function at the end of the current backward pass, unless its number is `last`; return its number.
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call a function at the end of the current backward pass.
 
     The gradients of a pass are then added by a few kernels instead of one for each weight.
     """
-    current = torch._C._current_graph_task_id()
-    if current != last:
-        torch.autograd.Variable._execution_engine.queue_callback(function)
-    return current
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def current_node() -> "Node | None":

@@ -17,7 +17,8 @@ from warpfold.model.alphafold import ModelConfig
 from warpfold.model.losses import LossConfig
 from warpfold.parallel.plan import Plan
 
-AUTO = {"auto": True}  # what `plan = "auto"` stands for
+AUTO = {"auto": True}  # the value of `plan = "auto"`
+FIXED_TRAIN_KEYS = ("seed", "order", "validation", "test", "related_identity")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +117,14 @@ class RunConfig:
                 "train.window lets examples come as they are ready, but plan.axial and plan.branch need them in one "
                 "order on all ranks that share them; leave one of them out"
             )
+
+
+def fixed_settings(values: settings.Mapped) -> settings.Mapped:
+    """Select the settings that a run keeps.  How it executes, saves and ends may change when it is continued."""
+    fixed = {name: values[name] for name in ("model", "loss", "data", "optim")}
+    # Stored and computed outputs of the trunk are equal.
+    fixed["finetune"] = {name: value for name, value in values["finetune"].items() if name != "trunk"}
+    return {**fixed, "train": {name: values["train"][name] for name in FIXED_TRAIN_KEYS}}
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,6 @@ from warpfold.training.config import RunConfig
 from warpfold.training.examples import HeldOut, held_out_features
 from warpfold.training.passes import PassPlace, followed
 from warpfold.training.planning import FoldPlanner, sizes_of_batch
-from warpfold.training.ranks import stop_requested
-from warpfold.training.results import validation_row
 
 logger = logging.getLogger("warpfold")
 
@@ -171,7 +169,8 @@ class Validation:
         judge, left, known = Judge(self.model, self.config, device, self._check), self.left(step), bool(self._round)
         features = held_out_features(self.held_out[rank::ranks], self.config)
         done = 0
-        while done < rounds and not stop_requested(self.signals, self.team):
+        # Collective: all ranks stop after the same round if any of them has received a signal.
+        while done < rounds and not self.team.largest(self.signals.received, "stopping or going on"):
             self.log.phase("validating", done * ranks, min(rounds * ranks, len(self.held_out)), left)
             if done * ranks + rank < len(self.held_out):
                 example = next(features)
@@ -289,6 +288,41 @@ def averages_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Return the averaged weights that a checkpoint holds, by parameter."""
     whole = checkpoint.tensors.items()
     return {name.removeprefix("average."): x for name, x in whole if name.startswith("average.")}
+
+
+def validation_row(step: int, scores: Mapping[str, Mapping[str, Any]]) -> Row:
+    """Build the row of a validation: means over the examples, and the scores of each.  scores: of `Judge`, by example.
+
+    The scores of interfaces are means over the examples that have interfaces.  Without such an example the row has
+    none.
+    """
+    row: Row = {"kind": "validation", "step": step}
+    for name, each in (("lddt_ca", "examples"), ("interface_lddt", "interfaces"), ("dockq", "docked")):
+        values = {key: example[name] for key, example in scores.items()}
+        if each != "examples":
+            values = {key: value for key, value in values.items() if not math.isnan(value)}
+        if values or each == "examples":
+            row |= {name: mean_without_nan(list(values.values())), each: values}
+    if scores:
+        row["loss"] = mean_without_nan([example["loss"] for example in scores.values()])
+        names = dict.fromkeys(name for example in scores.values() for name in example["terms"])
+        row["terms"] = {
+            name: mean_without_nan([example["terms"].get(name, math.nan) for example in scores.values()])
+            for name in names
+        }
+    cut = {
+        key: example["residues"] for key, example in scores.items() if example["residues"][0] < example["residues"][1]
+    }
+    if cut:
+        folded, whole = (sum(example["residues"][i] for example in scores.values()) for i in (0, 1))
+        row |= {"cropped": len(cut), "residues": folded, "whole_residues": whole, "cut": cut}
+    return row
+
+
+def mean_without_nan(values: Sequence[float]) -> float:
+    """Compute the mean of the values that are not NaN; NaN if there are none."""
+    numbers = [value for value in values if not math.isnan(value)]
+    return float(np.mean(numbers)) if numbers else float("nan")
 
 
 def scores_row(step: int, keys: Sequence[str], scores: Mapping[str, Scores]) -> Row:
