@@ -182,9 +182,9 @@ def test_a_structure_is_its_own_target() -> None:
         ({"iptm": 0.1}, {"errors": False, "chains": 2}, "loss.iptm = 0.1: these parameters have no head for aligned"),
         ({"pae": 1.0}, {"errors": False}, "loss.pae = 1: these parameters have no head"),
         ({"fape": 1.0}, {"errors": True}, "loss.fape = 1: there is no target structure"),
-        ({"interface_contacts": 1.0}, {"errors": True}, "loss.interface_contacts = 1: there is one chain"),
+        ({"interface_contacts": 1.0}, {"errors": True}, "loss.interface_contacts = 1: there is only one chain"),
         ({"symmetry": 1.0}, {"errors": True, "chains": 2}, "loss.symmetry = 1: no chain has copies"),
-        ({}, {"errors": True}, "loss: none has a weight; give one of plddt, pae"),
+        ({}, {"errors": True}, "loss: all weights are 0. Set one of plddt, pae"),
     ],
 )
 def test_what_parameters_and_chains_cannot_have_is_refused(weights: dict, more: dict, said: str) -> None:

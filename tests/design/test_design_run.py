@@ -16,7 +16,7 @@ from warpfold.cli import app
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.structure.mmcif import read_structure
 from warpfold.data.structure.write import write_mmcif
-from warpfold.design.run import Problem, first_logits, moved, one_hot, run_design
+from warpfold.design.run import Problem, first_logits, one_hot, run_design, updated_logits
 from warpfold.design.settings import PRESETS, DesignSettings, load_design
 from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPES
@@ -129,9 +129,9 @@ def test_a_folder_with_a_damaged_file_is_refused_in_a_line(tmp_path: Path) -> No
     infinite = infinite.replace("Infinity", "1e999")
     for name, data, said in (
         ("run.json", b'{"seed": 0', r"run\.json: damaged .*--force"),
-        ("designs/design_0001.json", b'{"loss": 1e999}', r"design_0001\.json: damaged .*remove it"),
-        ("designs/design_0001.json", infinite.encode(), r"_0001\.json: damaged .*remove it"),
-        ("designs/design_0001.json", b"\xff", r"design_0001\.json: damaged .*remove it"),
+        ("designs/design_0001.json", b'{"loss": 1e999}', r"design_0001\.json: damaged .*Remove it"),
+        ("designs/design_0001.json", infinite.encode(), r"_0001\.json: damaged .*Remove it"),
+        ("designs/design_0001.json", b"\xff", r"design_0001\.json: damaged .*Remove it"),
     ):
         whole = (out / name).read_bytes()
         (out / name).write_bytes(data)
@@ -150,7 +150,7 @@ def test_a_folder_with_a_damaged_file_is_refused_in_a_line(tmp_path: Path) -> No
     ):
         before = path.read_bytes()
         path.write_bytes(data)
-        with pytest.raises(UserError, match=r"damaged .*this start begins again"):
+        with pytest.raises(UserError, match=r"damaged .*to repeat this start"):
             run_design(predictor(), settings, out)
         path.write_bytes(before)
     assert len(run_design(predictor(), settings, out)["designs"]) == 1
@@ -174,8 +174,8 @@ def test_a_step_is_as_long_whatever_the_loss() -> None:
     grad = np.random.default_rng(0).normal(size=(5, 20))
     grad[2] = 0  # a letter that is fixed
     for scale in (1e-3, 1.0, 1e3):
-        assert np.linalg.norm(moved(x, scale * grad, 0.1) - x) == pytest.approx(0.1 * 2, rel=1e-3)
-    np.testing.assert_array_equal(moved(x, 0 * grad, 0.1), x)
+        assert np.linalg.norm(updated_logits(x, scale * grad, 0.1) - x) == pytest.approx(0.1 * 2, rel=1e-3)
+    np.testing.assert_array_equal(updated_logits(x, 0 * grad, 0.1), x)
     assert "".join(RESTYPES[i] for i in one_hot("WKCA").argmax(-1)) == "WKCA"
 
 
@@ -229,15 +229,15 @@ def test_parameters_for_single_chains_design_a_binder_with_a_chain_gap(tmp_path:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"chains": {}}, "chains: there are none; give how many residues"),
-        ({"chains": {"A": "MKV"}}, "chains: every letter is given"),
-        ({"chains": {"A": 0}}, "chains.A = 0: a number of residues"),
+        ({"chains": {}}, "chains: there are none. Pass their lengths"),
+        ({"chains": {"A": "MKV"}}, "chains: all residues are fixed"),
+        ({"chains": {"A": 0}}, "chains.A = 0: must be a number of residues"),
         ({"chains": {"A": "M1-"}}, "chain A has '1'"),
         ({"chains": {"A": 4, "B": 4}}, "a complex, but these parameters are for single chains"),
         ({"stages": []}, "has no stages"),
         ({"stages": [{"steps": 0}]}, "steps = 0"),
         ({"stages": [{"steps": 1, "weights": {"plddd": 1.0}}]}, "plddd is not a loss; known: plddt, pae"),
-        ({"stages": [{"steps": 1, "weights": {"iptm": 1.0}}]}, "stage 1: loss.iptm = 1: there is one chain"),
+        ({"stages": [{"steps": 1, "weights": {"iptm": 1.0}}]}, "stage 1: loss.iptm = 1: there is only one chain"),
         ({"loss": {"plddd": 1.0}}, "plddd"),
         ({"loss": {"fape": 1.0}}, "loss.fape = 1: there is no target structure"),
         ({"target": "nowhere.cif"}, "nowhere.cif: no such file"),
@@ -248,7 +248,7 @@ def test_settings_that_are_wrong_are_refused_in_a_line(tmp_path: Path, changes: 
     with pytest.raises(UserError, match=said) as error:
         run_design(predictor(), load_design(VALUES | changes), tmp_path / "out")
     assert "\n" not in str(error.value)
-    with pytest.raises(UserError, match=r"give a path or a preset \(binder, fixed_backbone, hallucination\)"):
+    with pytest.raises(UserError, match=r"Pass a path or a preset \(binder, fixed_backbone, hallucination\)"):
         load_design("nowhere")
 
 

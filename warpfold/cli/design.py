@@ -15,22 +15,23 @@ from warpfold.progress import Progress, progress_bar
 if TYPE_CHECKING:
     from rich.table import Table
 
-SHOWN = 20  # designs
+# Designs in the table on the terminal.
+SHOWN = 20
 
 
 @dataclass(frozen=True)
 class DesignCommand(Checked):
-    """Design sequences by the gradient of a model, from many starts, soft at first and hard in the end.
+    """Design sequences by the gradient of a model, from many starts.
 
-    Writes designs.fasta, for `predict` with other parameters, their structures, and report.html.
+    Writes designs.fasta, the structures of the designs, and report.html.
     """
 
     settings: Annotated[PathLike, argument("TOML file of chains, losses and stages, or a preset: hallucination ...")]
     params: Annotated[PathLike, reads("Parameters: WarpFold's, DeepMind's .npz or OpenFold's .pt.")]
-    out: Annotated[PathLike, writes("Folder of the designs; the same command continues a stopped run.")]
+    out: Annotated[PathLike, writes("Folder for the designs. The same command continues a stopped run.")]
     _: KW_ONLY
-    target: Annotated[PathLike | None, reads("Structure that the design is to have, in place of the settings'.")] = None
-    starts: Annotated[int, decides("Designs, each from a start of its own; more may be asked for later.", min=1)] = 1
+    target: Annotated[PathLike | None, reads("Desired structure, instead of the settings' target.")] = None
+    starts: Annotated[int, decides("Number of designs. A later run may ask for more.", min=1)] = 1
     set: Annotated[
         Changes | None,
         decides("Settings that override those of the file, KEY=VALUE: chains.A=100.", shell=list[str] | None),
@@ -44,10 +45,10 @@ class DesignCommand(Checked):
     progress: Progress | None = None
 
     def __call__(self) -> dict[str, Any]:
-        """Return what `OUT/design.json` has; `designs`, the best first.
+        """Run the designs and return the content of `OUT/design.json`, with `designs` sorted, best first.
 
-        Errors: UserError for settings and files that are wrong, chains or losses that do not fit the parameters, and
-        the folder of another run.
+        Errors: UserError for invalid settings and files, for chains or losses that the parameters do not support, and
+        if OUT holds another run.
         """
         from warpfold.design.run import run_design
         from warpfold.design.settings import load_design
@@ -77,18 +78,18 @@ design = arguments.function(DesignCommand)
     "params_model_1_multimer_v3.npz --set chains.A=MKT... --set chains.B=80 --out binders",
 )
 def design_in_shell(given: dict[str, Any]) -> Answer:
-    """Design under a progress bar, and list the designs."""
+    """Design under a progress bar and list the designs."""
     if this_process().ranks > 1:
-        raise UserError("design: runs without torchrun; from Python a team shares each gradient (docs/howto/design.md)")
+        raise UserError("design: cannot run under torchrun. Call it from Python with a team (docs/howto/design.md).")
     with progress_bar(narrate=True) as bar, plans_said():
-        found = design(**given, progress=bar)
-    return Answer(found, _text(found, Path(given["out"])))
+        summary = design(**given, progress=bar)
+    return Answer(summary, _text(summary, Path(given["out"])))
 
 
-def _text(found: dict[str, Any], out: Path) -> "Iterator[str | Table]":
+def _text(summary: dict[str, Any], out: Path) -> "Iterator[str | Table]":
     rows = [
         [one["name"], f"{one['loss']:.4f}", f"{one['mean_plddt']:.1f}", ", ".join(one["designed"].values())]
-        for one in found["designs"][:SHOWN]
+        for one in summary["designs"][:SHOWN]
     ]
     yield table(("design", "loss", "pLDDT", "designed"), rows)
-    yield f"{out / 'designs.fasta'}: for warpfold predict, with other parameters; open {out / 'report.html'}"
+    yield f"Check {out / 'designs.fasta'} with warpfold predict and other parameters. Report: {out / 'report.html'}"

@@ -1,5 +1,5 @@
-"""Design of sequences by the gradient of a model: losses, settings, many starts from soft to hard, a page of them.
+"""Design sequences by the gradient of a model, from many starts whose sequences go from soft to hard.
 
-losses.py has what a design is judged by, settings.py the TOML of chains, losses and stages, run.py the starts, in a
-folder where a stopped run continues, page.py its report.  The gradient is `Predictor.gradient`.
+losses.py defines the losses, settings.py the TOML file (chains, losses, stages), run.py runs the starts in a folder in
+which a stopped run continues, and page.py writes the report. `Predictor.gradient` computes the gradient.
 """

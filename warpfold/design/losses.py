@@ -1,8 +1,8 @@
-"""What a design is judged by: losses of confidence, distances and shape, each with a weight.
+"""Losses of designs: confidence, distances and shape, each with a weight.
 
-"BindCraft" is Pacesa et al. 2025 (settings_advanced/default_4stage_multimer.json and functions/colabdesign_utils.py),
-"ColabDesign" the code that it is built on (github.com/sokrypton/ColabDesign, colabdesign/af/loss.py).  Where a loss is
-another function than theirs, settings/design/hallucination.toml says so.  Lengths are in angstrom.
+"BindCraft" is Pacesa et al. 2025 (settings_advanced/default_4stage_multimer.json and functions/colabdesign_utils.py).
+"ColabDesign" is the code that it builds on (github.com/sokrypton/ColabDesign, colabdesign/af/loss.py).
+settings/design/hallucination.toml lists the losses that differ from theirs. Lengths are in angstrom.
 """
 
 from collections.abc import Mapping
@@ -27,48 +27,69 @@ from warpfold.model.losses import backbone_fape, distogram_loss
 from warpfold.model.soft import LETTERS
 from warpfold.ops.dispatch import upcast_half
 
+# Keeps square roots and logarithms differentiable at 0.
 TINY = 1e-8
-OF_ERRORS = ("pae", "interface_pae", "ptm", "iptm", "ipsae")  # need the head of aligned errors
-OF_TARGET = ("distogram", "fape")  # need a target structure
-OF_CHAINS = ("interface_pae", "iptm", "ipsae", "interface_contacts")  # need two chains
-MAX_ERROR = 31.0  # where the last bin of aligned errors begins
+# Losses that need the head of predicted aligned errors, a target structure, or two chains.
+PAE_LOSSES = ("pae", "interface_pae", "ptm", "iptm", "ipsae")
+TARGET_LOSSES = ("distogram", "fape")
+COMPLEX_LOSSES = ("interface_pae", "iptm", "ipsae", "interface_contacts")
+# The lower edge of the last bin of aligned errors, angstrom.
+MAX_ERROR = 31.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossWeights:
-    """The weight of each loss; 0 leaves it out, and one below 0 asks for the opposite.
+    """The weight of each loss: 0 omits the loss, and a negative weight rewards the opposite.
 
-    Within chains those count that are designed, between chains those of which one is.
+    Losses within chains cover the designed chains. Losses between chains cover pairs with at least one designed chain.
     """
 
-    plddt: float = 0.0  # 1 - mean pLDDT / 100 of the designed chains
-    pae: float = 0.0  # mean aligned error within designed chains / 31
-    interface_pae: float = 0.0  # ... between chains, both ways
-    ptm: float = 0.0  # 1 - pTM
-    iptm: float = 0.0  # 1 - ipTM
-    ipsae: float = 0.0  # 1 - the mean over pairs of chains of ipSAE with soft cutoffs
-    contacts: float = 0.0  # -log P(contact) of each residue's likeliest contacts within its chain
-    interface_contacts: float = 0.0  # ... with other chains
-    distogram: float = 0.0  # cross-entropy of the target's distances (Supp. 1.9.8)
-    fape: float = 0.0  # of the target's backbone (Algorithm 20), clamped
-    radius_of_gyration: float = 0.0  # elu(Rg - 2.38 n^0.365): BindCraft
-    helicity: float = 0.0  # mean P(residues i and i + 3 are nearer than 6): above 0 keeps helices away
-    symmetry: float = 0.0  # how far distances of copies differ from those of the next copies, root mean square / 10
+    # 1 - mean pLDDT / 100 of the designed chains.
+    plddt: float = 0.0
+    # Mean aligned error within designed chains / 31.
+    pae: float = 0.0
+    # Mean aligned error between chains, in both directions, / 31.
+    interface_pae: float = 0.0
+    # 1 - pTM.
+    ptm: float = 0.0
+    # 1 - ipTM.
+    iptm: float = 0.0
+    # 1 - mean over pairs of chains of ipSAE with soft cutoffs.
+    ipsae: float = 0.0
+    # -log P(contact) of the most likely contacts of each residue within its chain.
+    contacts: float = 0.0
+    # -log P(contact) of the most likely contacts of each residue with other chains.
+    interface_contacts: float = 0.0
+    # Cross-entropy of the target's distances (Supp. 1.9.8).
+    distogram: float = 0.0
+    # Clamped FAPE of the target's backbone (Algorithm 20).
+    fape: float = 0.0
+    # elu(Rg - 2.38 n^0.365): BindCraft.
+    radius_of_gyration: float = 0.0
+    # Mean P(distance of residues i and i + 3 below 6); a positive weight suppresses helices.
+    helicity: float = 0.0
+    # Root mean square difference between corresponding distances of copies, / 10.
+    symmetry: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossShape:
     """The constants of the losses."""
 
-    contact_distance: float = 14.0  # between beta carbons: BindCraft
-    contact_number: int = 2  # of each residue: BindCraft
-    contact_separation: int = 9  # residues along the chain: BindCraft
-    interface_distance: float = 20.0  # BindCraft
-    interface_number: int = 2  # BindCraft
-    helix_distance: float = 6.0  # ColabDesign
-    error_cutoff: float = 10.0  # of ipSAE: Dunbrack 2025
-    error_width: float = 1.0  # over which the cutoff is soft: ours
-    fape_clamp: float = 10.0  # Algorithm 20
+    # Largest distance of beta carbons in contact, contacts per residue, separation along the chain: BindCraft.
+    contact_distance: float = 14.0
+    contact_number: int = 2
+    contact_separation: int = 9
+    # Contacts between chains: BindCraft.
+    interface_distance: float = 20.0
+    interface_number: int = 2
+    # ColabDesign.
+    helix_distance: float = 6.0
+    # The cutoff of ipSAE (Dunbrack 2025), and the width over which ours is soft.
+    error_cutoff: float = 10.0
+    error_width: float = 1.0
+    # Algorithm 20.
+    fape_clamp: float = 10.0
 
     def __post_init__(self) -> None:
         if min(self.contact_number, self.interface_number, self.contact_separation) < 1:
@@ -79,15 +100,16 @@ class LossShape:
 
 @dataclass(frozen=True)
 class TargetStructure:
-    """A structure that a design is to have, of all N residues in their order; masked where there is none."""
+    """The desired structure of a design: labels of all N residues, masked where the target has no residue."""
 
     labels: Mapping[str, Tensor]
 
     @classmethod
     def of(cls, lengths: Mapping[str, int], chains: Mapping[str, Chain]) -> "TargetStructure":
-        """Take the chains of a design, with their lengths, from structures by the same names.
+        """Build the target of a design from the chains of a structure with the same names.
 
-        Errors: UserError for a chain of another length, or none in common.
+        lengths: the length of each chain of the design.
+        Errors: UserError if a chain has a different length or no name matches.
         """
         if not set(lengths) & set(chains):
             raise UserError(f"target: its chains are {', '.join(chains)}, the design's {', '.join(lengths)}")
@@ -98,18 +120,19 @@ class TargetStructure:
             if (chain := chains.get(id)) is not None:
                 if len(chain.sequence) != length:
                     raise UserError(f"target: chain {id} has {len(chain.sequence)} residues, the design's {length}")
-                here = slice(start, start + length)
-                aatype[here] = [LETTERS.index(letter) if letter in LETTERS else UNKNOWN for letter in chain.sequence]
-                positions[here], mask[here] = chain.positions, chain.mask
+                rows = slice(start, start + length)
+                aatype[rows] = [LETTERS.index(letter) if letter in LETTERS else UNKNOWN for letter in chain.sequence]
+                positions[rows], mask[rows] = chain.positions, chain.mask
             start += length
-        given = torch.from_numpy(aatype).long(), torch.from_numpy(positions), torch.from_numpy(mask)
-        return cls(structure_labels(*given))
+        return cls(
+            structure_labels(torch.from_numpy(aatype).long(), torch.from_numpy(positions), torch.from_numpy(mask))
+        )
 
 
 class Losses:
-    """A loss for `Predictor.gradient`: the terms that have a weight, weighted, by name.
+    """A loss for `Predictor.gradient`: the weighted terms by name, for all weights that are not 0.
 
-    weights may be replaced between calls, as stages do.
+    `weights` may be replaced between calls; each stage of a design does so.
     """
 
     def __init__(
@@ -118,40 +141,42 @@ class Losses:
         self.weights, self.shape, self.target = weights, shape or LossShape(), target
 
     def check(self, errors: bool, chains: int = 1, copies: bool = False) -> None:
-        """Raise UserError for a loss that has a weight, and that such parameters or chains cannot have.
+        """Raise UserError for a weighted loss that these parameters or chains do not support.
 
-        errors: whether the parameters have a head for aligned errors.  chains: how many there are, and copies: whether
-        some are of the same sequence.
+        errors: whether the parameters have a head for aligned errors.
+        chains: the number of chains.
+        copies: whether several chains share a sequence.
         """
-        for names, there, why in (
-            (OF_ERRORS, errors, "these parameters have no head for aligned errors; give others, or leave it out"),
-            (OF_TARGET, self.target is not None, "there is no target structure; give one, or leave it out"),
-            (OF_CHAINS, chains > 1, "there is one chain; design several, or leave it out"),
-            (("symmetry",), copies, 'no chain has copies; name them "A,B", or leave it out'),
+        for names, is_supported, reason in (
+            (PAE_LOSSES, errors, "these parameters have no head for aligned errors. Use others, or set it to 0."),
+            (TARGET_LOSSES, self.target is not None, "there is no target structure. Pass one, or set it to 0."),
+            (COMPLEX_LOSSES, chains > 1, "there is only one chain. Design several, or set it to 0."),
+            (("symmetry",), copies, 'no chain has copies. Name copies "A,B", or set it to 0.'),
         ):
             for name in names:
-                if (weight := getattr(self.weights, name)) and not there:
-                    raise UserError(f"loss.{name} = {weight:g}: {why}")
+                if (weight := getattr(self.weights, name)) and not is_supported:
+                    raise UserError(f"loss.{name} = {weight:g}: {reason}")
         if not any(vars(self.weights).values()):
-            raise UserError(f"loss: none has a weight; give one of {', '.join(vars(self.weights))}")
+            raise UserError(f"loss: all weights are 0. Set one of {', '.join(vars(self.weights))}.")
 
     def __call__(self, seen: Seen) -> dict[str, Tensor]:
-        """Return the weighted terms.  Errors: UserError as of `check`."""
+        """Compute the weighted terms. Errors: those of `check`."""
         chains, entities = seen.asym_id.unique(), seen.entity_id.unique()
         self.check(seen.pae_logits is not None, len(chains), len(entities) < len(chains))
         weights = {name: weight for name, weight in vars(self.weights).items() if weight}
-        found = _Terms(seen, self.shape, self.target)
-        return {name: weight * getattr(found, name)() for name, weight in weights.items()}
+        terms = _Terms(seen, self.shape, self.target)
+        return {name: weight * getattr(terms, name)() for name, weight in weights.items()}
 
 
 class _Terms:
-    """The losses of what a pass has found, by the names of `LossWeights`, each computed when it is called."""
+    """The losses of one forward pass: one method for each field of `LossWeights`."""
 
     def __init__(self, seen: Seen, shape: LossShape, target: TargetStructure | None) -> None:
         self.seen, self.shape, self.target = seen, shape, target
         self.same = seen.asym_id[:, None] == seen.asym_id
         designed = seen.designed
-        self.within = self.same & designed[:, None] & designed  # pairs of residues that count
+        # The pairs of residues that the losses within and between chains cover.
+        self.within = self.same & designed[:, None] & designed
         self.between = ~self.same & (designed[:, None] | designed)
         self.ca = seen.positions[:, CA]
         self.chains = [(seen.asym_id == number).nonzero()[:, 0] for number in seen.asym_id.unique()]
@@ -198,31 +223,32 @@ class _Terms:
         return backbone_fape(self.seen.frames, true, self._labels["backbone_affine_mask"], self.shape.fape_clamp)
 
     def radius_of_gyration(self) -> Tensor:
-        found = []
+        losses = []
         for ca in (self.ca[residues] for residues in self.chains if self.seen.designed[residues[0]]):
             radius = ((ca - ca.mean(0)).square().sum(-1).mean() + TINY).sqrt()
-            found.append(F.elu(radius - 2.38 * len(ca) ** 0.365))
-        return torch.stack(found).mean()
+            losses.append(F.elu(radius - 2.38 * len(ca) ** 0.365))
+        return torch.stack(losses).mean()
 
     def helicity(self) -> Tensor:
         turn = self.seen.residue_index[:, None] - self.seen.residue_index == 3
         pairs = self.within & turn
         near = self._near(self.shape.helix_distance)[pairs]
-        return near.mean() if len(near) else self.ca.sum() * 0  # chains of three residues have no turn
+        # Chains of three residues have no such pair.
+        return near.mean() if len(near) else self.ca.sum() * 0
 
     def symmetry(self) -> Tensor:
-        """Compare the distances of each copy to the one so many places further round with their mean over copies."""
-        seen, found = self.seen, []
+        """Compare the distances between copies i and i + step (cyclically) with their mean over i, for every step."""
+        seen, losses = self.seen, []
         for entity in seen.entity_id.unique():
             copies = [residues for residues in self.chains if bool(seen.entity_id[residues[0]] == entity)]
-            for step in range(len(copies) if len(copies) > 1 else 0):  # to the copy so many places further round
+            for step in range(len(copies) if len(copies) > 1 else 0):
                 blocks = []
-                for place, here in enumerate(copies):
-                    there = copies[(place + step) % len(copies)]
-                    blocks.append(((self.ca[here][:, None] - self.ca[there]).square().sum(-1) + TINY).sqrt())
+                for i, residues in enumerate(copies):
+                    others = copies[(i + step) % len(copies)]
+                    blocks.append(((self.ca[residues][:, None] - self.ca[others]).square().sum(-1) + TINY).sqrt())
                 distances = torch.stack(blocks)
-                found.append((distances - distances.mean(0)).square().mean())
-        return (torch.stack(found).mean() + TINY).sqrt() / 10
+                losses.append((distances - distances.mean(0)).square().mean())
+        return (torch.stack(losses).mean() + TINY).sqrt() / 10
 
     @cached_property
     def _error_probabilities(self) -> Tensor:
@@ -245,7 +271,7 @@ class _Terms:
         assert self.target is not None
         if len(self.target.labels["pseudo_beta_mask"]) != len(self.ca):
             raise UserError(
-                f"target: it is of {len(self.target.labels['pseudo_beta_mask'])} residues, not {len(self.ca)}"
+                f"target: it has {len(self.target.labels['pseudo_beta_mask'])} residues, the design {len(self.ca)}"
             )
         return {
             name: x.to(self.ca.device, self.ca.dtype) for name, x in self.target.labels.items() if x.is_floating_point()
@@ -258,31 +284,33 @@ class _Terms:
         return scores.best(scores.of_frames(probabilities, slice(None), between))
 
     def _near(self, distance: float) -> Tensor:
-        """Return the probability that beta carbons are nearer than a distance, [N, N]: of bins that end below it."""
+        """Compute P(distance of beta carbons below `distance`), [N, N]: the sum of the bins that end below it."""
         breaks = distogram_breaks(self._distances.shape[-1]).to(self.ca.device)
         ends = torch.cat([breaks, breaks.new_full((1,), torch.inf)])
         return (self._distances * (ends <= distance)).sum(-1)
 
     def _contacts(self, pairs: Tensor, distance: float, number: int) -> Tensor:
-        """Return -log P(contact) of the likeliest contacts of each designed residue among pairs [N, N], their mean.
+        """Compute the mean -log P(contact) of the `number` most likely contacts of each designed residue.
 
-        Of residues that can have fewer, those that they can have.
+        pairs: [N, N], the admissible contacts. Residues with fewer admissible contacts use all of them.
         """
         losses = -(self._near(distance) + TINY).log()
         rows = pairs.any(-1) & self.seen.designed
         if not bool(rows.any()):
             return losses.sum() * 0
         best = losses.masked_fill(~pairs, torch.inf)[rows].topk(min(number, losses.shape[-1]), largest=False).values
-        there = best.isfinite()
-        return (torch.where(there, best, 0).sum(-1) / there.sum(-1)).mean()
+        is_admissible = best.isfinite()
+        return (torch.where(is_admissible, best, 0).sum(-1) / is_admissible.sum(-1)).mean()
 
 
 def soft_ipsae(errors: Tensor, shape: LossShape) -> Tensor:
-    """Return ipSAE of aligned errors [I, J], of one chain's residues in the frames of another: 0 to 1.
+    """Compute a differentiable ipSAE (Dunbrack 2025), between 0 and 1.
 
-    Dunbrack 2025: the best frame's mean of 1 / (1 + (e / d0)^2) over the residues whose error is below a cutoff, with a
-    d0 that follows from their number.  Here a residue counts by a sigmoid about the cutoff: as its width goes to 0 this
-    becomes ipSAE.
+    errors: aligned errors [I, J] of the residues of one chain in the frames of another, angstrom.
+
+    ipSAE is the maximum over frames of the mean of 1 / (1 + (e / d0)^2) over the residues with an error below a cutoff;
+    d0 depends on the number of these residues. Here a sigmoid replaces the cutoff, with ipSAE as the limit of zero
+    width.
     """
     counts = torch.sigmoid((shape.error_cutoff - errors) / shape.error_width)
     number = counts.sum(-1, keepdim=True)

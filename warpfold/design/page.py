@@ -1,4 +1,4 @@
-"""The page of a design: how losses fell and sequences hardened, and the structures of the best."""
+"""The report of a design run: losses, sequence logos, and the structures of the best designs."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,29 +12,35 @@ from warpfold.geometry.atoms import CA
 from warpfold.report import figures
 from warpfold.report.report import ReportPage, ReportTable, Section, Target
 
-DRAWN = 5  # designs whose structures are drawn
-CURVES = 4  # starts whose losses are drawn
+# The numbers of designs with structures and with loss curves on the page.
+DRAWN = 5
+CURVES = 4
 
 
 def design_page(out: Path, summary: Mapping[str, Any], free: Mapping[str, int]) -> ReportPage:
-    """Return the page of the designs in a summary (`run_design`), from the files in `out`; free: as of `Problem`."""
+    """Build the page of a run from its summary (the result of `run_design`) and the files in `out`.
+
+    free: the number of designed residues by key (`Problem.free`).
+    """
     designs = summary["designs"]
     best = designs[0]
     rows = {one["name"]: read_rows(out / "starts" / f"{one['name']}.jsonl") for one in designs[:CURVES]}
     state = StartState.read(out / "starts" / f"{best['name']}.safetensors")
-    curves = [figures.Curve(name, [r["step"] for r in own], [r["loss"] for r in own]) for name, own in rows.items()]
-    own = rows[best["name"]]
+    curves = [
+        figures.Curve(name, [r["step"] for r in steps], [r["loss"] for r in steps]) for name, steps in rows.items()
+    ]
+    best_rows = rows[best["name"]]
     terms = []
     for term in best["terms"]:
-        those = [row for row in own if term in row["terms"]]
-        terms.append(figures.Curve(term, [row["step"] for row in those], [row["terms"][term] for row in those]))
-    hard = next((r["step"] for r in own if r["hard"] == 1.0), None)
+        weighted = [row for row in best_rows if term in row["terms"]]
+        terms.append(figures.Curve(term, [row["step"] for row in weighted], [row["terms"][term] for row in weighted]))
+    hard = next((r["step"] for r in best_rows if r["hard"] == 1.0), None)
     drawn = [
-        (figures.draw_curves(curves, "loss", x_label="step"), "The loss of each step, of the best designs."),
+        (figures.draw_curves(curves, "loss", x_label="step"), "The loss of the best designs."),
         (figures.draw_curves(terms, "weighted loss", x_label="step"), f"The terms of {best['name']}."),
     ]
-    text = "Losses of soft sequences and of hard ones are not the same quantity." + (
-        "" if hard is None else f" From step {hard} on the sequence is hard."
+    text = "Losses of soft and of hard sequences are not comparable." + (
+        "" if hard is None else f" The sequence is hard from step {hard} on."
     )
     header = ["design", "loss", "mean pLDDT", "pTM", "ipTM", "designed"]
     table = []
@@ -55,14 +61,14 @@ def design_page(out: Path, summary: Mapping[str, Any], free: Mapping[str, int]) 
             ("its pLDDT", f"{best['mean_plddt']:.1f}"),
         ],
         sections=[
-            Section("All designs", "The best first, by the hard sequence's loss.", table=ReportTable(header, table)),
+            Section("All designs", "Sorted by the loss of the hard sequence.", table=ReportTable(header, table)),
             Section("Losses", text, drawn),
-            Section("Sequence", "Letters as high as their shares; at most the first 120 residues.", logos),
+            Section("Sequence", "The height of a letter is its share. At most 120 residues are shown.", logos),
         ],
         targets=[_target(out, one) for one in designs[:DRAWN]],
         footer=[
             f"seed {summary['seed']} · parameters {summary['params'] or 'from memory'}",
-            "designs.fasta is for warpfold predict, best with other parameters: those that made them judge kindly.",
+            "Check designs.fasta with warpfold predict and other parameters: scores by the design's own are too high.",
         ],
     )
 

@@ -1,12 +1,12 @@
-"""Designs from many starts, in a folder where the same call continues: what is done is kept, step by step.
+"""Run designs from many starts in a folder in which the same command continues a stopped run.
 
-    OUT/run.json              what decides the designs: settings, seed, digests of the parameters and the target
-    OUT/starts/NAME.*         of each start its state, .safetensors, and a row for each of its steps, .jsonl
-    OUT/designs/NAME.cif      and .json: what became of it; done when both are there
-    OUT/designs.fasta, .csv   all designs, the best first, for `warpfold predict`
+    OUT/run.json              the inputs: settings, seed, digests of the parameters and the target
+    OUT/starts/NAME.*         the state of each start (.safetensors) and one row per step (.jsonl)
+    OUT/designs/NAME.*        the finished design (.cif and .json)
+    OUT/designs.fasta, .csv   all designs, best first, for `warpfold predict`
     OUT/design.json, report.html
 
-A step is a function of the state before it, so a run that was killed ends with the same files, bit for bit.
+Each step is a function of the state before it, so a run that was killed ends with the same files, bit for bit.
 """
 
 import json
@@ -34,18 +34,21 @@ from warpfold.progress import Progress, no_progress
 from warpfold.report.report import write_report
 from warpfold.settings import differences, to_dict
 
-LOGOS = 8  # of a start: its sequence at so many steps
+# The number of steps with a sequence logo in the report.
+LOGOS = 8
 RUN, SUMMARY, PAGE, FASTA, TABLE = "run.json", "design.json", "report.html", "designs.fasta", "designs.csv"
 FILES = (RUN, SUMMARY, PAGE, FASTA, TABLE)
 FOLDERS = ("starts", "designs")
-OWN_FILE = re.compile(r"\.?design_\d+\.(safetensors|jsonl|cif|json)(\.\w+)?")  # in its folders; with drafts
+# The files of a run in its folders, including temporary files.
+OWN_FILE = re.compile(r"\.?design_\d+\.(safetensors|jsonl|cif|json)(\.\w+)?")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is designed: the chains, of which some have logits, and what they are judged by.
+    """A design problem: the designed chains, the fixed letters and the losses.
 
-    free: residues of each key of the logits.  fixed: letters of each chain, FREE where it is free.
+    free: the number of designed residues by key of the logits.
+    fixed: the letters of each chain, with FREE for designed residues.
     """
 
     free: dict[str, int]
@@ -54,31 +57,32 @@ class Problem:
 
     @classmethod
     def of(cls, settings: DesignSettings, pae: bool) -> "Problem":
-        """Read the target, if there is one, and check that all goes together; pae: as `errors` of `Losses.check`.
+        """Read the target, if any, and check that chains and losses are consistent.
 
-        Errors: UserError for a file that cannot be read, and chains or losses that do not fit.
+        pae: whether the parameters have a head for aligned errors.
+        Errors: UserError for an unreadable file and for inconsistent chains or losses.
         """
-        known: Mapping[str, Chain] = {}
+        target_chains: Mapping[str, Chain] = {}
         if settings.target:
             structure = read_structure(Path(settings.target))
             structure.check_placed(settings.target)
-            known = structure.chains
-        given = settings.chains or {id: len(chain.sequence) for id, chain in known.items()}
-        if not given:
-            raise UserError("chains: there are none; give how many residues, such as --set chains.A=100, or a target")
+            target_chains = structure.chains
+        chain_settings = settings.chains or {id: len(chain.sequence) for id, chain in target_chains.items()}
+        if not chain_settings:
+            raise UserError("chains: there are none. Pass their lengths, such as --set chains.A=100, or a target.")
         free, fixed = dict[str, int](), dict[str, str]()
-        for key, what in given.items():
-            letters = fixed_letters(what)
+        for key, length_or_letters in chain_settings.items():
+            letters = fixed_letters(length_or_letters)
             if FREE in letters:
                 free[key] = len(letters)
             for id in key.split(","):
                 fixed[id.strip()] = letters
         if not free:
-            raise UserError(f'chains: every letter is given; "{FREE}" stands where one is to be designed')
+            raise UserError(f'chains: all residues are fixed. Write "{FREE}" for the residues to design.')
         chains = soft_chains({key: np.zeros((n, AMINO_ACIDS)) for key, n in free.items()}, fixed)
-        lengths = {id: len(one.fixed) for id, one in chains.items()}
-        target = TargetStructure.of(lengths, known) if known else None
-        copies = any("," in key for key in given)
+        lengths = {id: len(chain.fixed) for id, chain in chains.items()}
+        target = TargetStructure.of(lengths, target_chains) if target_chains else None
+        copies = any("," in key for key in chain_settings)
         for number, stage in enumerate(settings.stages, 1):
             losses = Losses(replace(settings.loss, **stage.weights), settings.shape, target)
             try:
@@ -98,10 +102,12 @@ def run_design(
     force: bool = False,
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
-    """Design from each start that is not done yet, and return what OUT/design.json has.
+    """Design from each start that is not finished, and return the content of OUT/design.json.
 
-    params: a digest of the parameters, by which a run is known.  starts: more of them may be asked for later.
-    Errors: UserError for a folder of another run or of something else, and as of `Problem.of`.
+    starts: the number of designs; a later call may ask for more.
+    params: a digest of the parameters, which identifies the run.
+    force: replace another run in `out`.
+    Errors: UserError if `out` holds other files or another run, and those of `Problem.of`.
     """
     problem = Problem.of(settings, predictor.model.config.heads.pae)
     about = {"settings": to_dict(settings), "seed": seed, "params": params, "precision": predictor.precision}
@@ -112,7 +118,7 @@ def run_design(
         for folder in (out, out / "starts", out / "designs"):
             folder.mkdir(parents=True, exist_ok=True)
     with lock_file(
-        out / "lock", UserError(f"{out}: another process designs here; wait for it, or name another folder")
+        out / "lock", UserError(f"{out}: another process is writing designs here. Wait for it, or use another folder.")
     ):
         _identify(out, about, force)
         total = starts * settings.steps
@@ -126,30 +132,31 @@ def run_design(
 
 
 def _refuse_others(out: Path) -> None:
-    """Raise UserError for a folder that is no run's: one with other files, or with folders of these names in use."""
-    known = (out / RUN).is_file()
-    own = {*FOLDERS, "lock", *(FILES if known else ())}
-    refuse_foreign(out, lambda name: name in own or name.startswith("."))  # the latter: what a kill left
+    """Raise UserError if the folder holds files that do not belong to a run of `design`."""
+    is_run = (out / RUN).is_file()
+    names = {*FOLDERS, "lock", *(FILES if is_run else ())}
+    # A killed run leaves temporary files, whose names start with a dot.
+    refuse_foreign(out, lambda name: name in names or name.startswith("."))
     for folder in FOLDERS:
-        refuse_foreign(out / folder, lambda name: known and OWN_FILE.fullmatch(name))
+        refuse_foreign(out / folder, lambda name: is_run and OWN_FILE.fullmatch(name))
 
 
 def _identify(out: Path, about: Mapping[str, Any], force: bool) -> None:
-    """Note what decides the run, or see that it is the same one; force: else begin anew."""
+    """Write the inputs of the run, or check that they equal those of the existing run. force: replace that run."""
     path = out / RUN
     text = json.dumps(about, indent=1)
     if path.is_file():
         try:
-            known = dict(json.loads(path.read_text(encoding="utf-8")))
+            existing = dict(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError, RecursionError) as error:
             if not force:
-                raise UserError(f"{path}: damaged ({error}); put a copy back, or begin anew with --force") from None
-            known = {}
-        if known == json.loads(text):
+                raise UserError(f"{path}: damaged ({error}). Restore it, or start again with --force.") from None
+            existing = {}
+        if existing == json.loads(text):
             return
         if not force:
-            what = differences(dict(about), known)[0]
-            raise UserError(f"{out}: holds another run ({what}); name a new folder, or replace it with --force")
+            difference = differences(dict(about), existing)[0]
+            raise UserError(f"{out}: holds another run ({difference}). Use a new folder, or replace it with --force.")
         for folder in FOLDERS:
             remove_own(out / folder, OWN_FILE.fullmatch)
             (out / folder).mkdir(exist_ok=True)
@@ -161,48 +168,49 @@ def _run_start(
     predictor: Predictor, problem: Problem, settings: DesignSettings, out: Path, name: str, seed: int,
     done: int, total: int, progress: Progress,
 ) -> None:  # fmt: skip
-    """Go through the stages from where the start stands, and write what became of it."""
+    """Run the remaining steps of a start and write its design."""
     path, journal = out / "starts" / f"{name}.safetensors", out / "starts" / f"{name}.jsonl"
     state = StartState.read(path) or StartState(first_logits(problem.free, settings.spread, seed, name), logos={})
-    rows = read_rows(journal, state.step)  # without that of a step whose state was not written any more
+    # A kill between the two writes of a step leaves a row without its state. That step runs again.
+    rows = read_rows(journal, state.step)
     write_atomically(journal, "".join(json.dumps(row) + "\n" for row in rows))
     shown = {step for step in np.linspace(0, settings.steps - 1, LOGOS).astype(int).tolist()}
     assert state.logos is not None
     for step in range(state.step, settings.steps):
         progress(done + step, total, name)
-        now = settings.at(step)
+        current = settings.at(step)
         if step in shown:
-            state.logos[step] = _shares(problem, state.logits, now)
-        found = _gradient(predictor, problem, settings, state.logits, now, seed, name)
-        spans, sequence = found.prediction.spans, found.prediction.sequence
+            state.logos[step] = _shares(problem, state.logits, current)
+        gradient = _gradient(predictor, problem, settings, state.logits, current, seed, name)
+        spans, sequence = gradient.prediction.spans, gradient.prediction.sequence
         letters = {key: sequence[spans[key.split(",")[0].strip()]] for key in problem.free}
-        if now.hard == 1.0 and (state.best is None or found.loss < state.best):
-            state.best, state.letters = found.loss, letters
-        row: dict[str, Any] = {key: value for key, value in vars(now).items() if key != "weights"}
-        row |= {"step": step, "loss": found.loss, "terms": found.terms}
-        row |= {"plddt": found.prediction.mean_plddt, "letters": letters}
+        if current.hard == 1.0 and (state.best is None or gradient.loss < state.best):
+            state.best, state.letters = gradient.loss, letters
+        row: dict[str, Any] = {key: value for key, value in vars(current).items() if key != "weights"}
+        row |= {"step": step, "loss": gradient.loss, "terms": gradient.terms}
+        row |= {"plddt": gradient.prediction.mean_plddt, "letters": letters}
         with writing(journal), journal.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-        assert isinstance(found.grad, dict)
-        for key, grad in found.grad.items():
-            state.logits[key] = moved(state.logits[key], grad, now.rate)
+        assert isinstance(gradient.grad, dict)
+        for key, grad in gradient.grad.items():
+            state.logits[key] = updated_logits(state.logits[key], grad, current.rate)
         state.step = step + 1
         state.write(path)
     _finish(predictor, problem, settings, state, out, name, seed)
 
 
 def first_logits(free: Mapping[str, int], spread: float, seed: int, name: str) -> dict[str, np.ndarray]:
-    """Draw the logits [N, 20] that a start begins with."""
+    """Draw the initial logits [N, 20] of a start, by key, with the standard deviation `spread`."""
     return {
         key: (spread * keyed_rng(seed, "design", name, key).normal(size=(n, AMINO_ACIDS))).astype(np.float32)
         for key, n in free.items()
     }
 
 
-def moved(logits: np.ndarray, grad: np.ndarray, rate: float) -> np.ndarray:
-    """Return logits [N, 20] after a step against their gradient, which is scaled to the root of how many are free.
+def updated_logits(logits: np.ndarray, grad: np.ndarray, rate: float) -> np.ndarray:
+    """Update logits [N, 20] by a gradient step that is independent of the scale of the loss.
 
-    So the step does not depend on how large the loss is (ColabDesign, colabdesign/af/design.py).
+    The gradient is scaled to the norm sqrt(number of free residues): ColabDesign, colabdesign/af/design.py.
     """
     norm, free = float(np.linalg.norm(grad)), int(grad.any(-1).sum())
     scale = np.sqrt(free) / norm if norm > 0 else 0.0
@@ -211,17 +219,17 @@ def moved(logits: np.ndarray, grad: np.ndarray, rate: float) -> np.ndarray:
 
 def _gradient(
     predictor: Predictor, problem: Problem, settings: DesignSettings, logits: Mapping[str, np.ndarray],
-    now: StepSettings, seed: int, name: str,
+    step: StepSettings, seed: int, name: str,
 ) -> Gradient:  # fmt: skip
-    problem.losses.weights = now.weights
+    problem.losses.weights = step.weights
     return predictor.gradient(
         logits,
         problem.losses,
         fixed=problem.fixed,
         templates=list(settings.templates) or None,
-        soft=now.soft,
-        temperature=now.temperature,
-        hard=now.hard,
+        soft=step.soft,
+        temperature=step.temperature,
+        hard=step.hard,
         recycles=settings.recycles,
         through=settings.through,
         seed=seed,
@@ -235,32 +243,32 @@ def _chains(problem: Problem, logits: Mapping[str, np.ndarray]) -> dict[str, Sof
     return {key: chains[key.split(",")[0].strip()] for key in problem.free}
 
 
-def _shares(problem: Problem, logits: Mapping[str, np.ndarray], now: StepSettings) -> np.ndarray:
-    """Return the softmax of the free chains' logits, one below another, [N, 20]."""
-    each = [one.enter(1.0, now.temperature, now.hard).detach() for one in _chains(problem, logits).values()]
-    return np.concatenate([x.numpy()[:, :AMINO_ACIDS] for x in each]).astype(np.float32)
+def _shares(problem: Problem, logits: Mapping[str, np.ndarray], step: StepSettings) -> np.ndarray:
+    """Compute the softmax of the logits of all free chains, concatenated: [N, 20]."""
+    shares = [chain.enter(1.0, step.temperature, step.hard).detach() for chain in _chains(problem, logits).values()]
+    return np.concatenate([x.numpy()[:, :AMINO_ACIDS] for x in shares]).astype(np.float32)
 
 
 def _finish(
     predictor: Predictor, problem: Problem, settings: DesignSettings, state: StartState, out: Path, name: str, seed: int
 ) -> None:
-    """Fold the best hard sequence of a start, or its last one, and write the design."""
-    letters = state.letters or {key: one.letters for key, one in _chains(problem, state.logits).items()}
-    codes = soft_chains({key: np.zeros((n, AMINO_ACIDS)) for key, n in problem.free.items()}, problem.fixed)
-    whole = {id: letters.get(one.key or "", one.fixed) for id, one in codes.items()}
+    """Fold the best hard sequence of a start, or else its last sequence, and write the design."""
+    letters = state.letters or {key: chain.letters for key, chain in _chains(problem, state.logits).items()}
+    chains = soft_chains({key: np.zeros((n, AMINO_ACIDS)) for key, n in problem.free.items()}, problem.fixed)
+    sequences = {id: letters.get(chain.key or "", chain.fixed) for id, chain in chains.items()}
     last = replace(settings.at(settings.steps - 1), hard=1.0, soft=1.0)
     hard = {key: one_hot(letters[key]) for key in problem.free}
-    found = _gradient(predictor, problem, settings, hard, last, seed, name)
-    prediction = found.prediction
+    gradient = _gradient(predictor, problem, settings, hard, last, seed, name)
+    prediction = gradient.prediction
     entry = {
         "name": name,
-        "loss": found.loss,
-        "terms": found.terms,
+        "loss": gradient.loss,
+        "terms": gradient.terms,
         "mean_plddt": prediction.mean_plddt,
         "ptm": prediction.ptm,
         "iptm": prediction.iptm,
-        "sequence": ":".join(whole.values()),
-        "chains": whole,
+        "sequence": ":".join(sequences.values()),
+        "chains": sequences,
         "designed": letters,
         "plddt": [round(float(x), 2) for x in prediction.plddt],
     }
@@ -269,36 +277,39 @@ def _finish(
 
 
 def one_hot(letters: str) -> np.ndarray:
-    """Return logits [N, 20] whose most likely letters these are; X counts as A, which only a fixed letter can be."""
+    """Encode letters as logits [N, 20]. Only fixed letters can be X, which is encoded as A."""
     return np.eye(AMINO_ACIDS, dtype=np.float32)[[max(RESTYPES.find(letter), 0) for letter in letters]]
 
 
 def _read_design(path: Path) -> dict[str, Any]:
-    """Read what `_finish` has written.  Errors: UserError for a file that is damaged."""
+    """Read a file that `_finish` wrote. Errors: UserError for a damaged file."""
     try:
-        one = json.loads(path.read_text(encoding="utf-8"))
-        if lacking := {"ptm", "iptm", "chains", "designed"} - set(one):
-            raise KeyError(*sorted(lacking))
-        numbers = [float(x) for x in (one["loss"], one["mean_plddt"], *one["terms"].values(), *one["plddt"])]
-        letters = one["sequence"].replace(":", "")
-        whole = one["name"] == path.stem and len(letters) == len(one["plddt"]) and set(letters) <= {*RESTYPES, "X"}
-        if not whole or not np.isfinite(numbers).all():
-            raise ValueError("it is not as it was written")
-        json.dumps(one, allow_nan=False)  # ValueError for 1e999, which was read as infinity
-        return dict(one)
+        design = json.loads(path.read_text(encoding="utf-8"))
+        if missing := {"ptm", "iptm", "chains", "designed"} - set(design):
+            raise KeyError(*sorted(missing))
+        numbers = [
+            float(x) for x in (design["loss"], design["mean_plddt"], *design["terms"].values(), *design["plddt"])
+        ]
+        letters = design["sequence"].replace(":", "")
+        has_letters = len(letters) == len(design["plddt"]) and set(letters) <= {*RESTYPES, "X"}
+        if design["name"] != path.stem or not has_letters or not np.isfinite(numbers).all():
+            raise ValueError("inconsistent values")
+        # Raises ValueError for 1e999, which json reads as infinity.
+        json.dumps(design, allow_nan=False)
+        return dict(design)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path}: damaged ({error}); remove it, and it is made again") from None
+        raise UserError(f"{path}: damaged ({error}). Remove it and run the command again.") from None
 
 
 def _summarise(out: Path, about: Mapping[str, Any], starts: int, problem: Problem) -> dict[str, Any]:
-    """Write the tables and the page of all designs that are done, the best first, and return the summary."""
+    """Write the tables and the page of all finished designs, best first, and return the summary."""
     files = sorted((out / "designs").glob("design_*.json"))
     designs = [_read_design(file) for file in files]
-    designs.sort(key=lambda one: (one["loss"], one["name"]))
+    designs.sort(key=lambda design: (design["loss"], design["name"]))
     summary = {**about, "starts": starts, "designs": designs}
-    write_atomically(out / FASTA, "".join(f">{one['name']}\n{one['sequence']}\n" for one in designs))
+    write_atomically(out / FASTA, "".join(f">{design['name']}\n{design['sequence']}\n" for design in designs))
     names = ["name", "loss", "mean_plddt", "ptm", "iptm", *(f"loss.{term}" for term in designs[0]["terms"]), "sequence"]
-    rows = (one | {f"loss.{term}": value for term, value in one["terms"].items()} for one in designs)
+    rows = (design | {f"loss.{term}": value for term, value in design["terms"].items()} for design in designs)
     write_atomically(out / TABLE, as_csv(names, rows))
     write_atomically(out / SUMMARY, json.dumps(summary, indent=1, allow_nan=False) + "\n")
     write_report(out / PAGE, design_page(out, summary, problem.free))

@@ -1,4 +1,4 @@
-"""What a design's TOML may contain: chains, losses, and the stages from soft to hard."""
+"""The settings of a design (TOML): chains, losses, and the stages from soft to hard sequences."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -17,24 +17,27 @@ PRESETS = tuple(folder / "design" for folder in settings.PRESETS)
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Some steps of a design; what goes from one value to another does so over them.
+    """A number of steps with the same schedule.
 
-    What enters the model is as of `Predictor.gradient`.  A step is so long that the logits of a residue change by
-    `rate` * ((1 - soft) + soft * temperature), as the root of their mean square: ColabDesign, colabdesign/af/design.py.
+    soft, temperature, hard: the inputs of the model, as for `Predictor.gradient`. Pairs are the first and last value;
+        soft changes linearly, temperature with the square of the remaining steps (ColabDesign).
+    rate: the root mean square change of a residue's logits in a step is rate * ((1 - soft) + soft * temperature)
+        (ColabDesign, colabdesign/af/design.py).
+    weights: weights of losses that replace those of [loss].
     """
 
     steps: int
-    soft: tuple[float, float] = (1.0, 1.0)  # linearly
-    temperature: tuple[float, float] = (1.0, 1.0)  # with the square of the steps that are left: ColabDesign
+    soft: tuple[float, float] = (1.0, 1.0)
+    temperature: tuple[float, float] = (1.0, 1.0)
     hard: float = 0.0
-    rate: float = 0.1  # ColabDesign
-    weights: dict[str, float] = field(default_factory=dict)  # of losses, in place of those of [loss]
+    rate: float = 0.1
+    weights: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.steps < 1 or not self.rate > 0:
-            raise ValueError(f"steps = {self.steps}, rate = {self.rate}: at least 1, and above 0, are needed")
+            raise ValueError(f"steps = {self.steps}, rate = {self.rate}: steps must be at least 1 and rate above 0")
         if not all(0 <= x <= 1 for x in (*self.soft, self.hard)) or not min(self.temperature) > 0:
-            raise ValueError("soft and hard must lie between 0 and 1, and temperature above 0")
+            raise ValueError("soft and hard must be between 0 and 1, and temperature above 0")
         if unknown := [name for name in self.weights if name not in LossWeights.__dataclass_fields__]:
             known = ", ".join(LossWeights.__dataclass_fields__)
             raise ValueError(f"weights: {unknown[0]} is not a loss; known: {known}")
@@ -42,7 +45,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What one step does: what enters the model, how far logits move, and by which losses."""
+    """The settings of one step: the inputs of the model, the change of the logits and the weights of the losses."""
 
     stage: int
     soft: float
@@ -56,13 +59,19 @@ class StepSettings:
 class DesignSettings:
     """All settings of a design, each a key or a section of the TOML file."""
 
-    # Chain -> how many residues are free, or its letters, "-" where free; "A,B" are copies.  None: the target's, free.
+    # Chain -> its number of free residues, or its letters with "-" for free residues. "A,B" are copies. Empty: the
+    # chains of the target, free.
     chains: dict[str, int | str] = field(default_factory=dict)
-    target: str = ""  # mmCIF or PDB file, whose chains are those of the design by the same names
-    templates: tuple[str, ...] = ()  # as of `predict`: A=FILE:CHAIN for chain A
-    recycles: int = 0  # passes before the last
-    through: Through = "last"  # the gradient: through the last pass, all, or their mean
-    spread: float = 0.01  # standard deviation of the logits at the start: ours
+    # mmCIF or PDB file; its chains are matched with those of the design by name.
+    target: str = ""
+    # As for `predict`: A=FILE:CHAIN for chain A.
+    templates: tuple[str, ...] = ()
+    # Recycling iterations before the last one.
+    recycles: int = 0
+    # The iterations through which the gradient flows: the last one, all, or the mean over them.
+    through: Through = "last"
+    # Standard deviation of the initial logits.
+    spread: float = 0.01
     loss: LossWeights = field(default_factory=LossWeights)
     shape: LossShape = field(default_factory=LossShape)
     stages: tuple[Stage, ...] = ()
@@ -70,17 +79,17 @@ class DesignSettings:
     def __post_init__(self) -> None:
         if self.recycles < 0 or self.spread < 0 or not math.isfinite(self.spread):
             raise ValueError(f"recycles = {self.recycles}, spread = {self.spread}: must not be negative")
-        for name, given in self.chains.items():
-            if not given or (isinstance(given, int) and given < 1):
-                raise ValueError(f"chains.{name} = {given!r}: a number of residues, or letters, are needed")
+        for name, value in self.chains.items():
+            if not value or (isinstance(value, int) and value < 1):
+                raise ValueError(f"chains.{name} = {value!r}: must be a number of residues, or letters")
 
     @property
     def steps(self) -> int:
-        """Return how many steps there are in all stages."""
+        """Return the number of steps of all stages."""
         return sum(stage.steps for stage in self.stages)
 
     def at(self, step: int) -> StepSettings:
-        """Return what a step does, counted from 0."""
+        """Return the settings of a step, counted from 0."""
         for number, stage in enumerate(self.stages):
             if step < stage.steps:
                 done = (step + 1) / stage.steps
@@ -89,27 +98,29 @@ class DesignSettings:
                 rate = stage.rate * ((1 - soft) + soft * temperature)
                 return StepSettings(number, soft, temperature, stage.hard, rate, replace(self.loss, **stage.weights))
             step -= stage.steps
-        raise ValueError(f"step {step} behind the last stage")
+        raise ValueError(f"step {step} is after the last stage")
 
 
 def load_design(name: str | Path | Mapping[str, Any], changes: Iterable[str] = ()) -> DesignSettings:
-    """Read the settings of a design: a TOML file, a preset's name, or values; `changes`: KEY=VALUE over them.
+    """Load the settings of a design.
 
-    Files that are named in a TOML file are found from where the command runs.
-    Errors: UserError for what is not there, or not right.
+    name: a TOML file, the name of a preset, or a mapping of values. Paths in a TOML file are relative to the current
+        directory.
+    changes: KEY=VALUE, overriding these settings.
+    Errors: UserError for missing files and invalid settings.
     """
     source = "settings" if isinstance(name, Mapping) else str(name)
     if not isinstance(name, Mapping) and not Path(name).is_file():
         known = {file.stem: file for folder in PRESETS for file in sorted(folder.glob("*.toml"))}
         if str(name) not in known:
-            raise UserError(f"{name}: no such settings file; give a path or a preset ({', '.join(sorted(known))})")
+            raise UserError(f"{name}: no such settings file. Pass a path or a preset ({', '.join(sorted(known))}).")
         name = known[str(name)]
-    found = settings.build(DesignSettings, settings.load(name, changes), source)
-    if not found.stages:
-        raise UserError(f"{source}: has no stages; give [[stages]] with their steps")
-    return found
+    design = settings.build(DesignSettings, settings.load(name, changes), source)
+    if not design.stages:
+        raise UserError(f"{source}: has no stages. Add [[stages]] with their steps.")
+    return design
 
 
-def fixed_letters(given: int | str) -> str:
-    """Return the letters of a chain of the settings, FREE where it is free."""
-    return FREE * given if isinstance(given, int) else given.upper()
+def fixed_letters(chain: int | str) -> str:
+    """Expand a chain of the settings to letters, with FREE for the residues to design."""
+    return FREE * chain if isinstance(chain, int) else chain.upper()

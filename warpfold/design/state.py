@@ -1,4 +1,4 @@
-"""Where a start of a design stands, and the rows of its steps: files that a stopped run goes on from."""
+"""The files from which a stopped start of a design continues: its state, and the rows of its steps."""
 
 import json
 from dataclasses import dataclass
@@ -15,16 +15,21 @@ from warpfold.files import check_tensors, sealed_tensors, write_atomically
 
 @dataclass
 class StartState:
-    """Where a start stands: `step` steps are done; best: the lowest loss of a hard sequence, and its letters by key."""
+    """The state of a start.
+
+    step: the number of finished steps.
+    best, letters: the lowest loss of a hard sequence so far, and its letters by key.
+    logos: step -> shares [N, 20] of the letters of all free chains before that step.
+    """
 
     logits: dict[str, np.ndarray]
     step: int = 0
     best: float | None = None
     letters: dict[str, str] | None = None
-    logos: dict[int, np.ndarray] | None = None  # shares of the free chains, one below another, before a step
+    logos: dict[int, np.ndarray] | None = None
 
     def write(self, path: Path) -> None:
-        """Write it, whole or not at all."""
+        """Write the state atomically."""
         arrays = {f"logits.{key}": x for key, x in self.logits.items()}
         arrays |= {f"logo.{step}": x for step, x in (self.logos or {}).items()}
         about = {"step": self.step, "best": self.best, "letters": self.letters}
@@ -32,7 +37,7 @@ class StartState:
 
     @classmethod
     def read(cls, path: Path) -> "StartState | None":
-        """Read it; None where there is none.  Errors: UserError for a file that is damaged."""
+        """Read a state, or return None if the file does not exist. Errors: UserError for a damaged file."""
         if not path.is_file():
             return None
         try:
@@ -44,23 +49,24 @@ class StartState:
             logos = {int(name.removeprefix("logo.")): x for name, x in arrays.items() if name.startswith("logo.")}
             return cls(logits=logits, logos=logos, **about)
         except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
-            raise UserError(f"{path}: damaged ({error}); remove it, and this start begins again") from None
+            raise UserError(f"{path}: damaged ({error}). Remove it to repeat this start.") from None
 
 
 def read_rows(path: Path, steps: int | None = None) -> list[dict[str, Any]]:
-    """Return the rows of a start's steps, at most of the first `steps`; none where there is no file.
+    """Read the rows of a start's first `steps` steps (default: all). A missing file has no rows.
 
-    Errors: UserError for a file that is damaged.
+    Errors: UserError for a damaged file.
     """
-    lines = path.read_bytes().split(b"\n")[:-1][:steps] if path.is_file() else []  # a kill may have cut the last one
+    # A kill may have truncated the last line, which then lacks its newline.
+    lines = path.read_bytes().split(b"\n")[:-1][:steps] if path.is_file() else []
     try:
         rows = [json.loads(line) for line in lines]
         json.dumps(rows, allow_nan=False)
         if [row["step"] for row in rows] != list(range(len(rows))):
-            raise ValueError("its steps are not in their order")
+            raise ValueError("steps out of order")
         if not all(isinstance(row["terms"], dict) and {"loss", "hard", "letters"} <= row.keys() for row in rows):
-            raise ValueError("a row lacks something")
+            raise ValueError("a row is incomplete")
         return rows
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         start = path.with_suffix("")
-        raise UserError(f"{path}: damaged ({error}); remove {start}.*, and this start begins again") from None
+        raise UserError(f"{path}: damaged ({error}). Remove {start}.* to repeat this start.") from None
