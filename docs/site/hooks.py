@@ -14,7 +14,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from reference import commands, notebook, python_interface, settings_reference
+from reference import commands, messages, notebook, python_interface, settings_reference
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -24,6 +24,7 @@ GENERATED = {
     "reference/commands.md": commands,
     "reference/python.md": python_interface,
     "reference/settings.md": settings_reference,
+    "reference/messages.md": messages,
     "notebook.md": partial(notebook, "fold.ipynb"),
     "design_notebook.md": partial(notebook, "design.ipynb"),
 }

@@ -1,4 +1,4 @@
-"""Pages made of the source: the command line, the Python interface, the settings, the notebooks.
+"""Pages made of the source: the command line, the Python interface, the settings, the messages, the notebooks.
 
 The command line is imported (it imports nothing heavy), the rest is read as text: neither torch nor NumPy is needed.
 """
@@ -99,6 +99,50 @@ def python_interface() -> str:
     for name in [*functions, *(name for name in public if name not in functions)]:
         lines += ["", f"::: warpfold.{name}"]
     return "\n".join(lines) + "\n"
+
+
+# The error messages
+
+
+def messages() -> str:
+    """Return the page of all messages of bad input, by package, as they are written in the source.
+
+    Each placeholder of a message is shown as `…`.
+    """
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+    classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    errors = {"UserError"}
+    for _ in range(3):  # subclasses of subclasses
+        errors |= {node.name for node in classes if errors & {ast.unparse(base) for base in node.bases}}
+    errors.remove("NotServed")  # a reason, never a message of its own
+    lines = [
+        "# Messages",
+        "",
+        "Every message that a command or function prints for bad input, by the file that raises it. `…` stands for the",
+        "object, a value or a number. The [error index](errors.md) describes what happens then.",
+    ]
+    for path, tree in trees.items():
+        calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args)
+        found = {
+            text: None
+            for call in calls
+            if ast.unparse(call.func).rpartition(".")[2] in errors and (text := _message(call.args[0])).strip("… ")
+        }
+        if found:
+            lines += ["", f"## {path.relative_to(PACKAGE).as_posix()}", ""]
+            lines += [f"* `{text.replace('`', chr(39))}`" for text in found]
+    return "\n".join(lines) + "\n"
+
+
+def _message(node: ast.expr) -> str:
+    """Return the text of a string expression, with `…` for whatever is known at run time alone."""
+    if isinstance(node, ast.Constant):
+        return " ".join(str(node.value).split())
+    if isinstance(node, ast.JoinedStr):
+        return " ".join("".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values).split())
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return f"{_message(node.left)} {_message(node.right)}"
+    return "…"
 
 
 # The notebooks
