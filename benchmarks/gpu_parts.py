@@ -169,7 +169,7 @@ def graph_tests() -> list[ModelBench]:
 def products(options: Options, sink: Sink) -> None:
     """Time cuBLAS at the shapes of a block's most expensive parts, with the L2 cache flushed before each run.
 
-    The numbers of the rows are those of the designs in docs/decisions/0027.
+    The numbers of the rows are those of the designs in docs/decisions/0028.
     """
     s, n = (4, 12) if options.toy else (132, 256)  # alignment rows with those of templates; residues
     m, z = (s * n, 256), (n * n, 128)  # positions and channels of the alignment and of the pair representation

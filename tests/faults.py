@@ -7,7 +7,7 @@
 
 A piece of source is looked for in every file of the package, so that a fault survives a move.  Where it is gone, the
 table says so: find what does its work now, and put that into tests/faults.toml.  What came of it:
-docs/decisions/0024-what-the-tests-find.md.
+docs/explanation/exactness.md.
 """
 
 import argparse

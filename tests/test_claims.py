@@ -1,11 +1,11 @@
-"""What the pages claim about GPUs stands in one place."""
+"""Claims about GPUs are on the page Limitations alone."""
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# Limitations, the record of the GPU measurements, and what a GPU should run next.
-PLACES = {"docs/limitations.md", "docs/decisions/0027-the-first-half-hour-on-a-gpu.md", "benchmarks/README.md"}
+# Limitations, and the list of measurements that a GPU should run next.
+PLACES = {"docs/limitations.md", "benchmarks/README.md"}
 STALE = re.compile(
     r"(?i)\b(no|nothing|never|not|none|without)\b[^.|\n]{0,60}"
     r"\b(run|ran|measured|tried|at hand|available)\b[^.|\n]{0,30}\bGPUs?\b"

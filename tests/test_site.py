@@ -32,6 +32,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
         "reference/commands.md",
         "reference/python.md",
         "reference/settings.md",
+        "reference/messages.md",
         "notebook.md",
         "design_notebook.md",
     }
@@ -93,6 +94,19 @@ def test_every_setting_is_on_its_page() -> None:
     keys = [key for key in settings.plain(RunConfig()) if f"\n## {key}\n" not in page]
     assert not keys
     assert "| `learning_rate` | `float` | `0.001` |" in page
+
+
+def test_the_benchmarks_are_those_of_the_results() -> None:
+    page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    assert page == site_module("benchmarks").page(), "run: python docs/site/benchmarks.py"
+
+
+def test_messages_of_bad_input_are_on_their_page() -> None:
+    page = site_module("reference").messages()
+    assert page.count("\n* `") > 500
+    for path in (ROOT / "warpfold").rglob("*.py"):
+        if "raise UserError(" in path.read_text(encoding="utf-8"):
+            assert f"\n## {path.relative_to(ROOT / 'warpfold').as_posix()}\n" in page
 
 
 def test_every_command_and_option_is_on_its_page() -> None:

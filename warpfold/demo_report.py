@@ -50,7 +50,7 @@ PROTEINS = DemoSubject(
     preset="tiny",
     count=240,
     longest=40,
-    # Whether helices of a hairpin turn over within a run is a matter of luck (docs/decisions/0007).
+    # Whether helices of a hairpin turn over within a run is a matter of luck.
     left_out=("helical hairpin",),
     interface=(),
     title="WarpFold learns to fold",

@@ -192,7 +192,7 @@ def _latency_of_gloo(kind: Kind, where: Placement, cluster: Cluster) -> float:
     """Return how long the steps take, each there and back: a rank sends when the other has said that it is waiting.
 
     gloo has rings alone, none of whose steps is faster than the slowest, and its reduce_scatter is an all_reduce.
-    Measured: 2 and 4 ranks, 5 ms apart (docs/decisions/0021-clusters.md).
+    Measured: 2 and 4 ranks, 5 ms apart.
     """
     slowest = cluster.between if where.nodes > 1 else cluster.within
     around = where.ranks - 1

@@ -57,7 +57,7 @@ class AdaptedLinear(Linear):
 
     W stays under its usual name, and is not trained; A [rank, c_in] and B [c_out, rank] are.  Whoever asks for the
     weight gets the dense one, of which autograd knows where it came from: no operation, plan or kernel has to know of
-    adapters (docs/decisions/0026).  A layer becomes one by `engine.trainable.freeze`.
+    adapters (docs/howto/fine_tune.md).  A layer becomes one by `engine.trainable.freeze`.
     """
 
     adapter_a: nn.Parameter

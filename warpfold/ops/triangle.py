@@ -32,7 +32,7 @@ def triangle_product(a: Tensor, b: Tensor, outgoing: bool) -> Tensor:
     incoming: sum_k a_kj b_ki, of a [*, c, k, j] and b [*, c, k, i].
 
     One matrix product per channel.  The operands should be contiguous, and the gradient is made so before the backward
-    pass: products of strided matrices are copied and multiplied one by one (docs/decisions/0004).  Without a gradient
+    pass: products of strided matrices are copied and multiplied one by one.  Without a gradient
     the rows of the product are padded as the factors' are.
     """
     left, right = (a, b.mT) if outgoing else (b.mT, a)

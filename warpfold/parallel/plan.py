@@ -91,7 +91,7 @@ class Plan:
     kernels: "fast": operations by the device's fast path, or by their definition where that does not support them;
     "strict": likewise, but what is not supported is an error; "definition": plain torch throughout.
     threads: of one operation on a CPU, for the whole process; None: torch's choice, all cores.  Operations on a few
-    thousand numbers run faster on one (docs/decisions/0007).
+    thousand numbers run faster on one.
     """
 
     data: int = 1

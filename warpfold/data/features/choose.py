@@ -61,7 +61,7 @@ class SampleConfig:
     interface_distance: float = 10.0
     unclamped_fraction: float = 0.1  # of the examples, whose backbone FAPE is not clamped (Supp. 1.11.5)
     # What replaces an extra MSA that has no row left.  AlphaFold2: one masked row, whose outer product is its bias
-    # divided by 0.001; on shallow alignments the gradient of that bias drowns all others (docs/decisions/0007).
+    # divided by 0.001; on shallow alignments the gradient of that bias drowns all others.
     empty_extra: Literal["masked", "query"] = "masked"
     # Of predictions (`warpfold pack --predicted`): residues of a lower pLDDT are masked in all losses of the structure;
     # and the alignment rows among which a training pass draws, a uniform sample, 0 for all (Supp. 1.3; single chains).

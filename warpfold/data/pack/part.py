@@ -1,4 +1,4 @@
-"""A part of a store that is being packed: a folder with a result file for each finished job (docs/decisions/0029).
+"""A part of a store that is being packed: a folder with a result file for each job (docs/reference/formats.md).
 
 While jobs are done the folder is called `store.part-I-of-N.partial`; it is renamed to `store.part-I-of-N` when all are,
 and never changes then.  A result file appears under its name when it is complete, so the names in the folder are the

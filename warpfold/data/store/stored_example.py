@@ -2,7 +2,7 @@
 
 The alignment of a chain lies in tiles of columns, one tile below the other.  The blobs of a store hold neighbouring
 rows, so a reader gets the blobs around the rows it wants, of the tiles that the crop touches.  Deletions, which few
-cells have, are compressed sparse columns: those of a crop are one piece of the list (measured: docs/decisions/0008).
+cells have, are compressed sparse columns: those of a crop are one piece of the list (measured).
 
 The record of an assembly names the records of its chains, and says where they stand.  The index has the keys of its
 chains in the column `chains`, which is None for a chain's own record, so that sampling reads no record.

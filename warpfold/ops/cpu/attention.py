@@ -1,7 +1,7 @@
 """Attention on a CPU, a few rows at a time, so that their logits stay in cache; the backward pass computes them again.
 
 All in powers of two, which cost a third of powers of e: logits and biases are scaled by log2(e) on the way.  Products
-are in the dtype of q, everything between them in fp32 (fp64 for fp64).  docs/decisions/0011 has the figures.
+are in the dtype of q, everything between them in fp32 (fp64 for fp64).  docs/benchmarks.md has the times.
 
 Gated attention on a CPU, a few rows at a time, from the norm to the new residual: what lies between stays in cache.
 

@@ -78,7 +78,7 @@ def _divide(compute: Callable[[T], None], parts: Sequence[T], threads: int) -> N
     """Call a function with each part, in this many threads; what one raises is raised here, once all have ended.
 
     This thread is one of them, and each takes the next part when it has done one: if this one handed them out, it would
-    wake up for each, on a core on which another computes (docs/decisions/0011).
+    wake up for each, on a core on which another computes (docs/explanation/kernels.md).
     """
     inference, left = torch.is_inference_mode_enabled(), deque(range(len(parts)))
 
