@@ -100,14 +100,14 @@ class Covered:
                 self._keep({"file": file, "digest": self.files[file], "tests": mended})
             forks.close()
 
-    def fill(self, work: Path, files: list[str]) -> None:
-        """Run the files of tests that are new, or have changed, in a copy that says what ran."""
+    def fill(self, work: Path, files: list[str], folders: Iterable[str]) -> None:
+        """Run new and changed test files in a copy with probes in these folders of the package."""
         digests = {file: digest([ROOT / file]) for file in files}
         missing = [file for file in files if self.files.get(file) != digests[file]]
         if not missing:
             return
         copy = make_copy(work / "probed")
-        lines = put_probes(copy)
+        lines = put_probes(copy, folders)
         if not self.lines:
             self._keep({"lines": lines})
         forks: dict[bool, Forks] = {}
@@ -379,7 +379,14 @@ def main(arguments: list[str]) -> int:
         parser.error("--ask goes with --idle")
     package = digest(sorted((ROOT / "warpfold").rglob("*.py")))
     given.work.mkdir(parents=True, exist_ok=True)
-    covered = Covered(given.work / f"covered-{package}.jsonl")
+    try:
+        counts = {folder: int(count) for folder, _, count in (item.partition("=") for item in given.counts or ())}
+    except ValueError:
+        parser.error("--counts takes FOLDER=N, such as scoring=20")
+    counts = {folder: round(count * given.share) for folder, count in (counts or COUNTS).items()}
+    # Probes depend on the package and on the folders that have them.
+    folders = hashlib.sha256(" ".join(sorted(counts)).encode()).hexdigest()[:8]
+    covered = Covered(given.work / f"covered-{package}-{folders}.jsonl")
     if given.report:
         report(*read(given.out))
         return 0
@@ -394,11 +401,6 @@ def main(arguments: list[str]) -> int:
             for name, met in tests.items():
                 print(f"| {name} | {met} | {covered.tests[name]['seconds']:.1f} s |")
         return 0
-    try:
-        counts = {room: int(count) for room, _, count in (item.partition("=") for item in given.counts or ())}
-    except ValueError:
-        parser.error("--counts takes FOLDER=N, such as scoring=20")
-    counts = {room: round(count * given.share) for room, count in (counts or COUNTS).items()}
     drawn = draw(ROOT / "warpfold", counts, given.seed)
     if given.list:
         for mutant in drawn:
@@ -415,7 +417,7 @@ def main(arguments: list[str]) -> int:
         results = {}
         given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.write_text(json.dumps(header) + "\n", encoding="utf-8")
-    covered.fill(given.work, test_files(given.tests))
+    covered.fill(given.work, test_files(given.tests), counts)
     covered.mend(given.work)
     if given.cover:
         return 0

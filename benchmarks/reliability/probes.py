@@ -5,10 +5,11 @@ ones too.  Kernels that Triton compiles are left as they are: whatever calls a f
 """
 
 import ast
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.reliability.forks import PROBES
-from benchmarks.reliability.mutants import ROOMS, is_kernel, room_files
+from benchmarks.reliability.mutants import is_kernel, room_files
 
 MODULE = """
 import mmap, os
@@ -49,11 +50,13 @@ class _Prober(ast.NodeTransformer):
         return node
 
 
-def put_probes(copy: Path) -> list[tuple[str, int, bool]]:
-    """Put probes into a copy of the checkout; return of each its file, the line of its statement, and whether that is
-    in a function."""
+def put_probes(copy: Path, folders: Iterable[str]) -> list[tuple[str, int, bool]]:
+    """Insert probes into these folders of the package in a copy of the checkout.
+
+    Returns (file, line of the statement, whether it is in a function) for each probe.
+    """
     lines: list[tuple[str, int, bool]] = []
-    for path in sorted({path for room in ROOMS for path in room_files(copy / "warpfold", room)}):
+    for path in sorted({path for folder in folders for path in room_files(copy / "warpfold", folder)}):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         name = path.relative_to(copy / "warpfold").as_posix()
         tree = ast.fix_missing_locations(_Prober(name, lines).visit(tree))
