@@ -38,7 +38,7 @@ def test_everything_is_there(done: tuple[Path, list[tuple[int, int, str]]]) -> N
         assert (out / "predictions" / entry["folder"] / entry["files"]["mmcif"]).is_file()
     page = (out / "report.html").read_text()
     assert summary["predictions"][0]["name"] in page
-    assert "are to be expected" in page.split("</header>")[0]  # what the structures' warnings say
+    assert "Expect low confidence" in page.split("</header>")[0]
     assert page.count('class="viewer"') == min(demo.MEASURED, len(summary["predictions"]))
 
 

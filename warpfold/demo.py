@@ -1,14 +1,14 @@
-"""Run all of WarpFold on two CPU cores: make proteins or dimers, train, fold, and report what the model learned.
+"""Run the whole pipeline on two CPU cores: make proteins or dimers, pack, train, fold, and report.
 
-    OUT/proteins/      mmCIF and A3M files, made here
-    OUT/store/         the same, packed
+    OUT/proteins/      generated mmCIF and A3M files
+    OUT/store/         the packed proteins
     OUT/run/           the training run (docs/howto/train.md)
-    OUT/predictions/   held-out proteins, folded (docs/reference/outputs.md)
-    OUT/report.html    the result, for people
-    OUT/prediction.png the best of the held-out proteins, beside the truth
-    OUT/summary.json   the same, for programs
+    OUT/predictions/   predictions of held-out proteins (docs/reference/outputs.md)
+    OUT/report.html    the results for people
+    OUT/prediction.png the best prediction of a held-out protein and its true structure
+    OUT/summary.json   the results for programs
 
-Each part is finished before the next begins, and is kept: the same command continues a demo that was stopped.
+Each stage is complete before the next begins, so the same command continues a stopped demo.
 """
 
 import hashlib
@@ -45,7 +45,8 @@ from warpfold.training.processes import train_here
 from warpfold.training.train import initial_model
 
 FORMAT = "warpfold-demo-1"
-MEASURED = 12  # proteins of each kind, trained on and held out, whose accuracy is measured before and after
+# The number of training and of held-out proteins that are folded before and after training.
+MEASURED = 12
 PARTS = ("proteins", "store", "run", "predictions", "report.html", "prediction.png")
 
 # Where each stage ends on the progress bar, in percent of the usual time.
@@ -63,13 +64,14 @@ def run_demo(
     processes: int = 1,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Make proteins, train, fold, report; return what is in `out/summary.json`.
+    """Run the demo and return the content of `out/summary.json`. The same call continues a stopped demo.
 
-    multimer: make dimers, and train a multimer on them.  proteins: how many to make, or how many dimers (default: the
-    subject's number).  changes: settings over those of the preset, "train.steps=10".  processes: that train, at most; a
-    step's examples are shared among them.
-    A demo that was stopped is continued; with `force`, one with other settings is moved to OUT/earlier-1.
-    Errors: UserError for an `out` that holds something else; KeyboardInterrupt when training is stopped by a signal.
+    multimer: make dimers and train a multimer.
+    force: move a demo with other settings to OUT/earlier-1.
+    proteins: the number of proteins or dimers; default: that of the subject.
+    changes: overrides of the preset's settings, such as "train.steps=10".
+    processes: the largest number of training processes, which share the examples of a step.
+    Errors: UserError if `out` holds other files; KeyboardInterrupt if a signal stops training.
     """
     tell, subject = Stages(progress), DIMERS if multimer else PROTEINS
     count = subject.count if proteins is None else proteins
@@ -121,7 +123,8 @@ def run_demo(
         "predictions": [
             {**means([LDDT, *subject.interface], [one]), **entry} for entry, one in zip(entries, measured["held_out"])
         ],
-        "seconds": tell.seconds,  # of each finished stage, in this run
+        # The duration of each stage that this call ran.
+        "seconds": tell.seconds,
         "threads": torch.get_num_threads(),
         "versions": {"warpfold": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
@@ -134,7 +137,7 @@ def run_demo(
 
 
 class Stages:
-    """Turn stages, and the steps of training, into percents of the whole, and time each stage."""
+    """Convert stages and training steps to a percentage of the whole demo, and time each stage."""
 
     def __init__(self, progress: Progress | None) -> None:
         self.progress = progress or no_progress
@@ -153,7 +156,7 @@ class Stages:
         self.part(row["step"] / steps)
 
     def part(self, share: float) -> None:
-        """Show how much of the current stage is done, 0 to 1."""
+        """Show the finished share of the current stage, 0 to 1."""
         end = PERCENT[self.stage]
         self.progress(int(self.percent + share * (end - self.percent)), 100, self.stage + self.news)
 
@@ -170,7 +173,7 @@ class Stages:
 
 
 def fold_examples(config: RunConfig, store: Store, params: Path, tell: Stages) -> dict[str, list[Measured]]:
-    """Fold examples of the training set and held-out ones with the first and with the last parameters."""
+    """Fold training and held-out examples with the initial and with the trained parameters."""
     trained_on, held_out = split(store, config)
     keys = {"training": trained_on[:MEASURED], "held_out": [key for _, key in held_out][:MEASURED]}
     models = Predictor(initial_model(config, None), sample=config.data), load(params, "cpu")

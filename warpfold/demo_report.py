@@ -1,4 +1,4 @@
-"""What a demo measures and shows: proteins or dimers before and after training, on one page."""
+"""The report of the demo: proteins or dimers, folded before and after training."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,30 +18,38 @@ from warpfold.evaluation.before_after import (
 from warpfold.report import figures
 from warpfold.report.report import ReportPage, Section
 
-DRAWN = 4  # held-out examples shown in 3D
+# Held-out examples shown in 3D.
+DRAWN = 4
 TOYS = (
-    "The proteins are short and the model trained for minutes: low confidence, chain breaks and clashes, of which "
-    "warnings stand below, are to be expected. Grey is the true structure."
+    "The proteins are short and the model trained for minutes. Expect low confidence, chain breaks and clashes, and "
+    "the warnings about them below. The true structure is grey."
 )
 
 
 @dataclass(frozen=True)
 class DemoSubject:
-    """What a demo is about: how it is made and measured, and the words of its page."""
+    """The subject of a demo: its examples, its measures and the text of its page.
+
+    count: the number of examples.
+    longest: residues of the longest chain. Small proteins train fast.
+    left_out: folds that are not generated.
+    interface: measures in addition to lDDT-Cα.
+    made: how the examples were generated, and the meaning of the scores.
+    """
 
     noun: str
     preset: str
-    count: int  # how many are made
-    longest: int  # residues of a chain: small proteins train fast
-    left_out: tuple[str, ...]  # folds of single chains that are not made
-    interface: tuple[Measure, ...]  # measured besides lDDT-Cα
+    count: int
+    longest: int
+    left_out: tuple[str, ...]
+    interface: tuple[Measure, ...]
     title: str
     lead: str
-    made: str  # how they were made, and what the scores mean
+    made: str
 
     @property
     def measures(self) -> tuple[Measure, ...]:
-        """Return all measures; the first is what the page is about."""
+        """Return all measures. The page leads with the first one."""
         return (*self.interface, LDDT)
 
 
@@ -50,14 +58,14 @@ PROTEINS = DemoSubject(
     preset="tiny",
     count=240,
     longest=40,
-    # Whether helices of a hairpin turn over within a run is a matter of luck.
+    # Whether a run learns the handedness of helical hairpins depends on the seed.
     left_out=("helical hairpin",),
     interface=(),
     title="WarpFold learns to fold",
-    lead="A small AlphaFold2, trained here and now on made-up proteins, folds some that it has never seen. " + TOYS,
-    made="proteins were made from ideal bond geometry, with alignments that vary as contacts allow; some were held "
-    "out, new sequences and structures of the same kinds of fold. lDDT-Cα, 0 to 1, is the share of distances between "
-    "Cα that are right.",
+    lead="A small AlphaFold2, trained just now on synthetic proteins, folds proteins that it has never seen. " + TOYS,
+    made="proteins were generated with ideal bond geometry and with alignments that co-vary at contacts. Some were "
+    "held out: new sequences and structures of the same folds. lDDT-Cα (0 to 1) is the share of correct distances "
+    "between Cα atoms.",
 )
 DIMERS = DemoSubject(
     noun="dimers",
@@ -65,23 +73,26 @@ DIMERS = DemoSubject(
     count=200,
     longest=34,
     left_out=(),
-    interface=(INTERFACE_LDDT, DOCKQ, IPTM),  # DockQ is no guide before chains keep apart
+    interface=(INTERFACE_LDDT, DOCKQ, IPTM),
     title="WarpFold learns to dock",
-    lead="A small AlphaFold-Multimer, trained here and now on made-up dimers, folds some that it has never seen. "
+    lead="A small AlphaFold-Multimer, trained just now on synthetic dimers, folds dimers that it has never seen. "
     + TOYS,
-    made="dimers were made, every second one of equal chains. Residues that touch across the interface vary together "
-    "in rows of one organism, so the alignments tell how the chains meet. Some dimers were held out, new sequences and "
-    "structures of the same kinds. Interface lDDT, 0 to 1, is the share of distances between atoms of the two chains "
-    "that are right. DockQ, 0 to 1, compares contacts and places of the chains with the truth: from 0.23 a model is "
-    "called acceptable, from 0.49 of medium quality; but an untrained model leaves all residues in one place, which "
-    "has every contact, and gets some 0.4 for that.",
+    made="dimers were generated, half of them homodimers. Residues in contact across the interface co-vary in rows of "
+    "the same organism, so the alignments determine the interface. Some dimers were held out: new sequences and "
+    "structures of the same folds. Interface lDDT (0 to 1) is the share of correct distances between atoms of the two "
+    "chains. DockQ (0 to 1) compares contacts and positions of the chains with the true structure: 0.23 is acceptable, "
+    "and 0.49 is medium quality. An untrained model places all residues at one point, which has every contact, and "
+    "therefore scores about 0.4.",
 )
 
 
 def demo_report(
     out: Path, result: Mapping[str, Any], measured: Mapping[str, Sequence[Measured]], subject: DemoSubject
 ) -> ReportPage:
-    """Return the page: `result` is the summary, whose predictions are in `out/predictions`, ordered as `measured`."""
+    """Build the page.
+
+    result: the summary; its predictions are in `out/predictions`, in the order of `measured`.
+    """
     held_out, first = measured["held_out"], subject.measures[0]
     order = sorted(range(len(held_out)), key=lambda i: -first.of(held_out[i])[1])
     drawn = order[:: max(1, len(held_out) // DRAWN)][:DRAWN]
@@ -131,7 +142,7 @@ def _training(
         f"training set ({trained['untrained']:.2f} before) and {held_out['trained']:.2f} on "
         f"{len(measured['held_out'])} held out ({held_out['untrained']:.2f} before).",
         [
-            (lddt, "Held out: with the averaged weights. Training: of each step's crops, before its update."),
-            (loss, "AlphaFold2's loss: frames, torsions, distances, masked alignment, confidence."),
+            (lddt, "Held out: with the averaged weights. Training: the crops of each step, before its update."),
+            (loss, "The loss of AlphaFold2: FAPE, torsions, distogram, masked MSA, confidence."),
         ],
     )

@@ -1,17 +1,18 @@
-"""Errors that a user can act on: one line that says where, what is wrong, and what to do."""
+"""Errors that users can act on: one line with the object, the problem and the remedy."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-LONG, LONG_WORD = 2000, 300  # letters of a message, and of a word in it, that are shown
+# Messages and words with more letters are truncated.
+LONG, LONG_WORD = 2000, 300
 
 
 class UserError(Exception):
-    """Bad input, not a bug.  The command line prints one line, without a stack trace, and exits with 2.
+    """Bad input, as opposed to a bug. The command line prints one line without a stack trace and exits with 2.
 
-    The message names the file or the setting, says what is wrong with it, and what to do.  It is one line: of what
-    others wrote into it, ends of lines become blanks, and what has no end is cut.
+    The message has the form `<object>: <problem>. <Remedy in the imperative>.` Line breaks in quoted input become
+    blanks, and long input is truncated.
     """
 
     exit_code = 2
@@ -26,9 +27,9 @@ class UserError(Exception):
 
 
 class StorageError(UserError):
-    """Where data lie cannot be read or written now: the next item fails, too, so that no item is to blame.
+    """A storage failure, which would make the next items fail as well.
 
-    What goes on after an item's UserError ends with this one.
+    Commands that continue after an item's UserError stop at this one.
     """
 
 
@@ -37,31 +38,35 @@ class DiskError(StorageError):
 
 
 class LostError(RuntimeError):
-    """A collective failed while this process waited for others: one has ended, or did not come in time."""
+    """A collective failed because another process ended or did not arrive in time.
+
+    name: the collective. seconds: how long this process waited.
+    """
 
     def __init__(self, name: str, seconds: float, error: RuntimeError) -> None:
         super().__init__(str(error))
-        self.name, self.seconds = name, seconds  # what was waited for, and how long
+        self.name, self.seconds = name, seconds
 
 
 def listed(names: Sequence[str], most: int = 5, between: str = ", ") -> str:
-    """Return the first of some names, and how many more there are: an error is one line that people read."""
+    """Join the first names and the number of further names to a text that fits a one-line error."""
     more = len(names) - most
     return between.join(names[:most]) + (f"{between}and {more} more" if more > 0 else "")
 
 
 def printable(text: str) -> str:
-    """Return text that others wrote without what a terminal would obey: escape sequences and other controls."""
+    """Replace escape sequences and other control characters in foreign text, which a terminal would obey."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 _options_given = False
-_OPTION = re.compile(r"`[^`]*`|(?<![\w-])--([a-z][a-z0-9-]*)")  # commands stay as they are
+# Commands in backticks are matched as a whole, and are not rewritten.
+_OPTION = re.compile(r"`[^`]*`|(?<![\w-])--([a-z][a-z0-9-]*)")
 
 
 @contextmanager
 def options_given() -> Iterator[None]:
-    """Have errors name options, --max-hits, within the context: they came from a command line."""
+    """Write options (--max-hits) instead of arguments (max_hits) into errors within the context."""
     global _options_given
     before, _options_given = _options_given, True
     try:
@@ -71,25 +76,22 @@ def options_given() -> Iterator[None]:
 
 
 def called(name: str) -> str:
-    """Return the name by which the user knows an argument: an option's, where a command line was given."""
+    """Return the user's name of an argument: the option, if the call came from the command line."""
     return f"--{name.replace('_', '-')}" if _options_given else name
 
 
 def given(name: str, value: object) -> str:
-    """Return an argument with its value, as the user wrote it: "--recycles -1", or from Python "recycles = -1"."""
-    said = f"{value:g}" if isinstance(value, float) else value
-    return f"{called(name)} {said}" if _options_given else f"{called(name)} = {said}"
+    """Format an argument with its value as the user wrote it: "--recycles -1", or from Python "recycles = -1"."""
+    text = f"{value:g}" if isinstance(value, float) else value
+    return f"{called(name)} {text}" if _options_given else f"{called(name)} = {text}"
 
 
 def as_arguments(message: str, names: Mapping[str, str]) -> str:
-    """Return a message for who called from Python: --max-hits is max_hits there, unless a command line was given.
+    """Replace options (--max-hits) in a message by Python arguments (max_hits), unless a command line was given.
 
-    names: of options with underscores, and what they are called there; another one stays as it is.
+    names: option name with underscores -> argument name. Other options are not replaced.
     """
     if _options_given:
         return message
 
-    def named(found: re.Match[str]) -> str:
-        return names.get((found[1] or "").replace("-", "_"), found[0])
-
-    return _OPTION.sub(named, message)
+    return _OPTION.sub(lambda match: names.get((match[1] or "").replace("-", "_"), match[0]), message)

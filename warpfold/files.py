@@ -1,4 +1,4 @@
-"""Files and folders: portable names, safe reading, and writing that leaves a whole file or none."""
+"""Files and folders: portable names, safe reading, atomic writing and locks."""
 
 import contextlib
 import csv
@@ -26,43 +26,47 @@ from warpfold.errors import DiskError, UserError
 
 logger = logging.getLogger("warpfold")
 
-# flock's errors on a file system without locks: NFS without its lock daemon, Lustre without -o flock, some of FUSE.
+# The errors of flock on file systems without locks: NFS without lock daemon, Lustre without -o flock, some of FUSE.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-# Errors of a disk, not of one file.  ESTALE: of a file server that has lost the folder.
-OF_DISKS = (*NO_ROOM, errno.EROFS, errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE)
-LARGEST = 4 * 10**9  # bytes that a user's file may have when it is unpacked, unless told otherwise
-# What NumPy raises for damaged arrays and archives of them.  RuntimeError: of zipfile, for what is encrypted or
-# compressed in a way that it does not know.  MemoryError: for an array that is as large as no file.  TokenError: for
-# some damaged heads.
+# Errors that concern the disk rather than one file. ESTALE: the file server no longer knows the folder.
+DISK_ERRORS = (*NO_ROOM, errno.EROFS, errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE)
+# The default limit for the unpacked size of a user's file, bytes.
+LARGEST = 4 * 10**9
+# The errors that NumPy raises for damaged arrays and archives. zipfile raises RuntimeError for encryption and unknown
+# compression, a damaged shape causes MemoryError, and some damaged headers cause TokenError.
 DAMAGED_ARRAYS = (ValueError, OSError, EOFError, RuntimeError, MemoryError, TokenError, zipfile.BadZipFile, zlib.error)
-LOCK_LASTS = 120  # seconds to wait for a lock of another machine: NFSv4's servers keep those of dead clients 90 s
-_PIECE = 1 << 20  # bytes unpacked at a time
-_KEPT = 1 << 28  # bytes; a file that unpacks to more is unpacked twice: to find its size, then to keep it
+# Seconds to wait for a lock of another machine. NFSv4 servers release the locks of dead clients after 90 s.
+LOCK_LASTS = 120
+# Bytes unpacked at a time.
+_BLOCK_BYTES = 1 << 20
+# Files that unpack to more bytes are unpacked twice: once for their size, and once for their content.
+_BUFFERED_BYTES = 1 << 28
 
 
 def is_address(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is meant as an address, such as s3://bucket/name.
+    """Return whether a path is an address, such as s3://bucket/name.
 
-    A pathlib.Path has lost the second slash. One letter before the colon would be a drive.
+    pathlib.Path drops the second slash. A single letter before the colon is a drive.
     """
     return bool(re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:/", os.fspath(path)))
 
 
 def file_name(name: str) -> str:
-    """Return a protein's name as a file name: without characters that file systems or shells treat specially."""
-    kept = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in name)
-    return kept.lstrip(".-")[:100] or "target"
+    """Convert a protein's name to a file name, without characters that file systems or shells treat specially."""
+    portable = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in name)
+    return portable.lstrip(".-")[:100] or "target"
 
 
 def open_regular(path: Path) -> int:
-    """Open a file for reading and return its descriptor; refuse pipes, sockets and devices without opening them.
+    """Open a regular file for reading and return its descriptor, without opening pipes, sockets and devices.
 
-    Opening a pipe that nobody writes to would wait forever.
-    Errors: UserError if it is no regular file; OSError if it cannot be opened.
+    Opening a pipe without a writer would wait forever.
+    Errors: UserError for other kinds of files; OSError if the file cannot be opened.
     """
     _refuse_irregular(path, os.stat(path).st_mode)
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # another process may have put a pipe there meanwhile
+    # Another process may have replaced the file by a pipe since.
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with contextlib.ExitStack() as unless_regular:
         unless_regular.callback(os.close, file)
         _refuse_irregular(path, os.fstat(file).st_mode)
@@ -73,7 +77,7 @@ def open_regular(path: Path) -> int:
 def is_given_pipe(path: Path) -> bool:
     """Return whether a path is a pipe that this process was started with: /dev/stdin, or a shell's <(command).
 
-    Some process writes to such a pipe, or has ended; nobody may ever write to a pipe in a folder.
+    Such a pipe has a writer, or its writer has ended. A pipe in a folder may never get a writer.
     """
     with contextlib.suppress(OSError):
         return stat.S_ISFIFO(os.stat(path).st_mode) and os.path.realpath(path).startswith(("/proc/", "/dev/fd/"))
@@ -89,9 +93,9 @@ def _refuse_irregular(path: Path, mode: int) -> None:
 
 @contextlib.contextmanager
 def opened(path: Path, unpack: bool = True, pipe: bool = False) -> Iterator[BinaryIO]:
-    """Open a file for reading, unpacked if it is gzipped; errors while it is read become a UserError.
+    """Open a file for reading and decompress gzip. Errors during reading become UserErrors.
 
-    pipe: it may be a pipe that this process was given, which can be read once.
+    pipe: accept a pipe that this process was started with. A pipe can be read only once.
     """
     try:
         given = pipe and is_given_pipe(path)
@@ -112,12 +116,12 @@ def opened(path: Path, unpack: bool = True, pipe: bool = False) -> Iterator[Bina
 
 
 def read_file(path: str | Path, limit: int = LARGEST, pipe: bool = False) -> bytes:
-    """Read a whole file, unpacked if it is gzipped.
+    """Read a whole file and decompress gzip.
 
-    limit: bytes that it may have when unpacked.  Reading stops as soon as the limit is passed, and the size of a long
-    stream is found before any of it is kept, so that a small file that unpacks to a huge one takes no memory.
-    pipe: as in `opened`; a pipe can be read once only, so its contents are kept while they are read, up to the limit.
-    Errors: UserError as in `opened`, and for a file that is larger or has nothing but blanks.
+    limit: the largest unpacked size, bytes. Reading stops at the limit. Long streams are measured before they are
+        stored, so that a small file that unpacks to a huge one takes no memory.
+    pipe: as in `opened`. A pipe is stored while it is read, because it can be read only once.
+    Errors: UserError as in `opened`, and for files that are larger or blank.
     """
     too_large = UserError(
         f"{path}: has more than {limit / 1e9:g} GB when unpacked; leave it out, or allow more (pack --max-file-gb)"
@@ -126,20 +130,20 @@ def read_file(path: str | Path, limit: int = LARGEST, pipe: bool = False) -> byt
     given = pipe and is_given_pipe(path)
     with opened(path, pipe=pipe) as file:
         if given or isinstance(file, gzip.GzipFile):
-            most_kept = limit if given else _KEPT
-            pieces, size = [], 0
-            while piece := file.read(_PIECE):
-                size += len(piece)
+            buffer_limit = limit if given else _BUFFERED_BYTES
+            blocks, size = [], 0
+            while block := file.read(_BLOCK_BYTES):
+                size += len(block)
                 if size > limit:
                     raise too_large
-                if size <= most_kept:
-                    pieces.append(piece)
+                if size <= buffer_limit:
+                    blocks.append(block)
                 else:
-                    pieces.clear()
-            if size > most_kept:
+                    blocks.clear()
+            if size > buffer_limit:
                 file.seek(0)
-                pieces = [file.read(size)]
-            data = b"".join(pieces)
+                blocks = [file.read(size)]
+            data = b"".join(blocks)
         else:
             if os.fstat(file.fileno()).st_size > limit:
                 raise too_large
@@ -151,7 +155,7 @@ def read_file(path: str | Path, limit: int = LARGEST, pipe: bool = False) -> byt
 
 @contextlib.contextmanager
 def writing(path: PurePath, cure: str = "") -> Iterator[None]:
-    """Turn OSError into what `cannot_write` returns."""
+    """Convert OSError to the error of `cannot_write`."""
     try:
         yield
     except OSError as error:
@@ -159,26 +163,27 @@ def writing(path: PurePath, cure: str = "") -> Iterator[None]:
 
 
 def cannot_write(path: PurePath, error: Exception, cure: str = "", kept: str = "") -> UserError:
-    """Return the error that `path` cannot be written: a DiskError where the disk is to blame.
+    """Build the error for a path that cannot be written: a DiskError if the disk is the cause.
 
-    cure: what to do about another error.  kept: what is safe, for the text.
+    cure: the remedy for other errors.
+    kept: a statement about the data that are safe.
     """
     number, why = error_number(error), (error.strerror if isinstance(error, OSError) else None) or str(error)
-    if number in OF_DISKS:
+    if number in DISK_ERRORS:
         cure = "make room" if number in NO_ROOM else "see to the disk"
     text = "; ".join(part for part in (f"{path}: cannot be written: {why}", kept, cure) if part)
-    return DiskError(text) if number in OF_DISKS else UserError(text)
+    return DiskError(text) if number in DISK_ERRORS else UserError(text)
 
 
 def error_number(error: Exception) -> int | None:
-    """Return the system's number of an error, which safetensors puts into its text."""
-    said = re.search(r"os error (\d+)", str(error))
-    return error.errno if isinstance(error, OSError) else int(said[1]) if said else None
+    """Return the errno of an error. safetensors reports it only in the text."""
+    number = re.search(r"os error (\d+)", str(error))
+    return error.errno if isinstance(error, OSError) else int(number[1]) if number else None
 
 
 @contextlib.contextmanager
 def within_memory(name: str) -> Iterator[None]:
-    """Turn MemoryError into a UserError about one file, so that the others can still be read."""
+    """Convert MemoryError to a UserError about one file, so that the other files can still be read."""
     try:
         yield
     except MemoryError:
@@ -186,7 +191,10 @@ def within_memory(name: str) -> Iterator[None]:
 
 
 def pread(file: int, size: int, offset: int) -> bytes:
-    """Read `size` bytes at `offset`, or as many as the file has; one `os.pread` returns 0x7ffff000 at most on Linux."""
+    """Read `size` bytes at `offset`, or fewer at the end of the file.
+
+    A single `os.pread` returns at most 0x7ffff000 bytes on Linux.
+    """
     data = os.pread(file, size, offset)
     if len(data) == size:
         return data
@@ -200,15 +208,15 @@ def pread(file: int, size: int, offset: int) -> bytes:
 def write_atomically(
     path: Path, content: str | bytes | bytearray | Iterable[str | bytes | memoryview], sync: bool = True
 ) -> None:
-    """Write a file so that the whole file appears or nothing does, even if this process is killed.
+    """Write a file atomically: the complete file appears or nothing does, even if this process is killed.
 
-    content: all of it, or its pieces one after another.
-    sync: even after a power cut; False for a file that can be made again.
-    Errors: UserError when it cannot be written (no folder, no permission, a full disk).
+    content: the content, or consecutive parts of it.
+    sync: also survive a power cut. False suits files that can be written again.
+    Errors: UserError if the file cannot be written (missing folder, no permission, full disk).
     """
     with writing(path), contextlib.ExitStack() as in_the_end:
         draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         in_the_end.callback(draft.unlink, missing_ok=True)
         with os.fdopen(descriptor, "wb") as file:
             pieces = (content,) if isinstance(content, str | bytes | bytearray) else content
@@ -220,29 +228,32 @@ def write_atomically(
 
 
 def write_new(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a file that is not there yet, by `write` to the path that it is given: the whole file appears, or nothing.
+    """Write a new file atomically by calling `write` with a temporary path.
 
-    Errors: UserError if there is one by then, which is left alone, or when it cannot be written.
+    Errors: UserError if the file exists by then, which is left as it is, and if it cannot be written.
     """
     check_new(path)
     with writing(path), contextlib.ExitStack() as in_the_end:
-        draft = path.with_name(f".{secrets.token_hex(4)}.{path.name}")  # with its ending, which NumPy would add
+        # The draft has the extension of the file, because NumPy would add a missing one.
+        draft = path.with_name(f".{secrets.token_hex(4)}.{path.name}")
         in_the_end.callback(draft.unlink, missing_ok=True)
         write(draft)
         try:
-            os.link(draft, path)  # unlike a renaming, this replaces nothing
+            # Unlike renaming, linking does not replace an existing file.
+            os.link(draft, path)
         except FileExistsError:
             raise UserError(f"{path}: exists already; remove it, or name another file") from None
-        except OSError:  # a file system without links
+        except OSError:
+            # This file system has no links.
             check_new(path)
             os.replace(draft, path)
 
 
 def update_file(path: Path, content: bytes) -> None:
-    """Write a file that can be made again, and its folders; leave it alone if it has this content already.
+    """Write a file and its folders, unless the file already has this content.
 
-    So its time stays, by which `warpfold pack` tells whether its inputs have changed.
-    Errors: UserError when it cannot be written.
+    An unchanged file keeps its modification time, from which `warpfold pack` detects changed inputs.
+    Errors: UserError if the file cannot be written.
     """
     with writing(path):
         if path.is_file() and path.read_bytes() == content:
@@ -252,10 +263,10 @@ def update_file(path: Path, content: bytes) -> None:
 
 
 def lock_file(path: Path, taken: UserError) -> TextIO:
-    """Open a file, without changing it, and lock it until it is closed or this process ends.
+    """Open a file without changing it, and lock it until it is closed or this process ends.
 
-    On a file system without locks this logs a warning, and nothing keeps a second process out.
-    Errors: `taken` when another process holds the lock; OSError when the file cannot be opened or locked.
+    On a file system without locks this function logs a warning and does not exclude other processes.
+    Errors: `taken` if another process holds the lock; OSError if the file cannot be opened or locked.
     """
     file = open(path, "a")  # noqa: SIM115 (the caller closes it)
     try:
@@ -272,11 +283,12 @@ def lock_file(path: Path, taken: UserError) -> TextIO:
 
 
 def wait_for_lock(path: Path, taken: UserError) -> TextIO:
-    """Lock a file as `lock_file` does, and write into it who holds it; wait for a lock that may be a dead machine's.
+    """Lock a file as `lock_file` does, and write the holder into it. Wait for locks that may belong to dead machines.
 
-    A process of this machine that has ended holds nothing.  A file server may keep the lock of a machine that is gone,
-    so one of another machine, or of nobody knows whom, is waited for, `LOCK_LASTS` seconds at most.
-    Errors: as of `lock_file`; `taken` with who holds the lock.
+    The operating system releases the locks of ended processes of this machine. A file server may keep the lock of a
+    dead machine for a while, so this function waits up to `LOCK_LASTS` seconds for locks of other machines and unknown
+    holders.
+    Errors: those of `lock_file`; `taken` names the holder.
     """
     for waited in range(LOCK_LASTS + 1):
         try:
@@ -292,7 +304,8 @@ def wait_for_lock(path: Path, taken: UserError) -> TextIO:
                 )  # fmt: skip
             time.sleep(1)
         else:
-            if not path.stat().st_size or path.read_bytes().startswith(b"process "):  # else it is somebody's file
+            # A file with other content belongs to the user.
+            if not path.stat().st_size or path.read_bytes().startswith(b"process "):
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {platform.node()}\n")
                 file.flush()
@@ -301,7 +314,7 @@ def wait_for_lock(path: Path, taken: UserError) -> TextIO:
 
 
 def check_new(path: Path) -> None:
-    """Raise UserError unless a new file can be made at `path`; called before minutes of work go into its content."""
+    """Raise UserError unless a new file can be created at `path`. Call it before long computations."""
     if os.path.lexists(path):
         raise UserError(f"{path}: exists already; remove it, or name another file")
     if not os.access(path.parent, os.W_OK | os.X_OK) or not path.parent.is_dir():
@@ -309,70 +322,74 @@ def check_new(path: Path) -> None:
 
 
 def sealed_tensors(data: bytes) -> list[bytes | memoryview]:
-    """Return the pieces of a safetensors file with its own checksum in its metadata, which `check_tensors` reads."""
+    """Add a checksum to the metadata of a safetensors file. `check_tensors` verifies it.
+
+    data: the file. Returns consecutive parts of the new file.
+    """
     size = int.from_bytes(data[:8], "little")
     header, tensors = json.loads(data[8 : 8 + size]), memoryview(data)[8 + size :]
     digest = _digest_of_tensors(header)
     digest.update(tensors)
     header["__metadata__"] = header.get("__metadata__", {}) | {"checksum": digest.hexdigest()}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    # Tensors start at a multiple of 8 bytes.
+    text += b" " * (-len(text) % 8)
     return [len(text).to_bytes(8, "little"), text, tensors]
 
 
 def check_tensors(path: Path, always: bool = False) -> None:
-    """Raise ValueError unless a safetensors file is, bit for bit, what `sealed_tensors` gave.
+    """Raise ValueError if a safetensors file does not match its checksum.
 
-    always: one without a checksum, of another program or an earlier version, is refused, too.
-    Errors: OSError where it cannot be read.
+    always: also reject files without a checksum, which other programs wrote.
+    Errors: OSError if the file cannot be read.
     """
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         try:
             header = json.loads(file.read(min(size, os.fstat(file.fileno()).st_size)))
-            found = header.get("__metadata__", {}).pop("checksum", None)
+            stored = header.get("__metadata__", {}).pop("checksum", None)
         except (ValueError, AttributeError, TypeError, RecursionError):
             raise ValueError("its header is damaged") from None
-        if found is not None or always:
+        if stored is not None or always:
             digest = _digest_of_tensors(header)
-            while piece := file.read(_PIECE):
-                digest.update(piece)
-            if found != digest.hexdigest():
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
+            if stored != digest.hexdigest():
                 raise ValueError("it does not fit its checksum")
 
 
 def _digest_of_tensors(header: Mapping[str, Any]) -> "hashlib.blake2b":
-    """Return a digest that has seen a header, however it is written."""
+    """Start a digest with the header, independent of the order of its keys and of white space."""
     if not header.get("__metadata__", True):
         header = {name: value for name, value in header.items() if name != "__metadata__"}
     return hashlib.blake2b(json.dumps(header, sort_keys=True).encode(), digest_size=16)
 
 
 def digest_of(data: bytes | memoryview) -> str:
-    """Return the BLAKE2b digest of bytes, 128 bits in hexadecimal."""
+    """Compute the BLAKE2b digest of bytes: 128 bits in hexadecimal."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def checksum(path: Path) -> str:
-    """Return `digest_of` a file's bytes."""
+    """Compute `digest_of` the bytes of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes in hexadecimal, as `sha256sum` prints it.  Errors: as of `opened`."""
+    """Compute the SHA-256 of a file in hexadecimal, as `sha256sum` prints it. Errors: those of `opened`."""
     with opened(path, unpack=False) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it has readinto
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON object with its own checksum: one that was read and is equal to this is as it was written."""
-    plain = {key: one for key, one in value.items() if key != "checksum"}
+    """Add a checksum to a JSON object. An object that was read is intact if it equals its sealed version."""
+    plain = {key: item for key, item in value.items() if key != "checksum"}
     return plain | {"checksum": digest_of(json.dumps(plain).encode())}
 
 
 def as_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], header: bool = True) -> str:
-    """Write rows as CSV: what a row lacks is empty, and what else it has is left out."""
+    """Format rows as CSV. Missing values are empty, and keys that are not in `columns` are ignored."""
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     if header:
@@ -383,8 +400,9 @@ def as_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], header: bo
 
 @contextlib.contextmanager
 def row_file(path: Path | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Give a function that adds a row to a new file, a JSON object a line, and has it on the disk when it returns; so
-    that what ends early keeps what it measured.  None: the function does nothing.
+    """Yield a function that appends a row to a new JSON Lines file and syncs it, so that a kill loses no rows.
+
+    path: None for a function that does nothing.
     """
     if path is None:
         yield lambda row: None
@@ -400,9 +418,10 @@ def row_file(path: Path | None) -> Iterator[Callable[[Mapping[str, Any]], None]]
 
 
 def lock_folder(folder: Path, what: PurePath) -> TextIO:
-    """Make `folder` and lock it for this process, until the returned file is closed or the process ends.
+    """Create `folder` and lock it for this process, until the returned file is closed or the process ends.
 
-    Errors: UserError, about `what`, if another process holds the lock or the folder cannot be written.
+    what: the path that error messages name.
+    Errors: UserError if another process holds the lock or the folder cannot be written.
     """
     path, taken = folder / "lock", UserError(f"{what}: another process is writing this store; wait for it")
     with writing(what):
@@ -411,11 +430,11 @@ def lock_folder(folder: Path, what: PurePath) -> TextIO:
             try:
                 file = lock_file(path, taken)
             except FileNotFoundError:
-                # Another process has renamed or removed the folder since.  A link to nowhere never works.
+                # Another process has renamed or removed the folder. A dangling link, however, never works.
                 if path.is_symlink():
                     raise
                 continue
-            # The folder may have been renamed or removed after its file was opened: then the lock is of no use here.
+            # The folder may have been renamed or removed after its file was opened. Such a lock is useless.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                     return file
@@ -423,7 +442,7 @@ def lock_folder(folder: Path, what: PurePath) -> TextIO:
 
 
 def refuse_foreign(folder: Path, is_own: Callable[[str], object]) -> None:
-    """Raise UserError if `folder` exists and holds a file that is not the writer's own: it may be somebody's work."""
+    """Raise UserError if `folder` exists and holds a file that WarpFold did not write, which may be a user's work."""
     with writing(folder):
         names = os.listdir(folder) if folder.exists() else []
     # NFS removes its own .nfs files later.
@@ -434,9 +453,9 @@ def refuse_foreign(folder: Path, is_own: Callable[[str], object]) -> None:
 
 
 def remove_own(folder: Path, is_own: Callable[[str], object]) -> None:
-    """Remove the writer's own files from `folder`, and the folder if that empties it; keep what cannot be removed.
+    """Remove the writer's own files from `folder`, and the folder if it is empty then. Ignore errors.
 
-    Its lock is removed last, because the next writer may begin as soon as it is gone.
+    The lock is removed last, because the next writer may begin as soon as it is gone.
     """
     with contextlib.suppress(OSError):
         for name in sorted(filter(is_own, os.listdir(folder)), key=lambda name: name == "lock"):
@@ -446,10 +465,10 @@ def remove_own(folder: Path, is_own: Callable[[str], object]) -> None:
 
 
 class DraftFolder:
-    """The folder `path.partial` of this process alone, which gets the name `path` when it is complete.
+    """The folder `path.partial`, locked by this process and renamed to `path` when it is complete.
 
-    is_own: says which names are of files that the writer makes.
-    Errors: UserError if `path` exists, another process holds the draft, it has other files, or it cannot be written.
+    is_own: returns whether the writer creates files with a name.
+    Errors: UserError if `path` exists, another process holds the folder, it has other files, or it cannot be written.
     """
 
     def __init__(self, path: Path, is_own: Callable[[str], object]) -> None:
@@ -459,7 +478,8 @@ class DraftFolder:
         self.path, self.folder, self._is_own = path, path.with_name(f"{path.name}.partial"), is_own
         refuse_foreign(self.folder, is_own)
         self._lock = lock_folder(self.folder, path)
-        if path.exists():  # another process has completed it in the meantime
+        # Another process may have completed the folder in the meantime.
+        if path.exists():
             self.remove()
             raise taken
 
@@ -468,13 +488,13 @@ class DraftFolder:
         return not self._lock.closed
 
     def complete(self) -> None:
-        """Give the folder its name, and release it.  Errors: UserError if it cannot be written."""
+        """Rename the folder to `path` and release it. Errors: UserError if it cannot be written."""
         with writing(self.path):
             sync_path(self.folder)
-            # The lock is held until the folder has its name.  Otherwise another writer could lock it in between, take
-            # it for one that a kill has left, and empty it.
+            # The lock is held until the folder is renamed. Otherwise another writer could lock the folder in between,
+            # treat it as the remains of a killed process, and empty it.
             self.folder.rename(self.path)
-            # Another process may use a finished part, and remove it, from here on.
+            # From here on another process may use the folder, and remove it.
             (self.path / "lock").unlink(missing_ok=True)
             sync_path(self.path.parent)
         self.folder = self.path
@@ -486,12 +506,12 @@ class DraftFolder:
         self.release()
 
     def release(self) -> None:
-        """Leave the draft to the next writer."""
+        """Release the lock, so that the next writer may use the folder."""
         self._lock.close()
 
 
 def sync_path(path: Path) -> None:
-    """Wait until a file's contents, or a folder's list of names, are on the disk and survive a power cut."""
+    """Sync a file's content, or a folder's list of names, to the disk, so that it survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

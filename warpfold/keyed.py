@@ -1,4 +1,4 @@
-"""Random numbers that are a function of a seed and a name, never of the order of draws."""
+"""Draw random numbers as a function of a seed and a name, independent of the order of draws."""
 
 import hashlib
 
@@ -6,14 +6,14 @@ import numpy as np
 
 
 def keyed_hash(seed: int, *parts: str | int) -> int:
-    """Return a hash of (seed, parts) of 128 bits, the same in every process."""
+    """Compute a 128-bit hash of (seed, parts), the same in every process."""
     text = repr((int(seed), *(part if isinstance(part, str) else int(part) for part in parts)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
 
 
 def keyed_rng(seed: int, *parts: str | int) -> np.random.Generator:
-    """Return the generator of (seed, parts): a counter-based Philox whose key is a hash of them.
+    """Create a Philox generator, which is counter-based, with a hash of (seed, parts) as its key.
 
-    The same key gives the same numbers in every process; different keys are independent.
+    Equal keys give the same numbers in every process, and different keys give independent numbers.
     """
     return np.random.Generator(np.random.Philox(key=keyed_hash(seed, *parts)))

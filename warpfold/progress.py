@@ -1,4 +1,4 @@
-"""Show the progress of long commands: the function that they call, and the bar that its calls move."""
+"""Show the progress of long commands: the function that they call, and the progress bar."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-Progress = Callable[[float, int, str], None]  # done (1.5: an item and a half), total, the current item
+# Arguments: finished items (1.5 is an item and a half), total, name of the current item.
+Progress = Callable[[float, int, str], None]
 
 
 def no_progress(done: float, total: int, what: str) -> None:
@@ -16,12 +17,16 @@ def no_progress(done: float, total: int, what: str) -> None:
 
 
 def within(tell: Progress, done: float, total: int, about: str = "") -> Progress:
-    """Return the progress of one item of a longer command, `done` of whose `total` came before; about: comes first."""
+    """Convert the progress of one item to that of the whole command.
+
+    done, total: the items before this one, and all items.
+    about: a prefix for the name of the current step.
+    """
     return lambda part, parts, what: tell(done + part / max(1, parts), total, about + what)
 
 
 def as_time(seconds: float) -> str:
-    """Return a duration for people: "40 s", "12 min", "3.5 h"."""
+    """Format a duration: "40 s", "12 min", "3.5 h"."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
@@ -32,7 +37,7 @@ _hidden = False
 
 @contextmanager
 def no_bars() -> Iterator[None]:
-    """Have `progress_bar` show nothing within the context, and `are_hidden` say so."""
+    """Hide progress bars within the context."""
     global _hidden
     before, _hidden = _hidden, True
     try:
@@ -42,7 +47,7 @@ def no_bars() -> Iterator[None]:
 
 
 def are_hidden() -> bool:
-    """Return whether no progress is to be shown."""
+    """Return whether progress bars are hidden."""
     return _hidden
 
 
@@ -54,11 +59,13 @@ def progress_bar(
     remaining: bool = True,
     every: float | None = None,
 ) -> Iterator[Progress]:
-    """Show a bar on a terminal, moved by calls of (done, total, what); it fits 80 columns, whatever `what` is.
+    """Show a progress bar of at most 80 columns on a terminal, and yield the function that updates it.
 
-    console: by default stderr.  transient: the bar vanishes at the end.  narrate: without a terminal, print a line
-    whenever `what` changes; every: print one with the time, at most every so many seconds; otherwise nothing is shown
-    there.  remaining: show the time that is left, if all items take the same; without, the caller says it.
+    narrate: without a terminal, print a line when the current item changes.
+    console: default: stderr.
+    transient: remove the bar at the end.
+    remaining: show an estimate of the remaining time, assuming that all items take equally long.
+    every: without a terminal, print a line with the time at this interval, seconds.
     """
     if _hidden:
         yield no_progress

@@ -1,10 +1,10 @@
-"""Settings: TOML files -> frozen dataclasses, and back.
+"""Convert settings files (TOML) to frozen dataclasses, and back.
 
-A settings file is TOML.  Its `base` key, if any, names a preset or another file, whose values it overrides.
-Dataclasses declare the settings: each is beside what it describes (`ModelConfig` in model/alphafold.py), larger ones
-are composed of them (`RunConfig` in training/config.py), and `build` fills them.
+The `base` key of a settings file, if any, names a preset or another file whose values the file overrides. Dataclasses
+declare the settings, next to the code that they configure (`ModelConfig` in model/alphafold.py). Larger ones are
+composed of smaller ones (`RunConfig` in training/config.py), and `build` fills them.
 
-TOML has no null: the string "none" stands for None.
+TOML has no null, so the string "none" represents None.
 """
 
 import dataclasses
@@ -24,19 +24,20 @@ from warpfold.errors import UserError
 T = TypeVar("T")
 Mapped = dict[str, Any]
 
-# In a checkout the presets are in `settings/` beside the package, in a wheel in `warpfold/presets`.
+# Presets are in `settings/` of a checkout, and in `warpfold/presets` of a wheel.
 PRESETS = (Path(__file__).parent / "presets", Path(__file__).parents[1] / "settings")
 
 
 def presets() -> dict[str, Path]:
-    """Return the file of every preset that comes with WarpFold, by name."""
+    """List the presets of WarpFold: name -> file."""
     return {file.stem: file for folder in PRESETS for file in sorted(folder.glob("*.toml"))}
 
 
 def find(name: str | Path, beside: Path | None = None) -> Path:
-    """Return the settings file called `name`: a path (a relative one starts at `beside`), or a preset's name.
+    """Find a settings file by path or by the name of a preset.
 
-    Errors: UserError if there is none, with a list of the presets.
+    beside: the folder to which a path is relative; default: the current folder.
+    Errors: UserError with a list of the presets if there is no such file.
     """
     path = beside / name if beside else Path(name)
     if path.is_file():
@@ -48,12 +49,11 @@ def find(name: str | Path, beside: Path | None = None) -> Path:
 
 
 def load(name: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> Mapped:
-    """Merge the values of a settings file over those of its bases, and `overrides` ("model.c_m=64") over all.
+    """Load a settings file, with the values of its bases below its own, and `overrides` ("model.c_m=64") on top.
 
-    In place of a file its values may be given, nested, with a `base` if they are to have one.
-
-    Returns nested dicts, which `build` will check against a dataclass.
-    Errors: UserError for a missing file, bad TOML, a circle of bases, or an override without "=".
+    name: a file, a preset, or nested values with an optional `base`.
+    Returns nested dicts, which `build` checks against a dataclass.
+    Errors: UserError for a missing file, invalid TOML, a cycle of bases, or an override without "=".
     """
     merged: Mapped = {}
     for _, values in layers(name, overrides):
@@ -62,13 +62,13 @@ def load(name: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) ->
 
 
 def layers(name: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> list[tuple[Path | None, Mapped]]:
-    """Return the layers that `load` merges, each with its file: the lowest base first, the overrides (no file) last."""
-    found: list[tuple[Path | None, Mapped]] = []
+    """Read the layers that `load` merges, as (file or None, values): the lowest base first, the overrides last."""
+    stack: list[tuple[Path | None, Mapped]] = []
     if isinstance(name, Mapping):
         values = plain(name)
         base = values.pop("base", None)
-        found = [] if base is None else layers(base)
-        return [*found, (None, values), *((None, _parse_override(override)) for override in overrides)]
+        stack = [] if base is None else layers(base)
+        return [*stack, (None, values), *((None, _parse_override(override)) for override in overrides)]
     path = find(name)
     seen: list[Path] = []
     while True:
@@ -77,7 +77,7 @@ def layers(name: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) 
         seen.append(path.resolve())
         values = _read(path)
         base = values.pop("base", None)
-        found.insert(0, (path, values))
+        stack.insert(0, (path, values))
         if base is None:
             break
         if not isinstance(base, str) or not base.strip():
@@ -86,23 +86,21 @@ def layers(name: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) 
             path = find(base, beside=path.parent)
         except UserError as error:
             raise UserError(f"{path}: its base {error}") from None
-    return found + [(None, _parse_override(override)) for override in overrides]
+    return stack + [(None, _parse_override(override)) for override in overrides]
 
 
 def _read(path: Path) -> Mapped:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError: also of integers with thousands of digits, and of what is not UTF-8
+    except (ValueError, RecursionError) as error:
+        # tomllib raises ValueError for invalid UTF-8 and for integers with thousands of digits as well.
         raise UserError(f"{path}: not valid TOML: {error}") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def merge(under: Mapped, over: Mapped) -> Mapped:
-    """Return nested dicts with the values of `over` in the place of those of `under`."""
+    """Merge nested dicts. The values of `over` replace those of `under`."""
     merged = dict(under)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)

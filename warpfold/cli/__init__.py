@@ -1,9 +1,9 @@
-"""The command line: read arguments, call one function of the package, print what it returns.
+"""The command line: parse arguments, call one function of the package, print the result.
 
-Exit codes: 0 everything asked for was done, 1 it was not, 2 the input is at fault (one line says how), 130 Ctrl-C.
-On SIGTERM, `train` exits with 0, since its work is saved and the same command continues, and `pack` with 143.
-A command is declared once, in a file here (`common.command`); heavy imports are inside its functions, so that `--help`
-answers at once.
+Exit codes: 0 for success, 1 if something requested was not done, 2 for bad input (with a one-line error), 130 for
+Ctrl-C. On SIGTERM, `train` saves its work and exits with 0, and `pack` exits with 143.
+Each command is declared once, in a file of this folder (`common.command`). Heavy imports are inside its functions, so
+that `--help` answers immediately.
 """
 
 import atexit
@@ -25,10 +25,10 @@ import typer
 from warpfold import __version__
 from warpfold.cli.common import GIVEN, StoppedByUser, app, how_to_go_on
 from warpfold.errors import DiskError, UserError, printable
-from warpfold.files import NO_ROOM, OF_DISKS
+from warpfold.files import DISK_ERRORS, NO_ROOM
 from warpfold.parallel.process import is_one_of_several
 
-# Their files, in the order of --help; a file may have several commands.
+# The files of the commands, in the order of --help. A file may declare several commands.
 FILES = "demo search pack plan train finetune predict distill design params score doctor bench"
 for file in FILES.split():
     import_module(f"warpfold.cli.{file}")
@@ -39,13 +39,14 @@ click = sys.modules[typer.BadParameter.__module__]  # click's exceptions, or the
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line (`sys.argv` by default) and exit.  Bad input is one line on stderr, never a stack trace."""
-    # Let waiting threads spin for some microseconds, then sleep.  If they spin on while another program runs on few
-    # cores, a small model takes ten times as long; if they sleep at once, a block of short operations takes 1.6 times.
+    """Run the command line (default: `sys.argv`) and exit. Bad input prints one line on stderr, not a stack trace."""
+    # Idle threads spin for some microseconds and then sleep. If they kept spinning, small models would be about ten
+    # times slower next to another program on few cores. If they slept at once, blocks of short operations would be 1.6
+    # times slower.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    # Where a process is killed, torch's C++ would warn the others with a stack trace; who is missing is our own line.
+    # If a process is killed, torch's C++ code would print stack traces in the others. We print one line instead.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     _make_streams_writable()
     GIVEN[:] = sys.argv[1:] if arguments is None else map(str, arguments)
@@ -65,10 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             raise
         code = _complain("torch is not installed; pip install -e . brings it (docs/install.md)", 1)
     except OSError as error:
-        if error.filename is None and error.errno not in OF_DISKS:
+        if error.filename is None and error.errno not in DISK_ERRORS:
             raise
         cure = "make room" if error.errno in NO_ROOM else "see to the disk"
-        then = f"; {cure}; {how_to_go_on()}" if error.errno in OF_DISKS else ""
+        then = f"; {cure}; {how_to_go_on()}" if error.errno in DISK_ERRORS else ""
         code = _complain(f"{error.filename or 'writing'}: {error.strerror}{then}", 1)
     except (StoppedByUser, KeyboardInterrupt, typer.Abort) as stop:
         print(f"stopped; {how_to_go_on()}", file=sys.stderr)
@@ -81,7 +82,7 @@ _PLAIN = str.maketrans({"→": "->", "Å": "A", "α": "a", "β": "b", "×": "x",
 
 
 def _make_streams_writable() -> None:
-    """Make stdout and stderr take any text: in another encoding than UTF-8 with plain letters, closed ones drop it."""
+    """Make stdout and stderr accept any text: replace unencodable characters, and ignore closed streams."""
 
     def plain(error: UnicodeError) -> tuple[str, int]:
         assert isinstance(error, UnicodeEncodeError)
@@ -100,15 +101,17 @@ def _make_streams_writable() -> None:
 
 @contextmanager
 def _answered() -> Iterator[None]:
-    """Answer Ctrl-C at once, within the context: what a command has to end, such as a file, may take long.
+    """Acknowledge Ctrl-C immediately within the context, because finishing a file may take long.
 
-    A second one ends the process as it is, whatever its threads wait for: files are whole or not there.
+    A second Ctrl-C ends the process without waiting for its threads. Files are safe, because writes are atomic.
     """
 
     def answer(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # of the system: Python's would wait for what runs below Python
-        shown = b"\x1b[?25h\nstopping; Ctrl-C again: at once\n"  # with the cursor, which a bar hides
-        os.write(2, shown if os.isatty(2) else b"stopping\n")
+        # The system's handler acts at once. Python's would wait for the running native code.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        # The escape sequence shows the cursor, which a progress bar hides.
+        message = b"\x1b[?25h\nstopping; Ctrl-C again: at once\n"
+        os.write(2, message if os.isatty(2) else b"stopping\n")
         raise KeyboardInterrupt
 
     before = signal.getsignal(signal.SIGINT)
@@ -123,7 +126,7 @@ def _answered() -> Iterator[None]:
 
 
 def _check_not_empty(arguments: Sequence[str]) -> None:
-    """Raise UserError for an empty argument: as a path it would be the current folder."""
+    """Raise UserError for an empty argument, which as a path would mean the current folder."""
     for before, argument in zip(["", *arguments], arguments):
         if not argument.strip() or re.fullmatch(r"--[\w.-]+=\s*", argument):
             where = argument.strip() or before or "the first argument"
@@ -132,8 +135,8 @@ def _check_not_empty(arguments: Sequence[str]) -> None:
 
 def _leave(code: int) -> NoReturn:
     if is_one_of_several(os.environ):
-        # Without Python's own end: after a failure torch's threads would wait for other processes, and those for this
-        # one; and a thread that comes back from torch's C++ while the interpreter ends would abort the process.
+        # Skip the shutdown of the interpreter. After a failure torch's threads would wait for other processes, which in
+        # turn wait for this one. A thread that returns from torch's C++ code during shutdown would abort the process.
         if not code:
             atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -148,7 +151,7 @@ def _complain(message: str, code: int) -> int:
 
 
 def _misused(error: click.UsageError) -> str:  # type: ignore[name-defined]  # a module that is found when it runs
-    """Explain a wrong command line in a sentence: what is wrong, what the option takes, and whose --help says more."""
+    """Describe a usage error in one sentence: the problem, the values of the option, and the --help to read."""
     says, name = error.format_message().rstrip("."), GIVEN[0] if GIVEN else ""
     option = getattr(error, "option_name", "")
     if name == "predict" and "requires" not in says and option in INSTEAD:

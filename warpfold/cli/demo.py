@@ -1,4 +1,4 @@
-"""`warpfold demo` and `warpfold sample`: to see it work, and proteins to try it with."""
+"""`warpfold demo` and `warpfold sample`: a tour of WarpFold, and proteins to experiment with."""
 
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
@@ -17,12 +17,12 @@ def demo(
     out: Annotated[Path, writes("Folder for the report and everything else.")] = Path("demo"),
     multimer: Annotated[bool, decides("Dimers, and a small AlphaFold-Multimer.")] = False,
     steps: Annotated[
-        int | None, decides("Training steps: fewer end sooner and teach less; default: the preset's.", min=1)
+        int | None, decides("Training steps. Fewer steps are faster and less accurate. Default: the preset's.", min=1)
     ] = None,
     seed: Seed = 0,
     force: Force = False,
 ) -> Answer:
-    """Make proteins, train a small AlphaFold2 on them, fold ones it never saw, and show it all in report.html."""
+    """Make proteins, train a small AlphaFold2 on them, fold proteins it never saw, and write report.html."""
     from warpfold.demo import run_demo
     from warpfold.device import cores
 
@@ -36,8 +36,8 @@ def demo(
     def lines() -> Iterator[str]:
         scores = summary["held_out"]
         for key in (key for key in NAMES if key in scores):
-            there = scores[key]
-            yield f"{NAMES[key]}, held out: {there['untrained']:.2f} untrained, {there['trained']:.2f} trained"
+            score = scores[key]
+            yield f"{NAMES[key]}, held out: {score['untrained']:.2f} untrained, {score['trained']:.2f} trained"
         yield f"open {out / 'report.html'}"
 
     return Answer(summary, lines())
@@ -50,14 +50,14 @@ class SampleCommand(Checked):
     out: Annotated[PathLike, writes("New folder for mmCIF and A3M files.")]
     _: KW_ONLY
     proteins: Annotated[int, decides("Number of proteins.", min=0)] = 200
-    dimers: Annotated[int, decides("Number of dimers besides, of equal chains and of different ones.", min=0)] = 0
+    dimers: Annotated[int, decides("Number of additional dimers, both homo- and heterodimers.", min=0)] = 0
     min_length: Annotated[int, decides("Residues of the shortest chain.", min=1)] = 30
     max_length: Annotated[int, decides("Residues of the longest chain.", min=1)] = 60
     seed: Seed = 0
     progress: Progress | None = None
 
     def __call__(self) -> list[dict[str, Any]]:
-        """Return a description of each protein."""
+        """Write the proteins and return a description of each."""
         from warpfold.data.synthetic.folder import generate
 
         return generate(
@@ -71,7 +71,7 @@ sample = function(SampleCommand)
 
 @command(SampleCommand, example="Example:  warpfold sample --proteins 200 --out proteins")
 def sample_in_shell(given: dict[str, Any]) -> Answer:
-    """Say what was made."""
+    """Make the proteins and print their number."""
     with progress_bar() as progress:
         made = sample(**given, progress=progress)
     dimers = f" and {given['dimers']} dimers" if given["dimers"] else ""

@@ -18,20 +18,21 @@ SHOWN = 20  # reasons for which predictions are dropped
 
 @dataclass(frozen=True, kw_only=True)
 class DistillCommand(PredictCommand, ExampleOptions):
-    """Fold sequences, and make a store of the predictions that are sure, for `train` to learn from (Supp. 1.3)."""
+    """Fold sequences and pack the confident predictions into a store for `train` (self-distillation, Supp. 1.3)."""
 
     out: Annotated[PathLike, writes("The store; the same command continues a stopped run.")] = field(kw_only=False)
     predictions: Annotated[PathLike | None, writes("Folder for the predictions; default: OUT.predictions.")] = None
 
     def __call__(self) -> dict[str, Any]:
-        """Fold as `predict` does, into the folder `predictions`, and pack these with their alignments into `out`.
+        """Fold as `predict` does, into the folder `predictions`, and pack the predictions with their alignments.
 
-        Returns "predictions", the folder; "failures", as of `predict`; and "store", the report of `pack`, None as long
-        as other parts (`shard`) have predictions to make.  A stopped run continues by the same call.
-        Errors: UserError for bad input and arguments, for other things in place of `out`, and where nothing was folded.
+        Returns "predictions", the folder; "failures", as for `predict`; and "store", the report of `pack`, or None
+        while other jobs (`shard`) are still folding. The same call continues a stopped run.
+        Errors: UserError for bad input and arguments, if `out` is not a store, and if nothing was folded.
         """
         out = path("out", self.out)
-        if out.exists() and not (out / "sources.json").is_file():  # `pack` would say so after hours of folding
+        # Otherwise `pack` would raise this error after hours of folding.
+        if out.exists() and not (out / "sources.json").is_file():
             raise UserError(f"{out}: exists already; remove it, or choose another name")
         folder = out.with_name(f"{out.name}.predictions") if self.predictions is None else Path(self.predictions)
         given = {one.name: getattr(self, one.name) for one in fields(PredictCommand)}
@@ -55,7 +56,7 @@ class DistillCommand(PredictCommand, ExampleOptions):
 
 
 def _alignments(given: PredictCommand, folder: Path) -> list[Path]:
-    """Return the files and folders of alignments that the sequences were folded with."""
+    """List the files and folders of the alignments with which the sequences were folded."""
     from warpfold.data.formats.input_files import ALIGNMENTS, find
 
     every = [*paths("msa", given.msa), Path(given.msa_cache or folder / "alignments")]
@@ -80,7 +81,7 @@ distill = function(DistillCommand)
     example="Example:  warpfold distill sequences.fasta --msa msas/ --params params.safetensors --out distilled",
 )
 def distill_in_shell(given: dict[str, Any]) -> Answer:
-    """Fold and pack under a progress bar, and say what was kept, and what not and why."""
+    """Fold and pack under a progress bar, and print the number of packed predictions and the reasons for the others."""
     if this_process().ranks > 1:
         raise UserError("distill: runs without torchrun; take more processes by --workers, or machines by --shard")
     # As `pack` does: files that are being read must not be blamed for the death of the process.

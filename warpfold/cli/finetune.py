@@ -16,10 +16,10 @@ from warpfold.progress import Progress, progress_bar
 
 @dataclass(frozen=True)
 class FinetuneCommand(Checked):
-    """Fine-tune a model on structures of your own, and say how much better it is on proteins that it never saw.
+    """Fine-tune a model on your structures, and measure the improvement on proteins that it never saw.
 
-    Packs, splits by sequence cluster, trains, keeps the best parameters by validation, folds the test with the
-    parameters before and after, and writes report.html and card.md.
+    Packs the structures, splits them by sequence cluster, trains, keeps the best parameters by validation, folds the
+    test set before and after, and writes report.html and card.md.
     """
 
     structures: Annotated[
@@ -71,9 +71,9 @@ class FinetuneCommand(Checked):
     progress: Progress | None = None
 
     def __call__(self) -> dict[str, Any]:
-        """Return what is in `out/summary.json`.
+        """Fine-tune and return the content of `out/summary.json`.
 
-        Errors: UserError for what cannot be read or used, too few structures or clusters, and a folder of another run.
+        Errors: UserError for unusable input, too few structures or clusters, and if `out` holds another run.
         """
         import torch
 
@@ -124,7 +124,7 @@ finetune = arguments.function(FinetuneCommand)
     example="Example:  warpfold finetune --structures mine/ --msas alignments/ --init params_model_1.npz --out tuned",
 )
 def finetune_in_shell(given: dict[str, Any]) -> Answer:
-    """Fine-tune under a progress bar, and say whether it is better."""
+    """Fine-tune under a progress bar and print the verdict."""
     with progress_bar(narrate=True) as bar, plans_said():
         result = finetune(**given, progress=bar)
     from warpfold.finetuning.page import stated_relatives, verdict

@@ -44,9 +44,9 @@ class ScoreCommand(Checked):
     allow_unplaced: Annotated[bool, reads("Score although residues of a file are in none of its chains.")] = False
 
     def __call__(self) -> "Score":
-        """Return the scores.  Either structure may be a `Prediction`, and chains a mapping, predicted -> reference.
+        """Compute the scores. Either structure may be a `Prediction`, and chains a mapping, predicted -> reference.
 
-        Errors: UserError for files that cannot be read or have nothing in common.
+        Errors: UserError for files that cannot be read or share no residues.
         """
         from warpfold.scoring import score as scoring
 
@@ -59,7 +59,7 @@ class ScoreCommand(Checked):
 
 
 def _named_chains(chains: str | Mapping[str, str] | None) -> Mapping[str, str] | None:
-    """Return the pairs of chains that the user named.  Errors: UserError for anything else."""
+    """Parse the user's pairs of chains. Errors: UserError for anything else."""
     named = chain_pairs(chains) if isinstance(chains, str) else chains
     if named is not None and not isinstance(named, Mapping):
         raise UserError(f'chains = {arguments.shown(named)}: expected pairs, {{"A": "B"}} or "A:B"')
@@ -67,7 +67,7 @@ def _named_chains(chains: str | Mapping[str, str] | None) -> Mapping[str, str] |
 
 
 def chain_pairs(text: str) -> dict[str, str]:
-    """Return the pairs of "A:B,B:C", predicted -> reference.  Errors: UserError for anything else."""
+    """Parse "A:B,B:C" to pairs, predicted -> reference. Errors: UserError for anything else."""
     pairs = [pair.split(":") for pair in text.split(",")]
     if any(len(pair) != 2 or not all(pair) for pair in pairs):
         raise UserError(f"--chains {text}: expected pairs of predicted:reference, for example A:B,B:C")
@@ -98,7 +98,8 @@ def golden(
     only: Annotated[str | None, reads("A pattern for the cases' paths.")] = None,
 ) -> Answer:
     """Compare WarpFold with numbers of DeepMind's official code, array by array; in a clone."""
-    checkout = Path(warpfold.__file__).parents[1]  # whose tests know how each case is computed
+    # The tests of the checkout compute the cases.
+    checkout = Path(warpfold.__file__).parents[1]
     if not (checkout / "tests/golden/run.py").is_file():
         raise UserError("golden: the reference cases are tests of a clone of WarpFold (tests/golden); run it there")
     sys.path.insert(0, str(checkout))
@@ -148,12 +149,12 @@ class EvaluateCommand(Checked):
     progress: Progress | None = None
 
     def __call__(self) -> dict[str, Any]:
-        """Return the content of `OUT/evaluation.json` (docs/howto/score.md): targets, means, calibration, comparisons.
+        """Evaluate and return the content of `OUT/evaluation.json` (docs/howto/score.md).
 
-        Targets that could not be scored are under "failures" of their set, and the others are scored all the same.
-        shard: as long as others have parts to score, "status" is "running", and what is returned is of this part.
-        Errors: UserError for folders that are not there, are empty, or have no target in common; a suite whose files
-        are others; a first set of which nothing could be scored; and an `out` that is something else.
+        Targets that could not be scored are listed under "failures" of their set. With `shard`, "status" is "running"
+        and the result covers only this job until all jobs have finished.
+        Errors: UserError for folders that are missing, empty or share no targets; for a suite with different files; if
+        no target of the first set could be scored; and if `out` holds other files.
         """
         from warpfold.evaluation import evaluate as evaluating
         from warpfold.evaluation.measure import Comparison
@@ -219,7 +220,7 @@ evaluate = arguments.function(EvaluateCommand)
     "warpfold evaluate folded structures --out evaluation --shard $I/8",
 )
 def evaluate_in_shell(given: dict[str, Any]) -> Answer:
-    """Print the means and comparisons, and say what failed or is in no mean."""
+    """Print the means, the comparisons, and warnings about failed and omitted targets."""
     from warpfold.evaluation.page import warnings_of
 
     with progress_bar() as progress:
@@ -240,7 +241,7 @@ def evaluate_in_shell(given: dict[str, Any]) -> Answer:
 
 
 def _text(found: dict[str, Any], out: Path | None) -> "Iterator[str | Table]":
-    """Yield what is printed."""
+    """Yield the lines and tables of the terminal."""
     from warpfold.evaluation.tables import METRICS
     from warpfold.scoring.intervals import MIN_CLUSTERS
 

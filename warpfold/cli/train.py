@@ -74,12 +74,14 @@ class TrainCommand(Checked):
     team: "Team | None" = None
 
     def __call__(self) -> "Summary":
-        """Train into the folder `out`, or continue the run that is there; return how it ended.
+        """Train into the folder `out`, or continue the run there, and return its summary.
 
-        settings: a preset's name, a TOML file, its values, or a `RunConfig`.  data: stores, or their paths.  set:
-        settings over those, {"train.steps": 500}.  watch: who is told of the run: watchers, or functions of each row
-        of metrics.jsonl (docs/howto/train.md).  team: processes that train together; all call this.
-        Errors: UserError for bad arguments, settings, stores and parameters, and a folder of another run.
+        settings: the name of a preset, a TOML file, its values, or a `RunConfig`.
+        data: stores or their paths.
+        set: overrides of the settings, such as {"train.steps": 500}.
+        watch: watchers, or functions that receive each row of metrics.jsonl (docs/howto/train.md).
+        team: the processes that train together. All of them call this function.
+        Errors: UserError for bad arguments, settings, stores and parameters, and if `out` holds another run.
         """
         from warpfold import device
         from warpfold.cost.links import read_cluster
@@ -134,10 +136,10 @@ class TrainCommand(Checked):
 
 
 def sources_of(data: StoreLike | Sequence[StoreLike], assemblies: bool = False) -> "list[Source]":
-    """Return stores with their weights: of "pdb=0.25" 0.25, of one without any 1.
+    """Open stores with their weights: "pdb=0.25" has the weight 0.25, and the default is 1.
 
-    assemblies: to draw complexes from, where a store has any, not chains.
-    Errors: UserError for what is no store.
+    assemblies: draw complexes instead of chains from stores that have complexes.
+    Errors: UserError for paths that are not stores.
     """
     from warpfold.data.load.order import Source
     from warpfold.data.store.store import Store
@@ -178,7 +180,7 @@ def train_in_shell(
     branch: Branch = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train with all processes under a line of progress, and say how the run ended."""
+    """Train with all processes under a progress line, and print the outcome."""
     from warpfold.parallel.team import distributed_context
     from warpfold.training.config import load_settings
     from warpfold.training.watching import training_progress
@@ -212,9 +214,9 @@ def train_in_shell(
 
 @dataclass(frozen=True)
 class ValidateCommand(Checked):
-    """Fold a run's held-out proteins with each of its checkpoints: beside the training, on any machine.
+    """Fold the held-out proteins of a run with each of its checkpoints, during or after training, on any machine.
 
-    RUN/evaluations.jsonl gets a row for each checkpoint; RUN/best.safetensors has the best weights.
+    Appends a row per checkpoint to RUN/evaluations.jsonl, and writes the best weights to RUN/best.safetensors.
     """
 
     run: Annotated[PathLike, argument("Folder of `warpfold train`, its --out.")]
@@ -228,10 +230,10 @@ class ValidateCommand(Checked):
     watch: "Watching | None" = None
 
     def __call__(self) -> list[dict[str, Any]]:
-        """Return a row for each checkpoint that had none yet.
+        """Evaluate the checkpoints without a row, and return the new rows.
 
-        watch: who is told: watchers, or functions of each row.
-        Errors: UserError for a folder that is no run's, for other data, and where another process evaluates the run.
+        watch: watchers, or functions that receive each row.
+        Errors: UserError if `run` is not the folder of a run or has other data, and if another process evaluates it.
         """
         from warpfold.device import device_of
         from warpfold.training import validate as validating

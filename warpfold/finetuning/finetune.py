@@ -1,16 +1,16 @@
-"""Fine-tune a model on structures of one's own: pack, split, train, fold the test before and after, report.
+"""Fine-tune a model on the user's structures: pack, split, train, fold the test set before and after, report.
 
-    OUT/alignments/          what the search found (--search)
-    OUT/store/               the structures, packed; pack.tsv says what became of each
-    OUT/split.toml           which of them are trained on, validate and test
+    OUT/alignments/          the alignments of --search
+    OUT/store/               the packed structures; pack.tsv has the outcome for each
+    OUT/split.toml           the training, validation and test sets
     OUT/run/                 the training run (docs/howto/train.md)
     OUT/params.safetensors   the best parameters by validation
-    OUT/before/, OUT/after/  the test, folded (docs/reference/outputs.md)
-    OUT/report.html          what became better and what did not, with intervals
-    OUT/card.md              the same with data, settings, hardware, and the command: for whoever gets the parameters
-    OUT/summary.json         the same, for programs
+    OUT/before/, OUT/after/  predictions of the test set (docs/reference/outputs.md)
+    OUT/report.html          the comparison, with confidence intervals
+    OUT/card.md              a model card with data, settings, hardware and command
+    OUT/summary.json         the results for programs
 
-Each part is finished before the next begins, and is kept: the same command continues one that was stopped.
+Each stage is complete before the next begins, so the same command continues a stopped run.
 """
 
 import hashlib
@@ -67,7 +67,8 @@ from warpfold.training.processes import train_here
 
 FORMAT = "warpfold-finetune-1"
 PARTS = ("alignments", "sequences", "store", "run", "before", "after", "split.toml", "params.safetensors", "card.md")
-GENERAL = 24  # entries of the store that is rehearsed, at most, which show what was forgotten
+# The largest number of entries of the rehearsed store with which forgetting is measured.
+GENERAL = 24
 ALL_ATOMS = Measure("lddt", "lDDT, all atoms", lambda _, score: score.lddt if score.lddt is not None else math.nan)
 TM = Measure("tm", "TM-score", lambda _, score: score.tm)
 GDT = Measure("gdt_ts", "GDT-TS", lambda _, score: score.gdt_ts)
@@ -79,7 +80,7 @@ log = logging.getLogger("warpfold")
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneOptions:
-    """What to fine-tune on, from what, and how; `warpfold finetune --help` has the words."""
+    """The options of a fine-tuning run, as documented by `warpfold finetune --help`."""
 
     structures: Sequence[Path]
     init: Path
@@ -99,7 +100,7 @@ class FinetuneOptions:
     memory: int | None = None
 
     def identity(self) -> str:
-        """Return a digest of all that decides the result."""
+        """Compute a digest of all inputs that affect the result."""
         rehearsed = self.rehearse and [str(self.rehearse.store.path), self.rehearse.weight]
         inputs = [[str(path) for path in paths] for paths in (self.structures, self.msas)]
         split = self.split and checksum(self.split)
@@ -118,11 +119,12 @@ def finetune(
     command: str = "",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Fine-tune into the folder `out`, or go on with what is there; return what is in `out/summary.json`.
+    """Fine-tune into the folder `out`, or continue the run there, and return the content of `out/summary.json`.
 
-    command: what reproduces it, for the card.  force: replace an earlier run with other options.
-    Errors: UserError for what cannot be read or used, too few structures or clusters, settings that fit nothing, and a
-    folder that holds something else; KeyboardInterrupt when training is stopped by a signal.
+    force: replace an earlier run with other options.
+    command: the command line for the model card.
+    Errors: UserError for unusable input, too few structures or clusters, settings that match nothing, and if `out`
+    holds other files; KeyboardInterrupt if a signal stops training.
     """
     seconds, device, tell = dict[str, float](), torch.device(device), progress or no_progress
     if options.split is not None and options.one_family:
@@ -130,7 +132,7 @@ def finetune(
     assemblies = load_config(options.init).multimer is not None
     first = first_settings(options.init)
     run = options.identity()
-    # Before training has begun another command may go on in the folder: the one before had a mistake in it.
+    # Until training starts, a command with other options may use the folder: the first command may have been a mistake.
     earlier = claim_folder(out, FORMAT, run, force or not (out / "run").exists())
     if earlier is not None and (force or earlier.get("run") != run):
         put_aside(out, PARTS)
@@ -302,7 +304,7 @@ def end_reason(metrics: Path) -> str | None:
 
 
 def said_of(config: RunConfig, split: Split, plan: str) -> str:
-    """Say what is going to be trained on what, in a line."""
+    """Describe the planned training in one line."""
     parts = ", ".join(f"{len(keys)} {name}" for name, keys in split.parts.items())
     optim = config.optim
     return (
@@ -368,7 +370,7 @@ def compared_scores(
 
 
 def _searched(options: FinetuneOptions, out: Path, tell: Progress) -> Path:
-    """Search for alignments of every different sequence of the structures; return the folder of what was found."""
+    """Search for alignments of all distinct sequences of the structures, and return their folder."""
     pack(options.structures, [], out / "sequences", PackOptions(), workers=options.workers, progress=tell)
     store = Store(out / "sequences")
     names: dict[str, str] = {}
@@ -397,7 +399,7 @@ def _check_alignments(packed: PackReport, msas: Sequence[Path]) -> None:
 def _rehearsal(
     options: FinetuneOptions, assemblies: bool, store: Store, split: Split
 ) -> tuple[Source | None, list[str], int]:
-    """Return the source to rehearse, the entries of its store that show what was forgotten, and the number left out.
+    """Choose the source to rehearse, the entries of its store that measure forgetting, and the number left out.
 
     An entry that is related to the test, the validation or one of these is not rehearsed.  None of these is related to
     an entry of the user's that is trained on or validated.

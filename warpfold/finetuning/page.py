@@ -1,4 +1,4 @@
-"""The page of a fine-tuning: is it better, where, and what was it trained on."""
+"""The report of a fine-tuning run: whether the model improved, on which proteins, and its training data."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -105,7 +105,7 @@ def comparison_sections(result: Mapping[str, Any]) -> list[str]:
 def report_page(
     out: Path, result: Mapping[str, Any], measured: Mapping[str, Sequence[Measured]], measures: Sequence[Measure]
 ) -> ReportPage:
-    """Return the page; result: the summary, whose predictions, in the order of the test, lie in `out/after`."""
+    """Build the page from the summary `result`. Predictions of the test set are in `out/after`, in the same order."""
     test, scores = measured["test"], result["compared"]["test"]["lddt_ca"]
     warned = []
     if result["split_by"] == "chain":
