@@ -160,16 +160,18 @@ def plan_name(plan: Mapping[str, Any]) -> str:
 
 
 def block() -> str:
-    sections = []
-    for path in (latest("block-2core-*.json"), latest("block-avx2-*.json")):
-        report = read(path)
-        rows = [
-            (row["round"], plan_name(row["plan"]), row["pass"], number(row["seconds"]), number(row["peak_mib"], 4))
-            for row in report["results"]
-        ]
-        columns = ("round", "implementation", "pass", "s", "peak memory, MiB")
-        sections += [source(path, note=report["what"] + ". " + sentence(report.get("note", ""))), table(columns, rows)]
-    return "\n\n".join(sections)
+    path = latest("block-2core-*.json")
+    report = read(path)
+    rounds: dict[tuple[str, str], list[Report]] = {}
+    for row in report["results"]:
+        rounds.setdefault((plan_name(row["plan"]), row["pass"]), []).append(row)
+    rows = [
+        (*name, " to ".join(dict.fromkeys(number(edge(row["seconds"] for row in group)) for edge in (min, max))),
+         number(max(row["peak_mib"] for row in group), 4))
+        for name, group in rounds.items()
+    ]  # fmt: skip
+    note = sentence(report["what"]) + " " + sentence(report.get("note", ""))
+    return source(path, note=note) + "\n\n" + table(("implementation", "pass", "s", "peak memory, MiB"), rows)
 
 
 def adapters() -> str:
@@ -424,7 +426,7 @@ def collectives() -> str:
         for name, entries in report.items()
         if name.startswith("memory, ")
         for row in entries
-        if row["axial"] != 4
+        if row["axial"] != 4 and name != "memory, folding, 512 residues"
     ]
     sections += [
         "Peak memory of the first rank (counted, bf16):",
