@@ -1,13 +1,14 @@
-"""Finds what a page or a style sheet would load from elsewhere: scripts, styles, fonts, pictures, frames.
+"""Find external resources that a page or a style sheet loads: scripts, styles, fonts, pictures, frames.
 
-Links that a reader may follow are no such thing.
+Links for readers are not resources.
 """
 
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-LOADS = {  # the attributes by which a tag loads something
+# The attributes with which a tag loads a resource.
+LOADS = {
     "script": ("src",),
     "link": ("href",),
     "img": ("src", "srcset"),
@@ -20,7 +21,8 @@ LOADS = {  # the attributes by which a tag loads something
     "image": ("href", "xlink:href"),
     "use": ("href", "xlink:href"),
 }
-SAYS = {"canonical", "next", "prev", "alternate", "author", "license"}  # kinds of <link> that load nothing
+# Kinds of <link> that load nothing.
+SAYS = {"canonical", "next", "prev", "alternate", "author", "license"}
 ELSEWHERE = re.compile(r"(?:^|[\s,])((?:https?:)?//[^\s,]+)")
 IN_STYLES = re.compile(r"(?:url\(\s*|@import\s+)[\"']?((?:https?:)?//[^\s\"')]+)")
 
@@ -48,7 +50,7 @@ class _Page(HTMLParser):
 
 
 def loaded(text: str, kind: str) -> list[str]:
-    """Return the addresses elsewhere from which a page (`kind` ".html", ".svg") or a style sheet (".css") loads."""
+    """Return the external addresses from which a page (`kind` ".html", ".svg") or a style sheet (".css") loads."""
     if kind == ".css":
         return IN_STYLES.findall(text)
     page = _Page()
@@ -58,7 +60,7 @@ def loaded(text: str, kind: str) -> list[str]:
 
 
 def external(site: Path) -> list[str]:
-    """Return "file: address" for everything that the files of a built site would load from elsewhere."""
+    """Return "file: address" for every external resource of a built site."""
     return [
         f"{path.relative_to(site)}: {address}"
         for path in sorted(site.rglob("*"))

@@ -1,7 +1,7 @@
-"""What mkdocs does for this site beyond its own: pages from the source, and what pages link to outside docs/.
+"""Hooks of mkdocs: add generated pages, and the files outside docs/ to which pages link.
 
-Pages are written for GitHub, where `../CHANGELOG.md` leads somewhere.  So whatever a page links to in the repository
-comes along: Markdown as a page, a folder as a list of its files, anything else as it is.
+Pages are written for GitHub, where links such as `../CHANGELOG.md` work.  Every linked file of the repository is
+therefore added to the site: Markdown as a page, a folder as a list of its files, other files unchanged.
 """
 
 import os
@@ -19,7 +19,8 @@ from reference import commands, messages, notebook, python_interface, settings_r
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]+)?\))")
-WORKER = "https://unpkg.com/iframe-worker/shim"  # what the theme would load for the search of a page on a disk
+# The theme loads this script for the search of pages on a disk.
+WORKER = "https://unpkg.com/iframe-worker/shim"
 GENERATED = {
     "reference/commands.md": commands,
     "reference/python.md": python_interface,
@@ -32,27 +33,27 @@ NOTEBOOKS = {DOCS / "fold.ipynb": DOCS / "notebook.md", DOCS / "design.ipynb": D
 
 
 def place(path: Path) -> str:
-    """Return where a file or folder of the repository is in the site's sources."""
+    """Return the path of a file or folder of the repository in the sources of the site."""
     if path.is_relative_to(DOCS):
         return path.relative_to(DOCS).as_posix()
     return "repository/" + path.relative_to(ROOT).as_posix() + ("/README.md" if path.is_dir() else "")
 
 
 def targets(text: str, folder: Path) -> list[Path]:
-    """Return the files and folders of the repository that links in a page's text lead to, `folder` being the page's."""
+    """Return the files and folders of the repository to which a page in `folder` links."""
     links = (match[2] for match in LINK.finditer(text) if "://" not in match[2])
     paths = (Path(os.path.normpath(folder / link)) for link in links)
     return [path for path in paths if path.exists() and path.is_relative_to(ROOT)]
 
 
 def listing(folder: Path) -> str:
-    """Return a page about a folder of the repository: its files, which come along."""
+    """Build a page that lists the files of a folder of the repository."""
     files = sorted(path.name for path in folder.iterdir() if path.is_file())
     return f"# {folder.relative_to(ROOT)}\n\n" + "".join(f"* [{name}]({name})\n" for name in files)
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add the pages that are made of the source, and what pages link to outside docs/, and what that links to."""
+    """Add the generated pages, the linked files outside docs/, and the files to which these link."""
     for name, make in GENERATED.items():
         files.append(File.generated(config, name, content=make()))
     waiting = [Path(file.abs_src_path) for file in files.documentation_pages() if file.abs_src_path]
@@ -72,12 +73,12 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
             waiting += [file for file in inside if file.suffix == ".md"]
     for file in files.documentation_pages():
         if file.src_uri.startswith("repository/"):
-            file.inclusion = file.inclusion.NOT_IN_NAV  # reached by links
+            file.inclusion = file.inclusion.NOT_IN_NAV
     return files
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links to files of the repository into links to where these are in the site."""
+    """Rewrite links to files of the repository as links within the site."""
     source = page.file.src_uri
     if source in GENERATED:
         return markdown
@@ -86,7 +87,8 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
     def moved(match: re.Match[str]) -> str:
         for path in targets(match[0], folder):
-            path = NOTEBOOKS.get(path, path)  # which GitHub shows, and a browser would save
+            # GitHub renders notebooks, but a browser would download them.
+            path = NOTEBOOKS.get(path, path)
             return match[1] + os.path.relpath(place(path), os.path.dirname(source) or ".") + match[3]
         return match[0]
 
@@ -94,13 +96,13 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def on_post_build(*, config: MkDocsConfig) -> None:
-    """Let pages load our worker.js, and make sure that they load nothing from elsewhere.
+    """Replace the theme's worker script by ours, and check that pages load no external resources.
 
-    Errors: PluginError with what they would load; it ends the build.
+    Raises: PluginError with the external addresses, which ends the build.
     """
     site = Path(config.site_dir)
     for path in site.rglob("*.html"):
         ours = os.path.relpath(site / "site" / "worker.js", path.parent)
         path.write_text(path.read_text(encoding="utf-8").replace(WORKER, ours), encoding="utf-8")
     if found := external(site):
-        raise PluginError("pages load from elsewhere: " + "; ".join(found[:5]))
+        raise PluginError("site: pages load external resources: " + ", ".join(found[:5]) + ". Remove them.")

@@ -1,6 +1,7 @@
-"""Pages made of the source: the command line, the Python interface, the settings, the messages, the notebooks.
+"""Generate pages from the source: commands, the Python interface, settings, messages, notebooks.
 
-The command line is imported (it imports nothing heavy), the rest is read as text: neither torch nor NumPy is needed.
+The command line is imported, which loads no heavy package.  Everything else is parsed, so neither torch nor NumPy is
+needed.
 """
 
 import ast
@@ -18,7 +19,7 @@ PACKAGE = ROOT / "warpfold"
 
 
 def commands() -> str:
-    """Return the page of all commands: what each does, its arguments and options, its examples."""
+    """Build the page of all commands with their arguments, options and examples."""
     sys.path.insert(0, str(ROOT))
     from typer.main import get_command
 
@@ -28,8 +29,8 @@ def commands() -> str:
     lines = [
         "# Commands",
         "",
-        "What `warpfold COMMAND --help` says, of this version.  Exit codes: 0 everything was done, 1 something was",
-        "not, 2 the input is at fault (one line says why), 130 Ctrl-C.",
+        "The help of every command in this version.  Exit codes: 0 success, 1 incomplete, 2 bad input (with one line",
+        "that gives the reason), 130 Ctrl-C.",
     ]
     for name, command in top.commands.items():
         inner = getattr(command, "commands", {})
@@ -69,13 +70,13 @@ def _command(name: str, command) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Return a text of --help without the marks of its colours, and with angle brackets that HTML leaves alone."""
+    """Remove the colour markup from a help text and escape its angle brackets."""
     text = re.sub(r"\[/?[a-z ]*\]", "", text)
     return re.sub(r"<", "&lt;", text).strip()
 
 
 def _lines(docstring: str) -> str:
-    """Return a docstring in which lines that explain a name, "name: ...", stay lines of their own."""
+    """Convert a docstring to Markdown with a line break before each line "name: ..."."""
     return re.sub(r"\n(?=\w[\w, ]*: )", "  \n", _plain(docstring))
 
 
@@ -87,7 +88,7 @@ def _cell(text: str) -> str:
 
 
 def python_interface() -> str:
-    """Return the page of everything that `import warpfold` offers, from docstrings (mkdocstrings fills it in)."""
+    """Build the page of the public names of `warpfold`; mkdocstrings inserts their docstrings."""
     (names,) = (
         ast.literal_eval(node.value)
         for node in ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8")).body
@@ -95,7 +96,7 @@ def python_interface() -> str:
     )
     public = [name for name in names if not name.startswith("__")]
     functions = [name for name in public if name[0].islower()]
-    lines = ["# Python", "", "All that `import warpfold` offers: functions, then classes."]
+    lines = ["# Python interface", "", "The public names of `warpfold`: functions, then classes."]
     for name in [*functions, *(name for name in public if name not in functions)]:
         lines += ["", f"::: warpfold.{name}"]
     return "\n".join(lines) + "\n"
@@ -105,10 +106,7 @@ def python_interface() -> str:
 
 
 def messages() -> str:
-    """Return the page of all messages of bad input, by package, as they are written in the source.
-
-    Each placeholder of a message is shown as `…`.
-    """
+    """Build the page of all messages about bad input, by file, with `…` for each placeholder."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
     classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     errors = {"UserError"}
@@ -118,8 +116,8 @@ def messages() -> str:
     lines = [
         "# Messages",
         "",
-        "Every message that a command or function prints for bad input, by the file that raises it. `…` stands for the",
-        "object, a value or a number. The [error index](errors.md) describes what happens then.",
+        "Every message about bad input, by the file that raises it. `…` stands for an object, a value or a number.",
+        "The [error index](errors.md) describes the consequences.",
     ]
     for path, tree in trees.items():
         calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args)
@@ -135,7 +133,7 @@ def messages() -> str:
 
 
 def _message(node: ast.expr) -> str:
-    """Return the text of a string expression, with `…` for whatever is known at run time alone."""
+    """Return the text of a string expression, with `…` for values that are known only at run time."""
     if isinstance(node, ast.Constant):
         return " ".join(str(node.value).split())
     if isinstance(node, ast.JoinedStr):
@@ -149,7 +147,7 @@ def _message(node: ast.expr) -> str:
 
 
 def notebook(name: str) -> str:
-    """Return a notebook of docs/ as a page: its text, its code, and what its cells showed when it was stored."""
+    """Convert a notebook of docs/ to a page with its text, code and stored output."""
     cells = json.loads((ROOT / "docs" / name).read_text(encoding="utf-8"))["cells"]
     shown, heading = [], ""
     for cell in cells:
@@ -164,8 +162,8 @@ def notebook(name: str) -> str:
             else:
                 shown.append(f"```text\n{''.join(data['text/plain']).rstrip()}\n```")
     get = (
-        f"This page is the notebook [{name}]({name}): save it, and open it in Jupyter, where a structure turns "
-        "and the PAE is shown below the cell that names it."
+        f"This page is the notebook [{name}]({name}). Download it and open it in Jupyter, where structures can be "
+        "rotated and the PAE appears below its cell."
     )
     return "\n\n".join([shown[0], get, *shown[1:]]) + "\n"
 
@@ -174,7 +172,7 @@ def notebook(name: str) -> str:
 
 
 def settings_reference() -> str:
-    """Return the page of all settings: each section's dataclass, its fields, defaults, and the comments beside them."""
+    """Build the page of all settings: for each section the fields of its dataclass with defaults and comments."""
     classes = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         source = path.read_text(encoding="utf-8")
@@ -186,7 +184,7 @@ def settings_reference() -> str:
         "# Settings",
         "",
         "Every key of a settings file, with its default.  `--set SECTION.KEY=VALUE` changes one.",
-        "The presets, and the sources of their values, are in the folder [settings](../repository/settings/README.md).",
+        "The folder [settings](../repository/settings/README.md) has the presets with the sources of their values.",
     ]
     for field, type_name, _, _ in _fields(*classes["RunConfig"]):
         lines += _section(field, type_name, classes)
@@ -208,7 +206,7 @@ def _section(name: str, type_name: str, classes: dict) -> Iterator[str]:
 
 
 def _fields(node: ast.ClassDef, source: list[str]) -> Iterator[tuple[str, str, str, str]]:
-    """Yield name, type, default and comment of the fields of a dataclass: the comment beside it, or those above it."""
+    """Yield name, type, default and comment of each field of a dataclass; the comment trails or precedes the field."""
     for item in node.body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
             beside = source[(item.end_lineno or item.lineno) - 1][item.end_col_offset :].partition("#")[2].strip()

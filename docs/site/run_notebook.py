@@ -1,9 +1,9 @@
-"""Run notebooks in Jupyter and store what their cells show, after `./dev demo`, whose parameters they take.
+"""Run notebooks in Jupyter and store their output.  Run `./dev demo` first, because they use its parameters.
 
     .venv/bin/pip install nbclient ipykernel
     .venv/bin/python docs/site/run_notebook.py docs/*.ipynb
 
-Pages in frames are left out: each holds the whole viewer, and where notebooks are only shown no frame is.
+HTML output is removed: each frame contains the whole viewer, and static views of notebooks show no frames.
 """
 
 import sys
@@ -16,7 +16,8 @@ for path in map(Path, sys.argv[1:]):
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(notebook, kernel_name="python3", resources={"metadata": {"path": path.parent}}).execute()
     for cell in notebook.cells:
-        cell.metadata = {}  # when it ran
+        # The metadata contain execution times.
+        cell.metadata = {}
         for output in cell.get("outputs", ()):
             output.get("data", {}).pop("text/html", None)
     notebook.metadata.language_info = {"name": "python"}

@@ -1,4 +1,4 @@
-// Browsers start no workers for a page that was opened from a disk.  The search's script then runs in a frame instead.
+// Browsers start no workers for pages opened from a disk, so the script of the search runs in a frame.
 if (location.protocol === "file:") {
   window.Worker = class extends EventTarget {
     constructor(url) {
