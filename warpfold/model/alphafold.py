@@ -1,4 +1,4 @@
-"""AlphaFold2 and AlphaFold-Multimer: Algorithm 2, with recycling (Algorithms 30 to 32) and ensembling."""
+"""AlphaFold2 and AlphaFold-Multimer: Algorithm 2 with recycling (Algorithms 30 to 32) and ensembling."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -27,113 +27,146 @@ class HeadsConfig:
     """The settings of the output heads (Supp. 1.9)."""
 
     distogram_bins: int = 64
-    msa_classes: int = 23  # AlphaFold-Multimer: 22, without the mask
+    # AlphaFold-Multimer: 22, without the mask.
+    msa_classes: int = 23
     plddt_c: int = 128
     plddt_bins: int = 50
-    pae: bool = False  # the "ptm" models
+    # Whether there is a head for the aligned error, as in the "ptm" models.
+    pae: bool = False
     pae_bins: int = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Everything that decides what the model computes.  The defaults are model_1 (Supp. tables 4 and 5).
+    """All settings that determine the results of the model. The defaults are model_1 (Supp. tables 4 and 5).
 
-    With `multimer` the embedders are AlphaFold-Multimer's; the preset settings/multimer.toml has what else differs.
+    With `multimer` the embedders are AlphaFold-Multimer's. The preset settings/multimer.toml has its other settings.
     """
 
     c_m: int = 256
     c_z: int = 128
     c_s: int = 384
     c_e: int = 64
-    max_relative: int = 32  # Algorithm 4
-    recycles: int = 3  # Supp. 1.10; passes through the trunk, less one
-    # Angstrom: a prediction recycles no more once the distances between CA change by less (Multimer v3: 0.5).
+    # Largest offset of relative positions (Algorithm 4).
+    max_relative: int = 32
+    # Passes through the trunk, less one (Supp. 1.10).
+    recycles: int = 3
+    # A prediction stops recycling when the distances between CA change by at most this, in angstrom (Multimer v3: 0.5).
     recycle_tolerance: float | None = None
-    ensemble: int = 1  # Supp. 1.11.2; alignment samples averaged in each pass
+    # Alignment samples that are averaged in each pass (Supp. 1.11.2).
+    ensemble: int = 1
     evoformer: EvoformerConfig = field(default_factory=EvoformerConfig)
-    extra_blocks: int = 4  # Algorithm 18; otherwise like the Evoformer
+    # Blocks of the extra MSA stack (Algorithm 18), which otherwise has the Evoformer's settings.
+    extra_blocks: int = 4
     templates: TemplateConfig = field(default_factory=TemplateConfig)
     structure: StructureConfig = field(default_factory=StructureConfig)
     heads: HeadsConfig = field(default_factory=HeadsConfig)
-    multimer: MultimerConfig | None = None  # None: the monomer
+    # The settings of AlphaFold-Multimer. None: a monomer.
+    multimer: MultimerConfig | None = None
 
 
 @dataclass(frozen=True)
 class Representations:
-    """What the trunk computes in one pass."""
+    """The trunk's outputs of one pass.
 
-    msa: Tensor  # [*, s, r, c_m], without template rows
-    pair: Tensor  # [*, r, r, c_z]
-    single: Tensor  # [*, r, c_s]
-    msa_first_row: Tensor  # [*, r, c_m]
+    msa: [*, s, r, c_m], without template rows. pair: [*, r, r, c_z]. single: [*, r, c_s]. msa_first_row: [*, r, c_m].
+    """
+
+    msa: Tensor
+    pair: Tensor
+    single: Tensor
+    msa_first_row: Tensor
 
 
 @dataclass(frozen=True)
 class Recycled:
-    """What one pass hands to the next (Algorithm 32); constants for the gradient."""
+    """The outputs of a pass that the next pass reads (Algorithm 32), without gradient.
 
-    msa_first_row: Tensor  # [*, r, c_m]
-    pair: Tensor  # [*, r, r, c_z]
-    positions: Tensor  # [*, r, 37, 3] angstrom
+    msa_first_row: [*, r, c_m]. pair: [*, r, r, c_z]. positions: [*, r, 37, 3], angstrom.
+    """
+
+    msa_first_row: Tensor
+    pair: Tensor
+    positions: Tensor
 
 
 class LastPass(NamedTuple):
-    """What a protein has folded to, before any head has looked at it."""
+    """Trunk and structure-module outputs of the last pass, before the heads. recycles: the passes before it."""
 
     representations: Representations
     structure: StructureOutput
-    recycles: int  # passes before the last
+    recycles: int
 
     def unbind(self) -> list["LastPass"]:
-        """Return the output of each example of a batch, which has one leading axis."""
-        parts = zip(_unbound(self.representations, 0), _unbound(self.structure, 0))
-        return [LastPass(representations, structure, self.recycles) for representations, structure in parts]
+        """Split the outputs of a batch, which have one leading axis, into those of its examples."""
+        examples = zip(_unbind(self.representations, 0), _unbind(self.structure, 0))
+        return [LastPass(representations, structure, self.recycles) for representations, structure in examples]
 
 
 @dataclass(frozen=True)
 class Output:
-    """The last pass: representations, structure, and the heads' logits (fp32)."""
+    """The outputs of the last pass: representations, structure, and the heads' logits (fp32).
 
-    msa: Tensor  # [*, s, r, c_m]
-    pair: Tensor  # [*, r, r, c_z]
-    single: Tensor  # [*, r, c_s]
-    msa_first_row: Tensor  # [*, r, c_m]
+    msa, pair, single, msa_first_row: see `Representations`. distogram_logits: [*, r, r, 64]. masked_msa_logits: [*, s,
+    r, 23], in a multimer 22. plddt_logits: [*, r, 50]. resolved_logits: [*, r, 37]. pae_logits: [*, r, r, 64].
+    recycles: the passes before this one, after a whole `forward`.
+    """
+
+    msa: Tensor
+    pair: Tensor
+    single: Tensor
+    msa_first_row: Tensor
     structure: StructureOutput
-    distogram_logits: Tensor  # [*, r, r, 64]
-    masked_msa_logits: Tensor  # [*, s, r, 23], in a multimer 22
-    plddt_logits: Tensor  # [*, r, 50]
-    resolved_logits: Tensor  # [*, r, 37]
-    pae_logits: Tensor | None  # [*, r, r, 64]
-    recycles: int = 0  # passes before this one, of a whole `forward`
+    distogram_logits: Tensor
+    masked_msa_logits: Tensor
+    plddt_logits: Tensor
+    resolved_logits: Tensor
+    pae_logits: Tensor | None
+    recycles: int = 0
 
     def unbind(self) -> list["Output"]:
-        """Return the outputs of the examples of a batch, one leading axis."""
-        return _unbound(self, 0)
+        """Split the outputs of a batch, which have one leading axis, into those of its examples."""
+        return _unbind(self, 0)
 
 
-PER_LAYER_FIELDS = ("angles", "unnormalized_angles", "atom14", "traj")  # of `StructureOutput`, and its frames
+# The tensors of `StructureOutput` with an axis of layers before the batch axis. Its frames have one too.
+PER_LAYER_FIELDS = ("angles", "unnormalized_angles", "atom14", "traj")
 
 
-def _unbound(of: Any, axis: int) -> list[Any]:
-    """Return a dataclass of tensors once for each place along an axis; in structures some have the layers before it."""
-    parts: dict[str, Sequence[Any]] = {}
-    for name in (f.name for f in fields(of)):
-        x = getattr(of, name)
+def _unbind(output: Any, axis: int) -> list[Any]:
+    """Split a dataclass of tensors along an axis, or in a structure along the axis after that of the layers."""
+    split: dict[str, Sequence[Any]] = {}
+    for name in (f.name for f in fields(output)):
+        x = getattr(output, name)
         if isinstance(x, StructureOutput):
-            parts[name] = _unbound(x, 0)
+            split[name] = _unbind(x, 0)
         elif isinstance(x, Rigid):
-            parts[name] = _unbound(x, 1)
+            split[name] = _unbind(x, 1)
         elif isinstance(x, Tensor):
-            parts[name] = x.unbind(int(name in PER_LAYER_FIELDS) or axis)
-    count = len(next(iter(parts.values())))
-    return [replace(of, **{name: values[i] for name, values in parts.items()}) for i in range(count)]
+            split[name] = x.unbind(int(name in PER_LAYER_FIELDS) or axis)
+    count = len(next(iter(split.values())))
+    return [replace(output, **{name: values[i] for name, values in split.items()}) for i in range(count)]
 
 
 class AlphaFold(Executable):
-    """Algorithm 2 with recycling (Algorithms 30 and 31), on a batch of the feature table (warpfold/batch.py).
+    """Algorithm 2, Inference, with recycling (Algorithms 30 and 31), on a batch of features (warpfold/batch.py).
 
-    Under a plan that shards an example over processes, each has its shard of what has a pair axis or an alignment:
-    m cut along residues, z along its rows (model/axial.py).  The batch, and everything per residue, is whole.
+        z_mask, beta = seq_mask[:, None] * seq_mask, pseudo_beta(aatype, positions)
+        z = input.pair(batch, dtype, rows) + recycling.pair(pair, beta, rows)
+        z = templates(z, z_mask, batch)
+        e, z = extra_stack(extra(batch, dtype), z, extra_msa_mask, z_mask)
+        m, (t, t_mask) = input.msa(batch, dtype), templates.rows(batch, dtype)
+        m = cat([m[:1] + recycling.msa(msa_first_row), m[1:], t])
+        m, z = evoformer(m, z, cat([msa_mask, t_mask]), z_mask)
+        atoms = structure(single(m[0]), z, aatype, seq_mask).final_atom37
+        m[0], z, atoms
+
+    These lines are one pass on one sample of the alignment; features go by their names. The next pass reads the results
+    as msa_first_row, pair and positions, which are zeros in the first pass. There are `config.recycles` + 1 passes.
+    With `config.ensemble` above 1, the trunk's results are averaged over samples of the alignment in each pass.
+
+    If a plan shards an example over processes, m is sharded along residues and z along rows (model/axial.py). The batch
+    and all tensors per residue are whole on every process.
     """
 
     def __init__(self, config: ModelConfig | None = None) -> None:
@@ -151,23 +184,25 @@ class AlphaFold(Executable):
         self.distogram = DistogramHead(c.c_z, c.heads.distogram_bins)
         self.masked_msa = LogitsHead(c.c_m, c.heads.msa_classes)
         self.plddt = PLDDTHead(c.structure.c, c.heads.plddt_c, c.heads.plddt_bins)
-        self.resolved = LogitsHead(c.c_s, 37)  # atoms
+        self.resolved = LogitsHead(c.c_s, 37)
         self.pae = LogitsHead(c.c_z, c.heads.pae_bins) if c.heads.pae else None
-        self.frozen_trunk = False  # nothing of it is trained: then no pass keeps anything of it
+        # True if no parameter of the trunk is trained. The trunk then saves no tensors for a gradient.
+        self.frozen_trunk = False
         self.noise = Noise()
-        # All layers draw from one source of dropout noise, each from streams of its own.
+        # All layers draw from one source of dropout noise, each from its own stream. The gap lets a layer use the next
+        # 999 streams too.
         layers = [module for module in self.modules() if isinstance(module, DrawsNoise)]
         for number, layer in enumerate(layers):
-            layer.noise, layer.stream = self.noise, 1000 * number  # a layer may use the streams that follow its own
+            layer.noise, layer.stream = self.noise, 1000 * number
 
     def forward(self, batch: Batch, recycles: int | None = None, start: Recycled | None = None) -> Output:
-        """Fold one example: `recycles` + 1 passes (default: the settings'), the gradient through the last alone.
+        """Fold one example in `recycles` + 1 passes, by default the settings'. Only the last pass has a gradient.
 
-        Outside of training there are fewer with a `recycle_tolerance`: when a pass hardly moved what the pass before
-        had found (before the first: zeros, or the initial guess), one more follows, and it is the last.
-        Per-pass features have a `pass` axis of 1 or of (recycles + 1) x ensemble, recycle-major.
-        start: as of `recycle`.
-        Errors: ValueError where the number of passes does not fit.
+        With a `recycle_tolerance`, and outside of training, there may be fewer passes: if a pass changes the distances
+        between CA (initially those of `start`) by at most this, the next pass is the last.
+        batch: features per pass have a `pass` axis of length 1 or (recycles + 1) x ensemble, recycle-major.
+        start: see `recycle`.
+        Raises ValueError if the length of the `pass` axis does not fit.
         """
         folded = self.fold(batch, recycles, start=start)
         return replace(self.output(folded.representations, folded.structure), recycles=folded.recycles)
@@ -179,10 +214,10 @@ class AlphaFold(Executable):
         watch: Callable[[Recycled, Tensor], object] | None = None,
         start: Recycled | None = None,
     ) -> LastPass:
-        """Run all passes, as `forward` does, but no head: their logits are the largest tensors of all.
+        """Run all passes like `forward`, but no heads, whose logits are the largest tensors of all.
 
-        The batch may be in host memory, and narrower than its table says: each pass moves what it sees.
-        watch, start: as of `recycle`.
+        batch: may be in host memory and in narrower dtypes than the feature table's. Each pass moves the features that
+        it reads to the device. watch, start: see `recycle`.
         """
         recycled, done = self.recycle(batch, recycles, watch, start=start)
         inputs = self.inputs_of_pass(batch, done, recycled)
@@ -198,12 +233,12 @@ class AlphaFold(Executable):
         early: Function | None = None,
         start: Recycled | None = None,
     ) -> tuple[Recycled, int]:
-        """Run the passes before the last; return what they hand to it, and how many they were.
+        """Run the passes before the last. Return their result and their number.
 
-        early: runs one of them, in place of `early_pass`.
-        watch: given after each what it hands on, which the next may write over, and the structure module's activations
-        [*, r, c], from which pLDDT follows.
-        start: what the first pass is handed (`first_recycled`), and may write over; None: zeros.
+        early: the function that runs one pass, instead of `early_pass`.
+        watch: called after each pass with its result, which the next pass may overwrite, and with the structure
+        module's activations [*, r, c], from which pLDDT follows.
+        start: the input of the first pass (`first_recycled`), which it may overwrite. None: zeros.
         """
         recycles = self.config.recycles if recycles is None else recycles
         self._check_passes(batch, (recycles + 1) * self.config.ensemble)
@@ -212,74 +247,76 @@ class AlphaFold(Executable):
             with torch.no_grad():
                 inputs = self.inputs_of_pass(batch, done, recycled)
                 if self.training or early is not None:
-                    found = self.execution.call(self, early or self.early_pass, inputs)
+                    results = self.execution.call(self, early or self.early_pass, inputs)
                 else:
-                    found = self._handed_on(*self._replayed_pass(inputs))
-            activations, before = found.pop("activations"), recycled.positions
-            recycled = Recycled(**found)
+                    results = self._recycled_results(*self._replayed_pass(inputs))
+            activations, previous = results.pop("activations"), recycled.positions
+            recycled = Recycled(**results)
             if watch is not None:
                 watch(recycled, activations)
             done, tolerance = done + 1, self.config.recycle_tolerance
             if tolerance is not None and not self.training:
                 mask = batch["seq_mask"].to(self.device)
-                change = distance_change(before, recycled.positions, mask, self.residues)
+                change = distance_change(previous, recycled.positions, mask, self.residues)
                 settled = bool((change <= tolerance).all())
         return recycled, done
 
     def last_pass(self, inputs: Mapping[str, Tensor]) -> Output:
         """Run the pass that has a gradient, and the heads.
 
-        inputs: `inputs_of_pass`; or what `trunk_pass` found, with the features of the residues and the labels.
+        inputs: `inputs_of_pass`, or the results of `trunk_pass` with the features of the residues and the labels.
         """
         if "single" not in inputs:
             return self.output(*self.one_pass(inputs))
         self.noise.key, single = inputs["key"], inputs["single"]
         with self.computing():
             structure = self.structure(single, inputs["pair"], inputs["aatype"], inputs["seq_mask"])
-        # Of an alignment whose logits are there no row was kept.
+        # `trunk_pass` returned either the alignment or its logits. In the second case the alignment gets no rows.
         msa = inputs.get("msa", single.new_empty(*single.shape[:-2], 0, *inputs["msa_first_row"].shape[-2:]))
-        found = Representations(msa, inputs["pair"], single, inputs["msa_first_row"])
-        return self.output(found, structure, inputs.get("masked_msa_logits"))
+        representations = Representations(msa, inputs["pair"], single, inputs["msa_first_row"])
+        return self.output(representations, structure, inputs.get("masked_msa_logits"))
 
     def trunk_pass(self, inputs: Mapping[str, Tensor], msa: bool = False) -> dict[str, Tensor]:
-        """Run a pass of the trunk alone; return what the structure module and the heads read of it, for `last_pass`.
+        """Run the trunk of a pass, and return the inputs of the structure module and the heads, for `last_pass`.
 
-        inputs: `inputs_of_pass`.  msa: with the alignment; else with the logits that the masked-MSA head makes of it,
-        which are far smaller.
+        inputs: `inputs_of_pass`. msa: whether to return the alignment. If not, the logits of the masked-MSA head are
+        returned, which are far smaller.
         """
-        found = self._trunk_of_pass(inputs)
-        kept = {name: x for name, x in vars(found).items() if name != "msa"}
-        return kept | ({"msa": found.msa} if msa else {"masked_msa_logits": self.masked_msa(found.msa)})
+        results = self.whole_trunk_pass(inputs)
+        alignment = results.pop("msa")
+        return results | ({"msa": alignment} if msa else {"masked_msa_logits": self.masked_msa(alignment)})
 
     def whole_trunk_pass(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run a pass of the trunk alone; return its representations by name.  inputs: `inputs_of_pass`."""
-        return dict(vars(self._trunk_of_pass(inputs)))
+        """Run the trunk of a pass, and return its representations by name. inputs: `inputs_of_pass`."""
+        return dict(vars(self._run_trunk(inputs)))
 
     @property
     def device(self) -> torch.device:
-        """Return where the model computes."""
+        """The device of the parameters."""
         return self.single.weight.device
 
     def inputs_of_pass(self, batch: Batch, index: int, recycled: Recycled) -> dict[str, Tensor]:
-        """Return all that pass `index` depends on, by name, as tensors: it may be replayed with others.
+        """Return all inputs of pass `index` as tensors by name, so that a captured graph can be replayed with others.
 
-        The features with the samples of the alignment that it sees, the fields of `Recycled`, and the key of dropout.
+        The inputs are the features with this pass's samples of the alignment, the fields of `Recycled`, and the key of
+        the dropout noise.
         """
         samples = on_device(passes(batch, index * self.config.ensemble, self.config.ensemble), self.device)
         self.noise.at_pass(index)
         return {**samples, **vars(recycled), "key": self.noise.key}
 
     def early_pass(self, inputs: Mapping[str, Tensor], structure_module: StructureModule | None = None) -> Named:
-        """Run a pass before the last.  structure_module: another than the model's."""
-        return self._handed_on(*self.one_pass(inputs, structure_module))
+        """Run a pass before the last. structure_module: used instead of the model's."""
+        return self._recycled_results(*self.one_pass(inputs, structure_module))
 
     @staticmethod
-    def _handed_on(representations: Representations, structure: StructureOutput) -> Named:
+    def _recycled_results(representations: Representations, structure: StructureOutput) -> Named:
+        """Return the fields of `Recycled` and the structure module's activations, by name."""
         recycled = Recycled(representations.msa_first_row, representations.pair, structure.final_atom37)
         return {**vars(recycled), "activations": structure.single}
 
     def _replayed_pass(self, inputs: Mapping[str, Tensor]) -> tuple[Representations, StructureOutput]:
-        """Run a pass of a prediction: the trunk by a graph that serves every pass, and the structure module.
+        """Run a pass of a prediction. The execution may replay the trunk from one graph that serves all passes.
 
         inputs: `inputs_of_pass`.
         """
@@ -295,14 +332,15 @@ class AlphaFold(Executable):
     ) -> tuple[Representations, StructureOutput]:
         """Run a pass: the trunk, averaged over the ensemble, and the structure module (Algorithms 30 and 31).
 
-        inputs: `inputs_of_pass`.  structure_module: as of `early_pass`.
+        inputs: `inputs_of_pass`. structure_module: used instead of the model's.
         """
-        mean = self._trunk_of_pass(inputs)
+        mean = self._run_trunk(inputs)
         with self.computing():
             module = structure_module or self.structure
             return mean, module(mean.single, mean.pair, inputs["aatype"], inputs["seq_mask"])
 
-    def _trunk_of_pass(self, inputs: Mapping[str, Tensor]) -> Representations:
+    def _run_trunk(self, inputs: Mapping[str, Tensor]) -> Representations:
+        """Run the trunk of a pass on each sample of the alignment, and average. inputs: `inputs_of_pass`."""
         recycled = Recycled(*(inputs[field.name] for field in fields(Recycled)))
         batch = {name: x for name, x in inputs.items() if name in FEATURES}
         self.noise.key = inputs["key"]
@@ -310,18 +348,18 @@ class AlphaFold(Executable):
             return self._mean(batch, recycled)
 
     def _mean(self, batch: Batch, recycled: Recycled) -> Representations:
-        """Return the mean of what the trunk makes of each sample of the alignment."""
-        count, given = self.config.ensemble, recycled.pair
+        """Average the trunk's representations over the samples of the alignment (msa: of the first sample)."""
+        count, original = self.config.ensemble, recycled.pair
         total = None
         for member in range(count):
-            last = member == count - 1  # it alone may be written over what is recycled
-            pair = given
-            if self.execution.in_place and not last:
-                pair = self.execution.pair_memory(self.single.weight, given.shape)
-                for rows in self.execution.rows(given.shape[-3]):
-                    self.execution.store(pair, rows, self.execution.fetch(given, rows))
-            found = self.trunk(self.sample(batch, member), replace(recycled, pair=pair))
-            total = found if total is None else self._sum(total, found)
+            pair = original
+            # In place, the trunk overwrites its input. All samples but the last therefore work on a copy.
+            if self.execution.in_place and member < count - 1:
+                pair = self.execution.pair_memory(self.single.weight, original.shape)
+                for rows in self.execution.rows(original.shape[-3]):
+                    self.execution.store(pair, rows, self.execution.fetch(original, rows))
+            results = self.trunk(self.sample(batch, member), replace(recycled, pair=pair))
+            total = results if total is None else self._sum(total, results)
         assert total is not None
         if count == 1:
             return total
@@ -329,12 +367,12 @@ class AlphaFold(Executable):
         return replace(total, pair=pair, single=total.single / count, msa_first_row=total.msa_first_row / count)
 
     def _sum(self, a: Representations, b: Representations) -> Representations:
-        """Return the sum, but for the alignment: the masked-MSA head reads that of the first alone."""
+        """Add two samples' representations; msa is that of the first, which alone the masked-MSA head reads."""
         pair = self.map_rows_(a.pair, lambda rows, old: old + self.execution.fetch(b.pair, rows))
         return replace(a, pair=pair, single=a.single + b.single, msa_first_row=a.msa_first_row + b.msa_first_row)
 
     def sample(self, batch: Batch, index: int) -> Batch:
-        """Return the features of one sample of the alignment; a multimer's clusters are made here."""
+        """Return the features of one sample of the alignment; for a multimer, compute its clusters."""
         sample = at_pass(batch, index)
         if self.config.multimer is not None:
             sample |= cluster_features(sample, sample["target_feat"].dtype)
@@ -350,22 +388,23 @@ class AlphaFold(Executable):
         )
         if self.templates is not None:
             z = self.templates(z, z_mask, batch)
-        # m is made when the extra MSA is gone: it needs neither it nor what it made of z.
+        # The extra MSA is released before m is computed, to save memory.
         z = self.extra_stack(self.extra(batch, dtype), z, batch["extra_msa_mask"], z_mask)[1]
         m, m_mask = self._first_msa(batch, recycled.msa_first_row)
         m, z = self.evoformer(m, z, m_mask, z_mask)
-        m_first = m[..., 0, :, :].clone()  # what is recycled must not keep all of m
+        # A copy, since a view would keep all of m in memory.
+        m_first = m[..., 0, :, :].clone()
         single = self.residues.all_gather(self.single(m_first), -2, seq_mask.shape[-1])
         return Representations(m[..., : batch["msa_mask"].shape[-2], :, :], z, single, m_first)
 
     def _first_msa(self, batch: Batch, first_row: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the first m, with the rows of the templates behind it, and its mask."""
+        """Compute the first m, with template rows at its end, and its mask."""
         m, mask, dtype = self.input.msa(batch, self.execution.dtype), batch["msa_mask"], self.execution.dtype
-        parts = [m[..., :1, :, :] + self.recycling.msa(first_row)[..., None, :, :], m[..., 1:, :, :]]
+        all_rows = [m[..., :1, :, :] + self.recycling.msa(first_row)[..., None, :, :], m[..., 1:, :, :]]
         if self.templates is not None and self.templates.rows is not None and batch["template_mask"].shape[-1]:
             rows, rows_mask = self.templates.rows(batch, dtype)
-            parts, mask = [*parts, rows], torch.cat((mask, rows_mask), -2)
-        return torch.cat(parts, -3), mask
+            all_rows, mask = [*all_rows, rows], torch.cat((mask, rows_mask), -2)
+        return torch.cat(all_rows, -3), mask
 
     def output(
         self,
@@ -373,9 +412,9 @@ class AlphaFold(Executable):
         structure: StructureOutput,
         masked_msa_logits: Tensor | None = None,
     ) -> Output:
-        """Run the heads (Supp. 1.9), in fp32, on the result of a pass.
+        """Run the heads (Supp. 1.9), in fp32, on the results of a pass.
 
-        masked_msa_logits: where they are known.
+        masked_msa_logits: used instead of running the masked-MSA head.
         """
         r = representations
         return Output(
@@ -392,15 +431,16 @@ class AlphaFold(Executable):
         )
 
     def first_recycled(self, batch: Batch, guess: Tensor | None = None) -> Recycled:
-        """Return what the first pass is handed: zeros (Algorithm 32), but for the positions of an initial guess.
+        """Return the input of the first pass: zeros (Algorithm 32), or the positions of an initial guess.
 
-        guess [*, r, 37, 3], angstrom: read as what a pass before would have found, by the binned distances between CB
-        (CA where the batch has glycine) alone.  As in the official code there is no mask: an atom that is missing is at
-        the origin.  So two residues without CB are 0 apart, as all are in a first pass without a guess, and from the
-        others they are as far as these are from the origin: with missing atoms it matters where the guess lies.
+        guess: [*, r, 37, 3], angstrom. It is used like the positions of a previous pass: only the binned distances
+        between CB (CA where the batch has glycine) enter. As in the official code there is no mask, and a missing atom
+        is at the origin. Two residues without CB therefore have distance 0, as all residues do in a first pass without
+        a guess, and their distance from another residue depends on where the guess lies relative to the origin.
         """
         c, aatype, dtype = self.config, batch["aatype"], self.execution.dtype
-        shape, shard, like = aatype.shape, self.residues.local_shard(aatype, -1).shape, self.single.weight  # its device
+        # `like` is a tensor on the model's device.
+        shape, shard, like = aatype.shape, self.residues.local_shard(aatype, -1).shape, self.single.weight
         return Recycled(
             like.new_zeros(*shard, c.c_m, dtype=dtype),
             self.execution.pair_memory(like, (*shard, shape[-1], c.c_z)),
@@ -409,20 +449,20 @@ class AlphaFold(Executable):
 
     def _check_passes(self, batch: Batch, passes: int) -> None:
         name = "msa_feat" if self.config.multimer is None else "centre_rows"
-        there = batch[name].shape[-len(FEATURES[name].axes)]
-        if there not in (1, passes):
+        samples = batch[name].shape[-len(FEATURES[name].axes)]
+        if samples not in (1, passes):
             raise ValueError(
-                f"the batch holds {there} samples of the alignment, but {passes} are needed: "
-                f"(recycles + 1) x ensemble, or 1 that serves all"
+                f"batch: {samples} samples of the alignment, but the model makes {passes} passes. "
+                "Pass (recycles + 1) x ensemble samples, or 1 for all passes."
             )
 
 
 def distance_change(before: Tensor, after: Tensor, mask: Tensor, residues: Residues = ALL) -> Tensor:
-    """Return how much the distances between CA changed: the root of the mean square over pairs, [*], angstrom.
+    """Compute the root mean square change of the distances between CA over all pairs, [*], angstrom.
 
-    Positions [*, r, 37, 3] of two passes, mask [*, r].  AlphaFold-Multimer's measure for stopping (official code,
-    `recycle_cond`, after AF2Complex).  residues: those whose rows are computed here; all processes get the same number,
-    so that they stop together.
+    before, after: [*, r, 37, 3], the positions of two passes; mask: [*, r]. AlphaFold-Multimer stops recycling by this
+    measure (official code, `recycle_cond`, after AF2Complex). residues: the residues whose rows this process computes.
+    All processes get the same number, so that they stop together.
     """
 
     def distances(positions: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""AlphaFold-Multimer's MSA features, made in the model: every row of the alignment joins the centres it agrees with.
+"""AlphaFold-Multimer's MSA features, computed in the model: each row of the alignment joins the nearest centres.
 
-Which rows are centres in a pass, and how they are masked, was drawn with the features (data/features/make.py), so
-nothing here is random.  The monomer's features are made before the model, by another rule (data/features/msa.py).
+The centres of a pass and their masking are drawn with the features (data/features/make.py), so nothing here is random.
+The monomer's features are computed before the model, by another rule (data/features/msa.py).
 
-Rows may be soft: shares of the classes in place of a code (`soft_alignment`), as the sequence of a design is.  A
-gradient then goes back to them; which row joins which cluster is a constant for it.
+Rows may be soft: probabilities of the classes instead of a code (`soft_alignment`), such as the sequence of a design.
+The gradient flows back to the probabilities. The assignment to clusters has no gradient.
 """
 
 import math
@@ -16,17 +16,35 @@ from torch import Tensor
 from warpfold.batch import NO_ROW, Batch
 from warpfold.geometry.residue import GAP
 
-CLASSES = 23  # 20 residue types, X, gap, mask
-CELLS = 1 << 24  # numbers in the one-hot rows that are compared at a time
+# 20 residue types, X, gap and mask.
+CLASSES = 23
+# Numbers in the one-hot rows that are compared together.
+BLOCK_NUMBERS = 1 << 24
 
 
 def cluster_features(batch: Batch, dtype: torch.dtype = torch.float32) -> Batch:
-    """Return the MSA features of one pass (no `pass` axis): msa_feat, msa_mask and the extra MSA.
+    """Compute the MSA features of one pass (no `pass` axis): msa_feat, msa_mask and the extra MSA.
 
-    A row's weight in the cluster of a centre is the number of positions that both have, in the centre with which it
-    agrees most (gaps and masked positions agree with nothing); equals share it.  A centre itself weighs 1.
-    NO_ROW in place of a row's number, as a batch is padded, is a masked row of zeros that no other joins.
-    Where a centre's code was masked or drawn anew, that code is seen, though its row be soft.
+        mask, deletions, code = alignment_mask, alignment_deletions, one_hot(masked_msa, 23)
+        x, centre = one_hot(alignment, 23) * mask[..., None], code * mask[centre_rows, :, None]
+        agreement = einsum("rnc,snc->rs", x[..., :21], centre[..., :21])
+        a = softmax(1e3 * agreement, -1) * (mask @ mask[centre_rows].T)
+        a = a.index_fill(0, centre_rows, 0)
+        weight = 1 + a.sum(0)[:, None]
+        profile = (einsum("rs,rnc->snc", a, x) + centre) / weight[..., None]
+        mean = (a.T @ (mask * deletions) + deletions[centre_rows]) / weight
+        has_deletion, deletion, mean = deletions.clamp(max=1), atan(deletions / 3) * 2 / pi, atan(mean / 3) * 2 / pi
+        own = has_deletion[centre_rows][..., None], deletion[centre_rows][..., None]
+        extra = alignment[extra_rows], mask[extra_rows], has_deletion[extra_rows], deletion[extra_rows]
+        cat([code, *own, profile, mean[..., None]], -1), mask[centre_rows], *extra
+
+    alignment, alignment_mask, alignment_deletions: [*, R, N]; centre_rows: [*, S] and extra_rows: [*, E], row numbers;
+    masked_msa: [*, S, N], the centres' codes after masking. Returns msa_feat [*, S, N, 49], msa_mask [*, S, N],
+    extra_msa, extra_msa_mask, extra_has_deletion and extra_deletion_value [*, E, N], by name. Gaps and masked positions
+    agree with nothing. A row joins the centre with which it agrees most, with the number of common positions as weight;
+    equally near centres share it.
+    NO_ROW as row number (the padding of a batch) is a masked row of zeros that no other row joins. If a centre's row is
+    soft, its code is used only where it was masked or redrawn.
     Source: `nearest_neighbor_clusters`, `create_msa_feat`, `create_extra_msa_feature` of the official modules_multimer.
     """
     with torch.set_grad_enabled(torch.is_grad_enabled() and "soft_alignment" in batch):
@@ -57,60 +75,61 @@ def cluster_features(batch: Batch, dtype: torch.dtype = torch.float32) -> Batch:
 
 
 def _soft_rows(batch: Batch, index: Tensor) -> Tensor:
-    """Return rows `index` [*, K] of the alignment as shares of the classes, [*, K, N, 23]: given, or one-hot codes."""
+    """Gather rows `index` [*, K] of the alignment as probabilities [*, K, N, 23]: soft rows, or one-hot codes."""
     soft = batch["soft_alignment"]
-    given = torch.take_along_dim(soft, index.clamp(max=soft.shape[-3] - 1)[..., None, None], -3)
-    known = _one_hot(_rows(batch["alignment"], index)).to(soft.dtype)
-    return torch.where((index < soft.shape[-3])[..., None, None], given, known)
+    soft_rows = torch.take_along_dim(soft, index.clamp(max=soft.shape[-3] - 1)[..., None, None], -3)
+    hard_rows = _one_hot(_rows(batch["alignment"], index)).to(soft.dtype)
+    return torch.where((index < soft.shape[-3])[..., None, None], soft_rows, hard_rows)
 
 
 def _sums(
     batch: Batch, mask: Tensor, deletions: Tensor, codes: Tensor, present: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weighted sums over each centre's cluster, without the centre.
+    """Compute the weighted sums over each centre's cluster, without the centre.
 
-    mask, deletions [*, R, N], of all rows; codes [*, S, N, 23]: the centres as shares of the classes, 0 where masked;
-    present [*, S, N]: their mask -> codes [*, S, N, 23], deletions [*, S, N], weights [*, S].
+    mask, deletions: [*, R, N], of all rows. codes: [*, S, N, 23], the probabilities of the centres, 0 where masked.
+    present: [*, S, N], the centres' mask. Returns codes [*, S, N, 23], deletions [*, S, N] and weights [*, S].
     """
     rows, soft, centres = batch["alignment"], batch.get("soft_alignment"), batch["centre_rows"]
     *lead, count, length, classes = codes.shape
-    # A centre joins no cluster; row 0, the query, is always one.
+    # A centre joins no cluster. Row 0, the query, is always a centre, so NO_ROW (negative) may be clamped to it.
     others = torch.ones_like(mask[..., 0]).scatter(-1, centres.clamp(min=0), 0.0)
     compared = codes[..., :GAP].flatten(-2).detach()
     total = codes.new_zeros(*lead, count, length * classes)
     removed, weight = codes.new_zeros(*lead, count, length), codes.new_zeros(*lead, count)
-    size = max(CELLS // (length * classes * math.prod(lead)), 1)
-    for part in (slice(start, start + size) for start in range(0, rows.shape[-2], size)):
-        there = mask[..., part, :].to(codes.dtype)
-        one_hot = _one_hot(rows[..., part, :], there).to(codes.dtype)
-        if soft is not None and part.start < soft.shape[-3]:
-            given = soft[..., part, :, :]
-            given = given * there[..., : given.shape[-3], :, None]
-            one_hot = torch.cat((given, one_hot[..., given.shape[-3] :, :, :]), -3)
-        agreement = one_hot[..., :GAP].flatten(-2).detach() @ compared.mT
+    size = max(BLOCK_NUMBERS // (length * classes * math.prod(lead)), 1)
+    for block in (slice(start, start + size) for start in range(0, rows.shape[-2], size)):
+        block_mask = mask[..., block, :].to(codes.dtype)
+        x = _one_hot(rows[..., block, :], block_mask).to(codes.dtype)
+        # The first rows of the alignment may be soft.
+        if soft is not None and block.start < soft.shape[-3]:
+            soft_rows = soft[..., block, :, :]
+            soft_rows = soft_rows * block_mask[..., : soft_rows.shape[-3], :, None]
+            x = torch.cat((soft_rows, x[..., soft_rows.shape[-3] :, :, :]), -3)
+        agreement = x[..., :GAP].flatten(-2).detach() @ compared.mT
         agreement = agreement.masked_fill(centres[..., None, :] == NO_ROW, -math.inf)
-        share = torch.softmax(1e3 * agreement, -1) * (there @ present.mT) * others[..., part, None]
-        total += share.mT @ one_hot.flatten(-2)
-        removed += share.mT @ (there * deletions[..., part, :])
-        weight += share.sum(-2)
+        a = torch.softmax(1e3 * agreement, -1) * (block_mask @ present.mT) * others[..., block, None]
+        total += a.mT @ x.flatten(-2)
+        removed += a.mT @ (block_mask * deletions[..., block, :])
+        weight += a.sum(-2)
     return total.unflatten(-1, (length, classes)), removed, weight
 
 
 def _one_hot(codes: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return codes [*] below 23 as one-hot vectors, float32 [*, 23], zeros where the mask [*] is 0."""
-    # Picking rows of a matrix: torch's one_hot makes integers first, of eight bytes each.
-    known = codes.int() if mask is None else torch.where(mask > 0, codes.int(), CLASSES)
-    return F.embedding(known, torch.eye(CLASSES + 1, CLASSES, dtype=torch.float32, device=codes.device))
+    """Convert codes [*] below 23 to one-hot vectors, float32 [*, 23], with zeros where the mask [*] is 0."""
+    # Rows of an identity matrix. torch's one_hot would allocate int64 vectors first.
+    index = codes.int() if mask is None else torch.where(mask > 0, codes.int(), CLASSES)
+    return F.embedding(index, torch.eye(CLASSES + 1, CLASSES, dtype=torch.float32, device=codes.device))
 
 
 def _rows(x: Tensor, index: Tensor) -> Tensor:
-    """Return rows `index` [*, K] of x [*, R, N], [*, K, N]; zeros for NO_ROW."""
-    found = torch.take_along_dim(x, index.clamp(min=0)[..., None], -2)
-    return found.masked_fill((index == NO_ROW)[..., None], 0)
+    """Gather rows `index` [*, K] of x [*, R, N], [*, K, N], with zeros for NO_ROW."""
+    rows = torch.take_along_dim(x, index.clamp(min=0)[..., None], -2)
+    return rows.masked_fill((index == NO_ROW)[..., None], 0)
 
 
 def _deletion_channels(count: Tensor) -> tuple[Tensor, Tensor]:
-    """Return whether there are deletions, and how many on a scale from 0 to 1: [*] -> twice [*, 1]."""
+    """Compute whether there are deletions, and their number on a scale from 0 to 1: [*] -> two of [*, 1]."""
     return count.clamp(0, 1)[..., None], _deletion_value(count)[..., None]
 
 

@@ -1,4 +1,8 @@
-"""From features to the first m and z: Algorithms 3, 4, 5 and 32, and the extra MSA's embedding."""
+"""Embedders of features and recycled results: Algorithms 3, 4, 5 and 32, and the extra MSA's embedding.
+
+As in evoformer.py, the docstring of each layer contains its definition, which a test executes. `batch` is the features
+by name; `dtype` and `rows` are the result's dtype and rows, in a definition all of them.
+"""
 
 from dataclasses import dataclass
 
@@ -11,22 +15,30 @@ from warpfold.model.axial import Executable
 from warpfold.model.layers import LayerNorm, Linear
 from warpfold.ops.tensors import one_hot, take_rows
 
-TARGET_CHANNELS, MSA_CHANNELS, EXTRA_CHANNELS = 22, 49, 25  # of target_feat, msa_feat and the extra MSA (Supp. table 1)
-EXTRA_CLASSES = 23  # 20 residue types, X, gap, mask
+# Channels of target_feat, msa_feat and the extra MSA (Supp. table 1).
+TARGET_CHANNELS, MSA_CHANNELS, EXTRA_CHANNELS = 22, 49, 25
+# 20 residue types, X, gap and mask.
+EXTRA_CLASSES = 23
 
 
 @dataclass(frozen=True, kw_only=True)
 class MultimerConfig:
     """The settings that only AlphaFold-Multimer has (Evans et al. 2022)."""
 
-    max_chain: int = 2  # the numbers of two copies of an entity differ by at most this, where positions are embedded
+    # The relative positions clip the difference between the numbers of two copies of an entity to this.
+    max_chain: int = 2
 
 
 class InputEmbedder(Executable):
-    """Algorithm 3: m [*, s, r, c_m] and z [*, r, r, c_z] of target_feat [*, r, 22] and msa_feat [*, s, r, 49].
+    """Algorithm 3, InputEmbedder: compute the first m [*, s, r, c_m] and z [*, r, r, c_z].
 
-    A multimer does not read the first channel of target_feat, the chain break: chains are told apart by the relative
-    positions.  m and z are this rank's shards.
+        target = target_feat[:, -target_m.in_features :]
+        m = target_m(target) + msa_m(msa_feat)
+        z = left(target)[:, None] + right(target) + position(batch)
+        m, z
+
+    target_feat: [*, r, 22]; msa_feat: [*, s, r, 49]. A multimer omits the first channel of target_feat (the chain
+    break), because its relative positions distinguish chains. `msa` and `pair` compute this rank's shards.
     """
 
     def __init__(self, c_m: int, c_z: int, max_relative: int = 32, multimer: MultimerConfig | None = None) -> None:
@@ -43,13 +55,13 @@ class InputEmbedder(Executable):
         )
 
     def msa(self, batch: Batch, dtype: torch.dtype) -> Tensor:
-        """Return m [*, s, r, c_m]."""
+        """Compute this rank's shard of m [*, s, r, c_m]."""
         local_shard = self.residues.local_shard
         target = local_shard(self._target(batch, dtype), -2)
         return self.target_m(target)[..., None, :, :] + self.msa_m(local_shard(batch["msa_feat"].to(dtype), -2))
 
     def pair(self, batch: Batch, dtype: torch.dtype, rows: slice) -> Tensor:
-        """Return some of this rank's rows of z, [*, rows, r, c_z]."""
+        """Compute some of this rank's rows of z, [*, rows, r, c_z]."""
         target = self._target(batch, dtype)
         left = self.left(self.residues.local_shard(target, -2)[..., rows, :])
         return left[..., :, None, :] + self.right(target)[..., None, :, :] + self.position(batch, dtype, rows)
@@ -59,12 +71,12 @@ class InputEmbedder(Executable):
 
 
 class RelativePosition(Executable):
-    """Algorithms 4 and 5: the clipped offset of residues i and j, embedded: some of this rank's rows of z.
+    """Algorithms 4 and 5, relpos and one_hot: embed the clipped offset of residues i and j.
 
         d = (residue_index[:, None] - residue_index).clamp(-max_relative, max_relative)
         linear(one_hot(d + max_relative, 2 * max_relative + 1))
 
-    residue_index: [*, i], int64.
+    residue_index: [*, i], int64. Returns some of this rank's rows of z.
     """
 
     def __init__(self, c_z: int, max_relative: int = 32) -> None:
@@ -73,20 +85,28 @@ class RelativePosition(Executable):
         self.linear = Linear(2 * max_relative + 1, c_z)
 
     def forward(self, batch: Batch, dtype: torch.dtype | None = None, rows: slice = slice(None)) -> Tensor:
-        """Return the embedding in a dtype, by default the parameters'; of a batch residue_index is read."""
+        """Compute the embedding in a dtype, by default the parameters', from residue_index."""
         index = batch["residue_index"]
         bins = _clipped_difference(self.residues.local_shard(index, -1)[..., rows], index, self.max_relative)
-        # Picking rows of the weight is the product with a one-hot vector, without building it.
+        # Selecting rows of the weight equals the product with a one-hot vector.
         table = self.linear.weight.T + self.linear.bias
         return take_rows(table.to(dtype or table.dtype), bins)
 
 
 class ChainRelativePosition(Executable):
-    """AlphaFold-Multimer's relative positions: some of this rank's rows of z.
+    """AlphaFold-Multimer's relative positions of residues, chains and entities.
 
-    Three features of a pair of residues (official code, `_relative_encoding`): their clipped offset if they are in one
-    chain, else a bin of its own; whether their chains are copies of one entity; the clipped difference of the numbers
-    of these copies, or a bin of its own for different entities.
+        same_chain, same_entity = (x[:, None] == x for x in (asym_id, entity_id))
+        d = (residue_index[:, None] - residue_index).clamp(-max_relative, max_relative) + max_relative
+        d = where(same_chain, d, 2 * max_relative + 1)
+        copy = (sym_id[:, None] - sym_id).clamp(-max_chain, max_chain) + max_chain
+        copy = where(same_entity, copy, 2 * max_chain + 1)
+        features = one_hot(d, 2 * max_relative + 2), same_entity[..., None], one_hot(copy, 2 * max_chain + 2)
+        linear(cat(features, -1))
+
+    residue_index, asym_id (chain), entity_id and sym_id (copy of the entity): [*, i], int64. Residues of different
+    chains, and chains of different entities, have a bin of their own. Returns some of this rank's rows of z. Source:
+    `_relative_encoding` of the official code.
     """
 
     def __init__(self, c_z: int, max_relative: int = 32, max_chain: int = 2) -> None:
@@ -95,10 +115,7 @@ class ChainRelativePosition(Executable):
         self.linear = Linear((2 * max_relative + 2) + 1 + (2 * max_chain + 2), c_z)
 
     def forward(self, batch: Batch, dtype: torch.dtype | None = None, rows: slice = slice(None)) -> Tensor:
-        """Return the embedding in a dtype, by default the parameters'.
-
-        Of a batch the numbers of residues, chains, entities and copies are read, int64.
-        """
+        """Compute the embedding in a dtype, by default the parameters'."""
 
         def pairs(name: str) -> tuple[Tensor, Tensor]:
             return self.residues.local_shard(batch[name], -1)[..., rows], batch[name]
@@ -112,7 +129,10 @@ class ChainRelativePosition(Executable):
         return take_rows(table.flatten(0, 1).to(dtype or table.dtype), offset * table.shape[1] + copies)
 
     def _table(self) -> Tensor:
-        """Return the embedding of every two bins, [offsets, copies, c_z]; the last bin of copies: another entity."""
+        """Compute the embedding of every pair of bins, [offsets, copies, c_z].
+
+        The last bin of copies is that of different entities, so same_entity is 1 in all others.
+        """
         sizes = [2 * self.max_relative + 2, 1, 2 * self.max_chain + 2]
         offsets, same_entity, copies = self.linear.weight.T.split(sizes)
         copies = torch.cat((copies[:-1] + same_entity, copies[-1:]))
@@ -120,14 +140,26 @@ class ChainRelativePosition(Executable):
 
 
 def _clipped_difference(i: Tensor, j: Tensor, limit: int) -> Tensor:
-    """Return i - j, clipped to -limit .. limit, from 0: i [*, I], j [*, J] -> int64 [*, I, J]."""
+    """Compute i - j, clipped to -limit .. limit, plus limit: i [*, I], j [*, J] -> int64 [*, I, J]."""
     return ((i[..., :, None] - j[..., None, :]).clamp(-limit, limit) + limit).long()
 
 
 class RecyclingEmbedder(Executable):
-    """Algorithm 32: what the previous pass adds to the first row of m and to z."""
+    """Algorithm 32, RecyclingEmbedder: the updates of the first row of m and of z from the previous pass.
 
-    min_bin, max_bin, bins = 3.25, 20.75, 15  # angstrom, of the distances between (pseudo) beta carbons
+        lower = linspace(min_bin, max_bin, bins)
+        upper = cat([lower[1:], lower.new_tensor([1e4])])
+        d = (beta[:, None] - beta).square().sum(-1, keepdim=True)
+        bin = (d > lower**2) & (d < upper**2)
+        norm_m(m_first), distance(bin.to(z.dtype)) + norm_z(z)
+
+    m_first: [*, r, c_m], the first row of m; z: [*, r, r, c_z]; beta: [*, r, 3], the (pseudo) beta carbons in angstrom.
+    All are zeros before the first pass. The offsets of the norms and the bias apply even then, as in the official code.
+    The methods `msa` and `pair` compute the two updates.
+    """
+
+    # Angstrom. The last bin is open.
+    min_bin, max_bin, bins = 3.25, 20.75, 15
 
     def __init__(self, c_m: int, c_z: int) -> None:
         super().__init__()
@@ -136,30 +168,30 @@ class RecyclingEmbedder(Executable):
         self.norm_z = LayerNorm(c_z)
 
     def msa(self, m_first: Tensor) -> Tensor:
-        """Return the update of the first row of m, [*, r, c_m], from that of the last pass (this rank's shard).
-
-        It, z and the positions are zeros before the first pass; the norms' offsets and the bias apply even then, as in
-        the official code.
-        """
-        new: Tensor = self.norm_m(m_first)
-        return new
+        """Compute the update of the first row of m, [*, r, c_m] (this rank's shard)."""
+        update: Tensor = self.norm_m(m_first)
+        return update
 
     def pair(self, z: Tensor, beta: Tensor, rows: slice) -> Tensor:
-        """Return the update of some of this rank's rows of z.
+        """Compute the update of some of this rank's rows of z.
 
-        z [*, rows, r, c_z]: these rows of the last pass; beta [*, r, 3] in angstrom: of all residues.
+        z: [*, rows, r, c_z], the same rows of the previous pass; beta: [*, r, 3], all residues.
         """
         here = self.residues.local_shard(beta, -2)[..., rows, :]
         bins = distance_bins(beta, self.min_bin, self.max_bin, self.bins, here)
         weight, bias = self.distance.weight.T, self.distance.bias
-        of_bins = torch.cat((bias[None], weight + bias)).to(z.dtype)  # the first is for a distance that has no bin
-        return take_rows(of_bins, bins) + self.norm_z(z)
+        # Row 0 is for a distance without a bin.
+        table = torch.cat((bias[None], weight + bias)).to(z.dtype)
+        return take_rows(table, bins) + self.norm_z(z)
 
 
 class ExtraMSAEmbedder(Executable):
-    """Algorithm 2, line 16: the extra MSA as one-hot codes and deletions.
+    """Algorithm 2, line 16: embed the extra MSA's one-hot codes and deletions.
 
-    Returns this rank's shard of [*, extra, r, c_e].
+        linear(cat([one_hot(extra_msa, 23), extra_has_deletion[..., None], extra_deletion_value[..., None]], -1))
+
+    All features: [*, extra, r]. Returns this rank's shard of [*, extra, r, c_e]. A feature `soft_extra`, [*, extra, r,
+    23], replaces the one-hot codes.
     """
 
     def __init__(self, c_e: int) -> None:

@@ -1,11 +1,11 @@
 """The Evoformer and its layers: m [*, s, r, c_m], z [*, i, j, c_z] (Algorithms 6 to 15, 18 and 19).
 
-The extra MSA stack is one with global column attention; the template stack is made of the pair stack alone, in another
-order.
+The extra MSA stack is an Evoformer with global column attention. The template stack consists of pair stacks in another
+order (template.py).
 
-The docstring of each layer is its definition: lines of torch in the supplement's letters, without leading axes and
-dropout, the last of which is what a call returns.  Submodules go by their names, also those of `attention`.
-tests/model/test_definitions.py executes the lines and compares them with the layer.
+The docstring of each layer contains its definition: a few lines of torch in the supplement's letters, without leading
+axes and dropout. The last line is the return value. Submodules are called by their names, including those of
+`attention`. tests/model/test_definitions.py executes the definitions and compares the results with the layers.
 """
 
 from collections.abc import Collection, Sequence
@@ -49,9 +49,9 @@ from warpfold.ops.triangle import empty_rows, triangle_product
 
 
 class GatedAttention(nn.Module):
-    """The parameters of multi-head attention whose output is gated by the sigmoid of a projection of its input.
+    """The parameters of multi-head attention with a gated output: q, k, v, gate and out.
 
-    biased: which of its linear layers have a bias: AlphaFold2's gate and output, AlphaFold3's queries.
+    biased: the names of the linear layers that have a bias. In AlphaFold2 these are gate and out, in AlphaFold3 q.
     """
 
     def __init__(self, c: int, heads: int, width: int | None = None, biased: Collection[str] = ("gate", "out")) -> None:
@@ -66,26 +66,29 @@ class GatedAttention(nn.Module):
 
     @property
     def projections(self) -> tuple[Linear, ...]:
-        """The linear layers of the gate, q, k and v, in the order in which they are joined: a bias comes first."""
+        """The linear layers of the gate, q, k and v, in the order of `joined`: layers with a bias come first."""
         return self.gate, self.q, self.k, self.v
 
 
 class AttentionUpdate(AxialUpdate):
-    """A trunk layer whose update is a gated attention, within each row or, if `by_column`, within each column.
+    """Base of the trunk's gated attentions, within each row of x or, if `by_column`, within each column.
 
-    `shared` is nothing, or the bias of the attention's logits [*, h, K, K]: query a and key b of a row have that of
-    z[a, b], those of a column that of z[b, a]; with `bias_transposed` the other way round.
+    Slices share nothing, or the bias of the logits [*, h, K, K]. In row attention, the bias of query a and key b comes
+    from z[a, b]; in column attention from z[b, a]. `bias_transposed` exchanges the two.
     """
 
     attention: GatedAttention
-    bias: Linear | None  # makes the bias; None: `other` is the bias
-    norm_z: LayerNorm  # of what the bias is made of, where that is not x
+    # The projection to the bias. None: `other` is the bias.
+    bias: Linear | None
+    # The norm before `bias`, if the bias does not come from x.
+    norm_z: LayerNorm
     by_column = False
-    bias_transposed = False  # no layer of AlphaFold2's
+    # True in some layers of other models; False in all of AlphaFold2's.
+    bias_transposed = False
 
     @property
     def projections(self) -> tuple[Linear, ...]:
-        """The linear layers of what is read that are joined: the attention's, and that of a bias of x itself."""
+        """The linear layers that project x: the attention's, and the bias if it comes from x."""
         own = (self.bias,) if self.shares == "x" and self.bias is not None else ()
         return *self.attention.projections, *own
 
@@ -94,46 +97,50 @@ class AttentionUpdate(AxialUpdate):
         return -1 if keys else -2
 
     def shared(self, source: Tensor, mask: Tensor) -> Tensors:
-        turned = source.transpose(ROWS, COLS) if self.by_column != self.bias_transposed else source
-        if self.bias is None:  # as it is
-            return (turned.movedim(-1, -3),)
-        (bias,) = project(turned, self.norm if self.shares == "x" else self.norm_z, self.bias, planes=True)
+        source = source.transpose(ROWS, COLS) if self.by_column != self.bias_transposed else source
+        if self.bias is None:
+            return (source.movedim(-1, -3),)
+        (bias,) = project(source, self.norm if self.shares == "x" else self.norm_z, self.bias, planes=True)
         return (bias.movedim(-1, -3),)
 
     def empty_shared(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         return empty_rows(like, *shape)
 
     def update(self, read: Read, mask: Tensor, shared: Shared, x: Tensor | None, factors: Factors | None) -> Tensor:
-        """Return x + factors * attention, gated and projected."""
+        """Compute x + factors * attention, gated and projected."""
         assert isinstance(read, Tensor)
         norm, heads, out = self.norm, self.attention.heads, self.attention.out
-        if shared is None and self.bias_transposed:  # on the way it would be made as x lies
+        # The fused operation below computes a bias that is not transposed.
+        if shared is None and self.bias_transposed:
             shared = self.shared(read, mask)
         bias = None if shared is None else shared[0]
         if self.by_column:
             read, mask = read.transpose(ROWS, COLS), mask.mT
             x = None if x is None else x.transpose(ROWS, COLS)
             factors = None if factors is None else factors.transpose(ROWS, COLS)
-        if not isinstance(norm, NoNorm):  # all of it is one operation
+        # With a norm, the whole update is one operation.
+        if not isinstance(norm, NoNorm):
             into = joined(read.dtype, *(self.projections if shared is None else self.attention.projections))
             weights = AttentionWeights(norm.weight, norm.bias, *into, *joined(read.dtype, out), heads)
             new = gated_attention(read, mask.contiguous(), weights, bias, factors, norm.eps, residual=x is not None)
         else:
             g, *qkv = project(read, norm, *self.attention.projections)
             q, k, v = (t.unflatten(-1, (heads, -1)) for t in qkv)
-            bias = None if bias is None else bias[..., None, :, :, :]  # the same for every row
+            # All rows share the bias.
+            bias = None if bias is None else bias[..., None, :, :, :]
             o = attention(q, k, v, mask, bias).flatten(-2)
             new = out(gate(o, g)) if x is None else gated_linear_residual(x, o, g, *joined(o.dtype, out), factors)
         return new.transpose(ROWS, COLS) if self.by_column else new
 
 
 class Transition(AxialUpdate):
-    """Algorithms 9 and 15: a two-layer perceptron at each position alone.  Masked positions are updated too.
+    """Algorithms 9 and 15, MSATransition and PairTransition: a two-layer perceptron at each position.
 
         a = up(norm(z))
         z + down(relu(a) if activation == "relu" else silu(a.chunk(2, -1)[0]) * a.chunk(2, -1)[1])
 
-    With "swiglu" its layers have no biases (AlphaFold3, Algorithm 11), and `up` makes gates and then values.
+    Masked positions are updated too. With "swiglu" the layers have no biases (AlphaFold3, Algorithm 11), and the output
+    of `up` contains first the gates and then the values.
     """
 
     def __init__(self, c: int, factor: int = 4, activation: Activation = "relu") -> None:
@@ -144,17 +151,18 @@ class Transition(AxialUpdate):
         self.down = Linear(factor * c, c, biased, init="final")
 
     def update(self, read: Read, mask: Tensor, shared: Shared, x: Tensor | None, factors: Factors | None) -> Tensor:
-        """Return x + factors * perceptron of the slice."""
+        """Compute x + factors * perceptron(read)."""
         assert isinstance(read, Tensor)
-        norm, at_once = self.norm, x is not None and factors is None
+        # Without dropout the operation adds the residual itself.
+        norm, adds_residual = self.norm, x is not None and factors is None
         up, down = joined(read.dtype, self.up), joined(read.dtype, self.down)
         weights = TransitionWeights(norm.weight, norm.bias, *up, *down)
-        new = transition(read, weights, self.activation, norm.eps, residual=at_once)
-        return new if at_once else residual(x, new, factors)
+        new = transition(read, weights, self.activation, norm.eps, residual=adds_residual)
+        return new if adds_residual else residual(x, new, factors)
 
 
 class MSARowAttention(AttentionUpdate):
-    """Algorithm 7: attention within each sequence, biased by the pair representation.
+    """Algorithm 7, MSARowAttentionWithPairBias: attention within each sequence, biased by the pair representation.
 
         x = norm(m)
         q, k, v = (f(x).unflatten(-1, (heads, -1)) for f in (q, k, v))
@@ -163,11 +171,11 @@ class MSARowAttention(AttentionUpdate):
         o = sigmoid(gate(x)) * einsum("shij,sjhc->sihc", a, v).flatten(-2)
         m + out(o)
 
-    m: [*, s, i, c_m]; mask: [*, s, i]; z: [*, i, j, c_z].  The bias is shared by all sequences.
+    m: [*, s, i, c_m]; mask: [*, s, i]; z: [*, i, j, c_z]. All sequences share the bias.
     """
 
     axis = ROWS
-    shares = "other"  # rows of z, whichever they are
+    shares = "other"
 
     def __init__(self, c_m: int, c_z: int, heads: int = 8, rate: float = 0.15) -> None:
         super().__init__()
@@ -179,7 +187,7 @@ class MSARowAttention(AttentionUpdate):
 
 
 class MSAColumnAttention(AttentionUpdate):
-    """Algorithm 8: attention within each residue's column, between sequences.
+    """Algorithm 8, MSAColumnAttention: attention between the sequences, within each column (residue).
 
         x = norm(m)
         q, k, v = (f(x).unflatten(-1, (heads, -1)) for f in (q, k, v))
@@ -201,7 +209,7 @@ class MSAColumnAttention(AttentionUpdate):
 
 
 class MSAColumnGlobalAttention(AxialUpdate):
-    """Algorithm 19: column attention of the extra MSA, one averaged query per column, shared keys and values.
+    """Algorithm 19, MSAColumnGlobalAttention: column attention with one averaged query per column.
 
         x = norm(m)
         mean = einsum("si,sic->ic", mask, x) / (mask.sum(0)[:, None] + 1e-10)
@@ -210,7 +218,7 @@ class MSAColumnGlobalAttention(AxialUpdate):
         o = sigmoid(gate(x)) * einsum("iht,tic->ihc", a, v(x)).flatten(-2)
         m + out(o)
 
-    m: [*, s, i, c_m]; mask: [*, s, i].
+    m: [*, s, i, c_m]; mask: [*, s, i]. All heads share the keys and values.
     """
 
     axis = COLS
@@ -228,38 +236,43 @@ class MSAColumnGlobalAttention(AxialUpdate):
 
     @property
     def projections(self) -> tuple[Linear, ...]:
-        """The linear layers of the gate, k and v; q is of the mean over the sequences."""
+        """The linear layers of the gate, k and v, which project m. q projects the mean over the sequences."""
         return self.gate, self.k, self.v
 
     def update(self, read: Read, mask: Tensor, shared: Shared, x: Tensor | None, factors: Factors | None) -> Tensor:
-        """Return x + factors * attention of each column."""
+        """Compute x + factors * attention of each column."""
         assert isinstance(read, Tensor)
-        read, mask = read.transpose(ROWS, COLS), mask.mT  # [*, r, s, c], [*, r, s]
+        # To [*, r, s, c] and [*, r, s].
+        read, mask = read.transpose(ROWS, COLS), mask.mT
         q = self.q(masked_mean(self.norm(read), mask[..., None], axis=-2)).unflatten(-1, (self.heads, -1))
         g, k, v = project(read, self.norm, *self.projections)
-        o = global_attention(q, k, v, mask).flatten(-2)[..., None, :].expand(g.shape)  # the same for all sequences
+        # All sequences of a column get the same output before the gate.
+        o = global_attention(q, k, v, mask).flatten(-2)[..., None, :].expand(g.shape)
         if x is None:
             return self.out(gate(o, g)).transpose(ROWS, COLS)
         factors = None if factors is None else factors.transpose(ROWS, COLS)
-        return gated_linear_residual(x.transpose(ROWS, COLS), o, g, *joined(o.dtype, self.out), factors).transpose(
-            ROWS, COLS
-        )
+        m = gated_linear_residual(x.transpose(ROWS, COLS), o, g, *joined(o.dtype, self.out), factors)
+        return m.transpose(ROWS, COLS)
 
 
 class OuterProductMean(AxialUpdate):
-    """Algorithm 10: row i of z from column i of m, given every column's b.  x is z, other is m, mask is m's.
+    """Algorithm 10, OuterProductMean: update z by the mean over sequences of the outer products of columns of m.
 
         a, b = (f(norm(m)) * mask[..., None] for f in (a, b))
         o = einsum("sic,sjd->ijcd", a, b).flatten(-2)
         count = einsum("si,sj->ij", mask, mask)[..., None]
         z + out(o) / (count + count_added)
 
-    The sum over sequences is divided by how many have both residues, plus `count_added`, `count_least` at least, and
-    the output's bias with it (`bias_divided`), as AlphaFold2 has it; others count and divide otherwise.
+    z: [*, i, j, c_z]; m: [*, s, i, c_m]; mask: [*, s, i], the mask of m. Row i of z needs a of column i and b of all
+    columns. The sum over sequences, and with it the bias of `out`, is divided by the number of sequences that have both
+    residues. The three attributes below describe this division; other models' layers override them.
     """
 
+    # Added to the number of sequences.
     count_added = 1e-3
+    # Lower limit of the number of sequences.
     count_least = 0.0
+    # Whether the bias of `out` is divided too.
     bias_divided = True
     axis = ROWS
     read_axis = pieces_axis = COLS
@@ -270,7 +283,8 @@ class OuterProductMean(AxialUpdate):
         self.norm = LayerNorm(c_m)
         self.a = Linear(c_m, c)
         self.b = Linear(c_m, c)
-        self.out = Linear(c * c, c_z, init="final")  # from the products, left channel outermost
+        # The input channels are the products of the channels of a (outermost) and b.
+        self.out = Linear(c * c, c_z, init="final")
 
     @property
     def projections(self) -> tuple[Linear, ...]:
@@ -285,13 +299,15 @@ class OuterProductMean(AxialUpdate):
         return (project(read, self.norm, self.a)[0] * mask[..., None].to(read.dtype),)
 
     def update(self, read: Read, mask: Tensor, shared: Shared, x: Tensor | None, factors: Factors | None) -> Tensor:
-        """Return x + factors * mean over sequences of the outer products of a, of the slice, and b."""
-        z = x if factors is None else None  # to which the operation adds
+        """Compute x + factors * mean over sequences of the outer products of the slice's a and the whole b."""
+        # Without dropout the operation adds the residual z itself.
+        z = x if factors is None else None
         added, least, divided = self.count_added, self.count_least, self.bias_divided
         if isinstance(self.norm, NoNorm) and shared is None:
             assert isinstance(read, Tensor)
             shared = self.shared(read, mask)
-        if shared is None:  # all of it is one operation
+        # If the slice is all of z, the whole update is one operation.
+        if shared is None:
             assert isinstance(read, Tensor)
             norm, dtype = self.norm, read.dtype
             into, out_of = joined(dtype, *self.projections), joined(dtype, self.out)
@@ -327,28 +343,36 @@ class MSAStack(nn.Module):
 class PairConfig:
     """The settings of a pair stack; the defaults are the Evoformer's."""
 
-    heads: int = 4  # Algorithms 13 and 14
-    head_width: int | None = None  # None: c_z / heads
-    c_triangle: int = 128  # Algorithms 11 and 12: c
-    transition: int = 4  # Algorithm 15: n
-    activation: Activation = "relu"  # of the transition; "swiglu" is AlphaFold3's: another model
-    rate: float = 0.25  # dropout, Algorithm 6
-    fused: bool = False  # one projection for both factors of a triangle product (AlphaFold 2.3, Multimer v3)
+    # Heads of the triangle attention (Algorithms 13 and 14).
+    heads: int = 4
+    # None: c_z / heads.
+    head_width: int | None = None
+    # c of Algorithms 11 and 12.
+    c_triangle: int = 128
+    # n of Algorithm 15.
+    transition: int = 4
+    # Activation of the transition. "swiglu" is AlphaFold3's and makes a different model.
+    activation: Activation = "relu"
+    # Dropout rate (Algorithm 6).
+    rate: float = 0.25
+    # One projection for both factors of a triangle product (AlphaFold 2.3, Multimer v3).
+    fused: bool = False
     order: Literal["multiplication_first", "attention_first"] = "multiplication_first"
 
 
 class TriangleMultiplication(AxialUpdate):
-    """Algorithms 11 and 12: update edge ij from the two other edges of every triangle ijk.
+    """Algorithms 11 and 12, TriangleMultiplication: update edge ij from the two other edges of every triangle ijk.
 
         x = norm(z)
-        a, b = (sigmoid(g(x)) * f(x) * mask[..., None] for f, g in ((a, a_gate), (b, b_gate)))
+        ab, g = (ab(x), ab_gate(x)) if fused else (cat([a(x), b(x)], -1), cat([a_gate(x), b_gate(x)], -1))
+        a, b = (sigmoid(g) * ab * mask[..., None]).chunk(2, -1)
         o = einsum("ikc,jkc->ijc", a, b) if outgoing else einsum("kjc,kic->ijc", a, b)
         z + sigmoid(gate(x)) * out(norm_out(o))
 
-    Outgoing, a and b are those of the supplement.  Incoming, they are exchanged, as in AlphaFold's code: this a is the
-    supplement's b.  So in both the slice, a row i or a column j, brings its own a, and b is shared by all slices.
-    With `fused`, one projection makes a and b (AlphaFold 2.3).  The factors have their channels in front, [*, c, ., .],
-    as matrix products read them: b is laid out once for all slices.
+    z: [*, i, j, c_z]; mask: [*, i, j]. Outgoing, a and b are the supplement's. Incoming, they are exchanged, as in
+    AlphaFold's code: a is the supplement's b. In both cases a slice, which is a row i or a column j, needs its own a,
+    and all slices share b. With `fused`, one projection computes a and b (AlphaFold 2.3). The methods below keep the
+    channels of the factors in front, [*, c, ., .], as matrix products read them.
     """
 
     shares = "x"
@@ -358,7 +382,8 @@ class TriangleMultiplication(AxialUpdate):
         self.outgoing, self.fused, self.channels, self.dropout_rate = outgoing, fused, c, rate
         self.axis = ROWS if outgoing else COLS
         self.norm = LayerNorm(c_z)
-        if fused:  # a in the first half of the channels, b in the second
+        if fused:
+            # The first half of the channels is a, the second is b.
             self.ab = Linear(c_z, 2 * c)
             self.ab_gate = Linear(c_z, 2 * c, init="gating")
         else:
@@ -372,21 +397,22 @@ class TriangleMultiplication(AxialUpdate):
 
     @property
     def projections(self) -> tuple[Linear, ...]:
-        """The linear layers of both factors, of their gates, and of the product's gate."""
+        """The linear layers of both factors, of their gates, and of the output's gate."""
         if self.fused:
             return self.ab, self.ab_gate, self.gate
         return self.a, self.a_gate, self.b, self.b_gate, self.gate
 
     def weights(self, dtype: torch.dtype) -> TriangleWeights:
-        """Return the parameters as the operations take them, in `dtype` where they are packed."""
-        # Each look-up of a module is a call of Python, which counts where the host decides the speed.
+        """Return the parameters as the operations take them; packed parameters in `dtype`."""
+        # Each look-up of a module is a Python call, which matters where the host limits the speed.
         norm, norm_out = self.norm, self.norm_out
         into, out_of = joined(dtype, *self.projections), joined(dtype, self.out)
         norms_out = norm_out.weight, norm_out.bias
         return TriangleWeights(norm.weight, norm.bias, *into, *norms_out, *out_of, self.fused)
 
     def join_axis(self, cut: int) -> int:
-        return cut + 1  # no channel axis is behind it
+        # The factors have no channel axis at the end.
+        return cut + 1
 
     def factor(self, which: Literal["a", "b"], z: Tensor, mask: Tensor) -> Tensor:
         """Compute a or b of some rows or columns of z, [*, c, ., .] (lines 1 and 2)."""
@@ -399,16 +425,16 @@ class TriangleMultiplication(AxialUpdate):
         return empty_rows(like, *shape)
 
     def prepare(self, read: Tensor, mask: Tensor) -> Tensors:
-        """Compute a and the logits of the product's gate, which need no b: what a rank does while b travels."""
+        """Compute a and the logits of the output's gate, which a rank does while it waits for b."""
         return self.factor("a", read, mask), *project(read, self.norm, self.gate)
 
     def finish(self, product: Tensor, gate_logits: Tensor, x: Tensor | None, factors: Factors | None) -> Tensor:
-        """Compute x + factors * gate * linear(norm(product)), of a product [*, i, j, c] (lines 3 and 4)."""
+        """Compute x + factors * sigmoid(gate) * out(norm_out(product)) for a product [*, i, j, c] (lines 3 and 4)."""
         (dx,) = project(product, self.norm_out, self.out)
         return residual(x, gate(dx, gate_logits), factors)
 
     def update(self, read: Read, mask: Tensor, shared: Shared, x: Tensor | None, factors: Factors | None) -> Tensor:
-        """Compute x + factors * gate * linear(norm(product)) of the slice's a and the whole b."""
+        """Compute x + factors * update from the slice's a and the whole b."""
         b = None if shared is None else shared[0]
         if not isinstance(read, Tensor):
             a, gate_logits = read
@@ -420,7 +446,7 @@ class TriangleMultiplication(AxialUpdate):
 
 
 class TriangleAttention(AttentionUpdate):
-    """Algorithms 13 and 14.  Starting node: within each row i.  Ending node: within each column j, on z transposed.
+    """Algorithms 13 and 14, TriangleAttention: attention within each row i (starting node) or column j (ending node).
 
         z, mask = (z.transpose(0, 1), mask.T) if by_column else (z, mask)
         x = norm(z)
@@ -430,7 +456,7 @@ class TriangleAttention(AttentionUpdate):
         z = z + out(sigmoid(gate(x)) * einsum("hijk,ikhc->ijhc", a, v).flatten(-2))
         z.transpose(0, 1) if by_column else z
 
-    RoseTTAFold3's and OpenFold3's ending nodes are `bias_transposed`.
+    z: [*, i, j, c_z]; mask: [*, i, j]. The ending nodes of RoseTTAFold3 and OpenFold3 set `bias_transposed`.
     """
 
     shares = "x"
@@ -447,7 +473,7 @@ class TriangleAttention(AttentionUpdate):
 
 
 class PairStack(Block):
-    """The pair half of a block: triangle updates and transition; z [*, i, j, c_z] and its mask [*, i, j] -> z.
+    """The pair half of a block (Algorithm 6, lines 6 to 10): the triangle updates and the transition.
 
         layers = (outgoing, incoming, starting, ending)
         for layer in layers if multiplication_first else layers[2:] + layers[:2]:
@@ -463,7 +489,7 @@ class PairStack(Block):
         super().__init__()
         c = config
         self.multiplication_first = c.order == "multiplication_first"
-        # In the order of the steps: parameters are numbered, drawn and laid out for the optimiser in this order.
+        # In the order of the steps, since parameters are numbered, initialised and packed in the order of creation.
         for kind in ("mul", "att") if self.multiplication_first else ("att", "mul"):
             if kind == "mul":
                 self.outgoing = TriangleMultiplication(c_z, c.c_triangle, True, c.rate, c.fused)
@@ -482,7 +508,8 @@ class PairStack(Block):
         return *both, Step("z", self.transition)
 
 
-MOST_BLOCKS = 10_000  # of a stack; AlphaFold2 has 48
+# Limit for the blocks of a stack. AlphaFold2 has 48.
+MAX_BLOCKS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -490,30 +517,35 @@ class EvoformerConfig:
     """The settings of an Evoformer stack; the defaults are the main stack's (Supp. 1.6)."""
 
     blocks: int = 48
-    heads: int = 8  # Algorithms 7 and 8
-    transition: int = 4  # Algorithm 9: n
-    activation: Activation = "relu"  # of the transition; "swiglu" is AlphaFold3's: another model
-    rate: float = 0.15  # dropout of row attention, Algorithm 6
-    c_outer: int = 32  # Algorithm 10: c
-    # Where the outer product stands: "middle" is AlphaFold2's order; "first" is Multimer's; with "last" both halves
-    # read the block's input and the outer product closes it (HelixFold's parallel order: another model).
+    # Heads of row and column attention (Algorithms 7 and 8).
+    heads: int = 8
+    # n of Algorithm 9.
+    transition: int = 4
+    # Activation of the MSA transition. "swiglu" is AlphaFold3's and makes a different model.
+    activation: Activation = "relu"
+    # Dropout rate of row attention (Algorithm 6).
+    rate: float = 0.15
+    # c of Algorithm 10.
+    c_outer: int = 32
+    # Position of the outer product in a block. "middle" is AlphaFold2's order and "first" is Multimer's. With "last"
+    # (HelixFold's parallel order, a different model) both halves read the block's input.
     outer: Literal["middle", "first", "last"] = "middle"
     pair: PairConfig = field(default_factory=PairConfig)
 
     def __post_init__(self) -> None:
-        if self.blocks > MOST_BLOCKS:
-            raise ValueError(f"blocks = {self.blocks}: must be at most {MOST_BLOCKS:,}")
+        if self.blocks > MAX_BLOCKS:
+            raise ValueError(f"blocks = {self.blocks}: must be at most {MAX_BLOCKS:,}")
 
 
 class EvoformerBlock(Block):
-    """Algorithm 6 (and 18, with global column attention).
+    """One block of Algorithm 6, EvoformerStack, or with global column attention of Algorithm 18, ExtraMsaStack.
 
         m = msa.transition(msa.column(msa.row(m, m_mask, z), m_mask), m_mask)
         z = outer(z, m_mask, m)
         m, pair(z, z_mask)[0]
 
-    This is the order "middle"; with "first" the outer product comes before the other lines, with "last" after them.
-    m [*, s, r, c_m], z [*, r, r, c_z], m_mask [*, s, r], z_mask [*, r, r] -> m, z.
+    m: [*, s, r, c_m]; z: [*, r, r, c_z]; m_mask: [*, s, r]; z_mask: [*, r, r]. This is the order "middle" of
+    `EvoformerConfig.outer`. With "first" the line of the outer product comes first, with "last" it comes last.
     """
 
     def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, global_column: bool = False) -> None:
@@ -526,7 +558,7 @@ class EvoformerBlock(Block):
 
     @property
     def steps(self) -> Steps:
-        """The lines of Algorithm 6, with the outer product where the settings have it."""
+        """The lines of Algorithm 6, with the outer product at the configured position."""
         msa = Step("m", self.msa.row, "z"), Step("m", self.msa.column), Step("m", self.msa.transition)
         outer = (Step("z", self.outer, "m"),)
         pair = self.pair.steps
@@ -534,13 +566,20 @@ class EvoformerBlock(Block):
 
 
 class Evoformer(BlockStack):
-    """A stack of blocks: the main one, or the extra MSA stack (Algorithm 18) with `global_column`."""
+    """Algorithm 6, EvoformerStack, or with `global_column` Algorithm 18, ExtraMsaStack.
+
+        for block in blocks:
+            m, z = block(m, z, m_mask, z_mask)
+        m, z
+
+    m: [*, s, r, c_m]; z: [*, r, r, c_z]; m_mask: [*, s, r]; z_mask: [*, r, r].
+    """
 
     def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, global_column: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(EvoformerBlock(c_m, c_z, config, global_column) for _ in range(config.blocks))
 
     def forward(self, m: Tensor, z: Tensor, m_mask: Tensor, z_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the new m [*, s, r, c_m] and z [*, r, r, c_z], given m_mask [*, s, r] and z_mask [*, r, r]."""
+        """Compute the new m and z."""
         m, z = self.execution.stack(self, (m, z), (m_mask, z_mask))
         return m, z

@@ -1,6 +1,7 @@
-"""The heads: what the model predicts besides the structure (Supp. 1.9.6 to 1.9.10).
+"""The heads, which predict logits from the representations (Supp. 1.9.6 to 1.9.10).
 
-Each is a small module from one representation to logits in fp32, named part by part as in DeepMind's parameters.
+The logits are in fp32. The submodules have the names of DeepMind's parameters. As in evoformer.py, the docstring of
+each head contains its definition, which a test executes.
 """
 
 from collections.abc import Iterator
@@ -25,9 +26,11 @@ def pae_breaks(bins: int = 64) -> Tensor:
 
 
 class DistogramHead(Executable):
-    """Supp. 1.9.8: pair -> logits of the distance between beta carbons.  z [*, N, N, c_z] -> [*, N, N, bins].
+    """Logits of the distances between beta carbons (Supp. 1.9.8), symmetric in i and j.
 
-    Symmetric in i and j by construction: half of the logits from either side.  DeepMind: `distogram_head`.
+        half_logits(z) + half_logits(z).transpose(0, 1)
+
+    z: [*, N, N, c_z]. Returns [*, N, N, bins]. DeepMind: `distogram_head`.
     """
 
     def __init__(self, c_z: int, bins: int = 64) -> None:
@@ -39,34 +42,38 @@ class DistogramHead(Executable):
         return half + self.residues.transposed(half, half.shape[-2])
 
     def in_slices(self, z: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the logits of some of this process's rows at a time, [*, rows, N, bins], with which they are.
+        """Yield slices of this process's rows and their logits, [*, rows, N, bins].
 
-        All processes that share the example go through it together: of the columns that each wants, all have a part.
+        All processes that share the example must iterate together, since each holds rows of the others' columns.
         """
         fetch, length = self.execution.fetch, z.shape[-2]
         spans = self.residues.shard_spans(length)
         number = max(len(self.execution.rows(span.stop - span.start)) for span in spans)
         for index, rows in enumerate(_cut(slice(0, z.shape[-3]), number)):
-            wanted = [fetch(z, _cut(span, number)[index], -2) for span in spans]  # by each process, in their order
-            columns = self.half_logits(upcast_half(wanted[0] if len(wanted) == 1 else torch.cat(wanted, -2)))
-            del wanted
+            # The columns that each process needs in this iteration, in the order of the processes.
+            needed = [fetch(z, _cut(span, number)[index], -2) for span in spans]
+            columns = self.half_logits(upcast_half(needed[0] if len(needed) == 1 else torch.cat(needed, -2)))
+            del needed
             columns = self.residues.transposed(columns, length)
             yield rows, self.half_logits(upcast_half(fetch(z, rows))) + columns
 
 
 def _cut(span: slice, number: int) -> list[slice]:
-    """Return so many parts of a span, the first of which are one longer where it does not divide."""
+    """Split a span into `number` slices whose lengths differ by at most one."""
     each, more = divmod(span.stop - span.start, number)
     ends = [span.start + each * k + min(k, more) for k in range(number + 1)]
     return [slice(*pair) for pair in pairwise(ends)]
 
 
 class LogitsHead(nn.Module):
-    """One projection to logits: [*, c] -> [*, classes].
+    """A projection to logits: [*, c] -> [*, classes].
 
-    Masked MSA (Supp. 1.9.9): m [*, S, N, c_m] -> what was there before masking, 23 classes: 20 amino acids, X, gap,
-    mask (Multimer: 22).  Experimentally resolved (1.9.10): s [*, N, c_s] -> whether an experiment resolves each of the
-    37 atoms.  Aligned error (1.9.7): z [*, N, N, c_z] -> bins of the error of Ca j in the frame of residue i.
+        logits(x)
+
+    Three heads have this form. The masked-MSA head (Supp. 1.9.9) predicts the residues before masking from m: 20 amino
+    acids, X, gap and mask (23 classes; Multimer: 22). The experimentally-resolved head (1.9.10) predicts from s which
+    of the 37 atoms are resolved. The aligned-error head (1.9.7) predicts from z the bins of the error of CA j in the
+    frame of residue i.
     """
 
     def __init__(self, c: int, classes: int) -> None:
@@ -79,9 +86,12 @@ class LogitsHead(nn.Module):
 
 
 class PLDDTHead(Executable):
-    """Algorithm 29: structure module's single -> logits of each residue's lDDT-Ca.  s [*, N, c_s] -> [*, N, bins].
+    """Algorithm 29, predictPerResidueLDDT_Ca, up to the softmax: logits of the lDDT-CA of each residue.
 
-    DeepMind: `predicted_lddt_head`.
+        a = relu(act_1(relu(act_0(input_layer_norm(s)))))
+        logits(a)
+
+    s: [*, N, c_s], from the structure module. Returns [*, N, bins]. DeepMind: `predicted_lddt_head`.
     """
 
     def __init__(self, c_s: int, c: int = 128, bins: int = 50) -> None:

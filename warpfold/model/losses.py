@@ -42,15 +42,22 @@ def frame_aligned_point_error(
     softening: float = SOFTENING,
     pair_mask: Tensor | None = None,
 ) -> Tensor:
-    """Return the mean distance [*] of predicted to true points, each pair seen from its own frame (Algorithm 28).
+    """Compute the frame aligned point error [*] (Algorithm 28, computeFAPE).
 
-    frames [*, F] and points [*, P, 3] in angstrom, likewise the true ones (leading axes may broadcast); frame_mask
-    [*, F]; point_mask [*, P]; `clamp` caps a distance, angstrom (None: no cap); `clamped`: the share of the loss, 0 to
-    1, that is capped (Supp. 1.11.5: in 10 % of the examples it is not); `scale`: the distance that counts as 1;
-    `softening` (angstrom): a distance d counts as the root of d^2 + softening^2, so that it has a gradient at 0; with 0
-    as `LEAST` at least, below which there is none (Multimer); pair_mask [F, P]: the pairs that count, all by default.
+        seen, true = frames[:, None].invert_apply(points), true_frames[:, None].invert_apply(true_points)
+        d = sqrt((seen - true).square().sum(-1) + softening**2)
+        d = clamped * d.clamp(max=clamp) + (1 - clamped) * d
+        mask = frame_mask[:, None] * point_mask
+        (mask * d).sum() / scale / (1e-4 + mask.sum())
 
-    Invariant under a rigid motion of the prediction and, independently, of the truth; not under a reflection.
+    frames, true_frames: [*, F], and points, true_points: [*, P, 3], in angstrom; their leading axes are broadcast.
+    frame_mask: [*, F]; point_mask: [*, P]; pair_mask: [F, P], the pairs that count, by default all.
+    clamp: upper limit of a distance, angstrom; None: no limit.
+    clamped: the weight, 0 to 1, of the clamped distances (Supp. 1.11.5: 0 in 10 % of the examples).
+    scale: the distance, angstrom, that counts as 1.
+    softening: angstrom; gives a distance of 0 a gradient. With 0 (Multimer), short distances have none.
+
+    The error is invariant under rigid motions of the prediction and of the truth, but not under reflections.
     """
     seen, true = (upcast_half(x.to_matrix()) for x in (frames, true_frames))
     points, true_points = upcast_half(points), upcast_half(true_points)

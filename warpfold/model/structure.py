@@ -1,7 +1,8 @@
 """The structure module: from the trunk's s and z to frames, torsion angles and atoms (Supp. 1.8).
 
-Everything here computes in fp32 at least, whatever arrives.  Inside, translations are in units of `position_scale`
-(10, in AlphaFold-Multimer 20) angstrom; what leaves is in angstrom.
+All computation is in fp32 or wider, whatever the dtype of the inputs. Inside the module, translations are in units of
+`position_scale` angstrom (10, in AlphaFold-Multimer 20). The outputs are in angstrom. As in evoformer.py, the docstring
+of each layer contains its definition, which a test executes.
 """
 
 import math
@@ -23,17 +24,20 @@ from warpfold.ops.tensors import exact_linear, exact_matmul
 
 @dataclass(frozen=True, kw_only=True)
 class StructureConfig:
-    """The settings of the structure module.  The defaults are AlphaFold2's (Algorithms 20, 22, 23)."""
+    """The settings of the structure module. The defaults are AlphaFold2's (Algorithms 20, 22, 23)."""
 
-    layers: int = 8  # they share their weights
+    # All layers share their weights.
+    layers: int = 8
     c: int = 384
     heads: int = 12
     c_hidden: int = 16
     qk_points: int = 4
     v_points: int = 8
-    scalar_bias: bool = True  # of the scalar queries, keys and values; AlphaFold-Multimer's have none
+    # Whether the scalar queries, keys and values have a bias. AlphaFold-Multimer's have none.
+    scalar_bias: bool = True
     transition_layers: int = 3
-    position_scale: float = 10.0  # angstrom; AlphaFold-Multimer: 20
+    # Unit of the translations inside the module, in angstrom. AlphaFold-Multimer: 20.
+    position_scale: float = 10.0
     sidechain_c: int = 128
     sidechain_blocks: int = 2
     dropout: float = 0.1
@@ -41,21 +45,45 @@ class StructureConfig:
 
 @dataclass(frozen=True)
 class StructureOutput:
-    """What the structure module says, after every layer where there is an axis L.  Lengths in angstrom."""
+    """The output of the structure module. Axis L is the layers. Lengths are in angstrom.
 
-    single: Tensor  # [*, N, c] activations after the last layer
-    frames: Rigid  # [L, *, N] backbone
-    sidechain_frames: Rigid  # [L, *, N, 8] of the rigid groups
-    angles: Tensor  # [L, *, N, 7, 2] (sin, cos)
-    unnormalized_angles: Tensor  # [L, *, N, 7, 2]
-    atom14: Tensor  # [L, *, N, 14, 3]
-    final_atom14: Tensor  # [*, N, 14, 3]
-    final_atom37: Tensor  # [*, N, 37, 3]
-    traj: Tensor  # [L, *, N, 7] the backbone frames as quaternion w x y z and translation
+    single: [*, N, c], the activations after the last layer.
+    frames: [L, *, N], the backbone frames. traj: [L, *, N, 7], the same as quaternion w x y z and translation.
+    sidechain_frames: [L, *, N, 8], the frames of the rigid groups.
+    angles: [L, *, N, 7, 2], (sin, cos) of the torsions. unnormalized_angles: the same before normalisation.
+    atom14: [L, *, N, 14, 3]. final_atom14, final_atom37: [*, N, 14 or 37, 3], the atoms after the last layer.
+    """
+
+    single: Tensor
+    frames: Rigid
+    sidechain_frames: Rigid
+    angles: Tensor
+    unnormalized_angles: Tensor
+    atom14: Tensor
+    final_atom14: Tensor
+    final_atom37: Tensor
+    traj: Tensor
 
 
 class StructureModule(Executable):
-    """Algorithm 20, StructureModule: `layers` passes of one `FoldIteration`, then atoms."""
+    """Algorithm 20, StructureModule: apply one `FoldIteration` `config.layers` times, and compute the atoms.
+
+        s_initial, z = single_layer_norm(s), pair_layer_norm(z)
+        s, affine = initial_projection(s_initial), cat([s.new_ones(len(s), 1), s.new_zeros(len(s), 6)], -1)
+        affines, angles = [], []
+        for layer in range(config.layers):
+            s, affine, torsions = fold_iteration(s, s_initial, z, affine, seq_mask)
+            affines, angles = [*affines, affine], [*angles, torsions]
+            affine = cat([affine[:, :4].detach(), affine[:, 4:]], -1)
+        frames = Rigid.from_quaternion7(stack(affines))
+        frames = Rigid(frames.rotation, config.position_scale * frames.translation)
+        frames = torsions_to_frames(aatype, frames, normalize_angles(stack(angles)))
+        s, frames_to_atom14(aatype, frames)
+
+    s: [*, N, c_s]; z: [*, N, N, c_z]; aatype: int64 [*, N] (0 to 20); seq_mask: [*, N]. All residues start at the
+    origin ("black hole" initialisation). From one layer to the next, the gradient passes through translations and
+    activations, but not through rotations (line 20). `StructureOutput` holds these and other quantities.
+    """
 
     def __init__(self, c_s: int, c_z: int, config: StructureConfig | None = None) -> None:
         super().__init__()
@@ -66,13 +94,7 @@ class StructureModule(Executable):
         self.fold_iteration = FoldIteration(c_s, c_z, c)
 
     def forward(self, s: Tensor, z: Tensor, aatype: Tensor, seq_mask: Tensor) -> StructureOutput:
-        """Return the structure of every layer.
-
-        s [*, N, c_s], z [*, N, N, c_z], aatype int64 [*, N] (0-20), seq_mask [*, N].
-
-        All residues start at the origin ("black hole").  The gradient does not pass from one layer to the next through
-        rotations (line 20), only through translations and activations.
-        """
+        """Compute the structures of all layers."""
         s_initial = self.single_layer_norm(self.around_trunk(s))
         fold, mask = self.fold_iteration, seq_mask.to(upcast_half(s).dtype)
         pairs = fold.invariant_point_attention.pairs(z, mask, lambda x: self.pair_layer_norm(self.around_trunk(x)))
@@ -84,12 +106,10 @@ class StructureModule(Executable):
             states.append(s)
             affines.append(affine)
             affine = torch.cat([affine[..., :4].detach(), affine[..., 4:]], dim=-1)
-        unnormalized = fold.rigid_sidechain(torch.stack(states), s_initial)  # no layer reads the angles of another
-        return self._atoms(s, torch.stack(affines), unnormalized, aatype)
-
-    def _atoms(self, s: Tensor, affines: Tensor, unnormalized: Tensor, aatype: Tensor) -> StructureOutput:
-        """Compute lines 11, 14 and 24 for all layers at once: torsions, frames of the rigid groups, atoms."""
-        quaternions, translations = affines.split((4, 3), -1)
+        # Lines 11, 14 and 24, torsions, frames of the rigid groups and atoms, for all layers together: no layer reads
+        # those of another.
+        unnormalized = fold.rigid_sidechain(torch.stack(states), s_initial)
+        quaternions, translations = torch.stack(affines).split((4, 3), -1)
         traj = torch.cat([quaternions, translations * self.config.position_scale], dim=-1)
         frames = Rigid.from_quaternion7(traj)
         angles = normalize_angles(unnormalized)
@@ -109,7 +129,20 @@ class StructureModule(Executable):
 
 
 class FoldIteration(DrawsNoise):
-    """Algorithm 20, lines 6 to 14: attention, transition, backbone update and torsion angles of one layer."""
+    """Algorithm 20, lines 6 to 14: attention, transition, backbone update and torsion angles of one layer.
+
+        s = s + invariant_point_attention(s, z, Rigid.from_quaternion7(affine), mask)
+        s = attention_layer_norm(s)
+        a = s
+        for linear in transition[:-1]:
+            a = relu(linear(a))
+        s = transition_layer_norm(s + transition[-1](a))
+        s, update_affine(affine, affine_update(s)), rigid_sidechain(s, s_initial)
+
+    s: [*, N, c]; s_initial: [*, N, c_s] and z: [*, N, N, c_z], normalised; mask: [*, N]. affine: [*, N, 7], quaternion
+    w x y z and translation in units of `position_scale`. Returns s, affine and the torsions (sin, cos) [*, N, 7, 2],
+    not normalised. In training there is dropout before each of the two norms.
+    """
 
     def __init__(self, c_s: int, c_z: int, config: StructureConfig) -> None:
         super().__init__()
@@ -130,54 +163,59 @@ class FoldIteration(DrawsNoise):
     def forward(
         self, s: Tensor, s_initial: Tensor, z: Tensor, affine: Tensor, mask: Tensor, layer: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run one layer: (s [*, N, c], affine [*, N, 7]) -> the new s and affine, torsion angles [*, N, 7, 2].
-
-        s_initial [*, N, c_s] and z [*, N, N, c_z], normalised; affine: quaternion w x y z and translation in units of
-        `position_scale`; mask [*, N]; the angles (sin, cos) are not normalised; `layer` picks the dropout noise.
-        """
+        """Compute one layer; `layer` selects the dropout noise."""
         s, affine = self.advance(s, self.invariant_point_attention.pairs(z, mask), affine, layer)
         return s, affine, self.rigid_sidechain(s, s_initial)
 
     def advance(self, s: Tensor, pairs: "Pairs", affine: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the new s and affine; `pairs`: what the attention makes of z and the mask, once for all layers."""
-        stream = self.stream + 2 * layer  # two streams for every layer
+        """Compute the new s and affine. `pairs` holds the terms of the attention that all layers share."""
+        # Two streams of noise for every layer.
+        stream = self.stream + 2 * layer
         frames = Rigid.from_quaternion7(affine)
         s = s + self.invariant_point_attention.attend(s, pairs, frames)
         s = self.attention_layer_norm(dropout(s, self.rate, self.noise, stream, self.training))
-        s = s + self._transition(s)
+        *inner, last = self.transition
+        a = s
+        for linear in inner:
+            a = linear(a).relu()
+        s = s + last(a)
         s = self.transition_layer_norm(dropout(s, self.rate, self.noise, stream + 1, self.training))
         weight, bias = joined(s.dtype, self.affine_update)
         assert bias is not None
-        update = upcast_half(exact_linear(s, weight.to(s.dtype), bias.to(s.dtype)))  # [*, N, 6]
+        update = upcast_half(exact_linear(s, weight.to(s.dtype), bias.to(s.dtype)))
         return s, update_affine(affine, update, frames.rotation)
-
-    def _transition(self, s: Tensor) -> Tensor:
-        *inner, last = self.transition
-        for linear in inner:
-            s = linear(s).relu()
-        return last(s)
 
 
 class PairRows(NamedTuple):
-    """What the invariant point attention of every layer makes alike of some rows of z, and of the mask."""
+    """The terms of the invariant point attention that come from some rows of z and the mask.
 
-    z: Tensor  # [*, I, N, c_z], normalised
-    bias: Tensor  # [*, H, I, N] of the logits; far below 0 where a query must not see a residue
+    z: [*, I, N, c_z], normalised. bias: [*, H, I, N], added to the logits; large and negative for masked residues.
+    """
+
+    z: Tensor
+    bias: Tensor
 
 
 class Pairs(NamedTuple):
-    """What the invariant point attention of every layer makes alike: of z, of the mask, and of its parameters."""
+    """The terms of the invariant point attention that all layers share, from z, the mask and the parameters.
 
-    rows: Callable[[slice], PairRows]  # of some of this rank's rows
-    together: bool  # whether all rows are one slice, of which everything is made once for all layers
-    weight: Tensor  # [outputs, c] of all projections of s, and
-    linear_bias: Tensor  # [outputs], zeros where there is none
-    scale: Tensor  # [H, c_hidden + 3 qk_points + 1] of the queries' features
-    part: Tensor  # [*, N, 1] a residue's part in the centre of all
+    rows: computes the terms for some of this rank's rows of z.
+    together: whether all rows are one slice, whose terms are computed once for all layers.
+    weight: [outputs, c], of all projections of s. linear_bias: [outputs], with zeros for projections without one.
+    scale: [H, c_hidden + 3 qk_points + 1], factors of the queries' features.
+    centre_weight: [*, N, 1], the weight of each residue in the centre of all.
+    """
+
+    rows: Callable[[slice], PairRows]
+    together: bool
+    weight: Tensor
+    linear_bias: Tensor
+    scale: Tensor
+    centre_weight: Tensor
 
 
 class InvariantPointAttention(Executable):
-    """Algorithm 22, InvariantPointAttention: attention by likeness, by pair and by distance in space.
+    """Algorithm 22, InvariantPointAttention: attention by scalar products, pair bias and distances in space.
 
         R, t, w = frames.rotation, frames.translation[..., None], softplus(trainable_point_weights)
         q, kv = (f(s).unflatten(-1, (heads, -1)) for f in (q_scalar, kv_scalar))
@@ -193,15 +231,17 @@ class InvariantPointAttention(Executable):
         o_lengths = sqrt(o_points.square().sum(1) + 1e-8)
         output_projection(cat([o.flatten(1), o_points.flatten(1), o_lengths, o_pair.flatten(1)], -1))
 
-    The result is the same under any rigid motion of all frames together.
+    s: [*, N, c]; z: [*, N, N, c_z]; frames: [*, N]; mask: [*, N]. Returns the update of s, which is invariant under a
+    rigid motion of all frames together.
 
-    A sum of squared distances of points is |q|^2 + |k|^2 - 2 q k, of vectors of all their coordinates.  The softmax
-    does not see |q|^2, so a query's logits are one product of features, [q, 2 g points, -g] by [k, points, |points|^2].
-    Nothing is larger than [N, N, H] or z; in slices of queries nothing is as large, for each layer makes what it needs
-    of these rows of z again.  So that the squares stay small beside the distances, and fp32 exact enough, points are
-    taken from the centre of all residues: what is lost is some 1e-7 of the squared extent of the protein, which at 100
-    angstrom makes 1e-5 in a logit.  With TF32 it would be 0.1: these products, and those that make points and frames,
-    stay exact (ops/tensors.py).
+    Implementation: a sum of squared distances of points is |q|^2 + |k|^2 - 2 q k, with vectors of all coordinates. The
+    softmax does not depend on |q|^2, so the logits are one product of features, [q, 2 g points, -g] times [k, points,
+    |points|^2]. No tensor is larger than [N, N, H] or z. If the queries are computed in slices, all tensors are
+    smaller, because each layer computes its terms of these rows of z again.
+
+    Precision: the squares must not be much larger than the distances. Points are therefore relative to the centre of
+    all residues. The rounding error is some 1e-7 of the squared extent of the protein, or 1e-5 in a logit at 100 A.
+    With TF32 it would be 0.1, so these products, and those that compute points and frames, are exact (ops/tensors.py).
     """
 
     def __init__(
@@ -210,67 +250,74 @@ class InvariantPointAttention(Executable):
         super().__init__()
         self.heads, self.c_hidden, self.qk_points, self.v_points = heads, c_hidden, qk_points, v_points
         self.q_scalar = Linear(c, heads * c_hidden, bias=scalar_bias)
-        self.kv_scalar = Linear(c, heads * 2 * c_hidden, bias=scalar_bias)  # in each head keys, then values
-        self.q_point_local = Linear(c, 3 * heads * qk_points)  # all x, then y, then z
+        # Each head has first its keys, then its values.
+        self.kv_scalar = Linear(c, heads * 2 * c_hidden, bias=scalar_bias)
+        # All x, then all y, then all z.
+        self.q_point_local = Linear(c, 3 * heads * qk_points)
         self.kv_point_local = Linear(c, 3 * heads * (qk_points + v_points))
-        self.trainable_point_weights = nn.Parameter(torch.full((heads,), math.log(math.e - 1)))  # softplus gives 1
+        # The softplus of this value is 1.
+        self.trainable_point_weights = nn.Parameter(torch.full((heads,), math.log(math.e - 1)))
         self.attention_2d = Linear(c_z, heads)
         self.output_projection = Linear(heads * (c_hidden + 4 * v_points + c_z), c, init="final")
 
     def forward(self, s: Tensor, z: Tensor, frames: Rigid, mask: Tensor) -> Tensor:
-        """Return the update of s [*, N, c], given z [*, N, N, c_z], frames [*, N] and mask [*, N].
-
-        z: this rank's rows; only their queries are computed.
-        """
+        """Compute the update of s. z has this rank's rows, for whose queries the attention is computed here."""
         return self.attend(s, self.pairs(z, mask), frames)
 
     @property
     def projections(self) -> tuple[Linear, ...]:
-        """The projections of s, in the order in which they are joined: those that always have a bias come first."""
+        """The projections of s, in the order of `joined`: those that always have a bias come first."""
         return self.q_point_local, self.kv_point_local, self.q_scalar, self.kv_scalar
 
     def pairs(self, z: Tensor, mask: Tensor, normalise: Callable[[Tensor], Tensor] | None = None) -> Pairs:
-        """Return the attention's part that all layers share, from z [*, N, N, c_z] (this rank's rows) and mask [*, N].
+        """Compute the terms that all layers share, from z [*, N, N, c_z] (this rank's rows) and mask [*, N].
 
-        normalise: makes of rows of z what the layers read; None: z is normalised already.
+        normalise: applied to rows of z before the layers read them. None: z is normalised already.
         """
 
-        def of_rows(rows: slice) -> PairRows:
-            some = self.execution.fetch(z, rows)
-            some = some if normalise is None else normalise(some)
-            # A masked residue may attend to all: its result is never read, and its softmax has something to normalise.
-            here = self.residues.local_shard(mask, -1)[..., rows]
-            hidden = here[..., None, :, None] * (1 - mask[..., None, None, :])
-            bias = third * upcast_half(self.attention_2d(some)).movedim(-1, -3) - 1e5 * hidden
-            return PairRows(some, bias.contiguous())
+        def compute_rows(rows: slice) -> PairRows:
+            z_rows = self.execution.fetch(z, rows)
+            z_rows = z_rows if normalise is None else normalise(z_rows)
+            # A masked residue attends to all residues, so that its softmax is finite. Its result is never read.
+            mask_rows = self.residues.local_shard(mask, -1)[..., rows]
+            hidden = mask_rows[..., None, :, None] * (1 - mask[..., None, None, :])
+            bias = third * upcast_half(self.attention_2d(z_rows)).movedim(-1, -3) - 1e5 * hidden
+            return PairRows(z_rows, bias.contiguous())
 
         third, count = math.sqrt(1 / 3), z.shape[-3]
-        # A gradient needs all of it anyway.
+        # A gradient needs the terms of all rows, so there is no memory to save.
         together = torch.is_grad_enabled() or len(self.execution.rows(count)) == 1
-        made = [of_rows(slice(0, count))] if together else []
+        shared_rows = compute_rows(slice(0, count)) if together else None
         dtype = z.dtype if normalise is None else self.around_trunk(torch.empty(0, dtype=z.dtype)).dtype
-        weight, some = joined(dtype, *self.projections)
-        assert some is not None
-        linear_bias = nn.functional.pad(some, (0, len(weight) - len(some))) if len(some) < len(weight) else some
+        weight, bias = joined(dtype, *self.projections)
+        assert bias is not None
+        linear_bias = nn.functional.pad(bias, (0, len(weight) - len(bias))) if len(bias) < len(weight) else bias
         gamma = nn.functional.softplus(upcast_half(self.trainable_point_weights))[:, None]
-        of_squares = third * 0.5 * math.sqrt(2 / (9 * self.qk_points)) * gamma
-        of_scalars = torch.full_like(gamma, third / math.sqrt(self.c_hidden)).expand(-1, self.c_hidden)
-        scale = torch.cat([of_scalars, (2 * of_squares).expand(-1, 3 * self.qk_points), -of_squares], -1)
-        part = (mask / mask.sum(-1, keepdim=True).clamp(min=1))[..., None]
-        weight, linear_bias = weight.to(dtype), linear_bias.to(dtype)
-        return Pairs(lambda rows: made[0] if made else of_rows(rows), together, weight, linear_bias, scale, part)
+        square_scale = third * 0.5 * math.sqrt(2 / (9 * self.qk_points)) * gamma
+        scalar_scale = torch.full_like(gamma, third / math.sqrt(self.c_hidden)).expand(-1, self.c_hidden)
+        scale = torch.cat([scalar_scale, (2 * square_scale).expand(-1, 3 * self.qk_points), -square_scale], -1)
+        return Pairs(
+            rows=lambda rows: compute_rows(rows) if shared_rows is None else shared_rows,
+            together=together,
+            weight=weight.to(dtype),
+            linear_bias=linear_bias.to(dtype),
+            scale=scale,
+            centre_weight=(mask / mask.sum(-1, keepdim=True).clamp(min=1))[..., None],
+        )
 
     def attend(self, s: Tensor, pairs: Pairs, frames: Rigid) -> Tensor:
-        """Return the update of s [*, N, c], given frames [*, N] and what all layers have in common."""
+        """Compute the update of s [*, N, c] from frames [*, N] and the terms that all layers share."""
         rank, h = self.residues.local_shard, self.heads
         projected = upcast_half(exact_linear(s, pairs.weight, pairs.linear_bias))
         sizes = [3 * h * self.qk_points, 3 * h * (self.qk_points + self.v_points), h * self.c_hidden]
         q_points, kv_points, q, kv = projected.split((*sizes, 2 * h * self.c_hidden), -1)
         k, v = kv.unflatten(-1, (h, -1)).split(self.c_hidden, -1)
-        centre = (pairs.part * frames.translation.detach()).sum(-2, keepdim=True)  # no result depends on it
-        translation = (frames.translation - centre)[..., None]  # [*, N, 3, 1]
+        # The result does not depend on the centre, so it is detached.
+        centre = (pairs.centre_weight * frames.translation.detach()).sum(-2, keepdim=True)
+        translation = (frames.translation - centre)[..., None]
         local = torch.cat([x.unflatten(-1, (3, -1)) for x in (q_points, kv_points)], -1)
-        points = multiply(frames.rotation, local) + translation  # [*, N, 3, all points]
+        # [*, N, 3, all points]
+        points = multiply(frames.rotation, local) + translation
         q_points, kv_points = points.split((h * self.qk_points, h * (self.qk_points + self.v_points)), -1)
         q_points, (k_points, v_points) = (
             q_points.unflatten(-1, (h, -1)),
@@ -278,33 +325,32 @@ class InvariantPointAttention(Executable):
         )
         squares = k_points.square().sum((-3, -1))[..., None]
         q_features = torch.cat([q.unflatten(-1, (h, -1)), *q_points.unbind(-3), torch.ones_like(squares)], -1)
-        k_features = torch.cat([k, *k_points.unbind(-3), squares], -1)  # [*, N, H, features], as q's and v's
+        # The features of q, k and v are [*, N, H, features].
+        k_features = torch.cat([k, *k_points.unbind(-3), squares], -1)
         v_features = torch.cat([v, *v_points.unbind(-3)], -1)
         q_features, rotation, translation = rank(q_features, -3), rank(frames.rotation, -3), rank(translation, -3)
 
-        def of_queries(rows: slice) -> Tensor:
-            """Return the update of some of this rank's residues."""
+        def update_rows(rows: slice) -> Tensor:
+            """Compute the update of some of this rank's residues (I of them; P points per head)."""
             z, bias = pairs.rows(rows)
-            a = _softmax(q_features[..., rows, :, :] * pairs.scale, k_features, bias)
-            o = exact_matmul(a, v_features.transpose(-3, -2)).transpose(-3, -2)  # [*, I, H, c + 3 P]
-            o_pair = a.transpose(-3, -2).to(s.dtype) @ z  # [*, I, H, c_z]
+            # The weights [*, H, I, N].
+            q_rows = (q_features[..., rows, :, :] * pairs.scale).transpose(-3, -2)
+            a = torch.softmax(exact_matmul(q_rows, k_features.transpose(-3, -2).mT, bias), -1)
+            # [*, I, H, c + 3 P], and [*, I, H, c_z].
+            o = exact_matmul(a, v_features.transpose(-3, -2)).transpose(-3, -2)
+            o_pair = a.transpose(-3, -2).to(s.dtype) @ z
             o, o_points = o.split((self.c_hidden, 3 * self.v_points), -1)
-            o_points = o_points.unflatten(-1, (3, -1)).transpose(-3, -2).flatten(-2)  # [*, I, 3, H P]
+            # [*, I, 3, H P]
+            o_points = o_points.unflatten(-1, (3, -1)).transpose(-3, -2).flatten(-2)
             o_points = multiply(rotation[..., rows, :, :].mT, o_points - translation[..., rows, :, :])
             o_lengths = torch.sqrt(o_points.square().sum(-2) + 1e-8)
-            parts = [o.flatten(-2), o_points.flatten(-2), o_lengths, o_pair.flatten(-2)]
-            update: Tensor = self.output_projection(torch.cat([part.to(s.dtype) for part in parts], dim=-1))
+            outputs = [o.flatten(-2), o_points.flatten(-2), o_lengths, o_pair.flatten(-2)]
+            update: Tensor = self.output_projection(torch.cat([x.to(s.dtype) for x in outputs], dim=-1))
             return update
 
         count = q_features.shape[-3]
-        update = of_queries(slice(0, count)) if pairs.together else self.map_rows(of_queries, count, -2)
+        update = update_rows(slice(0, count)) if pairs.together else self.map_rows(update_rows, count, -2)
         return self.residues.all_gather(update, -2, s.shape[-2])
-
-
-def _softmax(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
-    """Return the weights [*, H, I, N] of features q [*, I, H, f], k [*, N, H, f] and a bias [*, H, I, N]."""
-    q, k = q.transpose(-3, -2), k.transpose(-3, -2).mT
-    return torch.softmax(exact_matmul(q, k, bias), -1)
 
 
 class AngleResnet(nn.Module):
@@ -315,7 +361,7 @@ class AngleResnet(nn.Module):
             a = a + second(relu(first(relu(a))))
         unnormalized_angles(relu(a)).unflatten(-1, (7, 2))
 
-    s: [*, N, c]; s_initial: [*, N, c_initial].
+    s: [*, N, c]; s_initial: [*, N, c_initial]. Returns (sin, cos) [*, N, 7, 2], not normalised.
     """
 
     def __init__(self, c: int, c_initial: int, c_hidden: int, blocks: int) -> None:
@@ -327,7 +373,7 @@ class AngleResnet(nn.Module):
         self.unnormalized_angles = Linear(c_hidden, 14)
 
     def forward(self, s: Tensor, s_initial: Tensor) -> Tensor:
-        """Return (sin, cos) [*, N, 7, 2], not normalised, of s [*, N, c] and s_initial [*, N, c_initial]."""
+        """Compute (sin, cos) [*, N, 7, 2], not normalised."""
         a = self.input_projection(s.relu()) + self.input_projection_initial(s_initial.relu())
         for first, second in zip(self.resblock1, self.resblock2):
             a = a + second(first(a.relu()).relu())
@@ -335,5 +381,5 @@ class AngleResnet(nn.Module):
 
 
 def normalize_angles(unnormalized: Tensor) -> Tensor:
-    """Normalise pairs to length one over the last axis; (0, 0) stays, with a finite gradient."""
+    """Normalise pairs to length one over the last axis; (0, 0) stays (0, 0), with a finite gradient."""
     return unnormalized * torch.rsqrt(unnormalized.square().sum(-1, keepdim=True).clamp(min=1e-12))
