@@ -281,7 +281,7 @@ class _Terms:
         probabilities = self._error_probabilities
         breaks = pae_breaks(probabilities.shape[-1]).to(probabilities.device)
         scores = confidence.TMScores(breaks, len(probabilities), self.seen.asym_id)
-        return scores.best(scores.of_frames(probabilities, slice(None), between))
+        return scores.best(scores.frame_scores(probabilities, slice(None), between))
 
     def _near(self, distance: float) -> Tensor:
         """Compute P(distance of beta carbons below `distance`), [N, N]: the sum of the bins that end below it."""

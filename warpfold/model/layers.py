@@ -1,7 +1,7 @@
-"""The building blocks of every layer: Linear with AlphaFold2's initialisations, LayerNorm, and where dropout draws.
+"""The building blocks of every layer: Linear with AlphaFold2's initialisations, LayerNorm, and the source of dropout.
 
-Linear and LayerNorm keep their parameters as they are (normally fp32) and compute in the dtype of what arrives, so
-that the activations alone decide between fp32, bf16 and fp64, with no autocast context.
+Linear and LayerNorm store their parameters in one dtype (normally fp32) and compute in the dtype of their input. The
+activations alone thus select fp32, bf16 or fp64, without an autocast context.
 """
 
 import math
@@ -19,22 +19,21 @@ Init = Literal["default", "relu", "glorot", "gating", "final"]
 
 
 class Linear(nn.Linear):
-    """y = x W^T + b, computed in the dtype of x.  x [*, c_in] -> [*, c_out].
+    """y = x W^T + b, computed in the dtype of x: [*, c_in] -> [*, c_out].
 
-    `init` (Supp. 1.11.4): "default" LeCun, "relu" He, "glorot" uniform for queries, keys and values, "gating" zero
-    weights and a bias of one (a gate that starts open), "final" zeros (a residual update that starts as nothing).
+    `init` (Supp. 1.11.4): "default" LeCun; "relu" He; "glorot" Glorot uniform, for queries, keys and values; "gating"
+    zero weights and a bias of one, so that gates start open; "final" zeros, so that residual updates start at zero.
     """
 
-    packed: "PackedOperands | None" = (
-        None  # where its weights lie for operations to read (engine/packed.py); None: nowhere
-    )
+    # The packed copy of its weights that operations read (engine/packed.py), if there is one.
+    packed: "PackedOperands | None" = None
 
     def __init__(self, c_in: int, c_out: int, bias: bool = True, init: Init = "default") -> None:
         self.init = init
         super().__init__(c_in, c_out, bias=bias)
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew, as `init` says."""
+        """Draw the parameters from the distribution that `init` names."""
         if self.bias is not None:
             nn.init.constant_(self.bias, 1.0 if self.init == "gating" else 0.0)
         if self.init in ("gating", "final"):
@@ -42,7 +41,7 @@ class Linear(nn.Linear):
         elif self.init == "glorot":
             nn.init.xavier_uniform_(self.weight)
         else:
-            # A normal truncated at two standard deviations keeps 0.8796 of its deviation.
+            # The standard deviation of a normal distribution truncated at two standard deviations is 0.8796.
             scale = 2.0 if self.init == "relu" else 1.0
             std = math.sqrt(scale / self.in_features) / 0.87962566103423978
             nn.init.trunc_normal_(self.weight, std=std, a=-2 * std, b=2 * std)
@@ -53,11 +52,11 @@ class Linear(nn.Linear):
 
 
 class AdaptedLinear(Linear):
-    """A linear layer whose weight is W + scale B A (Hu et al. 2021, section 4.1; scale is their alpha / r).
+    """A linear layer with a low-rank adapter: its weight is W + scale B A (Hu et al. 2021, section 4.1).
 
-    W stays under its usual name, and is not trained; A [rank, c_in] and B [c_out, rank] are.  Whoever asks for the
-    weight gets the dense one, of which autograd knows where it came from: no operation, plan or kernel has to know of
-    adapters (docs/howto/fine_tune.md).  A layer becomes one by `engine.trainable.freeze`.
+    scale is their alpha / r. A [rank, c_in] and B [c_out, rank] are trained. W keeps its usual name and is not trained.
+    The attribute `weight` is the dense weight, through which autograd reaches A and B, so operations, plans and kernels
+    need no case for adapters (docs/howto/fine_tune.md). `engine.trainable.freeze` converts a layer to this class.
     """
 
     adapter_a: nn.Parameter
@@ -73,7 +72,7 @@ class AdaptedLinear(Linear):
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer normalisation over the last axis, eps 1e-5; statistics in fp32 at least, the result in the dtype of x."""
+    """Layer normalisation over the last axis, eps 1e-5, with statistics in fp32 or wider; the result has x's dtype."""
 
     def __init__(self, c: int) -> None:
         super().__init__(c, eps=1e-5)
@@ -83,7 +82,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class NoNorm(LayerNorm):
-    """No normalisation, where a layer is given what is normalised already: x as it is.  It has no parameters."""
+    """The identity without parameters, for layers whose input is normalised already."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
@@ -96,7 +95,7 @@ class NoNorm(LayerNorm):
 
 
 class DrawsNoise(nn.Module):
-    """A module with dropout: `noise` is where it draws from, `stream` sets its draws apart from those of others."""
+    """A module with dropout. It draws from the stream `stream` of the source `noise`."""
 
     noise: Noise
     stream: int = 0
@@ -107,41 +106,41 @@ class DrawsNoise(nn.Module):
 
 
 class PackedOperands(Protocol):
-    """The weights of a model as operations read them."""
+    """The weights of a model, packed in the layout that operations read."""
 
     def joined(self, dtype: torch.dtype, projections: tuple[Linear, ...]) -> tuple[Tensor, Tensor | None] | None:
-        """Return the result of `joined` without a copy; None if the weights do not lie so."""
+        """Return the result of `joined` as views of the packed weights; None if these are not adjacent."""
 
     def catch_up(self) -> None:
-        """Have what a graph reads be what the parameters hold."""
+        """Update the tensors that captured graphs read to the values of the parameters."""
 
 
 def joined(dtype: torch.dtype, *projections: Linear) -> tuple[Tensor, Tensor | None]:
-    """Return the weights of projections of one tensor as one [o, c], and the biases of the first b outputs as one [b].
+    """Concatenate the weights of projections of one tensor to [o, c], and the biases of the first b outputs to [b].
 
-    Those with a bias had better come first: one without has zeros there.  In `dtype` where they are packed, else in
-    that of the parameters: operations take both.
+    Pass projections with a bias first: a projection without one gets zeros if a later one has a bias. The result is in
+    `dtype` if the weights are packed, else in the parameters' dtype. Operations accept both.
     """
     packed = projections[0].packed
     if packed is not None and not torch.compiler.is_compiling():
-        found = packed.joined(dtype, projections)
-        if found is not None:
-            return found
+        views = packed.joined(dtype, projections)
+        if views is not None:
+            return views
     if len(projections) == 1:
         return projections[0].weight, projections[0].bias
     weights: list[Tensor] = [p.weight for p in projections]
     biases: list[Tensor | None] = [p.bias for p in projections]
     while biases and biases[-1] is None:
         biases.pop()
-    given = [w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases)]
-    return torch.cat(weights), torch.cat(given) if given else None
+    padded_biases = [w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases)]
+    return torch.cat(weights), torch.cat(padded_biases) if padded_biases else None
 
 
 def project(x: Tensor, norm: LayerNorm, *projections: Linear, planes: bool = False) -> tuple[Tensor, ...]:
-    """Return every projection of the normalised x, made in one pass over it, as views of one tensor.
+    """Normalise x and compute all projections in one pass over it, as views of one tensor.
 
-    As of `joined`.  So no normalised tensor is written to memory, read again and kept for the gradient.  planes: laid
-    out one by one, where an operation makes them.
+    The normalised tensor is neither written to memory nor saved for the gradient. For the order of projections see
+    `joined`. planes: lay out each output channel as a contiguous plane (only with a norm).
     """
     weight, bias = joined(x.dtype, *projections)
     if isinstance(norm, NoNorm):
@@ -151,5 +150,6 @@ def project(x: Tensor, norm: LayerNorm, *projections: Linear, planes: bool = Fal
     else:
         y = norm_linear(x, norm.weight, norm.bias, weight, bias, norm.eps, planes)
     if len(projections) == 1:
-        return (y,)  # the gradient of a split would be copied
+        # No split, because the gradient of a split is copied.
+        return (y,)
     return y.split([len(projection.weight) for projection in projections], -1)

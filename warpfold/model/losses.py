@@ -1,7 +1,7 @@
 """The losses of AlphaFold2 and of AlphaFold-Multimer, term by term as DeepMind's code computes them (Supp. 1.9).
 
-All are for one example (no batch axis), compute in fp32 at least, and have finite gradients whatever is masked.
-Coordinates are in angstrom.  Violations are found in violations.py.
+All losses are for one example (no batch axis), compute in fp32 or wider, and have finite gradients under every mask.
+Coordinates are in angstrom. violations.py has the loss on violations.
 """
 
 import functools
@@ -25,7 +25,7 @@ from warpfold.model.violations import Code, center_of_mass_loss, find_violations
 from warpfold.ops.dispatch import upcast_half, widen
 from warpfold.ops.pairs import aligned_errors
 
-# Angstrom; code: the monomer's distance is sqrt(d^2 + 1e-4), Multimer's sqrt(max(d^2, 1e-8)).
+# Angstrom. In DeepMind's code the monomer's distance is sqrt(d^2 + 1e-4) and Multimer's is sqrt(max(d^2, 1e-8)).
 SOFTENING = 0.01
 
 
@@ -83,10 +83,10 @@ def backbone_fape(
     softening: float = SOFTENING,
     pair_mask: Tensor | None = None,
 ) -> Tensor:
-    """Return the FAPE of Ca positions from backbone frames (Algorithm 20): frames [*, N], true [N], mask [N] -> [*].
+    """Compute the FAPE of CA positions in backbone frames (Algorithm 20): frames [*, N], true [N], mask [N] -> [*].
 
-    One value for every leading axis of `frames`, for example for every layer; angstrom.  pair_mask [N, N]: of frames
-    and Ca; the rest as in `frame_aligned_point_error`.
+    The leading axes of `frames` remain, for example one value per layer. pair_mask: [N, N], of frames and CA. For the
+    other arguments see `frame_aligned_point_error`.
     """
     points, true_points = frames.translation, true_frames.translation
     return frame_aligned_point_error(
@@ -98,13 +98,16 @@ if TYPE_CHECKING:
     from warpfold.model.alphafold import Output
     from warpfold.model.structure import StructureOutput
 
-CA_ATOM = residue.ATOM_ORDER["CA"]  # in atom37
-LDDT_RADIUS, LDDT_TOLERANCES = 15.0, (0.5, 1.0, 2.0, 4.0)  # angstrom, as in scoring/metrics.py (Mariani et al. 2013)
-# Square angstrom.  A residue's own Ca has no error in its own frame, and the first bin is for exactly that; but in
-# DeepMind's compiled code rounding lifts it off zero, so that training has only ever seen it in the second bin.
+# Index in atom37.
+CA_ATOM = residue.ATOM_ORDER["CA"]
+# Angstrom, as in scoring/metrics.py (Mariani et al. 2013).
+LDDT_RADIUS, LDDT_TOLERANCES = 15.0, (0.5, 1.0, 2.0, 4.0)
+# Square angstrom, added to squared aligned errors. The error of a residue's CA in its own frame is zero, which is the
+# first bin. In DeepMind's compiled code rounding makes it positive, so the published models were trained with the
+# second bin.
 OWN_ERROR = 1e-12
 Terms = dict[str, Tensor]
-# The terms of `total_loss` that are weighted and summed; each has its weight in LossConfig under its name.
+# The terms of `total_loss` that are weighted and summed. LossConfig has the weight of each under its name.
 WEIGHTED = (
     *("structure_module", "distogram", "masked_msa", "plddt"),
     *("experimentally_resolved", "predicted_aligned_error"),
@@ -113,38 +116,59 @@ WEIGHTED = (
 
 @dataclass(frozen=True)
 class LossConfig:
-    """Weights and constants of `total_loss`.  A weight of 0 drops the term.
+    """Weights and constants of `total_loss`. A weight of 0 drops the term.
 
-    The defaults are initial training's as DeepMind's code computes it, which lacks the factor of `scale_by_length`.
-    Sources: "eq. 7" is that of Supp. 1.9, whose second line is fine-tuning's; "code" is the configuration that
-    DeepMind published with its code (alphafold/model/config.py); "Multimer" is Evans et al. 2022, bioRxiv
-    2021.10.04.463034v2, section 2.5.
+    The defaults are initial training's as DeepMind's code computes it, without the factor of `scale_by_length`.
+    Sources: "eq. 7" is in Supp. 1.9, and its second line is fine-tuning's; "code" is the configuration that DeepMind
+    published with its code (alphafold/model/config.py); "Multimer" is Evans et al. 2022, bioRxiv 2021.10.04.463034v2,
+    section 2.5.
     """
 
-    structure_module: float = 1.0  # code; the three weights below bring the halves of eq. 7
-    sidechain_fraction: float = 0.5  # eq. 7: L_FAPE (all atoms, last layer); the rest is L_aux's (Ca, mean over layers)
-    chi: float = 0.5  # eq. 7: L_aux
-    angle_norm: float = 0.01  # eq. 7: L_aux, times the 0.02 of Algorithm 27
-    violation: float = 0.0  # eq. 7; 1.0 in fine-tuning
-    distogram: float = 0.3  # eq. 7
-    masked_msa: float = 2.0  # eq. 7
-    plddt: float = 0.01  # eq. 7
-    experimentally_resolved: float = 0.0  # eq. 7; 0.01 in fine-tuning
-    predicted_aligned_error: float = 0.0  # code; 0.1 in the pTM models (Supp. 1.9.7)
-    center_of_mass: float = 0.0  # Multimer, equation 1: 1.0, in the weights after v1; keeps chains apart
-    fape_clamp: float = 10.0  # angstrom; Algorithm 28; of complexes within the chains
-    interface_clamp: float = 30.0  # angstrom, of backbone FAPE between chains; Multimer: 30, code: 1000
-    interface_scale: float = 20.0  # angstrom, the distance between chains that counts as 1; code
-    fape_softening: float = SOFTENING  # angstrom: what keeps FAPE's root from 0; code: Multimer 0
-    min_resolution: float = 0.1  # angstrom; Supp. 1.9.6: confidence is learnt from structures of 0.1 to 3.0 angstrom
+    # Code. The next three weights supply the factors 0.5 of eq. 7.
+    structure_module: float = 1.0
+    # Eq. 7: the share of L_FAPE (all atoms, last layer). The remainder is that of L_aux (CA, mean over layers).
+    sidechain_fraction: float = 0.5
+    # Eq. 7: L_aux.
+    chi: float = 0.5
+    # Eq. 7: L_aux, times the 0.02 of Algorithm 27.
+    angle_norm: float = 0.01
+    # Eq. 7: 1.0 in fine-tuning.
+    violation: float = 0.0
+    # Eq. 7.
+    distogram: float = 0.3
+    # Eq. 7.
+    masked_msa: float = 2.0
+    # Eq. 7.
+    plddt: float = 0.01
+    # Eq. 7: 0.01 in fine-tuning.
+    experimentally_resolved: float = 0.0
+    # Code: 0.1 in the pTM models (Supp. 1.9.7).
+    predicted_aligned_error: float = 0.0
+    # Multimer, equation 1: 1.0 in the weights after v1. Keeps chains apart.
+    center_of_mass: float = 0.0
+    # Angstrom (Algorithm 28). In complexes, within the chains.
+    fape_clamp: float = 10.0
+    # Angstrom, for backbone FAPE between chains. Multimer: 30; code: 1000.
+    interface_clamp: float = 30.0
+    # Angstrom, the distance between chains that counts as 1 (code).
+    interface_scale: float = 20.0
+    # Angstrom, added in square under the root of FAPE. Code: 0 in Multimer.
+    fape_softening: float = SOFTENING
+    # Angstrom. Confidence is learnt from structures with a resolution from min to max (Supp. 1.9.6).
+    min_resolution: float = 0.1
     max_resolution: float = 3.0
-    violation_tolerance_factor: float = 12.0  # standard deviations; Supp. 1.9.11
-    clash_overlap_tolerance: float = 1.5  # angstrom; Supp. 1.9.11
-    average_clashes: bool = False  # Multimer: an atom's clashes are averaged, not summed
-    bonds: Code = "monomer"  # whose constants for peptide bonds: those of the monomer's code or of Multimer's
-    # Between chains, the official code overlooks clashes of residues that have the same index, as homomers often have.
+    # Standard deviations (Supp. 1.9.11).
+    violation_tolerance_factor: float = 12.0
+    # Angstrom (Supp. 1.9.11).
+    clash_overlap_tolerance: float = 1.5
+    # Whether to average the clashes of an atom instead of summing them (Multimer).
+    average_clashes: bool = False
+    # Whether to use the peptide-bond constants of the monomer's code or those of Multimer's.
+    bonds: Code = "monomer"
+    # Whether to count clashes between residues of different chains with the same index. The official code does not.
     every_clash: bool = False
-    scale_by_length: bool = False  # Supp. 1.9: the loss times the square root of the number of residues in the crop
+    # Whether to multiply the loss by the square root of the number of residues in the crop (Supp. 1.9).
+    scale_by_length: bool = False
 
     def __post_init__(self) -> None:
         weights = [getattr(self, name) for name in WEIGHTED]
@@ -155,17 +179,17 @@ class LossConfig:
 def total_loss(
     output: "Output", batch: Mapping[str, Tensor], config: LossConfig, pass_index: int = -1, residues: Residues = ALL
 ) -> tuple[Tensor, Terms]:
-    """Return the weighted sum of all losses of one example, and the terms by name (Supp. 1.9, eq. 7).
+    """Compute the weighted sum of all losses of one example, and the terms by name (Supp. 1.9, eq. 7).
 
-    The terms are not weighted, and carry no gradient: they are there to be read.
-    batch: the features of the whole example with its labels (warpfold/batch.py, no batch axis), from which the
-    masked MSA of pass `pass_index` is taken: the last pass in training, its first ensemble member otherwise.
-    residues: the model's.  Where they are sharded over processes, loss and terms are this one's parts of sums.
-    Terms: "structure_module" and its parts "fape", "sidechain_fape", "chi_loss", "angle_norm_loss", "violation", of
-    complexes "interface_fape" and "center_of_mass"; "distogram", "masked_msa", "plddt", "experimentally_resolved",
-    "predicted_aligned_error".  Of a complex "fape" is that within the chains.
-    Which copy of an entity is whose truth is decided here, if the batch leaves it open (`with_truth`).
-    Errors: KeyError for a label that is missing; ValueError when a model without PAE head has a weight for it.
+    batch: the features and labels of the whole example (warpfold/batch.py, no batch axis). The masked-MSA loss uses
+    pass `pass_index`: the last pass in training, else its first ensemble member.
+    residues: the model's. If they are sharded over processes, the loss and the terms must be summed over processes.
+    Returns the loss, and the terms unweighted and without gradient: "structure_module" and its components "fape",
+    "sidechain_fape", "chi_loss", "angle_norm_loss", "violation" and, in complexes, "interface_fape" and
+    "center_of_mass"; "distogram", "masked_msa", "plddt", "experimentally_resolved", "predicted_aligned_error". In a
+    complex "fape" is the error within the chains.
+    If the batch contains the copies of each entity, their permutation is resolved first (`with_truth`).
+    Raises KeyError for a missing label, and ValueError if a model without PAE head has a weight for it.
     """
     if COPIES in batch:
         batch = with_truth(batch, output.structure.final_atom37)
@@ -174,7 +198,7 @@ def total_loss(
         terms |= _divided(structure_loss(output.structure, batch, config), residues.shards)
     if config.distogram:
         logits = output.distogram_logits
-        breaks = _on(distogram_breaks, logits.shape[-1], logits.device)
+        breaks = _on_device(distogram_breaks, logits.shape[-1], logits.device)
         beta, beta_mask = batch["pseudo_beta"], batch["pseudo_beta_mask"]
         terms["distogram"] = distogram_loss(logits, breaks, beta, beta_mask, residues)
     if config.masked_msa:
@@ -190,12 +214,12 @@ def total_loss(
 
 
 def _divided(terms: Terms, number: int) -> Terms:
-    """Return this process's part of terms that `number` processes compute."""
+    """Divide terms by the number of processes that compute them."""
     return terms if number == 1 else {name: term / number for name, term in terms.items()}
 
 
 def _confidence_losses(output: "Output", batch: Mapping[str, Tensor], config: LossConfig, residues: Residues) -> Terms:
-    """Return the terms that are learnt from well resolved structures only."""
+    """Compute the terms that count for well-resolved structures only."""
     terms: Terms = {}
     if config.plddt:
         ca, true_ca = (x[:, CA_ATOM] for x in (output.structure.final_atom37, batch["all_atom_positions"]))
@@ -207,10 +231,13 @@ def _confidence_losses(output: "Output", batch: Mapping[str, Tensor], config: Lo
     terms = _divided(terms, residues.shards)
     if config.predicted_aligned_error:
         if output.pae_logits is None:
-            raise ValueError("a loss on the predicted aligned error is wanted, but the model has no such head")
+            raise ValueError(
+                "loss.predicted_aligned_error: the model has no head for it. Set this weight to 0, or set "
+                "model.heads.pae = true."
+            )
         terms["predicted_aligned_error"] = predicted_aligned_error_loss(
             output.pae_logits,
-            _on(pae_breaks, output.pae_logits.shape[-1], output.pae_logits.device),
+            _on_device(pae_breaks, output.pae_logits.shape[-1], output.pae_logits.device),
             output.structure.frames[-1],
             Rigid.from_quaternion7(batch["backbone_affine_tensor"]),
             batch["backbone_affine_mask"],
@@ -221,18 +248,18 @@ def _confidence_losses(output: "Output", batch: Mapping[str, Tensor], config: Lo
 
 
 def well_resolved(resolution: Tensor, config: LossConfig) -> Tensor:
-    """Return whether a resolution (angstrom; 0 = unknown) lies within the limits: bool, in its shape."""
+    """Return whether a resolution (angstrom; 0 = unknown) is within the limits, as bool of the same shape."""
     return (resolution >= config.min_resolution) & (resolution <= config.max_resolution)
 
 
 def structure_loss(structure: "StructureOutput", batch: Mapping[str, Tensor], config: LossConfig) -> Terms:
-    """Return the structure module's loss and its parts: FAPE, torsions, violations (terms of `total_loss`).
+    """Compute the structure module's loss and its components: FAPE, torsions, violations (see `total_loss`).
 
-    Where the batch says which residues are of which chain, backbone FAPE is the sum of a part within the chains and a
-    part between them, each a mean over its own pairs (Multimer, section 2.5).
+    If the batch has asym_id, backbone FAPE is the sum of the error within the chains and the error between them, each
+    averaged over its own pairs (Multimer, section 2.5).
     """
-    layers = backbone_losses(structure.frames, batch, config)
-    backbone = torch.stack([of_layers.mean() for of_layers in layers.values()]).sum()
+    backbone_terms = backbone_losses(structure.frames, batch, config)
+    backbone = torch.stack([per_layer.mean() for per_layer in backbone_terms.values()]).sum()
     sidechain = renamed_sidechain_fape(
         structure.sidechain_frames[-1], structure.final_atom14, batch, config.fape_clamp, config.fape_softening
     )
@@ -246,8 +273,8 @@ def structure_loss(structure: "StructureOutput", batch: Mapping[str, Tensor], co
     )
     fraction = config.sidechain_fraction
     loss = (1 - fraction) * backbone + fraction * sidechain + config.chi * chi + config.angle_norm * norm
-    # As in DeepMind's outputs, the terms of FAPE are the last layer's; the loss has the mean over the layers.
-    terms = {name: of_layers[-1] for name, of_layers in layers.items()}
+    # As in DeepMind's outputs, the terms of FAPE are the last layer's, while the loss has the mean over the layers.
+    terms = {name: per_layer[-1] for name, per_layer in backbone_terms.items()}
     terms |= {"sidechain_fape": sidechain, "chi_loss": chi, "angle_norm_loss": norm}
     if config.violation:
         violations = find_violations(
@@ -271,7 +298,7 @@ def structure_loss(structure: "StructureOutput", batch: Mapping[str, Tensor], co
 
 
 def backbone_losses(frames: Rigid, batch: Mapping[str, Tensor], config: LossConfig) -> Terms:
-    """Return the backbone FAPE [L] of frames [L, N] by its terms: "fape", and of complexes "interface_fape"."""
+    """Compute the backbone FAPE [L] of frames [L, N] by terms: "fape", and in complexes "interface_fape"."""
     true, mask = Rigid.from_quaternion7(batch["backbone_affine_tensor"]), batch["backbone_affine_mask"]
     clamped, softening = batch.get("use_clamped_fape", 1.0), config.fape_softening
     if "asym_id" not in batch:
@@ -285,7 +312,7 @@ def backbone_losses(frames: Rigid, batch: Mapping[str, Tensor], config: LossConf
 
 
 def renamed_truth(atom14: Tensor, batch: Mapping[str, Tensor]) -> RenamedTruth:
-    """Return the labels `atom14_*` of a batch in the naming that is nearer to atom14 [N, 14, 3] (Algorithm 26)."""
+    """Return the labels `atom14_*` of a batch in the naming that is closer to atom14 [N, 14, 3] (Algorithm 26)."""
     return rename_ground_truth(
         atom14,
         batch["atom14_gt_positions"],
@@ -299,9 +326,9 @@ def renamed_truth(atom14: Tensor, batch: Mapping[str, Tensor]) -> RenamedTruth:
 def renamed_sidechain_fape(
     frames: Rigid, atom14: Tensor, batch: Mapping[str, Tensor], clamp: float = 10.0, softening: float = SOFTENING
 ) -> Tensor:
-    """Return the side-chain FAPE against the truth in the better of its two namings (Algorithms 26, 28).
+    """Compute the side-chain FAPE against the truth in the better of its two namings (Algorithms 26, 28).
 
-    frames [N, 8], atom14 [N, 14, 3] in angstrom; batch: the labels `rigidgroups_*` and `atom14_*`.
+    frames: [N, 8]; atom14: [N, 14, 3], in angstrom; batch: the labels `rigidgroups_*` and `atom14_*`.
     """
     truth = renamed_truth(atom14, batch)
     true_frames = torch.where(
@@ -325,10 +352,10 @@ def renamed_sidechain_fape(
 def torsion_angle_loss(
     angles: Tensor, unnormalized: Tensor, chi_angles: Tensor, chi_mask: Tensor, aatype: Tensor, seq_mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the squared error of the chi angles and their norms' deviation from one (Algorithm 27).
+    """Compute the squared error of the chi angles and the deviation of the norms from one (Algorithm 27).
 
-    angles, unnormalized [L, N, 7, 2] as (sin, cos), of which the last four are chi; chi_angles [N, 4] radian; chi_mask
-    [N, 4]; aatype [N]; seq_mask [N].  A chi that looks the same turned by pi may be predicted either way.
+    angles, unnormalized: [L, N, 7, 2] as (sin, cos), of which the last four are chi; chi_angles: [N, 4], radian;
+    chi_mask: [N, 4]; aatype: [N]; seq_mask: [N]. For a chi angle with period pi, the nearer of both angles counts.
     """
     chi = upcast_half(angles)[..., 3:, :]
     true = torch.stack([chi_angles.sin(), chi_angles.cos()], dim=-1)
@@ -341,19 +368,19 @@ def torsion_angle_loss(
 def distogram_loss(
     logits: Tensor, breaks: Tensor, pseudo_beta: Tensor, mask: Tensor, residues: Residues = ALL
 ) -> Tensor:
-    """Return the cross-entropy of binned distances between (pseudo) beta carbons (Supp. 1.9.8).
+    """Compute the cross-entropy of binned distances between (pseudo) beta carbons (Supp. 1.9.8, eq. 41).
 
-    logits [N, N, bins] (rows of the residues here), breaks [bins - 1] angstrom, pseudo_beta [N, 3], mask [N].
+    logits: [N, N, bins] (this process's rows); breaks: [bins - 1], angstrom; pseudo_beta: [N, 3]; mask: [N].
     """
     squared = (residues.local_shard(pseudo_beta, -2)[:, None, :] - pseudo_beta[None, :, :]).square().sum(-1)
     return _mean_of_pairs(_cross_entropy(logits, _bin(squared, breaks)), mask, 1e-6, residues)
 
 
 def masked_msa_loss(logits: Tensor, true_msa: Tensor, bert_mask: Tensor, residues: Residues = ALL) -> Tensor:
-    """Return the cross-entropy at the masked positions of the MSA (Supp. 1.9.9).
+    """Compute the cross-entropy at the masked positions of the MSA (Supp. 1.9.9).
 
-    logits [S, N, classes] (23; Multimer 22; columns of the residues here), true_msa [S, N] codes below `classes`,
-    bert_mask [S, N].
+    logits: [S, N, classes] (23 classes, Multimer 22; this process's columns); true_msa: [S, N], codes below `classes`;
+    bert_mask: [S, N].
     """
     error = _cross_entropy(logits, residues.local_shard(true_msa, -1))
     bert_mask = bert_mask.to(error.dtype)
@@ -361,9 +388,9 @@ def masked_msa_loss(logits: Tensor, true_msa: Tensor, bert_mask: Tensor, residue
 
 
 def plddt_loss(logits: Tensor, ca: Tensor, true_ca: Tensor, mask: Tensor) -> Tensor:
-    """Return the cross-entropy of each residue's binned lDDT-Ca (Supp. 1.9.6, Algorithm 29).
+    """Compute the cross-entropy of each residue's binned lDDT-CA (Supp. 1.9.6, Algorithm 29).
 
-    logits [N, bins]; ca, true_ca [N, 3] angstrom; mask [N].  No gradient reaches the structure.
+    logits: [N, bins]; ca, true_ca: [N, 3], angstrom; mask: [N]. No gradient reaches the structure.
     """
     bins = logits.shape[-1]
     with torch.no_grad():
@@ -373,9 +400,9 @@ def plddt_loss(logits: Tensor, ca: Tensor, true_ca: Tensor, mask: Tensor) -> Ten
 
 
 def experimentally_resolved_loss(logits: Tensor, resolved: Tensor, exists: Tensor) -> Tensor:
-    """Return the binary cross-entropy of which atoms the experiment resolved (Supp. 1.9.10).
+    """Compute the binary cross-entropy of the atoms that the experiment resolved (Supp. 1.9.10).
 
-    logits, resolved (0 or 1), exists (which atoms the residue type has) [N, 37].
+    logits, resolved (0 or 1), exists (whether the residue type has the atom): [N, 37].
     """
     logits = upcast_half(logits)
     error = F.binary_cross_entropy_with_logits(logits, resolved.to(logits.dtype), reduction="none")
@@ -391,10 +418,10 @@ def predicted_aligned_error_loss(
     epsilon: Tensor | float = 0.0,
     residues: Residues = ALL,
 ) -> Tensor:
-    """Return the cross-entropy of the binned error of Ca j in the frame of residue i (Supp. 1.9.7).
+    """Compute the cross-entropy of the binned error of CA j in the frame of residue i (Supp. 1.9.7).
 
-    logits [N, N, bins] (rows of the residues here), breaks [bins - 1] angstrom, frames [N] angstrom, mask [N].
-    `epsilon`, square angstrom, is added to the squared errors.  No gradient reaches the frames.
+    logits: [N, N, bins] (this process's rows); breaks: [bins - 1], angstrom; frames, true_frames: [N], angstrom; mask:
+    [N]; epsilon: square angstrom, added to the squared errors. No gradient reaches the frames.
     """
     with torch.no_grad():
         local, true_local = (
@@ -410,11 +437,11 @@ def predicted_aligned_error_loss(
 def lddt(
     points: Tensor, true_points: Tensor, mask: Tensor, cutoff: float = LDDT_RADIUS, per_residue: bool = False
 ) -> Tensor:
-    """Return the lDDT of one atom per residue, 0 to 1: the share of true distances below `cutoff` that are kept.
+    """Compute the lDDT of one atom per residue, 0 to 1: the share of true distances below `cutoff` that are preserved.
 
-    points, true_points [*, N, 3] angstrom, mask [*, N] -> [*], or [*, N] when `per_residue`.  A distance is kept to a
-    quarter for each of 0.5, 1, 2, 4 angstrom that bounds its error (Mariani et al. 2013; Supp. 1.9.6).  1 where there
-    is nothing to compare.  Use under no_grad: the score has no useful gradient.
+    points, true_points: [*, N, 3], angstrom; mask: [*, N]. Returns [*], or [*, N] if `per_residue`. A distance counts a
+    quarter for each of the tolerances 0.5, 1, 2 and 4 angstrom that its error is below (Mariani et al. 2013; Supp.
+    1.9.6). The score is 1 if there is no pair. Use under no_grad: the score has no useful gradient.
     """
     points, true_points, mask = upcast_half(points), upcast_half(true_points), upcast_half(mask)
     true_distance, distance = (
@@ -423,32 +450,34 @@ def lddt(
     others = 1 - torch.eye(mask.shape[-1], dtype=mask.dtype, device=mask.device)
     scored = (true_distance < cutoff) * mask[..., :, None] * mask[..., None, :] * others
     error = (true_distance - distance).abs()
-    kept = (4 - torch.bucketize(error, _on(_tolerances, 4, error.device).to(error), right=True)) / 4
+    preserved = (4 - torch.bucketize(error, _on_device(_tolerances, 4, error.device).to(error), right=True)) / 4
     axes = (-1,) if per_residue else (-2, -1)
-    # A product with the reciprocal, as in DeepMind's code: where a score lies on a bin's edge, the last bit decides.
-    return (1e-10 + (scored * kept).sum(axes)) * (1 / (1e-10 + scored.sum(axes)))
+    # A product with the reciprocal, as in DeepMind's code: for a score on a bin's edge, the last bit selects the bin.
+    return (1e-10 + (scored * preserved).sum(axes)) * (1 / (1e-10 + scored.sum(axes)))
 
 
 @torch.no_grad()
 def ca_lddt(output: "Output", batch: Mapping[str, Tensor], between: bool = False) -> Tensor:
-    """Return lDDT-Ca of the predicted structure, 0 to 1; NaN where no pair of Ca in the truth counts.
+    """Compute lDDT-CA of the predicted structure, 0 to 1; NaN if no pair of CA in the truth counts.
 
-    between: of the pairs between chains alone.  Widened, and on the device, where it takes almost no time of a
-    training step.
+    between: whether to count only pairs in different chains. The computation is in a wider dtype and on the device, and
+    takes a negligible share of a training step.
     """
-    found = output.structure.final_atom37, batch["all_atom_positions"]
-    points, truth = (widen(atoms[:, CA_ATOM]) for atoms in found)
-    # cdist through matrix products would lose the digits of near points
-    moved, distance = (torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist") for x in (points, truth))
-    known = batch["all_atom_mask"][:, CA_ATOM] > 0
-    pairs = (distance < LDDT_RADIUS) & known[:, None] & known
-    pairs = pairs & ~torch.eye(len(known), dtype=torch.bool, device=known.device)
+    structures = output.structure.final_atom37, batch["all_atom_positions"]
+    points, true_points = (widen(atoms[:, CA_ATOM]) for atoms in structures)
+    # cdist by matrix products would lose the digits of near points.
+    distance, true_distance = (
+        torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist") for x in (points, true_points)
+    )
+    resolved = batch["all_atom_mask"][:, CA_ATOM] > 0
+    pairs = (true_distance < LDDT_RADIUS) & resolved[:, None] & resolved
+    pairs = pairs & ~torch.eye(len(resolved), dtype=torch.bool, device=resolved.device)
     if between:
         chain = batch.get("asym_id", torch.zeros_like(batch["aatype"]))
         pairs = pairs & (chain[:, None] != chain)
-    error = (moved - distance).abs()
-    kept = torch.stack([(error < tolerance) & pairs for tolerance in LDDT_TOLERANCES])
-    return widen(kept.sum()) / (len(kept) * pairs.sum())
+    error = (distance - true_distance).abs()
+    preserved = torch.stack([(error < tolerance) & pairs for tolerance in LDDT_TOLERANCES])
+    return widen(preserved.sum()) / (len(preserved) * pairs.sum())
 
 
 def _tolerances(count: int) -> Tensor:
@@ -456,31 +485,32 @@ def _tolerances(count: int) -> Tensor:
 
 
 @functools.cache
-@torch.inference_mode(False)  # what is made in inference may serve training later
-def _on(breaks: Callable[[int], Tensor], bins: int, device: torch.device) -> Tensor:
-    """Return the edges of bins on a device: copied there once, for a copy waits for the device."""
+# An inference tensor in the cache could not be used in training.
+@torch.inference_mode(False)
+def _on_device(breaks: Callable[[int], Tensor], bins: int, device: torch.device) -> Tensor:
+    """Return the edges of bins on a device, cached because a copy waits for the device."""
     return breaks(bins).to(device)
 
 
 def _bin(squared: Tensor, breaks: Tensor) -> Tensor:
-    """Return the index of the bin of each squared distance; one equal to an edge falls below it."""
+    """Compute the bin of each squared distance. A distance equal to an edge is in the bin below."""
     return torch.bucketize(squared, breaks.to(squared).square())
 
 
 def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """Return -log softmax(logits)[target]: logits [*, classes], target int64 [*] -> [*], fp32 at least."""
-    # Flat: the kernel for several axes is not deterministic on a GPU.
+    """Compute -log softmax(logits)[target]: logits [*, classes], target int64 [*] -> [*], in fp32 or wider."""
+    # Flattened, since torch's kernel for several axes is not deterministic on a GPU.
     errors = F.cross_entropy(upcast_half(logits).flatten(0, -2), target.flatten(), reduction="none")
     return errors.view(target.shape)
 
 
 def _mean_of_pairs(value: Tensor, mask: Tensor, epsilon: float, residues: Residues) -> Tensor:
-    """Return the mean of value [N, N], given as this rank's rows, over the pairs where mask [N] is 1."""
+    """Compute the mean of value [N, N], of which this rank has its rows, over the pairs where mask [N] is 1."""
     pairs = mask[:, None] * mask[None, :]
     return (value * residues.local_shard(pairs, -2)).sum() / (epsilon + pairs.sum())
 
 
 def _mean(value: Tensor, mask: Tensor, epsilon: float) -> Tensor:
-    """Return the mean where `mask` is 1 (broadcast over leading axes of `value`); 0 where there is none."""
+    """Compute the mean where `mask` is 1 (broadcast over leading axes of `value`), or 0 if `mask` is all 0."""
     mask = mask.to(value.dtype).expand_as(value)
     return (value * mask).sum() / (epsilon + mask.sum())

@@ -1,4 +1,7 @@
-"""Layers in which z says who reads from whom: attention with pair bias, pair-weighted averaging (AlphaFold3)."""
+"""AlphaFold3's attention with pair bias and pair-weighted averaging, in which z determines the weights.
+
+As in evoformer.py, the docstring of each layer contains its definition, which a test executes.
+"""
 
 import torch
 from torch import Tensor
@@ -12,7 +15,7 @@ from warpfold.ops.noise import Factors
 
 
 class AttentionPairBias(AttentionUpdate):
-    """AlphaFold3, Algorithm 24 without conditioning: each row of s attends to itself, biased by z.
+    """AlphaFold3's Algorithm 24 without conditioning: attention within each row of s, biased by z.
 
         x = norm(s)
         q, k, v = (f(x).unflatten(-1, (heads, -1)) for f in (q, k, v))
@@ -21,12 +24,13 @@ class AttentionPairBias(AttentionUpdate):
         o = sigmoid(gate(x)) * einsum("rhij,rjhc->rihc", a, v).flatten(-2)
         s + out(o)
 
-    s [*, r, N, c_s], z [*, N, N, c_z], mask [*, r, N].  A single representation [*, N, c_s] is one row,
-    `s.unsqueeze(-3)`; samples that share z are several.  The norm may be `NoNorm`, of what is normalised already.
+    s: [*, r, N, c_s]; z: [*, N, N, c_z]; mask: [*, r, N]. Pass a single representation [*, N, c_s] as one row,
+    `s.unsqueeze(-3)`, and samples that share z as several rows. The norm may be `NoNorm` if s is normalised already.
     """
 
     axis = ROWS
-    shares = "other"  # z; or, where there is no `bias`, the bias itself, [*, N, N, heads]
+    # z, or if `bias` is None the bias itself, [*, N, N, heads].
+    shares = "other"
 
     def __init__(self, c_s: int, c_z: int, heads: int = 16) -> None:
         super().__init__()
@@ -37,15 +41,15 @@ class AttentionPairBias(AttentionUpdate):
 
 
 class PairWeightedAveraging(AxialUpdate):
-    """AlphaFold3, Algorithm 10: each row of m is averaged over residues, with weights that z alone decides.
+    """AlphaFold3's Algorithm 10: average each row of m over residues, with weights that depend on z only.
 
         x, logits = norm(m), einsum("ijh->hij", bias(norm_z(z)))
         w = softmax(logits.masked_fill(mask == 0, -1e9), -1)
         o = einsum("hij,sjhc->sihc", w, v(x).unflatten(-1, (len(w), -1))).flatten(-2)
         m + out(sigmoid(gate(x)) * o)
 
-    m [*, s, r, c_m], other is z [*, i, j, c_z], and the mask is z's, [*, i, j] (1: i reads from j; where it is 0 for
-    all j, all weigh alike).  `shared` is the weights [*, h, i, j], the same for every row.
+    m: [*, s, r, c_m]; z: [*, i, j, c_z]; mask: [*, i, j], the mask of z (1: i reads from j; if it is 0 for all j, all
+    have the same weight). All rows share the weights w, [*, h, i, j].
     """
 
     axis = ROWS
@@ -75,12 +79,12 @@ class PairWeightedAveraging(AxialUpdate):
         return self.gate, self.v
 
     def update(self, read: Read, mask: Tensor, shared: Shared, x: Tensor | None, factors: Factors | None) -> Tensor:
-        """Return x + factors * average of the values of each row, gated and projected."""
+        """Compute x + factors * the average of the values of each row, gated and projected."""
         assert isinstance(read, Tensor)
         assert shared is not None
         g, v = project(read, self.norm, *self.projections)
         values = v.unflatten(-1, (shared[0].shape[-3], -1))
         o = torch.einsum("...hij,...sjhd->...sihd", shared[0], values).flatten(-2)
-        return (
-            self.out(gate(o, g)) if x is None else gated_linear_residual(x, o, g, *joined(o.dtype, self.out), factors)
-        )
+        if x is None:
+            return self.out(gate(o, g))
+        return gated_linear_residual(x, o, g, *joined(o.dtype, self.out), factors)

@@ -1,9 +1,9 @@
-"""Violations of what chemistry allows: broken peptide bonds, clashes, distorted residues, chains in one another.
+"""Structural violations: broken peptide bonds, clashes, distorted residues, overlapping chains.
 
-Everything is for one example: atoms [N, 14, 3] in angstrom, atom_mask [N, 14] (which atoms the residues have),
-aatype [N], residue_index [N].  Tolerances are DeepMind's: 12 standard deviations for bonds, angles and distances
-within a residue, an overlap of 1.5 angstrom for atoms that are not bonded.  Source: Supp. 1.9.11; for chains Evans et
-al. 2022, section 2.5.
+All functions are for one example: atoms [N, 14, 3] in angstrom, atom_mask [N, 14] (1 = the residue has the atom),
+aatype [N], residue_index [N]. The tolerances are DeepMind's: 12 standard deviations for bonds, angles and distances
+within a residue, and an overlap of 1.5 angstrom for atoms that are not bonded. Sources: Supp. 1.9.11; for chains Evans
+et al. 2022, section 2.5.
 """
 
 import functools
@@ -18,48 +18,62 @@ from warpfold.geometry.atoms import residue_rows
 from warpfold.ops.dispatch import upcast_half
 from warpfold.ops.pairs import C_ATOM, N_ATOM, overlaps
 
-CA_ATOM = 1  # its place in atom14
+# Index in atom14.
+CA_ATOM = 1
 Code = Literal["monomer", "multimer"]
 
 
 @dataclass(frozen=True)
 class Connections:
-    """Peptide bonds: how far length and angles are beyond 12 standard deviations, and where they are."""
+    """Deviations of peptide bonds beyond 12 standard deviations.
 
-    c_n_loss: Tensor  # scalar, mean over the bonds, angstrom
-    ca_c_n_loss: Tensor  # scalar, in cosines
-    c_n_ca_loss: Tensor  # scalar, in cosines
-    per_residue_loss: Tensor  # [N], half of a bond's three losses to either residue
-    per_residue_mask: Tensor  # [N] 1 = a bond of this residue is violated
+    c_n_loss: scalar, of the length, mean over the bonds, angstrom. ca_c_n_loss, c_n_ca_loss: scalars, of the angles'
+    cosines. per_residue_loss: [N]; each residue gets half of the three losses of its bonds.
+    per_residue_mask: [N], 1 = a bond of this residue is violated.
+    """
+
+    c_n_loss: Tensor
+    ca_c_n_loss: Tensor
+    c_n_ca_loss: Tensor
+    per_residue_loss: Tensor
+    per_residue_mask: Tensor
 
     @property
     def loss(self) -> Tensor:
+        """The sum of the three losses."""
         return self.c_n_loss + self.ca_c_n_loss + self.c_n_ca_loss
 
 
 @dataclass(frozen=True)
 class AtomViolations:
-    """Distances that are too short or too long."""
+    """Distances that are too short or too long.
 
-    per_atom_loss: Tensor  # [N, 14] angstrom, each pair's error counted at both of its atoms
-    per_atom_pairs: Tensor  # [N, 14] how many errors that is the sum of
-    mean_loss: Tensor  # scalar, over the pairs that were looked at
+    per_atom_loss: [N, 14], angstrom, the sum of the errors of an atom's pairs; a pair counts at both atoms.
+    per_atom_pairs: [N, 14], the number of violated pairs of an atom. mean_loss: scalar, over all pairs examined.
+    """
+
+    per_atom_loss: Tensor
+    per_atom_pairs: Tensor
+    mean_loss: Tensor
 
     @property
     def per_atom_mask(self) -> Tensor:
-        """Return [N, 14]: 1 = an atom of a violated pair."""
+        """[N, 14], 1 = an atom of a violated pair."""
         return self.per_atom_pairs.clamp(max=1)
 
 
 @dataclass(frozen=True)
 class Violations:
-    """All violations of a structure (Supp. 1.9.11)."""
+    """All violations of a structure (Supp. 1.9.11).
+
+    per_residue_mask: [N], 1 = a violation of any kind. atoms: scalar, the number of atoms.
+    """
 
     connections: Connections
     clashes: AtomViolations
     within: AtomViolations
-    per_residue_mask: Tensor  # [N] 1 = a violation of any kind
-    atoms: Tensor  # scalar, how many there are
+    per_residue_mask: Tensor
+    atoms: Tensor
 
     @property
     def loss(self) -> Tensor:
@@ -69,9 +83,9 @@ class Violations:
 
     @property
     def averaged_loss(self) -> Tensor:
-        """The same with each atom's mean error over its violations in place of their sum (Evans et al. 2022, sec. 2.5).
+        """`loss` with the mean error over an atom's violations instead of the sum (Evans et al. 2022, section 2.5).
 
-        An untrained network puts all atoms in one place: then the sum, unlike the mean, grows with the protein.
+        An untrained network puts all atoms in one place. Then the sum grows with the protein, but the mean does not.
         """
         per_atom = self.clashes.per_atom_loss + self.within.per_atom_loss
         pairs = self.clashes.per_atom_pairs + self.within.per_atom_pairs
@@ -89,9 +103,9 @@ def find_violations(
     every_pair: bool = False,
     bonds: Code = "monomer",
 ) -> Violations:
-    """Return all violations of one structure, differentiable in `atoms`, fp32 at least.
+    """Compute all violations of one structure, differentiable in `atoms`, in fp32 or wider.
 
-    asym_id [N]: the chain of each residue; one chain when None.  every_pair: as in `clash_violations`.  bonds: as in
+    asym_id: [N], the chain of each residue; None: one chain. every_pair: see `clash_violations`. bonds: see
     `connection_violations`.
     """
     atoms = upcast_half(atoms)
@@ -119,35 +133,38 @@ def connection_violations(
     asym_id: Tensor | None = None,
     bonds: Code = "monomer",
 ) -> Connections:
-    """Check peptide bonds between residues that follow one another in a chain (Supp. 1.9.11); units as in the class.
+    """Compute the violations of peptide bonds between consecutive residues of a chain (Supp. 1.9.11).
 
-    bonds: as in the monomer's code or in Multimer's, which takes the deviation of the C-N bond's length for that of the
-    cosine at C, and does not soften lengths.
+    bonds: "monomer" or "multimer", the official code to follow. Multimer's uses the deviation of the C-N bond's length
+    as that of the cosine at C, and does not soften lengths.
     """
-    softening = 1e-3 if bonds == "monomer" else 0.0  # angstrom
-    # Three bonds of every two residues, and three terms: the length of C-N, the cosines of CA-C-N and of C-N-CA.
+    # Angstrom.
+    softening = 1e-3 if bonds == "monomer" else 0.0
+    # Per two residues three bonds, C-CA, C-N and N-CA, and three terms, the length of C-N and the cosines at C and N.
     (ca, c), (n, next_ca) = atoms[:-1, CA_ATOM : C_ATOM + 1].unbind(1), atoms[1:, N_ATOM : CA_ATOM + 1].unbind(1)
     direction, length = _unit(torch.stack([ca, n, next_ca]) - torch.stack([c, c, n]), softening)
-    cosines = (direction[:2] * direction[1:]).sum(-1)  # the second is of directions that follow: the angle's, negative
+    # The directions of the second pair are consecutive, so its product is the negative cosine of the angle.
+    cosines = (direction[:2] * direction[1:]).sum(-1)
     expected = _peptide_bonds(bonds, atoms.dtype, atoms.device)[:, :, (aatype[1:] == residue.RESTYPE_ORDER["P"]).long()]
     has_ca, has_c = atom_mask[:-1, CA_ATOM : C_ATOM + 1].unbind(-1)
     has_n, has_next_ca = atom_mask[1:, N_ATOM : CA_ATOM + 1].unbind(-1)
-    there = has_c * has_n * _follows(residue_index, asym_id)
-    mask = there * torch.stack([torch.ones_like(there), has_ca, has_next_ca])
+    has_bond = has_c * has_n * _follows(residue_index, asym_id)
+    mask = has_bond * torch.stack([torch.ones_like(has_bond), has_ca, has_next_ca])
     target, deviation = expected
     loss, violated = _excess(torch.cat([length[1:2], cosines]), target, deviation, tolerance_factor, mask)
     c_n_loss, ca_c_n_loss, c_n_ca_loss = ((mask * loss).sum(-1) / (1e-6 + mask.sum(-1))).unbind()
-    # Half of a bond to the residue before it, half to the one behind.
+    # Half of a bond's loss counts for the residue before it, and half for the residue after it.
     half, bad = nn.functional.pad(0.5 * loss.sum(0), (1, 1)), nn.functional.pad(violated.amax(0), (1, 1))
     return Connections(c_n_loss, ca_c_n_loss, c_n_ca_loss, half[:-1] + half[1:], torch.maximum(bad[:-1], bad[1:]))
 
 
 @functools.cache
-@torch.inference_mode(False)  # what is made in inference may serve training later
+# An inference tensor in the cache could not be used in training.
+@torch.inference_mode(False)
 def _peptide_bonds(bonds: Code, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return mean and deviation of the three terms of a peptide bond, [2, 3, 2]: before other residues, before proline.
 
-    Copied to the device once, for a copy waits for it.
+    The result is cached because a copy to the device waits for it.
     """
     length, length_std = residue.C_N_LENGTH, residue.C_N_LENGTH_STD
     (at_c, at_c_std), (at_n, at_n_std) = residue.CA_C_N_COS, residue.C_N_CA_COS
@@ -165,10 +182,10 @@ def clash_violations(
     overlap_tolerance: float = 1.5,
     every_pair: bool = False,
 ) -> AtomViolations:
-    """Find atoms of different residues nearer than the sum of their van der Waals radii allows (Supp. 1.9.11).
+    """Compute the clashes of atoms of different residues by their van der Waals radii (Supp. 1.9.11).
 
-    Peptide bonds and SG-SG are exempt.  As in DeepMind's code, any two atoms at SG's place in atom14 are exempt, and
-    residues of the same index are not compared even in different chains, unless `every_pair` asks for them too.
+    Peptide bonds and SG-SG are exempt. As in DeepMind's code, any two atoms at the index of SG in atom14 are exempt,
+    and residues with the same index are not compared even in different chains. `every_pair` compares those too.
     """
     n, exists = atoms.shape[0], atom_mask.flatten()
     radius = (residue_rows("ATOM14_VDW_RADIUS", aatype).to(atoms.dtype) * atom_mask).flatten()
@@ -176,19 +193,22 @@ def clash_violations(
     slot = torch.arange(14, device=atoms.device).repeat(n)
     order = torch.arange(n, device=atoms.device).repeat_interleave(14) if every_pair else index
     chain = (torch.zeros_like(aatype) if asym_id is None else asym_id).repeat_interleave(14)
-    found = overlaps(atoms.flatten(0, 1), radius, exists, index, order, chain, slot, overlap_tolerance)
-    error, _, looked_at = found.sum(-1).unbind()  # each pair at both of its atoms
+    per_atom = overlaps(atoms.flatten(0, 1), radius, exists, index, order, chain, slot, overlap_tolerance)
+    # Each pair counts at both of its atoms, so the epsilon of 1e-6 is doubled too.
+    error, _, examined = per_atom.sum(-1).unbind()
     return AtomViolations(
-        per_atom_loss=found[0].view(n, 14), per_atom_pairs=found[1].view(n, 14), mean_loss=error / (2e-6 + looked_at)
+        per_atom_loss=per_atom[0].view(n, 14),
+        per_atom_pairs=per_atom[1].view(n, 14),
+        mean_loss=error / (2e-6 + examined),
     )
 
 
 @functools.cache
-@torch.inference_mode(False)  # as above
+@torch.inference_mode(False)
 def _bounds(
     overlap_tolerance: float, tolerance_factor: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, ...]:
-    """Return `residue.distance_bounds` on a device: copied there once, for a copy waits for the device."""
+    """Return `residue.distance_bounds` on a device, cached because a copy waits for the device."""
     bounds = residue.distance_bounds(overlap_tolerance, tolerance_factor)
     return tuple(torch.as_tensor(bound, dtype=dtype, device=device) for bound in bounds)
 
@@ -196,62 +216,63 @@ def _bounds(
 def within_residue_violations(
     atoms: Tensor, atom_mask: Tensor, aatype: Tensor, tolerance_factor: float = 12.0, overlap_tolerance: float = 1.5
 ) -> AtomViolations:
-    """Find distances within residues outside what bond lengths, angles and radii allow (Supp. 1.9.11)."""
+    """Compute the violations of distances within residues by bond lengths, angles and radii (Supp. 1.9.11)."""
     lower, upper = (bound[aatype] for bound in _bounds(overlap_tolerance, tolerance_factor, atoms.dtype, atoms.device))
-    looked_at = (
-        atom_mask[:, :, None] * atom_mask[:, None, :] * (1 - torch.eye(14, dtype=atoms.dtype, device=atoms.device))
-    )
-    # Of two atoms in one place the gradient is zero.
+    pairs = atom_mask[:, :, None] * atom_mask[:, None, :] * (1 - torch.eye(14, dtype=atoms.dtype, device=atoms.device))
+    # The epsilon makes the gradient zero for two atoms at the same position.
     distance = torch.sqrt(1e-10 + (atoms[:, :, None, :] - atoms[:, None, :, :]).square().sum(-1))
-    error = looked_at * ((lower - distance).relu() + (distance - upper).relu())
-    violated = looked_at * ((distance < lower) | (distance > upper))
+    error = pairs * ((lower - distance).relu() + (distance - upper).relu())
+    violated = pairs * ((distance < lower) | (distance > upper))
     return AtomViolations(
         per_atom_loss=error.sum(1) + error.sum(2),
         per_atom_pairs=violated.sum(1) + violated.sum(2),
-        mean_loss=error.sum() / (1e-6 + looked_at.sum()),
+        mean_loss=error.sum() / (1e-6 + pairs.sum()),
     )
 
 
 def center_of_mass_loss(ca: Tensor, true_ca: Tensor, mask: Tensor, asym_id: Tensor) -> Tensor:
-    """Return how much nearer than in truth chains lie to one another: 0 up to 4 angstrom (Multimer, equation 1).
+    """Compute the loss on centres of chains that are nearer than in the truth (Multimer, equation 1).
 
-    ca, true_ca [N, 3] angstrom, mask [N], asym_id [N].  A mean over the pairs of chains, of squared errors in units of
-    20 angstrom; 0 for a single chain.  A chain lies where its resolved Ca are on average.
+    ca, true_ca: [N, 3], angstrom; mask: [N]; asym_id: [N]. The loss is the mean over pairs of chains of the squared
+    error in units of 20 angstrom, where distances may be up to 4 angstrom too short; it is 0 for a single chain. The
+    centre of a chain is the mean of its resolved CA.
 
-    The paper pushes different chains apart, so a chain and itself are no pair: K chains have K (K - 1).  DeepMind did
-    not publish the code; Uni-Fold and OpenFold divide by K^2, which makes the term of a dimer half as large.
+    The paper pushes different chains apart, so a chain and itself are no pair, and K chains have K (K - 1) pairs.
+    DeepMind did not publish the code. Uni-Fold and OpenFold divide by K^2, which halves the term of a dimer.
     """
-    # Every residue speaks for its chain, and the first of a chain counts: how many there are, the host need not know.
+    # Compute the centre for every residue and count only the first residue of each chain. The number of chains would
+    # have to be copied to the host.
     same = asym_id[:, None] == asym_id
     first = ~same.tril(-1).any(-1)
-    member = same * mask.to(upcast_half(ca).dtype)  # [N, N]: seen, of the same chain
+    # [N, N]: resolved residues of the same chain.
+    member = same * mask.to(upcast_half(ca).dtype)
     size = member.sum(-1)
 
     def distances(points: Tensor) -> Tensor:
         centres = (member[..., None] * points).sum(-2) / size.clamp(min=1)[:, None]
-        # The small number gives chains in one place, as an untrained network puts them, a gradient of 0.
+        # The epsilon gives chains at the same position, as an untrained network puts them, a gradient of 0.
         return torch.sqrt(1e-10 + (centres[:, None] - centres).square().sum(-1))
 
-    seen = first * (size > 0)
-    pairs = (seen[:, None] & seen & ~same).to(size.dtype)
+    counts = first * (size > 0)
+    pairs = (counts[:, None] & counts & ~same).to(size.dtype)
     nearer = (distances(true_ca) - distances(ca) - 4).relu() / 20
     return (pairs * nearer.square()).sum() / pairs.sum().clamp(min=1)
 
 
 def _follows(residue_index: Tensor, asym_id: Tensor | None) -> Tensor:
-    """Return which residues, from the second on, follow the one before in the same chain: bool [N - 1]."""
+    """Return whether each residue from the second on directly follows the previous one in its chain: bool [N - 1]."""
     follows = residue_index[1:] - residue_index[:-1] == 1
     return follows if asym_id is None else follows & (asym_id[1:] == asym_id[:-1])
 
 
 def _excess(value: Tensor, target: Tensor, deviation: Tensor, factor: float, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return loss and 0/1 violation of values more than `factor` deviations off the target."""
+    """Compute the loss and the 0/1 violations of values that are more than `factor` deviations off the target."""
     error = torch.sqrt(1e-6 + (value - target).square())
     return (error - factor * deviation).relu(), mask * (error > factor * deviation)
 
 
 def _unit(vector: Tensor, softening: float) -> tuple[Tensor, Tensor]:
-    """Return vectors [*, 3] divided by their lengths, and the lengths [*]; the gradient of a zero vector is finite."""
+    """Normalise vectors [*, 3], and return their lengths [*] too. The gradient of a zero vector is finite."""
     squares = vector.square().sum(-1)
     length = torch.sqrt(softening**2 + squares if softening else squares.clamp(min=1e-12))
     return vector / length[..., None], length
