@@ -1,8 +1,8 @@
-"""Our tensors and DeepMind's arrays, one to one, both ways.
+"""Convert between our tensors and DeepMind's arrays.
 
-Every tensor of the model has the numbers of one array of DeepMind's: a Linear's weight is transposed and its
-channels are split into heads, and the blocks of a stack stand along a leading axis.  The tables below say which.
-Multimer's structure module alone has them in another order, and keys and values apart: `_point_attention`.
+Every tensor of the model corresponds to one of DeepMind's arrays. In the arrays, a Linear's weight is transposed, its
+channels are split into heads, and the blocks of a stack are stacked along a leading axis. The tables below map the
+names. Only Multimer's structure module has another order and separate arrays of keys and values (`_point_attention`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,8 +23,8 @@ from warpfold.ops.noise import Noise
 
 PREFIX = "alphafold/alphafold_iteration/"
 
-# Where each child of a module stands in DeepMind's scopes.  A name that begins with // is an array in the scope of the
-# module itself: for a Linear its weight, and after a comma its bias.
+# DeepMind's scope of each child of a module. A name that begins with // is an array in the scope of the module itself:
+# a Linear's weight, and after a comma its bias.
 _ATTENTION = {"q": "//query_w", "k": "//key_w", "v": "//value_w", "gate": "//gating_w,//gating_b"}
 _ATTENTION |= {"out": "//output_w,//output_b"}
 _TEMPLATE_ROWS = {"up": "template_single_embedding", "down": "template_projection"}
@@ -50,7 +50,8 @@ SCOPES: dict[type[nn.Module], dict[str, str]] = {
     },
     evoformer.MSAStack: {
         "row": "msa_row_attention_with_pair_bias",
-        "column": "msa_column_attention",  # msa_column_global_attention in the extra MSA stack
+        # In the extra MSA stack: msa_column_global_attention.
+        "column": "msa_column_attention",
         "transition": "msa_transition",
     },
     evoformer.TriangleMultiplication: {
@@ -135,62 +136,72 @@ FUSED_TRIANGLE = {
 
 @dataclass(frozen=True)
 class Outputs:
-    """Which outputs of a Linear an array of DeepMind's holds, and in which order."""
+    """The outputs of a Linear that one of DeepMind's arrays contains, and their order.
 
-    axes: tuple[int, ...]  # ours, as axes
+    axes: our outputs, unflattened. start, stop: the range along the last axis. order: the order of these axes in the
+    array, where all but the first are flattened.
+    """
+
+    axes: tuple[int, ...]
     start: int = 0
-    stop: int | None = None  # from start to stop along the last of these axes
-    order: tuple[int, ...] = (0, 1)  # theirs: these axes in this order, all but the first flattened
+    stop: int | None = None
+    order: tuple[int, ...] = (0, 1)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The axes of the array's outputs."""
+        """The shape of the array's outputs."""
         sizes = [*self.axes[:-1], len(range(self.axes[-1])[self.start : self.stop])]
         first, *others = (sizes[axis] for axis in self.order)
         return first, int(np.prod(others))
 
     def view(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a view of x [..., outputs] as [..., axes in their order]."""
+        """Return a view of x [..., outputs] with the array's axes of outputs."""
         x = x.unflatten(-1, self.axes)[..., self.start : self.stop]
         return x.permute(*range(x.dim() - len(self.axes)), *(axis - len(self.axes) for axis in self.order))
 
 
 @dataclass(frozen=True)
 class Array:
-    """The position of one of our tensors, or of some outputs of it, among DeepMind's arrays."""
+    """The correspondence between one of our tensors, or some of its outputs, and one of DeepMind's arrays.
 
-    ours: str  # name in the state dict
-    theirs: str  # scope//name
-    shape: tuple[int, ...]  # theirs, without the axis of blocks
-    block: int | None = None  # which block of a stacked array
+    ours: the name in the state dict. theirs: scope//name. shape: the array's, without the axis of blocks. block: the
+    index along the axis of blocks, None if there is no such axis. outputs: None for all outputs in our order.
+    """
+
+    ours: str
+    theirs: str
+    shape: tuple[int, ...]
+    block: int | None = None
     blocks: int = 1
-    outputs: Outputs | None = None  # None: all, in our order
+    outputs: Outputs | None = None
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
+        """The shape of the array with its axis of blocks."""
         return self.shape if self.block is None else (self.blocks, *self.shape)
 
     def put(self, array: np.ndarray, tensor: torch.Tensor) -> None:
-        """Write DeepMind's array to where its numbers are in our tensor."""
+        """Copy DeepMind's array into our tensor."""
         view = self._view(tensor)
         array = array if self.block is None else array[self.block]
-        part = torch.from_numpy(np.array(array, array.dtype.newbyteorder("=")))
-        view.copy_(part.reshape(view.shape))
+        values = torch.from_numpy(np.array(array, array.dtype.newbyteorder("=")))
+        view.copy_(values.reshape(view.shape))
 
     def to_theirs(self, tensor: torch.Tensor) -> np.ndarray:
-        """Return the array, of one block, whose numbers `put` would write to our tensor."""
+        """Convert our tensor to DeepMind's array of one block, the inverse of `put`."""
         return self._view(tensor.detach().cpu()).reshape(self.shape).numpy()
 
     def _view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view of our tensor that has DeepMind's axes: [c_in..., c_out...] of a weight [c_out, c_in]."""
+        """Return a view of our tensor with DeepMind's axes: [c_in..., c_out...] of a weight [c_out, c_in]."""
         x = tensor.T if tensor.dim() == 2 else tensor
         return x.view(self.shape) if self.outputs is None else self.outputs.view(x)
 
 
 def arrays(module: nn.Module, scope: str = "", name: str = "") -> Iterator[Array]:
-    """Yield every tensor of `module`, with its array of DeepMind's under `scope`."""
+    """Yield the correspondence of every tensor of `module` with DeepMind's arrays under `scope`."""
     for child_name, child in module.named_children():
-        if isinstance(child, Noise):  # it has no weights
+        # It has no weights.
+        if isinstance(child, Noise):
             continue
         ours = f"{name}.{child_name}" if name else child_name
         if isinstance(child, nn.ModuleList) and child_name == "blocks":
@@ -198,16 +209,17 @@ def arrays(module: nn.Module, scope: str = "", name: str = "") -> Iterator[Array
                 for a in arrays(block, scope, f"{ours}.{index}"):
                     yield replace(a, block=index, blocks=len(child))
             continue
-        if isinstance(module, InvariantPointAttention) and child_name in (parts := _point_attention(module)):
+        if isinstance(module, InvariantPointAttention) and child_name in (split := _point_attention(module)):
             assert isinstance(child, Linear)
-            for theirs, outputs in parts[child_name]:
+            for theirs, outputs in split[child_name]:
                 inner, shape = _join(scope, theirs), (child.in_features, *outputs.shape)
                 yield Array(f"{ours}.weight", f"{inner}//weights", shape, outputs=outputs)
                 if child.bias is not None:
                     yield Array(f"{ours}.bias", f"{inner}//bias", outputs.shape, outputs=outputs)
             continue
         theirs = _scopes(module)[child_name]
-        if isinstance(child, nn.ModuleList):  # haiku numbers repeated layers: name, name_1, name_2
+        # Haiku numbers repeated layers: name, name_1, name_2.
+        if isinstance(child, nn.ModuleList):
             for index, layer in enumerate(child):
                 assert isinstance(layer, Linear)
                 numbered = theirs.format(index) if "{}" in theirs else f"{theirs}_{index}" if index else theirs
@@ -224,24 +236,24 @@ def _scopes(module: nn.Module) -> dict[str, str]:
     if isinstance(module, evoformer.TriangleMultiplication) and module.fused:
         return FUSED_TRIANGLE
     table = SCOPES.get(type(module), {})
-    if isinstance(module, FoldIteration) and _is_multimers(module.invariant_point_attention):
+    if isinstance(module, FoldIteration) and _is_multimer(module.invariant_point_attention):
         table = table | {"affine_update": "quat_rigid/rigid"}
     if isinstance(module, evoformer.MSAStack) and isinstance(module.column, evoformer.MSAColumnGlobalAttention):
         return table | {"column": "msa_column_global_attention"}
-    # A module whose parts are named as DeepMind's needs no table.
+    # Children that are not in a table have DeepMind's names.
     return {child: child for child, _ in module.named_children()} | table
 
 
-def _is_multimers(attention: InvariantPointAttention) -> bool:
+def _is_multimer(attention: InvariantPointAttention) -> bool:
     return attention.q_scalar.bias is None
 
 
 def _point_attention(module: InvariantPointAttention) -> dict[str, list[tuple[str, Outputs]]]:
-    """Return the arrays of Multimer's queries, keys and values: under our names their scopes and outputs.
+    """Return the scopes and outputs of Multimer's arrays of queries, keys and values, by our names.
 
-    In DeepMind's arrays heads are outermost, and a head has all x of its points, then all y and all z.
+    In these arrays heads are outermost, and a head has all x of its points, then all y, then all z.
     """
-    if not _is_multimers(module):
+    if not _is_multimer(module):
         return {}
     h, c, q, v = module.heads, module.c_hidden, module.qk_points, module.v_points
     q_points, k_points, v_points = (f"{x}_point_projection/point_projection" for x in "qkv")
@@ -261,7 +273,8 @@ def _point_attention(module: InvariantPointAttention) -> dict[str, list[tuple[st
 
 
 def _join(scope: str, theirs: str) -> str:
-    return "/".join(part for part in (scope.rstrip("/"), theirs) if part)  # PREFIX ends in a slash
+    # PREFIX ends in a slash.
+    return "/".join(name for name in (scope.rstrip("/"), theirs) if name)
 
 
 def _leaf(
@@ -289,7 +302,8 @@ def _shapes(module: nn.Module, child: str, linear: Linear) -> tuple[tuple[int, .
     c_in, c_out = linear.in_features, linear.out_features
     if isinstance(module, evoformer.OuterProductMean) and child == "out":
         return (module.a.out_features, module.b.out_features, c_out), (c_out,)
-    if isinstance(module, template.ChainTemplatePairEmbedder) and c_in == 1:  # of a scalar they have no axis
+    # The arrays for scalar inputs have no input axis.
+    if isinstance(module, template.ChainTemplatePairEmbedder) and c_in == 1:
         return (c_out,), (c_out,)
     split = isinstance(module, evoformer.GatedAttention | template.TemplatePointwiseAttention)
     if split or (isinstance(module, evoformer.MSAColumnGlobalAttention) and child not in ("k", "v")):
@@ -301,9 +315,9 @@ def _shapes(module: nn.Module, child: str, linear: Linear) -> tuple[tuple[int, .
 
 
 def from_deepmind(module: nn.Module, params: Mapping[str, np.ndarray], scope: str = "", source: str = "params") -> None:
-    """Load DeepMind's arrays, named scope//name, into `module`, strictly.
+    """Load DeepMind's arrays, named scope//name, into `module`.
 
-    Errors: UserError that names missing, surplus and misshapen arrays; nothing is loaded then.
+    Raises UserError, and loads nothing, if arrays are missing, unexpected or of the wrong shape.
     """
     check_arrays(module, params, scope, source)
     state = {name: torch.empty_like(x, device="cpu") for name, x in module.state_dict().items()}
@@ -313,14 +327,14 @@ def from_deepmind(module: nn.Module, params: Mapping[str, np.ndarray], scope: st
 
 
 def check_arrays(module: nn.Module, params: Mapping[str, np.ndarray], scope: str = "", source: str = "params") -> None:
-    """Raise UserError that names missing, surplus and misshapen arrays."""
-    wanted = list(arrays(module, scope))
-    missing = sorted({a.theirs for a in wanted} - params.keys())
-    surplus = sorted(params.keys() - {a.theirs for a in wanted})
+    """Raise UserError if arrays are missing, unexpected or of the wrong shape."""
+    expected = list(arrays(module, scope))
+    missing = sorted({a.theirs for a in expected} - params.keys())
+    surplus = sorted(params.keys() - {a.theirs for a in expected})
     misshapen = sorted(
         {
             f"{a.theirs} {list(params[a.theirs].shape)}, expected {list(a.stacked_shape)} of floating-point numbers"
-            for a in wanted
+            for a in expected
             if a.theirs in params and (params[a.theirs].shape != a.stacked_shape or params[a.theirs].dtype.kind != "f")
         }
     )
@@ -328,7 +342,7 @@ def check_arrays(module: nn.Module, params: Mapping[str, np.ndarray], scope: str
 
 
 def to_deepmind(module: nn.Module, scope: str = "") -> dict[str, np.ndarray]:
-    """Return every parameter as DeepMind's arrays, the inverse of `from_deepmind`: fp32, named scope//name."""
+    """Convert all parameters to DeepMind's arrays, fp32, named scope//name: the inverse of `from_deepmind`."""
     tensors = module.state_dict()
     out: dict[str, np.ndarray] = {}
     for a in arrays(module, scope):
@@ -341,7 +355,7 @@ def to_deepmind(module: nn.Module, scope: str = "") -> dict[str, np.ndarray]:
 
 
 def refuse(source: str, missing: list[str], surplus: list[str], misshapen: list[str]) -> None:
-    """Raise UserError in one line that names what does not fit, some of each kind, if there is anything."""
+    """Raise UserError with one line that lists some names of each kind, unless all lists are empty."""
     report = [
         f"{len(names)} {what}: {listed(names)}"
         for what, names in (("missing", missing), ("surplus", surplus), ("misshapen", misshapen))
@@ -351,26 +365,27 @@ def refuse(source: str, missing: list[str], surplus: list[str], misshapen: list[
         raise UserError(f"{source}: not the parameters of this model; {'; '.join(report)}")
 
 
-# Its settings, read from the shapes of the arrays
+# The settings of a model, inferred from the shapes of its arrays.
 
 Shapes = Mapping[str, tuple[int, ...]]
 _Pair = tuple[int, int, evoformer.PairConfig]
 MONOMER_POSITIONS = "evoformer/pair_activiations//weights"  # sic
 MULTIMER_POSITIONS = "evoformer/~_relative_encoding/position_activations//weights"
 OUTGOING = "triangle_multiplication_outgoing/"
-FUSED = f"evoformer/evoformer_iteration/{OUTGOING}projection//weights"  # Multimer's version 3
+# Present in Multimer's version 3.
+FUSED = f"evoformer/evoformer_iteration/{OUTGOING}projection//weights"
 ONE_TEMPLATE = "evoformer/template_embedding/single_template_embedding/"
 
 
 def config_from_deepmind(params: Mapping[str, np.ndarray], source: str = "params") -> ModelConfig:
-    """Return the settings that DeepMind's arrays imply.
+    """Infer the settings of a model from DeepMind's arrays.
 
-    A multimer is known by the array of its relative positions, and its version 3 by fused triangle projections.
-    Versions 1 and 2 have the same arrays, and differ in how they were trained alone (version 1 without the loss on the
-    distances of chains' centres): they get the same settings.
-    What no array shows keeps the published value: layers of the structure module, units, how far copies are told apart,
-    and recycles: 3, of a multimer's version 3 at most 20 with a tolerance of 0.5 A.
-    Errors: UserError for arrays of another model, or too few of them to tell.
+    A multimer is recognised by the array of its relative positions, and its version 3 by fused triangle projections.
+    Versions 1 and 2 have the same arrays and settings. They differ only in training: version 1 had no loss on the
+    distances of chains' centres.
+    Settings that no array shows have the published values: the layers of the structure module, its units, the clipping
+    of copies in relative positions, and 3 recycles, or up to 20 with a tolerance of 0.5 A in version 3 of a multimer.
+    Raises UserError for arrays of another model, or if arrays that determine a setting are missing.
     """
     p = {name.removeprefix(PREFIX): np.shape(array) for name, array in params.items()}
     block = "evoformer/evoformer_iteration/"
@@ -386,9 +401,8 @@ def config_from_deepmind(params: Mapping[str, np.ndarray], source: str = "params
             outer="first" if is_multimer else "middle",
             pair=pair_config,
         )
-        if (
-            is_multimer
-        ):  # offsets, and a bin for other chains; copies, and one; one bin says whether the entity is the same
+        # A multimer has 2 max_relative + 2 bins of offsets, 2 max_chain + 2 of copies, and 1 of the same entity.
+        if is_multimer:
             max_relative = (p[MULTIMER_POSITIONS][0] - 2 * MultimerConfig().max_chain - 5) // 2
         else:
             max_relative = (p[MONOMER_POSITIONS][0] - 1) // 2
@@ -415,7 +429,7 @@ def config_from_deepmind(params: Mapping[str, np.ndarray], source: str = "params
 
 
 def _pair(p: Shapes, block: str, order: Literal["multiplication_first", "attention_first"]) -> _Pair:
-    """Return the number of blocks, the channels and the settings of a pair stack."""
+    """Infer the number of blocks, the channels and the settings of a pair stack."""
     blocks, c, (h, width) = _attention_shape(p, block + "triangle_attention_starting_node/attention")
     fused = block + OUTGOING + "projection//weights" in p
     config = evoformer.PairConfig(
@@ -430,7 +444,7 @@ def _pair(p: Shapes, block: str, order: Literal["multiplication_first", "attenti
 
 
 def _attention_shape(p: Shapes, scope: str) -> tuple[int, int, tuple[int, int]]:
-    """Return blocks, channels, (heads, width of a head) of a stacked attention."""
+    """Infer blocks, channels, and (heads, width of a head) of a stacked attention."""
     blocks, c, h, width = p[f"{scope}//query_w"]
     return blocks, c, (h, width)
 

@@ -1,6 +1,6 @@
-"""Parameters in files: WarpFold's safetensors, DeepMind's params_model_*.npz (deepmind.py), OpenFold's .pt.
+"""Read and write parameters: WarpFold's safetensors, DeepMind's params_model_*.npz (deepmind.py), OpenFold's .pt.
 
-The ending says which it is.
+The suffix of the file determines the format.
 """
 
 import json
@@ -34,20 +34,24 @@ from warpfold.model.weights.deepmind import (
 from warpfold.settings import build, to_dict
 
 FORMAT = "warpfold-1"
-FETCH = "`warpfold params fetch` lists free ones"  # in errors
+# For errors.
+FETCH = "`warpfold params fetch` lists free ones"
 
 
 @dataclass(frozen=True)
 class Family:
-    """Models of DeepMind's whose arrays are alike, and how they sample their alignment."""
+    """DeepMind's models with the same arrays, and how they sample their alignment.
+
+    clusters: max_msa. extra: max_extra by the model's number, which no array shows.
+    """
 
     name: str
-    clusters: int  # max_msa
-    extra: dict[int, int]  # max_extra, by the model's number, which no array shows
+    clusters: int
+    extra: dict[int, int]
 
 
-# Supp. table 5, and CONFIG_DIFFS and CONFIG_MULTIMER of the official model/config.py.  A monomer has 512 clusters, one
-# with templates as many less its 4 (`reduce_msa_clusters_by_max_templates`); a ptm model is like the one it extends.
+# Supp. table 5, and CONFIG_DIFFS and CONFIG_MULTIMER of the official model/config.py. A monomer has 512 clusters. With
+# templates it has 4 fewer (`reduce_msa_clusters_by_max_templates`). A ptm model has those of the model that it extends.
 WITH_TEMPLATES = Family("AlphaFold2", 508, {1: 5120, 2: 1024})
 WITHOUT_TEMPLATES = Family("AlphaFold2", 512, {3: 5120, 4: 5120, 5: 1024})
 MULTIMER = Family("AlphaFold-Multimer 1 or 2", 252, dict.fromkeys(range(1, 6), 1152))
@@ -62,11 +66,12 @@ def save_params(
 ) -> None:
     """Write the parameters and the settings of `model` as safetensors, by atomic rename.
 
-    data: the settings by which its examples were drawn; `data_settings` reads them, so that folding draws alike.
-    tensors: a copy of its state to write in place of what it is now.
+    data: the settings with which its examples were sampled. `data_settings` reads them, so that predictions sample in
+    the same way. tensors: the state to write instead of the model's.
     """
     path, settings = Path(path), {"model": to_dict(model.config), "data": dict(data or {})}
-    metadata = {FORMAT: json.dumps(settings)}  # one key: the order of several would vary, and the file's bytes with it
+    # One key only: the order of several keys would vary, and with it the bytes of the file.
+    metadata = {FORMAT: json.dumps(settings)}
     state = model.state_dict() if tensors is None else tensors
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     partial = path.with_name(f"{path.name}.{uuid4().hex}.partial")
@@ -79,9 +84,9 @@ def save_params(
 
 
 def load_model(path: Path | str) -> AlphaFold:
-    """Load a model from WarpFold's safetensors, DeepMind's params_model_*.npz or OpenFold's .pt, strictly.
+    """Load a model from WarpFold's safetensors, DeepMind's params_model_*.npz or OpenFold's .pt.
 
-    Errors: UserError for a file that is none of these, and for arrays that are missing, surplus or misshapen, named.
+    Raises UserError if the file has another format, or if arrays are missing, unexpected or of the wrong shape.
     """
     path = Path(path)
     if path.suffix == ".npz" and path.is_file():
@@ -107,11 +112,12 @@ def load_model(path: Path | str) -> AlphaFold:
 
 
 def without_memory(config: ModelConfig, source: str) -> AlphaFold:
-    """Return the model of some settings, of which nothing is allocated.  Errors: UserError if they make no model."""
+    """Build the model of some settings on the meta device. Raises UserError for settings that do not form a model."""
     try:
         with torch.device("meta"):
             return AlphaFold(config)
-    except (RuntimeError, ValueError, ArithmeticError, TypeError) as error:  # TypeError: of torch, beyond 64 bits
+    # torch raises TypeError for sizes beyond 64 bits.
+    except (RuntimeError, ValueError, ArithmeticError, TypeError) as error:
         why = " ".join(str(error).split())
         raise UserError(
             f"{source}: settings that make no model ({why}); correct them, or fetch the file again"
@@ -119,9 +125,9 @@ def without_memory(config: ModelConfig, source: str) -> AlphaFold:
 
 
 def load_config(path: Path | str) -> ModelConfig:
-    """Return the settings of the model whose parameters a file holds, which fit the shapes of what is in it.
+    """Read the settings of a model from its parameter file, and check that they match the tensors' shapes.
 
-    A model of these settings needs no more memory than the file says it has.  Errors: UserError as in `load_model`.
+    A model with these settings thus needs no more memory than the file's tensors. Raises UserError as `load_model`.
     """
     path = Path(path)
     if not path.is_file():
@@ -136,10 +142,11 @@ def load_config(path: Path | str) -> ModelConfig:
             return _deepmind_config(file, str(path))
     config = build(ModelConfig, _metadata(path)["model"], str(path))
     with safe_open(path, framework="pt") as file:
-        tensors = {name: _Held.of(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        tensors = {name: _Stored.of(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     blocks = (config.evoformer.blocks, config.extra_blocks, config.templates.blocks)
     layers = (config.structure.sidechain_blocks, config.structure.transition_layers)
-    if max(*blocks, *layers) > len(tensors):  # each would have several
+    # Each block and layer has several tensors. Without this check the model could have too many modules to build.
+    if max(*blocks, *layers) > len(tensors):
         raise UserError(
             f"{path}: has {len(tensors)} tensors, and settings of {max(*blocks, *layers)} blocks; fetch it again"
         )
@@ -147,22 +154,22 @@ def load_config(path: Path | str) -> ModelConfig:
     return config
 
 
-class _Held(NamedTuple):
-    """What a file says of a tensor."""
+class _Stored(NamedTuple):
+    """The shape of a stored tensor, and whether it has floating-point numbers."""
 
     shape: tuple[int, ...]
     is_real: bool
 
     @classmethod
-    def of(cls, tensor: Any) -> "_Held":
-        """Return it of a tensor of torch's, or a slice of safetensors."""
+    def of(cls, tensor: Any) -> "_Stored":
+        """Describe a torch tensor or a slice of safetensors."""
         if isinstance(tensor, Tensor):
             return cls(tuple(tensor.shape), tensor.is_floating_point() and tensor.layout == torch.strided)
         return cls(tuple(tensor.get_shape()), str(tensor.get_dtype()).startswith(("F", "BF")))
 
 
 def _metadata(path: Path) -> dict[str, Mapping[str, Any]]:
-    """Return the model and data settings that WarpFold wrote into a safetensors file."""
+    """Read the model and data settings that WarpFold wrote into a safetensors file."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -173,8 +180,8 @@ def _metadata(path: Path) -> dict[str, Mapping[str, Any]]:
     if FORMAT not in metadata:
         raise UserError(f"{path}: safetensors, but not written by WarpFold (no settings of a model inside)")
     try:
-        found = json.loads(metadata[FORMAT])
-        return {"model": dict(found["model"]), "data": dict(found.get("data", {}))}
+        settings = json.loads(metadata[FORMAT])
+        return {"model": dict(settings["model"]), "data": dict(settings.get("data", {}))}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{path}: its settings are damaged; fetch it again, or name another file") from None
 
@@ -187,7 +194,7 @@ def _openfold_config(weights: Mapping[str, Tensor], source: str) -> ModelConfig:
 
 
 def _by_our_names(model: AlphaFold, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return OpenFold's tensors by the names of ours; one that we lack keeps its name."""
+    """Rename OpenFold's tensors to our names. A tensor that we lack keeps its name."""
     names = {openfold.openfold_name(ours): ours for ours in model.state_dict()}
     return {names.get(name, name): tensor for name, tensor in weights.items()}
 
@@ -200,11 +207,11 @@ def _deepmind_config(params: Mapping[str, np.ndarray], source: str) -> ModelConf
 
 
 def data_settings(path: Path | str) -> dict[str, Any]:
-    """Return the settings by which the examples of these parameters were drawn (keys of `SampleConfig`).
+    """Return the settings with which the examples of these parameters were sampled (keys of `SampleConfig`).
 
-    WarpFold's are in the file.  DeepMind's follow from the arrays (monomer or Multimer, its version, templates) and the
-    file's name (the model's number); OpenFold's are taken to be AlphaFold2's.  `assumed_settings` says what is assumed.
-    Errors: UserError for an .npz that cannot be read.
+    WarpFold's files contain them. DeepMind's follow from the arrays (monomer or Multimer, its version, templates) and
+    the file's name (the model's number). OpenFold's are assumed to be AlphaFold2's. `assumed_settings` describes the
+    assumptions. Raises UserError for an .npz that cannot be read.
     """
     if Path(path).suffix == ".npz":
         family, number = _deepmind_model(Path(path))
@@ -218,31 +225,31 @@ def data_settings(path: Path | str) -> dict[str, Any]:
 
 
 def assumed_settings(path: Path | str) -> str | None:
-    """Return the assumptions of `data_settings` in one line; None if there were none.
+    """Describe the assumptions of `data_settings` in one line, or return None without assumptions.
 
-    Multimer's versions 1 and 2 cannot be told apart, and need not be: they sample, and compute, alike.
+    Multimer's versions 1 and 2 cannot be distinguished. They sample and compute in the same way.
     """
     if Path(path).suffix in openfold.ENDINGS:
         rows = data_settings(path)["max_extra"]
-        return f"{path}: does not say how its alignments were sampled: {rows} rows of the extra alignment are assumed"
+        return f"{path}: does not tell how its alignments were sampled; {rows} rows of the extra alignment are assumed"
     if Path(path).suffix != ".npz":
         return None
     family, number = _deepmind_model(Path(path))
     rows = max(family.extra.values())
-    least = [n for n in family.extra if family.extra[n] < rows]
-    if number or not least:
+    with_fewer = [n for n in family.extra if family.extra[n] < rows]
+    if number or not with_fewer:
         return None
     return (
-        f"{path}: its name does not say which of {family.name}'s models it is (by its arrays one of "
-        f"{', '.join(map(str, family.extra))}): {rows} rows of the extra alignment are assumed, model {least[0]} takes "
-        f"{family.extra[least[0]]} (max_extra); keep DeepMind's name, params_model_N.npz"
+        f"{path}: the name does not contain the number of the {family.name} model (by its arrays one of "
+        f"{', '.join(map(str, family.extra))}): {rows} rows of the extra alignment are assumed, model {with_fewer[0]} "
+        f"takes {family.extra[with_fewer[0]]} (max_extra); keep DeepMind's name, params_model_N.npz"
     )
 
 
 def _deepmind_model(path: Path) -> tuple[Family, int | None]:
-    """Return the family of DeepMind's parameters, and the model's number, 1 to 5, if the name has it.
+    """Return the family of DeepMind's parameters, and the model's number, 1 to 5, if the file's name has it.
 
-    A number that the arrays contradict (of monomers only models 1 and 2 have templates) is ignored.
+    A number that contradicts the arrays is ignored (only the monomers 1 and 2 have templates).
     """
     with _opened_npz(path) as file:
         names = {name.removeprefix(PREFIX) for name in file.files}
@@ -250,38 +257,38 @@ def _deepmind_model(path: Path) -> tuple[Family, int | None]:
         family = MULTIMER_3 if FUSED in names else MULTIMER
     else:
         family = WITH_TEMPLATES if any("/template_embedding/" in name for name in names) else WITHOUT_TEMPLATES
-    found = re.search(r"model_([1-5])(?![0-9])", path.stem)
-    number = int(found[1]) if found else None
+    match = re.search(r"model_([1-5])(?![0-9])", path.stem)
+    number = int(match[1]) if match else None
     return family, number if number in family.extra else None
 
 
 def load_state(model: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
-    """Load a state dict strictly: UserError that names missing, surplus and misshapen tensors."""
+    """Load a state dict. Raises UserError if tensors are missing, unexpected or of the wrong shape."""
     check_state(model, state, source)
     model.load_state_dict(dict(state), strict=True)
 
 
-def check_state(model: nn.Module, state: Mapping[str, "_Held | Tensor"], source: str) -> None:
-    """Raise UserError that names the tensors that are missing, surplus or misshapen."""
-    own = model.state_dict()
-    held = {name: one if isinstance(one, _Held) else _Held.of(one) for name, one in state.items()}
+def check_state(model: nn.Module, state: Mapping[str, "_Stored | Tensor"], source: str) -> None:
+    """Raise UserError if tensors are missing, unexpected or of the wrong shape."""
+    expected = model.state_dict()
+    stored = {name: x if isinstance(x, _Stored) else _Stored.of(x) for name, x in state.items()}
     misshapen = [
-        f"{name} {list(held[name].shape)}, expected {list(own[name].shape)}"
-        if held[name].is_real
+        f"{name} {list(stored[name].shape)}, expected {list(expected[name].shape)}"
+        if stored[name].is_real
         else f"{name}, which has no real numbers"
-        for name in sorted(own.keys() & held.keys())
-        if tuple(own[name].shape) != held[name].shape or not held[name].is_real
+        for name in sorted(expected.keys() & stored.keys())
+        if tuple(expected[name].shape) != stored[name].shape or not stored[name].is_real
     ]
-    refuse(source, sorted(own.keys() - held.keys()), sorted(held.keys() - own.keys()), misshapen)
+    refuse(source, sorted(expected.keys() - stored.keys()), sorted(stored.keys() - expected.keys()), misshapen)
 
 
 @contextmanager
 def _opened_npz(path: Path) -> Iterator[Any]:
-    """Open a file of arrays, read as they are asked for; UserError where it is missing, broken or something else."""
+    """Open an .npz, whose arrays are read on access. Raises UserError if it is missing, damaged or another format."""
     try:
         with np.load(path, allow_pickle=False) as file:
             yield file
     except DAMAGED_ARRAYS as error:
-        # Of what is no archive NumPy says how to load it unsafely.
+        # For other formats NumPy's message suggests unsafe loading, so it is replaced.
         why = "no archive of arrays" if isinstance(error, ValueError) else error
         raise UserError(f"{path}: not a readable .npz ({why}); fetch it again, or name another file") from error

@@ -1,8 +1,8 @@
-"""OpenFold's checkpoints: read without executing what is in them, and brought to our names.
+"""Read OpenFold's checkpoints without executing their contents, and map their names to ours.
 
-A tensor has the same numbers in the same layout in both; the names differ, and in an incoming triangle product OpenFold
-keeps the supplement's a and b, which DeepMind's arrays and our layers have the other way round.  The names are those
-that OpenFold gives DeepMind's arrays (openfold/utils/import_weights.py, versions 1 and 2); single chains alone.
+The tensors are the same in both. The names differ, and in an incoming triangle product OpenFold keeps the supplement's
+a and b, which are exchanged in DeepMind's arrays and our layers. The names are those of OpenFold's import of DeepMind's
+arrays (openfold/utils/import_weights.py, versions 1 and 2). Only models of single chains are supported.
 """
 
 import re
@@ -22,8 +22,8 @@ from warpfold.model.structure import StructureConfig
 from warpfold.model.template import TemplateConfig
 
 ENDINGS = (".pt", ".pth", ".ckpt")
-# What the two versions call otherwise, and what training puts before a name: brought to the names of version 1, without
-# the modules that only pass through.
+# Replacements that convert the names of version 2, and the prefixes of training, to the names of version 1, without
+# modules that only wrap others.
 _RENAMED = (
     (r"^(module\.|model\.)+", ""),
     (r"^template_embedder\.", ""),
@@ -31,9 +31,11 @@ _RENAMED = (
     (r"template_angle_embedder", "template_single_embedder"),
     (r"(linear_k?v?q?_points)\.linear\.", r"\1."),
 )
-_NO_WEIGHTS = re.compile(r"structure_module\.(default_frames|group_idx|atom_mask|lit_positions)$")  # of old versions
+# Buffers of old versions that are not weights.
+_NO_WEIGHTS = re.compile(r"structure_module\.(default_frames|group_idx|atom_mask|lit_positions)$")
 _MULTIMERS = re.compile(r"linear_ab_p|linear_k_points|dgram_linear")
-_TEMPLATE_HEADS = 4  # of the attention over templates, which no tensor shows (Algorithm 17)
+# Heads of the attention over templates (Algorithm 17), which no tensor shows.
+_TEMPLATE_HEADS = 4
 
 _TRANSITION = {"norm": "layer_norm", "up": "linear_1", "down": "linear_2"}
 _ATTENTION = {"q": "linear_q", "k": "linear_k", "v": "linear_v", "gate": "linear_g", "out": "linear_o"}
@@ -51,18 +53,18 @@ _SWAPPED = {"a": "b", "b": "a", "a_gate": "b_gate", "b_gate": "a_gate"}
 
 
 def _under(ours: str, theirs: str, names: Mapping[str, str]) -> dict[str, str]:
-    """Return names below a module of ours and of theirs."""
+    """Prefix a mapping of names with our module's name and theirs."""
     return {f"{ours}.{name}": f"{theirs}.{other}" for name, other in names.items()}
 
 
 def _pair_names(ours: str) -> dict[str, str]:
-    """Return the names of a pair stack's layers."""
+    """Map the names of a pair stack's layers."""
     swapped = {name: _TRIANGLE[_SWAPPED.get(name, name)] for name in _TRIANGLE}
-    found = _under(f"{ours}outgoing", "tri_mul_out", _TRIANGLE) | _under(f"{ours}incoming", "tri_mul_in", swapped)
+    names = _under(f"{ours}outgoing", "tri_mul_out", _TRIANGLE) | _under(f"{ours}incoming", "tri_mul_in", swapped)
     for side, theirs in (("starting", "tri_att_start"), ("ending", "tri_att_end")):
-        found |= _under(ours + side, theirs, {"norm": "layer_norm", "bias": "linear"})
-        found |= _under(f"{ours}{side}.attention", f"{theirs}.mha", _ATTENTION)
-    return found | _under(f"{ours}transition", "pair_transition", _TRANSITION)
+        names |= _under(ours + side, theirs, {"norm": "layer_norm", "bias": "linear"})
+        names |= _under(f"{ours}{side}.attention", f"{theirs}.mha", _ATTENTION)
+    return names | _under(f"{ours}transition", "pair_transition", _TRANSITION)
 
 
 BLOCK = {
@@ -70,7 +72,8 @@ BLOCK = {
     **_under("msa.row.attention", "msa_att_row.mha", _ATTENTION),
     "msa.column.norm": "msa_att_col.layer_norm_m",
     **_under("msa.column.attention", "msa_att_col.mha", _ATTENTION),
-    **_under("msa.column", "msa_att_col.global_attention", _ATTENTION),  # of the extra MSA stack
+    # In the extra MSA stack.
+    **_under("msa.column", "msa_att_col.global_attention", _ATTENTION),
     **_under("msa.transition", "msa_transition", _TRANSITION),
     **_under(
         "outer", "outer_product_mean", {"norm": "layer_norm", "a": "linear_1", "b": "linear_2", "out": "linear_out"}
@@ -134,7 +137,7 @@ NAMES = {
 
 
 def openfold_name(ours: str) -> str:
-    """Return OpenFold's name, of version 1, of a tensor of our state dict.  Errors: KeyError where it has none."""
+    """Return OpenFold's name (version 1) of a tensor of our state dict. Raises KeyError if OpenFold has none."""
     module, _, kind = ours.rpartition(".")
     if ours in NAMES:
         return NAMES[ours]
@@ -147,44 +150,46 @@ def openfold_name(ours: str) -> str:
 
 
 def read_openfold(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of OpenFold's checkpoint by their names of version 1; the averaged weights, if it has them.
+    """Read the tensors of an OpenFold checkpoint by their names of version 1, preferably the averaged weights.
 
-    Nothing in the file is executed: it is refused as soon as it asks for anything but tensors and plain containers.
-    Errors: UserError for what cannot be read, or holds something else.
+    Nothing in the file is executed. Raises UserError if the file cannot be read, or contains objects other than tensors
+    and plain containers.
     """
     if not zipfile.is_zipfile(path):
         raise UserError(f"{path}: not a checkpoint that torch 1.6 or later wrote; save its state dict again")
-    cure = "save its state dict alone, or give DeepMind's params_model_*.npz"
+    remedy = "save its state dict alone, or give DeepMind's params_model_*.npz"
     damaged = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError, OSError, ArithmeticError)
     try:
         with zipfile.ZipFile(path) as file:
-            if wrong := file.testzip():  # torch does not look at these checksums
+            # torch does not verify these checksums.
+            if wrong := file.testzip():
                 raise ValueError(f"{wrong} does not fit its checksum")
-            if min((one.header_offset for one in file.infolist()), default=0):  # torch would read what comes first
+            # torch would read the data before the archive.
+            if min((entry.header_offset for entry in file.infolist()), default=0):
                 raise ValueError("it begins with something else")
-        if wanted := torch.serialization.get_unsafe_globals_in_checkpoint(str(path)):
-            what = listed(sorted(wanted), 3)
-            raise UserError(f"{path}: holds more than tensors ({what}), which is not executed; {cure}")
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(str(path)):
+            what = listed(sorted(unsafe), 3)
+            raise UserError(f"{path}: holds more than tensors ({what}), which is not executed; {remedy}")
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (*damaged, zipfile.BadZipFile, zlib.error, torch.serialization.pickle.UnpicklingError) as error:
         what = " ".join(str(error).split())[:120]
-        raise UserError(f"{path}: not a checkpoint that can be read ({what}); {cure}") from error
-    return _weights_in(found, path)
+        raise UserError(f"{path}: not a checkpoint that can be read ({what}); {remedy}") from error
+    return _weights_in(saved, path)
 
 
-def _weights_in(found: Any, path: Path) -> dict[str, Tensor]:
-    """Return the state dict in what was saved: the averaged weights of a training, or its weights, or itself."""
+def _weights_in(saved: Any, path: Path) -> dict[str, Tensor]:
+    """Find the state dict in a saved object: the averaged weights of a training, its weights, or the object itself."""
     for keys in (("ema", "params"), ("state_dict",), ("model",), ("module",)):
-        inner = found
+        inner = saved
         for key in keys:
             inner = inner.get(key) if isinstance(inner, Mapping) else None
         if isinstance(inner, Mapping):
-            found = inner
+            saved = inner
             break
-    if not isinstance(found, Mapping):
+    if not isinstance(saved, Mapping):
         raise UserError(f"{path}: holds no state dict; give OpenFold's, or DeepMind's params_model_*.npz")
     weights = {}
-    for name, tensor in found.items():
+    for name, tensor in saved.items():
         if isinstance(tensor, Tensor) and isinstance(name, str):
             for pattern, new in _RENAMED:
                 name = re.sub(pattern, new, name)
@@ -192,19 +197,20 @@ def _weights_in(found: Any, path: Path) -> dict[str, Tensor]:
                 weights[name] = tensor
     for name, tensor in weights.items():
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-            raise UserError(f"{path}: {name} is larger than what is stored of it; fetch the file again")
+            raise UserError(f"{path}: {name} is larger than its stored data; fetch the file again")
     if any(map(_MULTIMERS.search, weights)):
         raise UserError(
-            f"{path}: OpenFold's parameters of a multimer, which are not read; give DeepMind's "
+            f"{path}: OpenFold's parameters of a multimer are not supported; give DeepMind's "
             "params_model_*_multimer_*.npz"
         )
     return weights
 
 
 def config_from_openfold(weights: Mapping[str, Tensor], source: str = "params") -> ModelConfig:
-    """Return the settings that OpenFold's tensors imply; what none shows has the published value (`deepmind_config`).
+    """Infer the settings of a model from OpenFold's tensors.
 
-    Errors: UserError for tensors of another model, or too few of them to tell.
+    Settings that no tensor shows have the published values (`config_from_deepmind`). Raises UserError for tensors of
+    another model, or if tensors that determine a setting are missing.
     """
     p = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     row, structure = "evoformer.blocks.0.msa_att_row", "structure_module"
@@ -280,5 +286,5 @@ def _blocks(p: Mapping[str, Any], stack: str) -> int:
 
 
 def _count(p: Mapping[str, Any], pattern: str) -> int:
-    """Return how many numbers stand at this place of the names."""
-    return len({found[1] for name in p if (found := re.match(pattern, name))})
+    """Count the different numbers that the pattern's group matches in the names."""
+    return len({match[1] for name in p if (match := re.match(pattern, name))})
