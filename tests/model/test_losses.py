@@ -297,7 +297,7 @@ def test_gradients_are_finite_in_degenerate_cases(sequence, labels, prediction):
 def test_a_wanted_head_that_is_missing_is_named():
     e = example()
     e.output.pae_logits = None
-    with pytest.raises(ValueError, match="predicted aligned error"):
+    with pytest.raises(ValueError, match="predicted_aligned_error"):
         total_loss(e.output, e.batch, EVERYTHING)
 
 

@@ -256,7 +256,7 @@ def test_which_multimer_model_of_version_3_is_assumed_aloud(tmp_path: Path) -> N
     assert data_settings(path) == {"max_msa": 508, "max_extra": 2048}
     assumed = assumed_settings(path)
     assert assumed is not None
-    assert "AlphaFold-Multimer 3's models it is (by its arrays one of 1, 2, 3, 4, 5)" in assumed
+    assert "number of the AlphaFold-Multimer 3 model (by its arrays one of 1, 2, 3, 4, 5)" in assumed
     assert "2048 rows of the extra alignment are assumed, model 4 takes 1152" in assumed
 
 

@@ -1,4 +1,4 @@
-"""The labels that supervise the model, all computed from residue types and atoms."""
+"""Compute the model's training labels from residue types and atoms."""
 
 import torch
 from torch import Tensor
@@ -7,13 +7,13 @@ from warpfold.geometry import atoms
 
 
 def structure_labels(aatype: Tensor, positions: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Return the labels of a structure, by the names of the feature table (warpfold/batch.py).
+    """Compute the labels of a structure, by the names of the feature table (warpfold/batch.py).
 
-    aatype int64 [*, N]; positions [*, N, 37, 3] angstrom; mask [*, N, 37].  Labels: atoms in the 14 places of their
-    residue type, under both namings of the ambiguous ones (Supp. 1.8.5); the frames of the backbone and of the other
-    rigid groups (1.8.1); chi angles in radians (1.9.3); the distogram's points (1.9.8).  In the positions' dtype and on
-    their device; quaternions w x y z with w >= 0.  Masked values are finite but mean nothing.  Nothing depends on which
-    residues are neighbours.
+    aatype: int64 [*, N]; positions: [*, N, 37, 3], angstrom; mask: [*, N, 37]. The labels are atom14 positions under
+    both namings of the ambiguous atoms (Supp. 1.8.5), the frames of the backbone and of the other rigid groups (1.8.1),
+    chi angles in radians (1.9.3), and the distogram's points (1.9.8). They have the positions' dtype and device.
+    Quaternions are w x y z with w >= 0. Masked values are finite but meaningless. No label depends on which residues
+    are neighbours.
     """
     gt = atoms.atom37_to_atom14(aatype, positions * mask[..., None])
     gt_exists = atoms.atom37_to_atom14(aatype, mask)

@@ -1,8 +1,8 @@
 """Rigid motions, and the quaternions that parametrise their rotations.
 
-A `Rigid` maps local coordinates to global ones: x -> R x + t.  All functions broadcast over leading axes and keep the
-dtype of their inputs.  Products of 3x3 matrices are written out as sums of products, not as matmul: they are small, and
-a device may round a float32 matmul to TF32.
+A `Rigid` maps local coordinates to global ones: x -> R x + t. All functions broadcast over leading axes and keep the
+dtype of their inputs. Products of 3x3 matrices are sums of elementwise products instead of matmul, because they are
+small, and a device may round a float32 matmul to TF32.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Quaternions w x y z: component k of a b is the sum of PRODUCT[k, i, j] a_i b_j (Hamilton), and entry [x, y] of the
-# rotation of q, that is of v -> q v q*, the sum of ROTATION[x, y, i, j] q_i q_j.
+# Quaternions are w x y z. Component k of the Hamilton product a b is the sum of PRODUCT[k, i, j] a_i b_j. Entry [x, y]
+# of the rotation of q, v -> q v q*, is the sum of ROTATION[x, y, i, j] q_i q_j.
 PRODUCT = np.zeros((4, 4, 4))
 for _k, _row in enumerate(("+00 -11 -22 -33", "+01 +10 +23 -32", "+02 -13 +20 +31", "+03 +12 -21 +30")):
     for _term in _row.split():
@@ -27,9 +27,9 @@ ROTATION = np.einsum("xmj,j,miy->xyij", PRODUCT[1:], np.array([1.0, -1, -1, -1])
 
 @dataclass(frozen=True)
 class Rigid:
-    """A collection, of shape `*`, of rotations [*, 3, 3] and translations [*, 3]: x -> R x + t.
+    """A collection of motions x -> R x + t, of shape `*`: rotations [*, 3, 3] and translations [*, 3].
 
-    Indexing, as in `rigid[..., None]`, acts on `*`.
+    Indexing, as in `rigid[..., None]`, acts on the axes `*`.
     """
 
     rotation: Tensor
@@ -44,8 +44,8 @@ class Rigid:
         index = index if isinstance(index, tuple) else (index,)
         if not any(i is Ellipsis for i in index):
             return Rigid(self.rotation[index], self.translation[index])
-        rest = slice(None)
-        return Rigid(self.rotation[(*index, rest, rest)], self.translation[(*index, rest)])
+        whole = slice(None)
+        return Rigid(self.rotation[(*index, whole, whole)], self.translation[(*index, whole)])
 
     def apply(self, points: Tensor) -> Tensor:
         """Map local points [*, 3] to global points [*, 3]."""
@@ -64,51 +64,51 @@ class Rigid:
         return Rigid(self.rotation.mT, -rotate(self.rotation.mT, self.translation))
 
     def to(self, target: torch.device | torch.dtype) -> Rigid:
-        """Return the same motion on another device or in another dtype."""
+        """Move the collection to another device or dtype."""
         return Rigid(self.rotation.to(target), self.translation.to(target))
 
     def to_quaternion7(self) -> Tensor:
-        """Return [*, 7]: the unit quaternion w x y z with w >= 0, then the translation."""
+        """Convert to [*, 7]: the unit quaternion w x y z with w >= 0, then the translation."""
         return torch.cat([rotation_to_quaternion(self.rotation), self.translation], dim=-1)
 
     def to_flat12(self) -> Tensor:
-        """Return [*, 12]: the rotation row by row, then the translation (AF2's `rigidgroups_gt_frames`)."""
+        """Convert to [*, 12]: the rotation row by row, then the translation (AF2's `rigidgroups_gt_frames`)."""
         return torch.cat([self.rotation.flatten(-2), self.translation], dim=-1)
 
     def to_matrix(self) -> Tensor:
-        """Return [*, 3, 4]: the rotation, and the translation as the last column."""
+        """Convert to [*, 3, 4]: the rotation, and the translation as the last column."""
         return torch.cat([self.rotation, self.translation[..., None]], dim=-1)
 
     @staticmethod
     def identity(shape: Sequence[int], *, dtype: torch.dtype | None = None, device: Any = None) -> Rigid:
-        """Return identities, in a collection of this shape."""
+        """Return a collection of identities of this shape."""
         eye = torch.eye(3, dtype=dtype, device=device).expand(*shape, 3, 3)
         return Rigid(eye, torch.zeros(*shape, 3, dtype=dtype, device=device))
 
     @staticmethod
     def from_quaternion7(affine: Tensor) -> Rigid:
-        """Read [*, 7]: the unit quaternion w x y z, which is not normalised here, then the translation."""
+        """Convert from [*, 7]: the unit quaternion w x y z, which is not normalised here, then the translation."""
         quaternion, translation = affine.split((4, 3), -1)
         return Rigid(quaternion_to_rotation(quaternion), translation)
 
     @staticmethod
     def from_flat12(flat: Tensor) -> Rigid:
-        """Read [*, 12]: the rotation row by row, then the translation."""
+        """Convert from [*, 12]: the rotation row by row, then the translation."""
         rotation, translation = flat.split((9, 3), -1)
         return Rigid(rotation.unflatten(-1, (3, 3)), translation)
 
     @staticmethod
     def from_matrix(matrix: Tensor) -> Rigid:
-        """Read [*, 3, 4]: the rotation, and the translation as the last column."""
+        """Convert from [*, 3, 4]: the rotation, and the translation as the last column."""
         rotation, translation = matrix.split((3, 1), -1)
         return Rigid(rotation, translation.squeeze(-1))
 
     @staticmethod
     def from_axes(x_axis: Tensor, xy_plane: Tensor, origin: Tensor) -> Rigid:
-        """Make the frame at `origin` with x along `x_axis`, `xy_plane` in the xy plane at positive y (Gram-Schmidt).
+        """Build the frame at `origin` with x along `x_axis`, `xy_plane` in the xy plane at positive y (Gram-Schmidt).
 
-        All [*, 3]; the vectors have any length.  Collinear or zero vectors give a finite matrix with finite gradients
-        that is not a rotation: the caller masks them.
+        All [*, 3]. The vectors may have any length. Collinear or zero vectors give a finite matrix with finite
+        gradients that is not a rotation, so the caller must mask them.
         """
         x = normalize(x_axis)
         y = normalize(xy_plane - (xy_plane * x).sum(-1, keepdim=True) * x)
@@ -116,9 +116,9 @@ class Rigid:
 
     @staticmethod
     def from_three_points(x1: Tensor, x2: Tensor, x3: Tensor) -> Rigid:
-        """Make the frame with its origin at x2, x axis towards x3, and x1 in the xy plane (Algorithm 21).  All [*, 3].
+        """Build the frame with origin x2, x axis towards x3, and x1 in the xy plane (Algorithm 21, rigidFrom3Points).
 
-        The backbone frame is `from_three_points(N, CA, C)`.
+        All [*, 3]. The backbone frame is `from_three_points(N, CA, C)`.
         """
         return Rigid.from_axes(x3 - x2, x1 - x2, x2)
 
@@ -151,19 +151,20 @@ def multiply(first: Tensor, second: Tensor) -> Tensor:
 
 
 def normalize(vectors: Tensor, eps: float = 1e-8) -> Tensor:
-    """Return v / sqrt(|v|^2 + eps) over the last axis: zero, with a finite gradient, for the zero vector."""
+    """Compute v / sqrt(|v|^2 + eps) over the last axis. A zero vector gives zero, with a finite gradient."""
     return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + eps)
 
 
 @functools.cache
-@torch.inference_mode(False)  # what is made in inference may serve training later
+# An inference tensor in the cache could not be used in training.
+@torch.inference_mode(False)
 def _coefficients(name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return PRODUCT or ROTATION as [results, 16], on a device: copied there once, for a copy waits for the device."""
+    """Return PRODUCT or ROTATION as [results, 16] on a device, cached because a copy waits for the device."""
     return torch.from_numpy(globals()[name].reshape(-1, 16)).to(device, dtype)
 
 
 def _bilinear(name: str, first: Tensor, second: Tensor) -> Tensor:
-    """Return the sums over i and j of PRODUCT or ROTATION [results, i, j] times first_i second_j: [*, results]."""
+    """Contract PRODUCT or ROTATION [results, i, j] with first_i and second_j: [*, 4], [*, 4] -> [*, results]."""
     products = (first[..., :, None] * second[..., None, :]).flatten(-2)
     return (products[..., None, :] * _coefficients(name, products.dtype, products.device)).sum(-1)
 
@@ -174,14 +175,14 @@ def quaternion_multiply(first: Tensor, second: Tensor) -> Tensor:
 
 
 def quaternion_to_rotation(quaternion: Tensor) -> Tensor:
-    """Convert [*, 4] w x y z to [*, 3, 3].  A quaternion of length l gives l^2 times its rotation."""
+    """Convert [*, 4] w x y z to [*, 3, 3]. A quaternion of length l gives l^2 times its rotation."""
     return _bilinear("ROTATION", quaternion, quaternion).unflatten(-1, (3, 3))
 
 
 def rotation_to_quaternion(rotation: Tensor) -> Tensor:
     """Convert [*, 3, 3] to unit quaternions [*, 4] w x y z with w >= 0.
 
-    The matrix 4 q q^T is linear in R; its row with the largest diagonal entry is the best conditioned multiple of q.
+    The matrix 4 q q^T is linear in R. Its row with the largest diagonal entry is the best conditioned multiple of q.
     """
     (xx, xy, xz), (yx, yy, yz), (zx, zy, zz) = (row.unbind(-1) for row in rotation.unbind(-2))
     rows = [
@@ -198,11 +199,10 @@ def rotation_to_quaternion(rotation: Tensor) -> Tensor:
 
 
 def update_affine(affine: Tensor, update: Tensor, rotation: Tensor | None = None) -> Tensor:
-    """Compose backbone frames with an update (Algorithm 23): [*, 7], [*, 6] -> [*, 7].
+    """Compose backbone frames with an update (Algorithm 23, BackboneUpdate): [*, 7], [*, 6] -> [*, 7].
 
-    `update` is (b, c, d, translation) in the local frame.  The rotation is multiplied by that of the normalised
-    quaternion (1, b, c, d): q -> q (1, b, c, d), over its length.  rotation [*, 3, 3]: that of `affine`, where it is
-    known.
+    update: b, c, d and the translation, in the local frame. The quaternion is multiplied by (1, b, c, d) and
+    normalised. rotation: [*, 3, 3], the rotation of `affine`; None: it is computed here.
     """
     (quaternion, translation), (vector, shift) = affine.split((4, 3), -1), update.split((3, 3), -1)
     rotation = quaternion_to_rotation(quaternion) if rotation is None else rotation

@@ -1,6 +1,7 @@
 """Measurements of the twenty amino acids: ideal atom positions, bond lengths, bond angles, atom radii.
 
-Only numbers are here, as short text; `residue.py` makes arrays of them.  Lengths in angstrom, angles in degrees.
+This file contains the numbers as short text, and `residue.py` builds arrays from them. Lengths are in angstrom, angles
+in degrees.
 
 Sources: ideal positions, as published with AlphaFold2 (Supp. 1.8.4; `residue_constants.py`, Apache-2.0); bond lengths
 and angles with standard deviations, Engh & Huber, International Tables for Crystallography F (2001) 18.3, as published
@@ -8,7 +9,7 @@ with AlphaFold2 (Supp. 1.9.11; `stereo_chemical_props.txt`); van der Waals radii
 """
 
 # Atoms in AF2's atom14 order: name, rigid group, x, y, z in the frame of that group.  Groups: 0 backbone, 3 psi,
-# 4 to 7 chi1 to chi4; 1 (omega) and 2 (phi) have hydrogens only.  A group's origin is the end of its rotation axis, x
+# 4 to 7 chi1 to chi4; 1 (omega) and 2 (phi) have hydrogens only. A group's origin is the end of its rotation axis, x
 # runs along the axis, and the atom that defines the torsion lies in the xy plane at positive y.
 IDEAL_ATOMS: dict[str, str] = {
     "ALA": """N 0 -0.525 1.363 0.000, CA 0 0.000 0.000 0.000, C 0 1.526 0.000 0.000, O 3 0.627 1.062 0.000,
@@ -62,7 +63,8 @@ IDEAL_ATOMS: dict[str, str] = {
               CB 0 -0.533 -0.795 -1.213, CG1 4 0.540 1.429 0.000, CG2 4 0.533 -0.776 1.203""",
 }
 
-# The atoms along which the chi angles run, from N, CA and CB on: chi_k turns about atoms k + 1 and k + 2.
+# The chain of atoms that defines the chi angles, from N, CA and CB on. chi_k is the torsion about the bond between
+# atoms k + 1 and k + 2.
 CHI_PATH: dict[str, str] = {"ALA": "", "GLY": ""} | {
     name: f"N CA CB {side_chain}"
     for name, side_chain in {
@@ -72,7 +74,7 @@ CHI_PATH: dict[str, str] = {"ALA": "", "GLY": ""} | {
     }.items()
 }  # fmt: skip
 
-# Atoms whose names are interchangeable, because the last chi angle is symmetric under a half turn (Supp. 1.8.5).
+# Atoms with interchangeable names, because the last chi angle is symmetric under a half turn (Supp. 1.8.5).
 NAMING_SWAPS: dict[str, tuple[tuple[str, str], ...]] = {
     "ASP": (("OD1", "OD2"),),
     "GLU": (("OE1", "OE2"),),
