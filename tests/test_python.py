@@ -120,7 +120,7 @@ def test_values_are_checked_as_they_are_declared() -> None:
 
 WRONG: dict[str, tuple[Callable[[Predictor, Path], Any], str]] = {
     "device": (lambda p, path: load(path, device="gpu"), "gpu"),
-    "no device": (lambda p, path: load(path, device=3), "device = 3: a name is needed"),
+    "no device": (lambda p, path: load(path, device=3), "device = 3: it must be a name"),
     "cuda": (lambda p, path: p.to("cuda:99"), "cuda:99"),
     "precision": (lambda p, path: load(path, "cpu", precision="half"), "precision = 'half': not one of auto, fp32"),
     "memory": (lambda p, path: load(path, "cpu", memory="lots"), "lots"),
@@ -171,7 +171,7 @@ WRONG: dict[str, tuple[Callable[[Predictor, Path], Any], str]] = {
     ),
     "no database": (lambda p, path: warpfold.search(ONE, out="out"), "database is missing; .* with msa_server"),
     "name of a database": (lambda p, path: warpfold.search(ONE, ["a b="], "out"), "^database a b=: "),
-    "team": (lambda p, path: load(path, "cpu", team=2), "team = 2: a Team is needed"),
+    "team": (lambda p, path: load(path, "cpu", team=2), "team = 2: it must be a Team"),
     "no letters": (lambda p, path: p.fold(" "), "has no residues; give a letter for each"),
     "no chains": (lambda p, path: p.fold([]), "has no chains"),
     "names": (lambda p, path: p.fold_many({1: ONE}), "the name 1: a text is needed"),

@@ -23,7 +23,7 @@ from warpfold.ops.dispatch import Op
 from warpfold.ops.noise import DropoutFactors, dropout_factors
 from warpfold.parallel.collectives import Pending
 from warpfold.parallel.mesh import Group
-from warpfold.parallel.sharded import ChannelExchange, result_of
+from warpfold.parallel.sharded import ChannelExchange, exhaust
 
 ATTENTION = ODD[0]
 CPU = torch.device("cpu")
@@ -310,7 +310,7 @@ def in_parts(update: Callable[..., Tensor]) -> Callable[..., Tensor]:
         shared = layer.shared(read, mask) if shared is None and layer.shares else shared
         if isinstance(layer, TriangleMultiplication):  # by channels, of one rank
             exchange = ChannelExchange(layer, ROWS, read.shape[ROWS], Group("axial"), "")
-            result_of(exchange.product(read, mask, Pending(shared[0]), None, read.shape[ROWS]))
+            exhaust(exchange.product(read, mask, Pending(shared[0]), None, read.shape[ROWS]))
         norm = layer.norm
         layer.norm = NoNorm() if isinstance(layer, AttentionUpdate) else norm
         found = update(layer, layer.prepare(read, mask), mask, shared, *onto)

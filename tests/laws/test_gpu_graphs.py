@@ -16,7 +16,7 @@ from tests.laws.test_graphs import CASES, LOSSES, WORK, sample
 from tests.laws.test_plans import Work
 from tests.training.runs import equal_tensors, make_store, rows, tiny_run
 from warpfold.data.load.examples import Sample
-from warpfold.device import Graphs, Named, Offload, between
+from warpfold.device import Graphs, Named, Offload, outside_graph
 from warpfold.engine.learn import Learner, in_batches
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.errors import UserError
@@ -275,7 +275,7 @@ def test_what_the_host_does_between_is_done_in_each_replay_and_sees_what_was_com
     seen: list[Tensor] = []
     for w in weights:
         w.grad = torch.zeros_like(w)
-        w.register_post_accumulate_grad_hook(lambda w: between(lambda: seen.append(w.grad.clone())))
+        w.register_post_accumulate_grad_hook(lambda w: outside_graph(lambda: seen.append(w.grad.clone())))
 
     def backward(inputs: Mapping[str, Tensor]) -> Named:
         for w in weights:
@@ -298,7 +298,7 @@ def test_what_the_host_does_between_is_done_in_each_replay_and_sees_what_was_com
 
 def test_what_was_offloaded_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = steps(Plan(), OptimConfig(), 2)
-    monkeypatch.setattr(Offload, "LEAST", 1)
+    monkeypatch.setattr(Offload, "MIN_BYTES", 1)
     found, _ = steps(Plan(offload=True), OptimConfig(), 2)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)

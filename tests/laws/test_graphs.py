@@ -22,7 +22,7 @@ from warpfold import device
 from warpfold.batch import Batch, passes
 from warpfold.cli import app
 from warpfold.data.load.examples import Sample
-from warpfold.device import ALIGNED, CUDARecorder, Graphs, Named, between
+from warpfold.device import ALIGNED, CUDARecorder, Graphs, Named, outside_graph
 from warpfold.engine.learn import Learner
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.errors import LostError, UserError
@@ -201,7 +201,7 @@ def test_a_graph_of_a_pass_that_sends_does_not_serve_one_that_does_not(first: bo
 
     def function(inputs: Mapping[str, torch.Tensor]) -> Named:
         if sends:
-            between(lambda: sent.append(step))
+            outside_graph(lambda: sent.append(step))
         return {"x": 2 * inputs["x"]}
 
     for step in range(8):
@@ -374,7 +374,7 @@ def test_what_the_host_does_between_is_done_in_each_replay() -> None:
 
     def sends(inputs: Batch) -> Named:
         twice = inputs["x"] * 2
-        between(lambda: seen.append(float(twice[0])))
+        outside_graph(lambda: seen.append(float(twice[0])))
         return {"x": twice + 1}
 
     graphs = Graphs()
@@ -396,7 +396,7 @@ def test_graphs_of_many_shapes_share_the_memory_of_their_inputs_and_results() ->
 
 
 def test_the_least_recently_used_graph_is_deleted_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Graphs, "MOST", 2)
+    monkeypatch.setattr(Graphs, "MAX_SHAPES", 2)
     graphs = Graphs()
 
     def called(size: int) -> tuple[int, int]:
@@ -525,7 +525,7 @@ def test_a_capture_that_fails_says_why(fake: CUDARecorder) -> None:
         fake.record(invalidates)
     assert FakeCapture.captures[-1].state == "ended"
     with pytest.raises(ValueError, match="a kernel was loaded"):
-        fake.record(lambda: (between(lambda: None), invalidates())[1])
+        fake.record(lambda: (outside_graph(lambda: None), invalidates())[1])
     assert {each.state for each in FakeCapture.captures} == {"ended"}
     fake.record(dict)  # it can still record
 
@@ -542,7 +542,7 @@ def test_a_capture_that_is_invalid_without_an_error_is_one(fake: CUDARecorder) -
 def test_a_capture_that_did_not_begin_does_not_end(fake: CUDARecorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeCapture, "begins", 2)  # the graph that keeps the pool, and the first part
     with pytest.raises(RuntimeError, match="out of streams"):
-        fake.record(lambda: between(lambda: None) or {})
+        fake.record(lambda: outside_graph(lambda: None) or {})
     assert [each.state for each in FakeCapture.captures] == ["ended", "ended", "new"]
 
 
@@ -653,8 +653,8 @@ def test_where_graphs_are_recorded_unless_it_is_said() -> None:
     for changes, kind, why in (
         ({}, "cpu", "a cpu has no graphs"),
         ({"graph": False}, "cuda", "plan.graph is false"),
-        ({"axial": 2}, "cuda", "messages of ranks that share an example (plan.graph = true"),
-        ({"branch": 2}, "cuda", "messages of ranks that share an example (plan.graph = true"),
+        ({"axial": 2}, "cuda", "ranks that share an example need plan.graph = true"),
+        ({"branch": 2}, "cuda", "ranks that share an example need plan.graph = true"),
         ({"offload": True}, "cuda", "the copies of plan.offload"),
         ({"sizes": 0}, "cuda", "too many shapes; plan.sizes"),
     ):

@@ -219,7 +219,7 @@ def test_what_is_carried_survives_another_number_of_ranks(method: Any, between: 
 def test_refused_beside_what_would_undo_it() -> None:
     config = OptimConfig(compression=CompressionConfig(method="int8"))
     for sync in (SyncConfig(shard_state=True), SyncConfig(strategy="bf16")):
-        with pytest.raises(RankError, match=r'"int8" goes with plan.sync.strategy = "plain"'):
+        with pytest.raises(RankError, match=r'"int8" needs plan.sync.strategy = "plain"'):
             run_ranks(trained, 2, 2, 1, config, sync)
     with pytest.raises(ValueError, match='needs clip = "example"'):
         OptimConfig(clip="step", compression=CompressionConfig(method="int8"))

@@ -291,10 +291,10 @@ def test_slices_of_every_state_hold_as_many_numbers_as_rows_of_z() -> None:
         ({"threads": 0}, "plan.threads is 0"),
         ({"axial": 2, "recompute": "layer"}, r'plan.recompute = "layer" is for ranks that have an example each'),
         ({"branch": 2, "offload": True}, r"plan.offload is for ranks that have an example each"),
-        ({"recompute": True}, r'plan.recompute is True: "block", "layer", or none'),
-        ({"keep_blocks": 1}, r"plan.keep_blocks is 1: how many blocks keep everything"),
+        ({"recompute": True}, r'plan.recompute is True: it must be "block", "layer" or none'),
+        ({"keep_blocks": 1}, r"plan.keep_blocks is 1: .* needs plan.recompute"),
         ({"recompute": "block", "keep_blocks": -1}, r"plan.keep_blocks is -1"),
-        ({"batch": 2, "axial": 2}, r"plan.axial and plan.branch at 1"),
+        ({"batch": 2, "axial": 2}, r"set plan.axial = 1, plan.branch = 1"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(settings: dict[str, Any], says: str) -> None:
@@ -333,15 +333,15 @@ def with_a_layer_beside_its_blocks() -> AlphaFold:
 @pytest.mark.parametrize(
     ("model", "plan", "mesh", "says"),
     [
-        (lambda: odd(Odd), Plan(axial=2), AXIAL, r"plan.axial = 2 .*evoformer.*\(Odd\) has a forward of its own"),
-        (lambda: odd(Odd, "first"), Plan(branch=2), BRANCH, r"plan.branch = 2 .*\(Odd\) has a forward of its own"),
-        (lambda: odd(PlainStep), Plan(axial=2), AXIAL, r"plan.axial = 2 .*Silu in evoformer.* has none"),
+        (lambda: odd(Odd), Plan(axial=2), AXIAL, r"plan.axial = 2: .*evoformer.*\(Odd\) overrides `forward`"),
+        (lambda: odd(Odd, "first"), Plan(branch=2), BRANCH, r"plan.branch = 2: .*\(Odd\) overrides `forward`"),
+        (lambda: odd(PlainStep), Plan(axial=2), AXIAL, r"plan.axial = 2: .*Silu in evoformer.* is not an AxialUpdate"),
         (lambda: odd(Wrong), Plan(axial=2), AXIAL, r"Wrong: .*OuterProductMean.* 's'.* m, z"),
         (lambda: changed("pair.starting", Adapter(Transition(6))), Plan(axial=2), AXIAL, r"Adapter in evoformer"),
         (lambda: changed("msa.transition", OwnForward(8)), Plan(axial=2), AXIAL, r"OwnForward in evoformer"),
-        (with_a_layer_beside_its_blocks, Plan(axial=2), AXIAL, r"last \(Transition\) stands in no block"),
+        (with_a_layer_beside_its_blocks, Plan(axial=2), AXIAL, r"last \(Transition\) is not part of a block"),
         (tiny_model, Plan(branch=2), BRANCH, "needs blocks with independent halves"),
-        (partly_frozen, Plan(branch=2), BRANCH, r"one could have nothing to train. Set plan.branch = 1"),
+        (partly_frozen, Plan(branch=2), BRANCH, r"could have nothing to train. Set plan.branch = 1"),
         (tiny_model, Plan(axial=2), None, "needs a mesh"),
     ],
 )
@@ -359,7 +359,7 @@ def test_what_was_not_bound_is_not_run_on_shards() -> None:
     states, masks = given()
     stack = Execution(Plan(axial=2), AXIAL).bind(Stack(block())).double()
     for part in (copy.deepcopy(stack), stack.blocks[0]):
-        with pytest.raises(ValueError, match="bind"):
+        with pytest.raises(ValueError, match="Bind it first"):
             part(*states, *masks)
     with pytest.raises(ValueError, match=r"Transition.* outside"):
         stack.blocks[0].pair.transition(states[1], masks[1])

@@ -35,8 +35,8 @@ class Recorded(dist.HashStore):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(team, "FIRST", 0.005)
-    monkeypatch.setattr(team, "LAST", 0.02)
+    monkeypatch.setattr(team, "MIN_POLL", 0.005)
+    monkeypatch.setattr(team, "MAX_POLL", 0.02)
 
 
 def meet(store: Any, ranks: int, absent: tuple[int, ...] = (), limit: float = 60.0, each: int = 0) -> list[str]:

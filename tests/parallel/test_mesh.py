@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 from warpfold.errors import UserError
 from warpfold.parallel import heartbeat
 from warpfold.parallel.exchange import make_hierarchical
-from warpfold.parallel.mesh import WATCHDOG, Mesh, coordinates, make_mesh, set_timeouts
+from warpfold.parallel.mesh import NCCL_WATCHDOG_DELAY, Mesh, coordinates, make_mesh, set_timeouts
 
 GROUPS = ("data", "axial", "branch", "model", "world")
 
@@ -108,8 +108,8 @@ def test_a_group_gives_up_in_time_and_nccl_s_watchdog_comes_after(nccl: bool, mo
     set_timeouts(handle, 5.0)
     assert backends["cpu"].set_timeout.call_args == call(timedelta(seconds=5))
     if nccl:
-        assert backends["cuda"].set_timeout.call_args == call(timedelta(seconds=5 + WATCHDOG))
-        assert heartbeat.GRACE * 2 < WATCHDOG
+        assert backends["cuda"].set_timeout.call_args == call(timedelta(seconds=5 + NCCL_WATCHDOG_DELAY))
+        assert heartbeat.GRACE * 2 < NCCL_WATCHDOG_DELAY
 
 
 def test_every_group_gives_up_after_the_limit_of_the_mesh() -> None:

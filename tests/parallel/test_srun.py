@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from warpfold.errors import UserError
-from warpfold.parallel.process import PORTS, first_host, is_one_of_several, of_srun, tasks_of_nodes
+from warpfold.parallel.process import PORTS, first_host, is_one_of_several, tasks_of_nodes, torchrun_from_srun
 from warpfold.parallel.team import ProcessInfo
 
 JOB = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "gpu[01-02]", "SLURM_NTASKS": "6", "SLURM_NTASKS_PER_NODE": "3"}
@@ -137,16 +137,16 @@ def test_slurms_lists_are_read() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"SLURM_NODEID": None}, "SLURM_STEP_NUM_TASKS=6, but SLURM_NODEID is missing; start with srun or torchrun"),
+        ({"SLURM_NODEID": None}, "SLURM_STEP_NUM_TASKS=6: SLURM_NODEID is missing. Start with srun or torchrun"),
         ({"SLURM_JOB_ID": None}, "SLURM_JOB_ID is missing"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "3(x3)"}, "do not fit it"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "three"}, "do not fit it"),
-        ({"SLURM_NODEID": "2"}, "do not fit it"),
-        ({"SLURM_LOCALID": "3"}, "do not fit it"),
-        ({"SLURM_STEP_NUM_TASKS": "many"}, "=many, but"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "3(x3)"}, "other variables contradict it"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "three"}, "other variables contradict it"),
+        ({"SLURM_NODEID": "2"}, "other variables contradict it"),
+        ({"SLURM_LOCALID": "3"}, "other variables contradict it"),
+        ({"SLURM_STEP_NUM_TASKS": "many"}, "=many: "),
     ],
 )
 def test_what_contradicts_itself_is_refused(changes: dict[str, Any], says: str) -> None:
     variables = {name: value for name, value in {**task(0, 0), **changes}.items() if value is not None}
     with pytest.raises(UserError, match=says):
-        of_srun(variables)
+        torchrun_from_srun(variables)

@@ -442,7 +442,7 @@ def watched_until_it_ends(watchdog: heartbeat.Watchdog, stopped: float = 0.0) ->
     watchdog._end = SimpleNamespace(wait=beat)  # type: ignore[assignment]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now))
-        patch.setattr(heartbeat, "_break_off", Mock(side_effect=Ended))
+        patch.setattr(heartbeat, "_terminate", Mock(side_effect=Ended))
         with pytest.raises(Ended):
             watchdog._watch()
     return now, asked
@@ -521,7 +521,7 @@ def test_a_process_group_is_bound_to_its_gpu(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_grid_that_is_not_filled_is_refused_before_anyone_is_met() -> None:
-    with pytest.raises(UserError, match=r"data 2 x axial 2 x branch 1 needs 4 processes, there are 3; start it with"):
+    with pytest.raises(UserError, match=r"data 2 x axial 2 x branch 1 needs 4 processes, there are 3. Start it with"):
         distributed_context(ProcessInfo(ranks=3, address="nowhere"), Plan(data=2, axial=2)).__enter__()
     with pytest.raises(UserError, match="there are 1"):
         distributed_context(ProcessInfo(), Plan(axial=2)).__enter__()

@@ -79,17 +79,17 @@ def test_a_branch_waits_for_the_other_alone(triangle: Triangle) -> None:
     assert all(work == NEXT_OUTER for work in left.values())
 
 
-def one_after_the_other(*works: Any) -> tuple[Any, ...]:
+def one_after_the_other(*generators: Any) -> tuple[Any, ...]:
     """Halves that do not take turns."""
-    return tuple(result for work in works for result in sharded_alternate(work))
+    return tuple(result for generator in generators for result in sharded_interleave(generator))
 
 
-sharded_alternate = sharded._alternate
+sharded_interleave = sharded._interleave
 
 
 MISTAKES = {
     "blocking": ("middle", collectives, "_begin", at_once(collectives._begin), "forward"),
-    "one half after the other": ("first", sharded, "_alternate", one_after_the_other, "forward"),
+    "one half after the other": ("first", sharded, "_interleave", one_after_the_other, "forward"),
     "gradients in the reverse order": ("first", collectives, "_reserved", InReverse(), "backward"),
 }
 
@@ -106,7 +106,7 @@ def test_holding_back_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     start = ShardedTensor.start
 
     def at_first_use(cut: ShardedTensor, axis: int) -> None:
-        if sys._getframe(1).f_code.co_name == "pending":
+        if sys._getframe(1).f_code.co_name == "future":
             start(cut, axis)
 
     monkeypatch.setattr(ShardedTensor, "start", at_first_use)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from warpfold.batch import Batch
-from warpfold.device import between
+from warpfold.device import outside_graph
 from warpfold.geometry.labels import structure_labels
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.ops.torch_internals import without_modes
@@ -48,7 +48,7 @@ def with_truth(batch: Mapping[str, Tensor], atoms: Tensor) -> Batch:
     if len(positions) > 1:
         arguments = atoms[:, CA], positions[:, :, CA], mask[:, :, CA], batch["asym_id"], batch["entity_id"]
         # Within a graph, the host computes this at each replay.
-        between(lambda: copy.copy_(nearest_copies(*arguments)))
+        outside_graph(lambda: copy.copy_(nearest_copies(*arguments)))
     residues = torch.arange(len(copy), device=copy.device)
     positions, mask = positions[copy, residues], mask[copy, residues]
     labels = structure_labels(batch["aatype"], positions, mask)

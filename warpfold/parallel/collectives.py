@@ -1,9 +1,9 @@
-"""Differentiable, asynchronous collectives: started when the tensor exists, awaited where it is used.
+"""Differentiable, asynchronous collectives: started when the input exists, awaited where the result is used.
 
-`all_gather` makes a sharded tensor whole on every rank, `all_to_all` shards it along another axis, and `sendrecv`
-exchanges tensors between two ranks.  Each returns a `Pending`; its `wait` returns the tensor.  The backward pass runs
-the exact transpose (that of an all-gather is a reduce-scatter): it starts when the gradient of the awaited tensor is
-known, and is awaited as late as possible, when autograd has nothing else to do.
+`all_gather` gathers a sharded tensor on every rank, `all_to_all` reshards it along another axis, and `sendrecv` swaps
+tensors between two ranks. Each returns a `Pending`, whose `wait` returns the tensor. The backward pass runs the exact
+transpose (a reduce-scatter for an all-gather). The transpose starts when the gradient of the result is known. Autograd
+waits for it as late as possible, when no other work is left.
 """
 
 import math
@@ -30,30 +30,34 @@ _numbers = count()
 
 
 def shard_sizes(length: int, ranks: int) -> list[int]:
-    """Return how many of `length` rows each rank holds: the first ranks hold one more where it does not divide."""
+    """Return the number of rows of each rank. The first ranks hold one more if `ranks` does not divide `length`."""
     each, more = divmod(length, ranks)
     return [each + (rank < more) for rank in range(ranks)]
 
 
 def local_shard(x: F, axis: int, group: Group) -> F:
-    """Return this rank's shard, a view, of a tensor that every rank has whole, or of dropout factors not yet drawn."""
+    """Return this rank's shard of a full tensor as a view, or of dropout factors that are not yet drawn."""
     sizes = shard_sizes(x.shape[axis], group.size)
-    shard: Any = x.narrow(axis, sum(sizes[: group.rank]), sizes[group.rank])  # type of x
+    shard: Any = x.narrow(axis, sum(sizes[: group.rank]), sizes[group.rank])
     return shard
 
 
 class Pending:
-    """A tensor that is here or still in flight; `wait` returns it, however often it is called."""
+    """A tensor that is available or still in flight. `wait` returns it and may be called repeatedly.
+
+    travels: whether the tensor ever was in flight.
+    is_block_input: whether it is the input of a block that may be recomputed.
+    """
 
     def __init__(self, tensor: Tensor | None, receive: Callable[[bool], Tensor] | None = None) -> None:
         self._tensor, self._receive = tensor, receive
-        self.travels = tensor is None  # whether it ever was in flight
-        self.given = False  # whether it is the input of a block that may be recomputed
+        self.travels = tensor is None
+        self.is_block_input = False
 
     def wait(self) -> Tensor:
         if self._tensor is None:
             assert self._receive is not None
-            self._tensor, self._receive = self._receive(self.given), None
+            self._tensor, self._receive = self._receive(self.is_block_input), None
         return self._tensor
 
     @property
@@ -62,13 +66,13 @@ class Pending:
         return self._tensor is not None
 
 
-# The buffer that will be filled, the one that is sent, the handle, and the bytes that leave this rank.
+# The receive buffer, the send buffer, the handle, and the bytes that leave this rank.
 Started = tuple[Tensor, Tensor, dist.Work | None, int]
 
 
 @dataclass(frozen=True)
 class _Collective:
-    """A linear map between tensors that lie on several ranks: pack and send (`start`), then `unpack` what has come."""
+    """A linear map between distributed tensors: `start` packs and sends, `unpack` reads the received buffer."""
 
     kind: str
     name: str
@@ -77,24 +81,24 @@ class _Collective:
 
 
 def _exchange(sent: Tensor, leave: list[int], come: list[int], group: Group) -> Started:
-    """Start to send `leave` numbers to each rank, and to receive `come` from each."""
+    """Start an all-to-all that sends `leave[r]` elements to rank r and receives `come[r]` elements from it."""
     buffer = sent.new_empty(sum(come))
     work = dist.all_to_all_single(buffer, sent, come, leave, group=group.handle, async_op=True)
     return buffer, sent, work, (len(sent) - leave[group.rank]) * sent.element_size()
 
 
 def _with_size(shape: torch.Size, axis: int, size: int) -> torch.Size:
-    found = list(shape)
-    found[axis] = size
-    return torch.Size(found)
+    sizes = list(shape)
+    sizes[axis] = size
+    return torch.Size(sizes)
 
 
 def _padded(flat: Tensor, width: int) -> Tensor:
     return flat if len(flat) == width else torch.cat([flat, flat.new_zeros(width - len(flat))])
 
 
-def _one_after_another(x: Tensor, sizes: Sequence[int], axis: int) -> Tensor:
-    """Return the parts of x along an axis, flat, one after another: x itself where they lie so, else one copy."""
+def _flat_shards(x: Tensor, sizes: Sequence[int], axis: int) -> Tensor:
+    """Flatten and concatenate the shards of x along an axis: a view if they are contiguous, otherwise one copy."""
     if math.prod(x.shape[:axis]) == 1:
         return x.contiguous().view(-1)
     if len(set(sizes)) == 1:
@@ -104,7 +108,7 @@ def _one_after_another(x: Tensor, sizes: Sequence[int], axis: int) -> Tensor:
 
 
 def _joined(flat: Tensor, shapes: Sequence[torch.Size], axis: int) -> Tensor:
-    """Return tensors of these shapes, which lie one after another, joined along an axis: a view where that is one."""
+    """Join consecutive flat shards of these shapes along an axis: a view if they are contiguous, otherwise a copy."""
     if math.prod(shapes[0][:axis]) == 1:
         return flat.view(_with_size(shapes[0], axis, sum(shape[axis] for shape in shapes)))
     parts = flat.split([shape.numel() for shape in shapes])
@@ -112,10 +116,10 @@ def _joined(flat: Tensor, shapes: Sequence[torch.Size], axis: int) -> Tensor:
 
 
 def all_gather(x: Tensor, axis: int, length: int, group: Group, name: str) -> Pending:
-    """Make x, sharded along `axis` with `length` rows in all, whole on every rank.
+    """Gather x, which is sharded along `axis` with `length` rows in all, on every rank.
 
-    Shards are padded to the size of the largest, and only where sizes differ.  The transpose adds up the whole tensors
-    of all ranks, and gives each rank its shard.
+    Shards of different sizes are padded to the largest. The transpose is a reduce-scatter, which adds up the full
+    tensors of all ranks and gives each rank its shard.
     """
     if group.size == 1:
         return Pending(x)
@@ -137,7 +141,7 @@ def all_gather(x: Tensor, axis: int, length: int, group: Group, name: str) -> Pe
 
     def reduce_scatter(x: Tensor) -> Started:
         if even:
-            sent = _one_after_another(x, sizes, axis)
+            sent = _flat_shards(x, sizes, axis)
         else:
             sent = torch.cat([_padded(part.reshape(-1), width) for part in x.split(sizes, axis)])
         buffer = sent.new_empty(width)
@@ -152,22 +156,22 @@ def all_gather(x: Tensor, axis: int, length: int, group: Group, name: str) -> Pe
 
 
 def all_to_all(x: Tensor, had: int, wanted: int, length: int, group: Group, name: str) -> Pending:
-    """Shard x along `wanted`, where it is whole, instead of along `had`, where it has `length` rows in all.
+    """Reshard x from the axis `had`, along which it has `length` rows in all, to the axis `wanted`.
 
-    Every rank sends to every other the part that both shards share.
+    Every rank sends each other rank the intersection of its old shard with that rank's new shard.
     """
     if group.size == 1:
         return Pending(x)
 
     def resharding(shape: torch.Size, had: int, wanted: int, length: int) -> _Collective:
-        """Say how the whole of a shard of this shape, `length` rows along `had`, is sharded anew."""
+        """Describe how a tensor whose shard has this shape, with `length` rows along `had`, is resharded."""
         had_sizes, wanted_sizes = shard_sizes(length, group.size), shard_sizes(shape[wanted], group.size)
         leave = [_with_size(shape, wanted, size).numel() for size in wanted_sizes]
         kept = _with_size(shape, wanted, wanted_sizes[group.rank])
         come = [_with_size(kept, had, size) for size in had_sizes]
 
         def start(x: Tensor) -> Started:
-            sent = _one_after_another(x, wanted_sizes, wanted)
+            sent = _flat_shards(x, wanted_sizes, wanted)
             return _exchange(sent, leave, [shape.numel() for shape in come], group)
 
         return _Collective("all_to_all", name, start, lambda buffer: _joined(buffer, come, had))
@@ -179,7 +183,7 @@ def all_to_all(x: Tensor, had: int, wanted: int, length: int, group: Group, name
 
 
 def sendrecv(x: Tensor, other: Sequence[int], group: Group, name: str) -> Pending:
-    """Send x to the other of two ranks, and receive the tensor of shape `other` that it sends."""
+    """Send x to the other of two ranks, and receive its tensor of shape `other`."""
     if group.size == 1:
         return Pending(x)
 
@@ -198,7 +202,7 @@ def sendrecv(x: Tensor, other: Sequence[int], group: Group, name: str) -> Pendin
 
 @dataclass
 class _InFlight:
-    """A collective that was started, with all that must stay alive until it is done."""
+    """A collective in flight, with the buffers that must stay alive until it is done."""
 
     collective: _Collective
     buffer: Tensor
@@ -216,19 +220,19 @@ class _InFlight:
 
 @dataclass
 class _Call:
-    """The two collectives of one call, while they are in flight; its two autograd nodes share it."""
+    """The forward and backward collectives of one call while in flight, shared by its two autograd nodes."""
 
     forward: _InFlight | None = None
     backward: _InFlight | None = None
 
 
 def _begin(x: Tensor, there: _Collective, back: _Collective) -> Pending:
-    """Start a collective; back: the one that the gradient takes, its transpose."""
+    """Start a collective. back: its transpose, which the gradient takes."""
     call = _Call()
     placeholder = _Start.apply(x, there, call)
     if placeholder.requires_grad:
         set_node_number(placeholder.grad_fn, _reserved.next())
-    return Pending(None, lambda given: _Wait.apply(placeholder, back, call, given))
+    return Pending(None, lambda is_block_input: _Wait.apply(placeholder, back, call, is_block_input))
 
 
 def _send(collective: _Collective, x: Tensor, backward: bool) -> _InFlight:
@@ -238,15 +242,16 @@ def _send(collective: _Collective, x: Tensor, backward: bool) -> _InFlight:
     return in_flight
 
 
+# Sequence numbers that are reserved at once.
 RESERVE = 4096
 
 
 class _Reserved(threading.local):
-    """Sequence numbers of autograd nodes that nobody needs, in ascending order.
+    """Reserved sequence numbers of autograd nodes, in ascending order.
 
-    Autograd's engine runs, of the nodes whose gradient is known, the one with the highest sequence number, and nodes
-    are numbered as a thread makes them.  These numbers are lower than those of all later nodes, so a wait that has one
-    runs when there is nothing else to do, on all ranks alike.
+    Among the nodes whose gradient is known, autograd's engine runs the one with the highest sequence number, and each
+    thread numbers its nodes in the order of their creation. The reserved numbers are lower than those of all later
+    nodes. A wait with a reserved number therefore runs when no other node is ready, on every rank.
     """
 
     def __init__(self) -> None:
@@ -266,7 +271,7 @@ _reserved = _Reserved()
 
 
 class _Start(Function):
-    """x -> a placeholder, whose gradient arrives when the gradient of x is in flight."""
+    """Start the collective of x and return a placeholder. The backward pass waits for the gradient of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, collective: _Collective, call: _Call) -> Tensor:
@@ -276,42 +281,44 @@ class _Start(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        in_flight, ctx.call.backward = ctx.call.backward, None  # the graph may live on, its buffers must not
+        # Drop the reference: the graph may outlive this pass, but the buffers must not.
+        in_flight, ctx.call.backward = ctx.call.backward, None
         return in_flight.wait(), None, None
 
 
 class _Wait(Function):
-    """The placeholder -> the tensor."""
+    """Wait for the tensor that belongs to a placeholder. The backward pass starts the transpose for its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, placeholder: Tensor, back: _Collective, call: _Call, given: bool) -> Tensor:
+    def forward(ctx: Any, placeholder: Tensor, back: _Collective, call: _Call, is_block_input: bool) -> Tensor:
         ctx.back, ctx.call = back, call
         in_flight, call.forward = call.forward, None
         assert in_flight is not None
-        if not given:  # so that `backward` can ask for it; the input of a block is not part of its recomputation
+        if not is_block_input:
+            # Saved only to trigger recomputation in `backward`. The input of a block is not part of its recomputation.
             ctx.save_for_backward(placeholder)
         return in_flight.wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        # Asking for what was saved makes torch recompute a checkpointed block now, before the gradient is sent.  Ranks
-        # that have more rows, or another branch, would otherwise recompute sooner or later than others, and the
-        # collectives of one rank's recomputation would meet those of another's backward pass.
+        # Reading the saved tensors makes torch recompute a checkpointed block now, before the gradient is sent. Ranks
+        # with more rows or of another branch would otherwise recompute at different moments, and the collectives of
+        # one rank's recomputation would be matched with those of another rank's backward pass.
         _ = ctx.saved_tensors
         ctx.call.backward = _send(ctx.back, grads[0], True)
         return _placeholder(grads[0]), None, None, None
 
 
 def _placeholder(like: Tensor) -> Tensor:
-    """Return a number that nobody reads.  It is not written, which would be a kernel, unless torch looks for NaN."""
+    """Return a scalar that is never read. It is initialised, which launches a kernel, only if torch checks for NaN."""
     return like.new_zeros(()) if torch.is_anomaly_enabled() else like.new_empty(())
 
 
 def tied(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors as they are, but make autograd want the gradients of all where it wants that of one.
+    """Return the tensors unchanged, and make autograd compute the gradients of all if it computes that of any.
 
-    Use it for tensors that one rank goes on to use and another does not: both must take part in the collective of the
-    gradient, if only with zeros.
+    Use it for tensors that only some ranks use afterwards: every rank must take part in the collective of the gradient,
+    if only with zeros.
     """
     return tuple(_Tie.apply(*tensors))
 

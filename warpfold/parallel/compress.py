@@ -1,8 +1,8 @@
-"""Gradient compression between data ranks: what is left out of one step is carried over to later ones.
+"""Gradient compression between data ranks with error feedback: the error of one step is added to later steps.
 
-Compression changes what is computed, so it is a setting (`[optim.compression]`), not a plan.  Every method acts at the
-step, on this rank's shard of the sum of its clipped examples, and obeys one law (except DGC with momentum): what was
-applied so far, plus the mean of what the ranks still carry, is the sum of all mean gradients.
+Compression changes the results, so it is a setting (`[optim.compression]`) and not part of the plan. Every method acts
+once per step, on this rank's shard of the sum of its clipped examples. All methods except DGC with momentum obey one
+law: the sum of the applied updates plus the mean of the ranks' carried errors equals the sum of all mean gradients.
 """
 
 import zlib
@@ -18,20 +18,22 @@ from torch import Tensor
 from warpfold.parallel.exchange import Segment, Wire
 
 Method = Literal["none", "powersgd", "topk", "int8", "1bit"]
-BLOCK = 256  # numbers that share a scale
-CHUNK = 512  # blocks that are encoded at a time on a CPU
+# Elements that share a scale.
+BLOCK = 256
+# Blocks that a CPU encodes at a time, so that they stay in its cache.
+CHUNK = 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig:
-    """[optim.compression]: for ranks joined by a link so slow that sending less is worth more steps.
+    """[optim.compression]: gradient compression, for ranks on links so slow that it outweighs additional steps.
 
-    method: "powersgd" (low rank: Vogels et al. 2019), "topk" (the largest only: Deep Gradient Compression, Lin et al.
-    2018), "int8", "1bit" (quantised: Seide et al. 2014, Tang et al. 2021).
-    start: how many first steps send whole gradients.
-    rank: of PowerSGD's matrices.
-    ratio, warmup: the share of numbers that topk sends, reached exponentially in `warmup` steps.
-    momentum: of topk's momentum correction; lower the optimiser's own, beta1, as far.
+    method: "powersgd" (low rank; Vogels et al. 2019), "topk" (Deep Gradient Compression; Lin et al. 2018), "int8" or
+    "1bit" (quantised; Seide et al. 2014, Tang et al. 2021).
+    start: number of first steps that send uncompressed gradients.
+    rank: rank of PowerSGD's matrices.
+    ratio, warmup: fraction of elements that topk sends, reached exponentially in `warmup` steps.
+    momentum: momentum of topk's momentum correction. Lower the optimiser's beta1 accordingly.
     """
 
     method: Method = "none"
@@ -45,55 +47,57 @@ class CompressionConfig:
         if min(self.start, self.warmup) < 0 or self.rank < 1:
             raise ValueError("compression: start and warmup must not be negative, rank at least 1")
         if not 0 < self.ratio <= 1 or not 0 <= self.momentum < 1:
-            raise ValueError("compression: ratio must lie above 0 and up to 1, momentum from 0 to below 1")
+            raise ValueError("compression: ratio must be above 0 and at most 1, momentum from 0 to below 1")
 
 
 class Compressor(ABC):
-    """Take the mean of a shard over the data ranks.
+    """Compute the mean of a shard over the data ranks.
 
-    local: flat tensors of the shard's length, different on every data rank.  shared: a tensor that is the same on all.
-    Both, and `steps`, are what a checkpoint holds.
+    local: flat tensors of the shard's length, different on every data rank. shared: a tensor that is equal on all.
+    A checkpoint contains both and `steps`.
     """
 
     def __init__(self, config: CompressionConfig, wire: Wire, like: Tensor, *kinds: str) -> None:
-        """like: a shard, whose length divides by the number of ranks."""
+        """like: a shard whose length is divisible by the number of ranks."""
         self.config, self.wire, self.steps = config, wire, 0
         self.local = {kind: torch.zeros_like(like) for kind in kinds}
         self.shared: Tensor = like.new_empty(0)
 
     def mean(self, x: Tensor, used: Tensor | None = None) -> Tensor:
-        """Return the mean over the data ranks, the same on all of them to the bit.  Every rank must call it.
+        """Compute the mean over the data ranks, bitwise equal on all of them. Every rank must call it.
 
-        used: whether the mean will be; where not, what is carried over stays for the next step.  The host, which does
-        not wait for this number, counts the step.
+        used: bool scalar, whether the update will be applied. If not, the carried errors stay unchanged. It may be on
+        the device, so the host does not read it and counts the step in either case.
         """
         carried = [] if used is None or self.steps < self.config.start else [*self.local.values(), self.shared]
         before = [x.clone() for x in carried]
         mean = self.wire.mean(x) if self.steps < self.config.start else self.compressed(x)
         for now, old in zip(carried, before):
-            assert used is not None  # or nothing is carried
+            # `carried` is empty without `used`.
+            assert used is not None
             torch.where(used, now, old, out=now)
         self.steps += 1
         return mean
 
     @abstractmethod
     def compressed(self, x: Tensor) -> Tensor:
-        """Compute the update that replaces the mean of x once `start` steps are over."""
+        """Compute the update that replaces the mean of x after the first `start` steps."""
 
 
 class Quantised(Compressor):
-    """Send few bits per number and a scale per block, both ways: to the owner of a piece, and its mean back to all.
+    """Send few bits per element and a scale per block: to the owner of each piece, and its mean back to all ranks.
 
-    A rank's own piece reaches it exactly.  The owner carries over what rounding the mean lost, once for every rank.
+    A rank uses its own piece without rounding. The owner carries the rounding error of the mean, multiplied by the
+    number of ranks.
     """
 
     def __init__(self, config: CompressionConfig, wire: Wire, like: Tensor, segments: Sequence[Segment]) -> None:
         super().__init__(config, wire, like, "residual")
         self.bits = 8 if config.method == "int8" else 1
-        self.padding = between([s.where for s in segments], len(like))
+        self.padding = gaps([s.where for s in segments], len(like))
 
     def compressed(self, x: Tensor) -> Tensor:
-        """Send codes to each piece's owner, and the code of their mean to all."""
+        """Send the codes to the owner of each piece, and the code of the mean to all ranks."""
         size, rank = self.wire.group.size, self.wire.group.rank
         residual = self.local["residual"].view(size, -1)
         wanted = residual.add_(x.view(size, -1))
@@ -111,21 +115,22 @@ class Quantised(Compressor):
         residual.sub_(decode(codes, self.bits, length, x.dtype))
         residual[rank] = size * (mean - decode(code, self.bits, length, x.dtype)[0])
         applied = decode(received, self.bits, length, x.dtype).flatten()
-        for place in self.padding:  # it holds no numbers, yet 1-bit codes give it signs
-            residual.view(-1)[place] = 0
-            applied[place] = 0
+        # Padding must stay 0, but 1-bit codes give it a sign.
+        for padding in self.padding:
+            residual.view(-1)[padding] = 0
+            applied[padding] = 0
         return applied
 
 
-def between(places: Sequence[slice], size: int) -> list[slice]:
-    """Return the parts of `size` numbers that lie between some of them."""
-    ends = sorted((place.start, place.stop) for place in places)
+def gaps(covered: Sequence[slice], size: int) -> list[slice]:
+    """Return the ranges of `size` elements that the covered slices leave out."""
+    ends = sorted((part.start, part.stop) for part in covered)
     starts = [0, *(stop for _, stop in ends)]
     return [slice(a, b) for a, b in zip(starts, [*(start for start, _ in ends), size]) if a < b]
 
 
 def encode(x: Tensor, bits: int) -> Tensor:
-    """Encode rows [n, length] as uint8 [n, bytes]: codes, then a scale of x's dtype for every `BLOCK` numbers.
+    """Encode rows [n, length] as uint8 [n, bytes]: the codes, then a scale in x's dtype for every `BLOCK` elements.
 
     8 bits: round(x / scale), scale = max |x| / 127.  1 bit: the sign, scale = mean |x|.
     """
@@ -133,17 +138,18 @@ def encode(x: Tensor, bits: int) -> Tensor:
     blocks = -(-length // BLOCK)
     code = torch.empty(len(x), blocks * (BLOCK * bits // 8 + x.itemsize), dtype=torch.uint8, device=x.device)
     codes, scales = code.split([blocks * BLOCK * bits // 8, blocks * x.itemsize], 1)
-    for rows, some in _in_caches(len(x), blocks, x.device):
-        part = x[rows, some.start * BLOCK : some.stop * BLOCK]
-        short = -part.shape[1] % BLOCK
-        found, scale = _encode((F.pad(part, (0, short)) if short else part).unflatten(1, (-1, BLOCK)), bits, short)
-        codes[rows, some.start * BLOCK * bits // 8 : some.stop * BLOCK * bits // 8] = found.flatten(1)
-        scales[rows, some.start * x.itemsize : some.stop * x.itemsize] = scale.view(torch.uint8)
+    for rows, chunk in _cache_chunks(len(x), blocks, x.device):
+        part = x[rows, chunk.start * BLOCK : chunk.stop * BLOCK]
+        missing = -part.shape[1] % BLOCK
+        padded = F.pad(part, (0, missing)) if missing else part
+        chunk_codes, scale = _encode(padded.unflatten(1, (-1, BLOCK)), bits, missing)
+        codes[rows, chunk.start * BLOCK * bits // 8 : chunk.stop * BLOCK * bits // 8] = chunk_codes.flatten(1)
+        scales[rows, chunk.start * x.itemsize : chunk.stop * x.itemsize] = scale.view(torch.uint8)
     return code
 
 
-def _in_caches(rows: int, blocks: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """Yield which rows and blocks to work at in turn: on a CPU as few as its caches hold, elsewhere all at once."""
+def _cache_chunks(rows: int, blocks: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
+    """Yield chunks of rows and blocks: on a CPU as large as its cache holds, on other devices everything at once."""
     if device.type != "cpu":
         yield slice(0, rows), slice(0, blocks)
         return
@@ -152,57 +158,64 @@ def _in_caches(rows: int, blocks: int, device: torch.device) -> Iterator[tuple[s
             yield slice(row, row + 1), slice(first, min(first + CHUNK, blocks))
 
 
-def _encode(blocks: Tensor, bits: int, short: int) -> tuple[Tensor, Tensor]:
-    """Return codes [n, k, bytes] and scales [n, k] of blocks; the last of each row lacks `short` numbers: zeros."""
+def _encode(blocks: Tensor, bits: int, missing: int) -> tuple[Tensor, Tensor]:
+    """Compute codes [n, k, bytes] and scales [n, k] of blocks.
+
+    The last block of each row has `missing` padding zeros.
+    """
     if bits == 8:
         scale = blocks.abs().amax(-1).div_(127)
         codes = torch.div(blocks, scale.clamp(min=torch.finfo(blocks.dtype).tiny)[..., None]).round_()
         return codes.to(torch.int8).view(torch.uint8), scale
     filled = torch.full((blocks.shape[1],), BLOCK, device=blocks.device)
-    filled[-1:] -= short
+    filled[-1:] -= missing
     scale = blocks.abs().sum(-1) / filled
-    places = 2 ** torch.arange(8, dtype=torch.uint8, device=blocks.device)
-    return ((blocks >= 0).unflatten(-1, (-1, 8)) * places).sum(-1, dtype=torch.uint8), scale
+    bit_values = 2 ** torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    return ((blocks >= 0).unflatten(-1, (-1, 8)) * bit_values).sum(-1, dtype=torch.uint8), scale
 
 
 def decode(code: Tensor, bits: int, length: int, dtype: torch.dtype) -> Tensor:
-    """Undo `encode`, up to rounding: [n, length] of `dtype`."""
+    """Decode the result of `encode` to [n, length] of `dtype`, up to rounding."""
     blocks = -(-length // BLOCK)
     codes, scales = code.split([blocks * BLOCK * bits // 8, blocks * dtype.itemsize], 1)
     numbers = torch.empty(len(code), blocks, BLOCK, dtype=dtype, device=code.device)
-    for rows, some in _in_caches(len(code), blocks, code.device):
-        part = codes[rows, some.start * BLOCK * bits // 8 : some.stop * BLOCK * bits // 8]
-        out, scale = numbers[rows, some], scales[rows].view(dtype)[:, some, None]
+    for rows, chunk in _cache_chunks(len(code), blocks, code.device):
+        part = codes[rows, chunk.start * BLOCK * bits // 8 : chunk.stop * BLOCK * bits // 8]
+        out, scale = numbers[rows, chunk], scales[rows].view(dtype)[:, chunk, None]
         if bits == 8:
             torch.mul(part.view(torch.int8).unflatten(1, (-1, BLOCK)), scale, out=out)
         else:
-            places = torch.arange(8, dtype=torch.uint8, device=code.device)
-            signs = (part[..., None] >> places & 1).view(*out.shape).bool()
+            shifts = torch.arange(8, dtype=torch.uint8, device=code.device)
+            signs = (part[..., None] >> shifts & 1).view(*out.shape).bool()
             torch.where(signs, scale, -scale, out=out)
     return numbers.flatten(1)[:, :length]
 
 
 class TopK(Compressor):
-    """Deep Gradient Compression (Lin et al. 2018): send the largest numbers of each parameter; the rest accumulates.
+    """Deep Gradient Compression (Lin et al. 2018): send the largest elements of each parameter; the rest accumulates.
 
-    Momentum correction (section 3.1), momentum factor masking (3.2) and warm-up of the sparsity (3.3); local clipping
-    (3.1) is the clipping of each example.  With momentum 0 it is plain error feedback.
+    Implements momentum correction (section 3.1), momentum factor masking (3.2) and warm-up of the sparsity (3.3). The
+    per-example clipping serves as local clipping (3.1). With momentum 0 it is plain error feedback.
     """
 
     def __init__(self, config: CompressionConfig, wire: Wire, like: Tensor, segments: Sequence[Segment]) -> None:
         super().__init__(config, wire, like, "momentum", "residual")
-        self.groups: dict[int, Tensor] = {}  # length of a parameter -> where those of that length start
+        # Length of a parameter -> the offsets of all parameters of that length.
+        self.groups: dict[int, Tensor] = {}
         for length in sorted({s.where.stop - s.where.start for s in segments}):
             starts = [s.where.start for s in segments if s.where.stop - s.where.start == length]
             self.groups[length] = torch.tensor(starts, device=like.device)
 
     def density(self) -> float:
-        """Return the share of numbers to send: it falls to `ratio` by equal factors (25 %, 6 %, ... in the paper)."""
+        """Compute the fraction of elements to send, which falls exponentially to `ratio` (25 %, 6 %, ...
+
+        in the paper).
+        """
         warm = (self.steps - self.config.start + 1) / max(1, self.config.warmup)
         return self.config.ratio ** min(1.0, warm)
 
     def compressed(self, x: Tensor) -> Tensor:
-        """Add up the largest numbers of every rank; each rank clears its own."""
+        """Sum the largest elements of every rank; each rank clears those that it has sent."""
         momentum, residual = self.local["momentum"], self.local["residual"]
         momentum.mul_(self.config.momentum).add_(x)
         residual.add_(momentum)
@@ -218,14 +231,16 @@ class TopK(Compressor):
         for work in works:
             work.wait()
         mean = torch.zeros_like(x)
-        for where, what in zip(indices.view(size, -1), numbers.view(size, -1)):
-            mean[where] += what  # one rank's indices are all different, so sums are made in the order of the ranks
+        # The indices of one rank are distinct, so every rank adds in the order of ranks and gets the same bits.
+        for where, values in zip(indices.view(size, -1), numbers.view(size, -1)):
+            mean[where] += values
         return mean.div_(size)
 
     def choose(self, x: Tensor) -> Tensor:
-        """Return the indices of the largest numbers of each parameter, at least one of each; as many on every rank."""
+        """Find the indices of the largest elements of each parameter, at least one each; equally many on every rank."""
         density = self.density()
-        chosen = [x.new_empty(0, dtype=torch.int64)]  # a part between nodes may hold padding alone
+        # A shard may consist of padding alone.
+        chosen = [x.new_empty(0, dtype=torch.int64)]
         for length, starts in self.groups.items():
             where = starts[:, None] + torch.arange(length, device=x.device)
             count = min(length, max(1, round(density * length)))
@@ -235,7 +250,7 @@ class TopK(Compressor):
 
 @dataclass(frozen=True)
 class MatrixRows:
-    """Whole rows of a parameter, seen as a matrix [first dimension, all others], within a shard."""
+    """Complete rows within a shard of a parameter that is viewed as a matrix [first dimension, all others]."""
 
     name: str
     where: slice
@@ -244,13 +259,14 @@ class MatrixRows:
 
 
 def matrix_blocks(segments: Sequence[Segment], rank: int) -> list[MatrixRows]:
-    """Return the parts of a shard that low rank makes smaller; all else is sent as it is."""
+    """Return the blocks of a shard whose low-rank form is smaller; everything else is sent uncompressed."""
     blocks = []
     for segment in segments:
         columns = segment.shape[1:].numel() if len(segment.shape) > 1 else 0
         if not columns:
             continue
-        start = segment.where.start + -segment.first % columns  # the first whole row
+        # The first complete row.
+        start = segment.where.start + -segment.first % columns
         rows = (segment.where.stop - start) // columns
         if rows > 0 and rank * (rows + columns) < rows * columns:
             blocks.append(MatrixRows(segment.name, slice(start, start + rows * columns), rows, columns))
@@ -258,10 +274,10 @@ def matrix_blocks(segments: Sequence[Segment], rank: int) -> list[MatrixRows]:
 
 
 class PowerSGD(Compressor):
-    """PowerSGD (Vogels et al. 2019, algorithms 1, 2): project the mean gradient's matrices on a few directions.
+    """PowerSGD (Vogels et al. 2019, algorithms 1, 2): project the matrices of the mean gradient on a few directions.
 
-    One step of power iteration, which begins with the directions of the last step (warm start), finds new ones.  Each
-    rank carries over what the projection leaves out (error feedback).  Blocks of one shape are computed together.
+    Each step performs one power iteration that starts from the directions of the last step (warm start). Each rank
+    carries the error of the projection (error feedback). Blocks of equal shape are computed together.
     """
 
     def __init__(self, config: CompressionConfig, wire: Wire, like: Tensor, segments: Sequence[Segment]) -> None:
@@ -271,22 +287,23 @@ class PowerSGD(Compressor):
             self.groups.setdefault((block.rows, block.columns), []).append(block)
         draws = [self._draw(block) for blocks in self.groups.values() for block in blocks]
         self.first = torch.cat(draws).to(like) if draws else like.new_empty(0)
-        self.shared = self.first.clone()  # Q of every block, for the P of the next step
-        self.rest = between([b.where for blocks in self.groups.values() for b in blocks], len(like))
+        # Q of every block, from which the next step computes P.
+        self.shared = self.first.clone()
+        self.uncompressed = gaps([b.where for blocks in self.groups.values() for b in blocks], len(like))
 
     def _draw(self, block: MatrixRows) -> Tensor:
         generator = torch.Generator().manual_seed(zlib.crc32(block.name.encode()))
         return torch.randn(block.columns * self.config.rank, generator=generator, dtype=torch.float64)
 
     def compressed(self, x: Tensor) -> Tensor:
-        """Return P Q^T of the mean gradient's matrices, and the mean of the rest."""
+        """Compute P Q^T for the matrices of the mean gradient, and the plain mean of everything else."""
         if not self.groups:
             return self.wire.mean(x)
         wanted = x + self.local["residual"]
         matrices = [torch.stack([wanted[b.where].view(shape) for b in bs]) for shape, bs in self.groups.items()]
 
         sent = [m @ q for m, q in zip(matrices, self._matrices(self.shared))]
-        rest = torch.cat([wanted[:0], *(wanted[part] for part in self.rest)])
+        rest = torch.cat([wanted[:0], *(wanted[part] for part in self.uncompressed)])
         arrived = self.wire.mean(torch.cat([rest, *map(torch.flatten, sent)]))
         rest, *flat = arrived.split([len(rest), *map(torch.numel, sent)])
         ps = [orthonormal(part.view_as(p)) for part, p in zip(flat, sent)]
@@ -294,24 +311,25 @@ class PowerSGD(Compressor):
         flat_q = self.wire.mean(torch.cat([(m.mT @ p).flatten() for m, p in zip(matrices, ps)]))
         qs = self._matrices(flat_q)
         applied = [p @ q.mT for p, q in zip(ps, qs)]
-        # Where P has lost a direction, start again from the first draw: Q = M^T P would keep it lost for ever.
+        # If P has lost a direction, restart it from the first draw: Q = M^T P would never regain it.
         drawn = self._matrices(self.first)
-        kept = [torch.where(p.any(1, keepdim=True), q, first) for p, q, first in zip(ps, qs, drawn)]
-        self.shared.copy_(torch.cat([k.flatten() for k in kept]))
+        directions = [torch.where(p.any(1, keepdim=True), q, first) for p, q, first in zip(ps, qs, drawn)]
+        self.shared.copy_(torch.cat([q.flatten() for q in directions]))
 
-        left = self._joined([m - a for m, a in zip(matrices, applied)], torch.zeros_like(rest))
-        self.local["residual"].copy_(left)
+        error = self._joined([m - a for m, a in zip(matrices, applied)], torch.zeros_like(rest))
+        self.local["residual"].copy_(error)
         return self._joined(applied, rest)
 
     def _matrices(self, flat: Tensor) -> list[Tensor]:
-        """Split the flat Q of all blocks into [blocks, columns, rank] of each shape."""
+        """Split the flat Q of all blocks into one tensor [blocks, columns, rank] per shape."""
         rank = self.config.rank
         sizes = [len(blocks) * columns * rank for (_, columns), blocks in self.groups.items()]
         return [part.view(-1, shape[1], rank) for part, shape in zip(flat.split(sizes), self.groups)]
 
     def _joined(self, matrices: Sequence[Tensor], rest: Tensor) -> Tensor:
-        """Join a shard from its blocks and what lies between them."""
-        parts = dict(zip((s.start for s in self.rest), rest.split([s.stop - s.start for s in self.rest])))
+        """Assemble a shard from its blocks and its uncompressed parts."""
+        lengths = [s.stop - s.start for s in self.uncompressed]
+        parts = dict(zip((s.start for s in self.uncompressed), rest.split(lengths)))
         for stack, blocks in zip(matrices, self.groups.values()):
             parts.update({b.where.start: matrix.reshape(-1) for b, matrix in zip(blocks, stack)})
         return torch.cat([parts[start] for start in sorted(parts)])
@@ -320,25 +338,25 @@ class PowerSGD(Compressor):
 def orthonormal(x: Tensor) -> Tensor:
     """Make the columns of [..., rows, rank] orthonormal from first to last (Gram-Schmidt, each column twice).
 
-    A column that lies in the span of those before it, but for rounding, becomes zero.
+    A column in the span of the previous columns, up to rounding, becomes zero.
     """
     columns: list[Tensor] = []
     least = torch.finfo(x.dtype).eps ** 0.5
     for column in x.unbind(-1):
         norm = torch.linalg.vector_norm(column, dim=-1, keepdim=True)
-        left = column
+        remainder = column
         for _ in range(2):
             for before in columns:
-                left = left - (before * left).sum(-1, keepdim=True) * before
-        rest = torch.linalg.vector_norm(left, dim=-1, keepdim=True)
-        columns.append(torch.where(rest > least * norm, left / rest, torch.zeros_like(left)))
+                remainder = remainder - (before * remainder).sum(-1, keepdim=True) * before
+        length = torch.linalg.vector_norm(remainder, dim=-1, keepdim=True)
+        columns.append(torch.where(length > least * norm, remainder / length, torch.zeros_like(remainder)))
     return torch.stack(columns, -1)
 
 
 def make_compressor(
     config: CompressionConfig, wire: Wire, like: Tensor, segments: Sequence[Segment]
 ) -> Compressor | None:
-    """Return the settings' compressor for a shard; None without compression, or with one data rank."""
+    """Create the configured compressor for a shard; returns None without compression or with a single data rank."""
     if config.method == "none" or wire.group.size == 1:
         return None
     kinds: dict[str, type[PowerSGD | TopK | Quantised]] = {"powersgd": PowerSGD, "topk": TopK}

@@ -1,11 +1,11 @@
-"""How gradients lie in one flat buffer, and how data ranks take their mean: lossless but for rounding.
+"""Layout of gradients in one flat buffer, and the mean over data ranks, which is exact up to rounding.
 
-A `Layout` cuts the buffer into buckets, which are sent whole; each rank may own a piece of each.
+A `Layout` divides the buffer into buckets. A bucket is sent at once, and each rank may own a piece of it.
 
-Like an all-reduce, every strategy has two halves: `reduce_scatter` adds up the ranks' contributions and leaves each
-rank a piece of the sum, and `all_gather` makes the pieces whole on every rank.  If each rank keeps the optimiser's
-state of its own piece only, the weights are updated between the two.  Both are generators that yield wherever they
-would wait, so that many buckets are in flight at once; `finish` runs them in one order that is the same on every rank.
+Like an all-reduce, every strategy has two halves: `reduce_scatter` sums the ranks' contributions and leaves each rank a
+piece of the sum, and `all_gather` collects the pieces on every rank. If each rank keeps the optimiser state of its own
+piece only, the weights are updated between the halves. Both are generators that yield before each wait, so that many
+buckets are in flight at once. `finish` runs them in an order that is the same on every rank.
 """
 
 import time
@@ -27,55 +27,65 @@ Stages = Generator[None, None, T]
 ClipFactors = Callable[[], Tensor | None]
 Strategy = Literal["plain", "bf16", "hierarchical", "auto"]
 STRATEGIES = get_args(Strategy)
-MIN_MESSAGE_BYTES = 2**16  # bytes: a message of less than that takes no less time, on most links
-ROUNDS = 5  # of the measurement that "auto" makes
-CLEARLY = 0.9  # another strategy is chosen if it takes less than this part of plain's time
+# Below this size, a message takes no less time on most links.
+MIN_MESSAGE_BYTES = 2**16
+# Repetitions of the measurement for "auto".
+ROUNDS = 5
+# Another strategy is chosen if it takes less than this fraction of the time of "plain".
+MAX_RELATIVE_TIME = 0.9
 
-# Each parameter starts at a multiple of 64 bytes, as if it had been allocated alone: matrix kernels are faster so.
+# Elements: parameters start at multiples of 64 bytes, as separately allocated tensors do. Matrix kernels need this to
+# be fast.
 ALIGN = 16
 
 
 @dataclass(frozen=True)
 class Segment:
-    """The part of a parameter that lies in a shard."""
+    """The part of a parameter that a shard contains.
+
+    where: position in the shard. first: index in the flat parameter of the first element.
+    shape: of the full parameter.
+    """
 
     name: str
-    where: slice  # in the shard
-    first: int  # the index, in the flat parameter, of the part's first element
-    shape: torch.Size  # of the whole parameter
+    where: slice
+    first: int
+    shape: torch.Size
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Parameters in the order of the forward pass; buckets in the order in which their gradients come, the reverse.
+    """Positions of parameters and buckets in a flat buffer.
 
-    A bucket's length and start are divisible by the number of ranks.  Shard `index` of `parts` joins piece `index` of
-    every bucket; the bucket that lies at a:b of the whole lies at a/parts:b/parts of the shard.
+    Parameters are in the order of the forward pass. Buckets are in the order in which their gradients arrive, which is
+    the reverse. The length and the start of a bucket are divisible by the number of ranks. Shard `index` of `parts`
+    concatenates piece `index` of every bucket. A bucket at a:b of the buffer is at a/parts:b/parts of the shard.
+    members: names of the parameters in each bucket. size: elements of the buffer, with padding.
     """
 
     places: dict[str, slice]
     shapes: dict[str, torch.Size]
     buckets: tuple[slice, ...]
-    members: tuple[tuple[str, ...], ...]  # of each bucket
+    members: tuple[tuple[str, ...], ...]
     size: int
 
     def view(self, flat: Tensor, name: str) -> Tensor:
-        """Return a parameter's part of a flat buffer, in the parameter's shape."""
+        """Return a parameter as a view of a flat buffer, in the parameter's shape."""
         return flat[self.places[name]].view(self.shapes[name])
 
     def within(self, parts: int) -> list[slice]:
-        """Return where the buckets' pieces lie in a shard, in the order of the buckets."""
+        """Return the positions of the buckets' pieces in a shard, in the order of the buckets."""
         return [slice(b.start // parts, b.stop // parts) for b in self.buckets]
 
     def shard(self, flat: Tensor, parts: int, index: int) -> Tensor:
-        """Return shard `index` of `parts`: a copy, or `flat` itself if there is only one."""
+        """Return shard `index` of `parts` as a copy, or `flat` itself if there is only one shard."""
         if parts == 1:
             return flat
         return torch.cat([flat[bucket].view(parts, -1)[index] for bucket in reversed(self.buckets)])
 
     def segments(self, parts: int = 1, index: int = 0) -> list[Segment]:
-        """Return which parts of which parameters lie in shard `index` of `parts`, in the order of the shard."""
-        found = []
+        """List the parts of parameters in shard `index` of `parts`, in the order of the shard."""
+        segments = []
         for bucket, names in zip(reversed(self.buckets), reversed(self.members)):
             length = (bucket.stop - bucket.start) // parts
             begin, offset = bucket.start + index * length, bucket.start // parts
@@ -84,8 +94,8 @@ class Layout:
                 start, stop = max(place.start, begin), min(place.stop, begin + length)
                 if start < stop:
                     where = slice(offset + start - begin, offset + stop - begin)
-                    found.append(Segment(name, where, start - place.start, self.shapes[name]))
-        return found
+                    segments.append(Segment(name, where, start - place.start, self.shapes[name]))
+        return segments
 
 
 def make_layout(
@@ -93,8 +103,9 @@ def make_layout(
 ) -> Layout:
     """Lay out parameters, named in the order of the forward pass, for `ranks` ranks in all.
 
-    A bucket is closed as soon as it has `bucket_bytes`; a parameter is never split between buckets, and those in
-    `together` stay in the bucket of the one before.  Whatever is a multiple of ALIGN long has the next right behind it.
+    A bucket is closed as soon as it has `bucket_bytes`. A parameter is never split between buckets, and parameters in
+    `together` stay in the bucket of the previous parameter. There is no padding after a parameter whose number of
+    elements is a multiple of ALIGN.
     """
     groups: list[list[str]] = [[]]
     filled = 0
@@ -120,13 +131,14 @@ def make_layout(
 
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
-    """[plan.sync]: how gradients and weights are communicated; the result is the same but for rounding.
+    """[plan.sync]: how gradients and weights are communicated. The result is the same up to rounding.
 
-    strategy: "auto" measures plain and hierarchical sums on these ranks, and never chooses "bf16".
-    bucket: MiB of gradients that are sent together.  16 is more beyond 256 data ranks (`bucket_bytes`); any other
-    number is taken as it is.
+    strategy: "plain", "bf16" or "hierarchical" sums. "auto" measures plain and hierarchical sums on these ranks, and
+    never chooses "bf16".
+    bucket: MiB of gradients that are sent together. The default of 16 grows beyond 256 data ranks (`bucket_bytes`); any
+    other value is used unchanged.
     shard_state: each data rank keeps moments and averaged weights of its own piece only (ZeRO, stage 1).
-    check_every: steps between two comparisons of all ranks' weights; 0: never.
+    check_every: steps between two comparisons of all ranks' weights; 0 disables them.
     """
 
     strategy: Strategy = "plain"
@@ -141,19 +153,19 @@ class SyncConfig:
             raise ValueError("plan.sync.check_every must not be negative")
 
     def bucket_bytes(self, ranks: int) -> float:
-        """Return how many bytes of gradients travel together between `ranks` data ranks, so that no message is tiny."""
+        """Compute the bytes of a bucket between `ranks` data ranks, large enough that no message is tiny."""
         least = MIN_MESSAGE_BYTES * ranks if self.bucket == SyncConfig.bucket else 0
         return max(self.bucket * 2**20, least)
 
 
 @dataclass(frozen=True)
 class Wire:
-    """The collectives of one group on flat buffers, asynchronous, each told as an event."""
+    """Asynchronous collectives of one group on flat buffers. Each start is reported as an event."""
 
     group: Group
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Work:
-        """Send piece r of x to rank r; `out` gets the pieces of all ranks, in their order."""
+        """Send piece r of x to rank r, and fill `out` with the pieces from all ranks, in the order of the ranks."""
         name = self._note("all_to_all", x.nbytes * (self.group.size - 1) // self.group.size)
         return Work(dist.all_to_all_single(out, x, group=self.group.handle, async_op=True), name)
 
@@ -173,26 +185,26 @@ class Wire:
         return Work(dist.all_reduce(x, op, group=self.group.handle, async_op=True), name)
 
     def broadcast(self, x: Tensor, source: int) -> Work:
-        """Replace x by that of the rank `source` of the world."""
+        """Replace x by the x of rank `source` of the world."""
         name = self._note("broadcast", x.nbytes if source == self.group.ranks[self.group.rank] else 0)
         return Work(dist.broadcast(x, source, group=self.group.handle, async_op=True), name)
 
     def mean(self, x: Tensor) -> Tensor:
-        """Return the mean of flat tensors.  Each number is added up on one rank, so all ranks have the same bits."""
+        """Compute the mean of flat tensors. One rank sums each element, so all ranks get the same bits."""
         padded = torch.cat([x, x.new_zeros(-len(x) % self.group.size)])
         (piece,) = finish([Plain(self).reduce_scatter(padded)])
         finish([Plain(self).all_gather(piece.div_(self.group.size), padded)])
         return padded[: len(x)]
 
     def _note(self, kind: str, size: int) -> str:
-        """Tell the watchers that a collective starts, and return its name."""
+        """Report the start of a collective to the watchers, and return its name."""
         event = Event("start", f"gradients or weights over {self.group.name} ranks", kind, size, carries="gradients")
         tell(event)
         return event.title
 
 
 def finish(exchanges: Sequence[Stages[T]]) -> list[T]:
-    """Run all exchanges to their ends, a stage of each in turn, and return what they return."""
+    """Run all exchanges to their ends, interleaved stage by stage, and return their results."""
     results: dict[int, T] = {}
     running = dict(enumerate(exchanges))
     while running:
@@ -206,23 +218,24 @@ def finish(exchanges: Sequence[Stages[T]]) -> list[T]:
 
 
 class Plain:
-    """Send each piece to its owner, which adds them up in the order of the ranks; then gather the sums.
+    """Send each piece to its owner, which sums the contributions in the order of the ranks; then gather the sums.
 
-    The bytes are those of a ring.  But each sum is made in one place and in one order, so replicas agree to the bit.
-    index: which piece this rank owns.  dtype: that numbers are rounded to while they travel; they are added up in their
-    own.
+    It sends as many bytes as a ring, but one rank computes each sum in a fixed order, so replicas agree bitwise.
+    index: the piece that this rank owns. dtype: numbers are rounded to it for sending, and summed in their own dtype.
     """
 
-    late_factors = True  # contributions may be sent before their clipping factors are known
+    # Contributions may be sent before their clipping factors are known.
+    late_factors = True
 
     def __init__(self, wire: Wire, dtype: torch.dtype | None = None) -> None:
         self.wire, self.dtype = wire, dtype
         self.index = wire.group.rank
 
     def reduce_scatter(self, x: Tensor, factors: ClipFactors | None = None) -> Stages[Tensor]:
-        """Return this rank's piece of the sum of all flat contributions x, each times its rank's factor (None: 1).
+        """Compute this rank's piece of the sum of all flat contributions x, each times its rank's factor (None: 1).
 
-        `factors` is called when all has arrived, after the second yield; a contribution of factor zero may hold NaN.
+        `factors` is called after the second yield, when all contributions have arrived. A contribution with factor zero
+        may contain NaN.
         """
         packed = x.to(self.dtype or x.dtype)
         received = torch.empty_like(packed)
@@ -232,11 +245,12 @@ class Plain:
         yield
         pieces = received.view(self.wire.group.size, -1).to(x.dtype)
         if factors is not None and (factor := factors()) is not None:
-            pieces.masked_fill_((factor == 0)[:, None], 0).mul_(factor[:, None].to(pieces.dtype))  # 0 x NaN is NaN
+            # Fill before multiplying, since 0 x NaN is NaN.
+            pieces.masked_fill_((factor == 0)[:, None], 0).mul_(factor[:, None].to(pieces.dtype))
         return pieces.sum(0)
 
     def all_gather(self, piece: Tensor, out: Tensor, exact: bool = False) -> Stages[None]:
-        """Join every rank's piece into `out`.  exact: without rounding."""
+        """Gather every rank's piece into `out`. exact: without rounding to `dtype`."""
         arriving = out if exact or self.dtype is None else torch.empty_like(out, dtype=self.dtype)
         work = self.wire.all_gather(arriving, piece.to(arriving.dtype))
         yield
@@ -246,31 +260,32 @@ class Plain:
 
 
 class Hierarchical:
-    """Sum within each node first, then between nodes, where each rank sends a piece of its node's sum only."""
+    """Sum within each node first, then between nodes. Each rank sends only a piece of its node's sum to other nodes."""
 
-    late_factors = False  # the ranks of a node are added up first
+    # The contributions of a node are summed at once, so their factors must be known before.
+    late_factors = False
 
     def __init__(self, within: Wire, between: Wire) -> None:
         self.within, self.between = Plain(within), Plain(between)
         self.index = within.group.rank * between.group.size + between.group.rank
 
     def reduce_scatter(self, x: Tensor, factors: ClipFactors | None = None) -> Stages[Tensor]:
-        of_node = yield from self.within.reduce_scatter(x)
-        return (yield from self.between.reduce_scatter(of_node))
+        node_sum = yield from self.within.reduce_scatter(x)
+        return (yield from self.between.reduce_scatter(node_sum))
 
     def all_gather(self, piece: Tensor, out: Tensor, exact: bool = False) -> Stages[None]:
-        of_node = piece.new_empty(len(piece) * self.between.wire.group.size)
-        yield from self.between.all_gather(piece, of_node)
-        yield from self.within.all_gather(of_node, out)
+        node_piece = piece.new_empty(len(piece) * self.between.wire.group.size)
+        yield from self.between.all_gather(piece, node_piece)
+        yield from self.within.all_gather(node_piece, out)
 
 
 Exchange = Plain | Hierarchical
 
 
 def make_exchanges(strategy: Strategy, mesh: Mesh, wire: Wire, ranks_per_node: int | None) -> dict[str, Exchange]:
-    """Return the strategies to choose from, by name; only "auto" leaves a choice.
+    """Create the strategies to choose from, by name; several only for "auto". Every rank must call it.
 
-    Every rank must call it.  Errors: UserError for a strategy that these ranks are not placed for.
+    Raises UserError for a strategy that the placement of these ranks does not allow.
     """
     if mesh.data.size == 1 or strategy == "plain":
         return {"plain": Plain(wire)}
@@ -286,11 +301,11 @@ def make_exchanges(strategy: Strategy, mesh: Mesh, wire: Wire, ranks_per_node: i
 def choose(
     exchanges: Mapping[str, Exchange], mesh: Mesh, total: Tensor, pieces: Sequence[slice], hidden: bool
 ) -> tuple[str, dict[str, float]]:
-    """Measure all strategies with these buckets; return the name of the chosen one, and the seconds of each.
+    """Measure all strategies with these buckets; returns the name of the chosen one and the seconds of each.
 
-    The first, plain, is chosen unless another is clearly faster.  hidden: the first half of an exchange that allows it
-    runs during the backward pass, and is not counted.  Every rank must call it, and all choose the same: what counts is
-    the median of the slowest rank.
+    The first strategy, plain, is chosen unless another is clearly faster. Every rank must call it. The time of a
+    strategy is the median of the slowest rank, so all ranks choose the same.
+    hidden: the first half of an exchange overlaps with the backward pass if the strategy allows it, and is not counted.
     """
     seconds = {}
     for name, exchange in exchanges.items():
@@ -300,13 +315,15 @@ def choose(
             dist.all_reduce(median, dist.ReduceOp.MAX, group=mesh.world.handle)
         seconds[name] = float(median)
     first, best = next(iter(seconds)), min(seconds, key=seconds.__getitem__)
-    return best if seconds[best] < CLEARLY * seconds[first] else first, seconds
+    return best if seconds[best] < MAX_RELATIVE_TIME * seconds[first] else first, seconds
 
 
 def _seconds(exchange: Exchange, mesh: Mesh, total: Tensor, pieces: Sequence[slice], hidden: bool) -> float:
+    # A barrier, so that all ranks start the measurement together.
     with waiting("beginning a measurement together"):
         dist.all_reduce(total[:1].clone(), group=mesh.world.handle)
-    float(total[0])  # on a GPU: wait until what came before is done
+    # Reading a number waits for all kernels that a GPU has queued, here and below.
+    float(total[0])
     begin = time.perf_counter()
     owned = finish([exchange.reduce_scatter(total[piece]) for piece in pieces])
     if hidden and exchange.late_factors:
@@ -318,16 +335,16 @@ def _seconds(exchange: Exchange, mesh: Mesh, total: Tensor, pieces: Sequence[sli
 
 
 def make_hierarchical(mesh: Mesh, ranks_per_node: int | None) -> Hierarchical:
-    """Return the strategy for nodes of `ranks_per_node` processes each, in the order of their ranks.
+    """Create the strategy for nodes of `ranks_per_node` processes with consecutive ranks. Every rank must call it.
 
-    Every rank must call it.  Errors: UserError where nodes do not have equally many data ranks.
+    Raises UserError if the nodes do not have equally many data ranks.
     """
     each = _ranks_of_node(mesh, ranks_per_node)
     if each is None:
         raise UserError(
-            f"plan.sync: hierarchical sums need several nodes with several data ranks on each; here are "
-            f"{mesh.data.size} data ranks of {mesh.model.size} processes, {ranks_per_node} processes to a node; "
-            'use plan.sync.strategy = "plain"'
+            f"plan.sync: hierarchical sums need several nodes with several data ranks on each, but there are "
+            f"{mesh.data.size} data ranks of {mesh.model.size} processes, {ranks_per_node} processes to a node. "
+            'Use plan.sync.strategy = "plain".'
         )
     data, model = range(mesh.data.size), range(mesh.model.size)
     lines: list[tuple[str, list[list[int]]]] = [
@@ -339,6 +356,6 @@ def make_hierarchical(mesh: Mesh, ranks_per_node: int | None) -> Hierarchical:
 
 
 def _ranks_of_node(mesh: Mesh, ranks_per_node: int | None) -> int | None:
-    """Return how many data ranks of one group are on each node; None if that is one, all, or not the same number."""
+    """Return the number of data ranks of one group on each node; None if it is one, all, or differs between nodes."""
     each, more = divmod(ranks_per_node or 1, mesh.model.size)
     return None if more or not 1 < each < mesh.data.size or mesh.data.size % each else each

@@ -1,7 +1,7 @@
-"""Ranks in a grid, data x axial x branch, and the groups in which they communicate.
+"""The grid of ranks, data x axial x branch, and the groups in which they communicate.
 
-Branch is innermost, then axial, then data: ranks that communicate most are neighbours, and so on one node.  `torchrun`
-gives every process its rank; without it there is one process, and every group has one member.
+Branch is the innermost axis, then axial, then data, so that the ranks that communicate most are neighbours on one node.
+`torchrun` assigns the rank of each process. Without it there is one process, and every group has one member.
 """
 
 import math
@@ -16,34 +16,43 @@ from warpfold.errors import UserError
 from warpfold.ops.torch_internals import group_limit, set_group_limit
 from warpfold.parallel.waits import waiting
 
-TIME_LIMIT = 600.0  # seconds that a collective may wait for the others
-START_LIMIT = 120.0  # seconds that the processes of a run may take to meet at the start
-WATCHDOG = (
-    120.0  # seconds that NCCL's own watchdog waits longer: it ends a process well after ours (parallel/heartbeat.py)
-)
+# Seconds that a collective may wait for other ranks.
+TIME_LIMIT = 600.0
+# Seconds in which the processes of a run must meet at the start.
+START_LIMIT = 120.0
+# Additional seconds of NCCL's own watchdog, so that ours (parallel/heartbeat.py) ends the process first.
+NCCL_WATCHDOG_DELAY = 120.0
 
 
 @dataclass(frozen=True)
 class Group:
-    """Some ranks, including this one.  `handle` is torch's process group; None for a group of one."""
+    """A group of ranks that includes this one.
 
-    name: str  # "data", "axial", "branch", "model" (axial and branch), "world"
-    rank: int = 0  # of this process within the group
+    name: "data", "axial", "branch", "model" (axial and branch) or "world". rank: of this process within the group.
+    ranks: global ranks in the order of the group. handle: torch's process group; None for a group of one.
+    """
+
+    name: str
+    rank: int = 0
     size: int = 1
-    ranks: tuple[int, ...] = (0,)  # of the world, in the group's order
+    ranks: tuple[int, ...] = (0,)
     handle: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The groups that this process belongs to."""
+    """The groups of this process.
+
+    model: the ranks that share an example. Its loss and its gradients are sums over them.
+    limit: seconds that a collective may wait for other ranks.
+    """
 
     data: Group = Group("data")
     axial: Group = Group("axial")
     branch: Group = Group("branch")
-    model: Group = Group("model")  # those that share an example: its loss and its gradients are sums over them
+    model: Group = Group("model")
     world: Group = Group("world")
-    limit: float = field(default=TIME_LIMIT, compare=False)  # seconds that a collective may wait for the others
+    limit: float = field(default=TIME_LIMIT, compare=False)
 
 
 def coordinates(rank: int, data: int, axial: int, branch: int) -> tuple[int, int, int]:
@@ -57,20 +66,21 @@ def check_grid(data: int, axial: int, branch: int, there: int) -> None:
     if wanted != there:
         how = f"with torchrun --nproc-per-node {wanted}" if wanted <= 8 else f"with torchrun, {wanted} processes in all"
         raise UserError(
-            f"plan: data {data} x axial {axial} x branch {branch} needs {wanted} processes, there are {there}; "
-            f"start it {'without torchrun' if wanted == 1 else how}, or change the plan"
+            f"plan: data {data} x axial {axial} x branch {branch} needs {wanted} processes, there are {there}. "
+            f"Start it {'without torchrun' if wanted == 1 else how}, or change the plan."
         )
 
 
 def make_mesh(data: int = 1, axial: int = 1, branch: int = 1, limit: float = TIME_LIMIT, idle: int = 0) -> Mesh:
-    """Make the grid over the initialised process group, or of this process alone where there is none.
+    """Create the grid over the initialised process group, or of this process alone without one.
 
-    limit: seconds that a collective may wait for the others, also one of the initialised group.  idle: how many of its
-    last ranks are in no group of the grid.
-    Groups of the same ranks share one handle, and so one connection to each other rank, if all ranks call their
-    collectives in one order.  Slices (axial, branch) do not share a handle with gradients (model): in the backward pass
-    the order between the two differs from rank to rank.
-    Every rank must call it, with the same sizes.  Errors: UserError if the ranks do not fill the grid.
+    Every rank must call it with the same sizes.
+    limit: seconds that a collective may wait for other ranks, also in the initialised group.
+    idle: number of last ranks that belong to no group of the grid.
+    Groups of the same ranks share a handle, and so a connection, if all ranks call their collectives in the same order.
+    Groups for slices (axial, branch) share no handle with the group for gradients (model), because the order between
+    the two differs between ranks in the backward pass.
+    Raises UserError if the ranks do not fill the grid.
     """
     sizes = data, axial, branch
     there, used = dist.get_world_size() if dist.is_initialized() else 1, math.prod(sizes)
@@ -83,7 +93,8 @@ def make_mesh(data: int = 1, axial: int = 1, branch: int = 1, limit: float = TIM
         world = Group("world", dist.get_rank(), there, tuple(range(there)), dist.group.WORLD if there > 1 else None)
         set_timeouts(dist.group.WORLD, limit)
         connect(world)
-    lines: Mapping[str, tuple[bool, bool, bool]] = {  # which coordinates vary within the group
+    # Which of the coordinates (data, axial, branch) vary within each group.
+    lines: Mapping[str, tuple[bool, bool, bool]] = {
         "data": (True, False, False),
         "model": (False, True, True),
         "axial": (False, True, False),
@@ -93,13 +104,14 @@ def make_mesh(data: int = 1, axial: int = 1, branch: int = 1, limit: float = TIM
     for name, varies in lines.items():
         members = _members(varies, sizes)
         slices = name in ("axial", "branch")
-        shares = len(members) == 1 and not slices  # the group of all ranks serves it too
+        # A group of all ranks uses the handle of the world.
+        shares = len(members) == 1 and not slices
         groups[name] = replace(world, name=name) if shares else split(name, members, limit)
     return Mesh(**groups, world=world, limit=limit) if dist.get_rank() < used else Mesh(limit=limit)
 
 
 def _members(varies: tuple[bool, ...], sizes: tuple[int, ...]) -> list[list[int]]:
-    """Return the ranks of every group in which these coordinates vary and the others are the same."""
+    """List the ranks of every group in which these coordinates vary and the others are equal."""
     members: dict[tuple[int, ...], list[int]] = {}
     for rank in range(math.prod(sizes)):
         fixed = tuple(-1 if free else c for free, c in zip(varies, coordinates(rank, *sizes)))
@@ -108,9 +120,9 @@ def _members(varies: tuple[bool, ...], sizes: tuple[int, ...]) -> list[list[int]
 
 
 def split(name: str, members: Sequence[Sequence[int]], limit: float) -> Group:
-    """Split all ranks into groups, and return the one that this process belongs to, perhaps alone.
+    """Split all ranks into groups, and return the group of this process, which may be a group of one.
 
-    Every rank makes every group, in the same order, as torch requires.
+    Every rank must call it: torch requires that all ranks create all groups in the same order.
     """
     rank = dist.get_rank()
     own = next((ranks for ranks in members if rank in ranks), (rank,))
@@ -126,48 +138,51 @@ def split(name: str, members: Sequence[Sequence[int]], limit: float) -> Group:
 
 
 def connect(group: Group) -> None:
-    """Call a group's first collective, on which NCCL makes its communicator, when all ranks are known to come.
+    """Run a first collective of a group, on which NCCL creates its communicator. All ranks of the group must call it.
 
-    Else the first would fall into a backward pass, beside collectives of other groups whose order differs from rank to
-    rank: NCCL may wait there for ever.  One process, or a group of one, does nothing.
+    Otherwise the first collective would run in a backward pass, concurrently with collectives of other groups in an
+    order that differs between ranks, where NCCL may deadlock. Does nothing for a group of one.
     """
     handle = group.handle
     if handle is None:
         return
     for device, serves in backends(handle).items():
-        if device == "cpu" or serves == "nccl":  # gloo and the fake one connect all devices at once
+        # One collective suffices for gloo and for the fake backend, which connect all devices at once.
+        if device == "cpu" or serves == "nccl":
             with waiting(f"connecting the {group.name} ranks"):
                 dist.all_reduce(torch.zeros(1, device=device), group=handle)
                 if serves == "nccl":
+                    # The collective is asynchronous: wait until the connection exists, or fails within this wait.
                     torch.cuda.synchronize()
 
 
 def backends(handle: dist.ProcessGroup) -> dict[str, str]:
-    """Return which backend of a group serves each kind of device: {"cpu": "gloo", "cuda": "nccl"}."""
-    pairs = (one.partition(":") for one in dist.get_backend_config(handle).split(","))
+    """Return the backend of a group for each kind of device, such as {"cpu": "gloo", "cuda": "nccl"}."""
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(handle).split(","))
     return {device: backend for device, _, backend in pairs}
 
 
 def set_timeouts(handle: dist.ProcessGroup | None, limit: float) -> None:
-    """Have the collectives of a group give up after `limit` seconds, and NCCL's own watchdog after ours.
+    """Set the time-out of a group's collectives to `limit` seconds, and a longer one for NCCL's own watchdog.
 
-    NCCL's ends the process without saying who is missing, so it is the last resort.
+    NCCL's watchdog ends the process without naming the missing ranks, so ours should be first.
     """
     if handle is None:
         return
-    for device, seconds in (("cuda", limit + WATCHDOG), ("cpu", limit)):  # if gloo serves both, the second value counts
-        # The fake backend has no limit.
+    # If gloo serves both devices, the second value takes effect.
+    for device, seconds in (("cuda", limit + NCCL_WATCHDOG_DELAY), ("cpu", limit)):
+        # The fake backend has no time-out.
         if backends(handle).get(device, "fake") != "fake":
             set_group_limit(handle, torch.device(device), seconds)
 
 
 def time_limit(handle: dist.ProcessGroup | None, device: torch.device) -> float:
-    """Return how many seconds a group's collectives may wait for the others; `TIME_LIMIT` without a group."""
+    """Return the time-out of a group's collectives in seconds; `TIME_LIMIT` without a group."""
     return TIME_LIMIT if handle is None else group_limit(handle, device)
 
 
 def world() -> Group:
-    """Return the group of all processes; of this one alone where torch.distributed is not initialised."""
+    """Return the group of all processes, or of this process alone if torch.distributed is not initialised."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return Group("world")
     ranks = dist.get_world_size()

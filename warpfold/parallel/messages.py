@@ -1,4 +1,4 @@
-"""Messages between processes: flat tensors, and what JSON can hold."""
+"""Messages between processes: flat tensors and JSON values."""
 
 import hashlib
 import json
@@ -17,22 +17,25 @@ from warpfold.parallel.waits import Work
 
 @dataclass(frozen=True)
 class PendingGather:
-    """The flat tensors of all processes of a group, in flight."""
+    """A gather of flat tensors in flight.
 
-    found: Tensor  # [processes, length]; [0, length] where the first process alone gathers
+    received: [processes, length], or [0, length] on a process that does not receive. sent: kept alive until the end.
+    """
+
+    received: Tensor
     sent: Tensor
     work: Work
 
     def wait(self) -> Tensor:
-        """Return the tensors [processes, length], in the order of ranks; none on a process that does not gather."""
+        """Return the tensors [processes, length] in the order of ranks; no rows on a process that does not receive."""
         self.work.wait()
-        return self.found
+        return self.received
 
 
 def begin_gather(x: Tensor, group: Group, what: str, to_all: bool = True) -> PendingGather:
-    """Begin to gather a flat tensor, of the same length on every process of the group.
+    """Start to gather a flat tensor of the same length from every process of the group.
 
-    to_all: or the first alone gathers, and the others send one message each, however many they are.
+    to_all: on every process. Otherwise only the first process receives, and each of the others sends one message.
     """
     x = x.contiguous()
     if group.size == 1:
@@ -41,23 +44,23 @@ def begin_gather(x: Tensor, group: Group, what: str, to_all: bool = True) -> Pen
         rows = x.new_empty(group.size if group.rank == 0 else 0, len(x))
         into = list(rows) if group.rank == 0 else None
         return PendingGather(rows, x, Work(dist.gather(x, into, group.ranks[0], group.handle, async_op=True), what))
-    found = x.new_empty(group.size * len(x))
-    work = Work(all_gather_flat(found, x, group=group.handle, async_op=True), what)
-    return PendingGather(found.view(group.size, -1), x, work)
+    received = x.new_empty(group.size * len(x))
+    work = Work(all_gather_flat(received, x, group=group.handle, async_op=True), what)
+    return PendingGather(received.view(group.size, -1), x, work)
 
 
 def to_bytes(value: Any) -> Tensor:
-    """Return a value, JSON-able, as a flat tensor of bytes."""
+    """Encode a JSON value as a flat tensor of bytes."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def digest(value: Any) -> int:
-    """Return 62 bits that are almost surely others for another value, JSON-able."""
+    """Compute a 62-bit hash of a JSON value."""
     return int.from_bytes(hashlib.blake2b(json.dumps(value).encode(), digest_size=8).digest()) >> 2
 
 
 def pieces(flat: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """Yield pieces of at most `size` bytes, each a list of parts of the flat tensors of bytes."""
+    """Split flat tensors of bytes into pieces of at most `size` bytes. A piece is a list of views."""
     piece: list[Tensor] = []
     room = size
     for x in flat:
@@ -73,28 +76,30 @@ def pieces(flat: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
 
 
 def begin_largest(x: Tensor, group: Group, what: str) -> PendingGather:
-    """Begin to find the largest of all processes' x, number by number; [1, length] on each."""
+    """Start to compute the elementwise maximum over all processes, [1, length] on each."""
     x = x.clone()
     work = None if group.size == 1 else dist.all_reduce(x, dist.ReduceOp.MAX, group=group.handle, async_op=True)
     return PendingGather(x[None], x, Work(work, what))
 
 
 def _device(group: Group) -> torch.device:
-    """Return where messages lie: in host memory, if the group's backend takes them from there."""
+    """Return the device for messages: the host if the group's backend supports it, otherwise the current GPU."""
     host = torch.device("cpu")
-    alone = group.handle is not None and host.type not in backends(group.handle)  # a user's own NCCL
-    return torch.device("cuda", torch.cuda.current_device()) if alone else host
+    # A process group that a user has initialised may support NCCL only.
+    only_nccl = group.handle is not None and host.type not in backends(group.handle)
+    return torch.device("cuda", torch.cuda.current_device()) if only_nccl else host
 
 
 def all_gather_object(value: Any, group: Group, what: str, to_all: bool = True) -> list[Any]:
-    """Return the values, JSON-able, of all processes of a group, in the order of ranks.
+    """Gather a JSON value from all processes of a group, in the order of ranks.
 
-    to_all: or on the first alone, and nothing on the others.
+    to_all: on every process. Otherwise the first process gets the values, and the others get an empty list.
     """
     if group.size == 1:
         return [value]
     device = _device(group)
     text = to_bytes(value).to(device)
+    # The lengths come first, because a gather needs equal sizes.
     sizes = begin_gather(torch.tensor([len(text)], device=device), group, what).wait().flatten().tolist()
     padded = torch.nn.functional.pad(text, (0, max(sizes) - len(text)))
     rows = begin_gather(padded, group, what, to_all).wait().cpu()

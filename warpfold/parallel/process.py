@@ -1,11 +1,11 @@
-"""What a process of a run is told by whatever started it: its number, how many there are, and where they meet.
+"""Read a process's rank, the number of processes and the address of the rendezvous from torchrun's or srun's variables.
 
-torchrun says it in variables of its own; srun's are told in torchrun's words.  Wherever a job of Slurm's runs there are
-variables that speak of the whole job: in the shell of `sbatch` or `salloc` SLURM_PROCID is 0 and SLURM_NTASKS perhaps
-16, though a process that is started there is alone.  What begins with SLURM_STEP is of what srun started, so only that
-is believed.  A shell that srun starts (`srun --pty bash`, or `salloc` on many clusters) is a step of one task.  A job
-that a task has submitted inherits what was said of that task's step; SLURM_GTIDS, the tasks that Slurm itself has
-started here, tells it from one.
+srun's variables are translated into torchrun's. Slurm also sets variables that describe the whole job. In a shell of
+`sbatch` or `salloc`, SLURM_PROCID is 0 and SLURM_NTASKS may be 16, although a process started there is alone. Variables
+that begin with SLURM_STEP describe the tasks that srun has started, so only these are used. A shell started by srun
+(`srun --pty bash`, or `salloc` on many clusters) is a step of one task. A job that was submitted by a task inherits the
+variables of that task's step. SLURM_GTIDS, which lists the tasks that Slurm itself has started here, distinguishes the
+two.
 """
 
 import re
@@ -17,20 +17,27 @@ from warpfold.errors import UserError
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """What torchrun or srun tells a process of itself and of the others; the default: it is alone."""
+    """Rank, number of ranks and rendezvous address of a process. By default it is the only process.
+
+    local_rank: rank within the machine, which is also the index of the GPU.
+    ranks_per_node: number of processes on this machine. After the rendezvous, the greatest number that divides the
+    processes of every machine (`distributed_context`).
+    address, port: of the store where the processes meet. agent_keeps_store: torchrun's agent runs it instead of rank 0.
+    idle: number of further processes, with higher ranks, that the plan does not use (`Team.wait_idle`).
+    """
 
     rank: int = 0
     ranks: int = 1
-    local_rank: int = 0  # on its machine; also the number of its GPU
-    ranks_per_node: int = 1  # on its machine; after the meeting: that share one, wherever (`distributed_context`)
-    address: str = ""  # of the store where they meet
+    local_rank: int = 0
+    ranks_per_node: int = 1
+    address: str = ""
     port: int = 0
-    agent_keeps_store: bool = False  # torchrun's agent does, and not rank 0
-    idle: int = 0  # more processes, after these ranks, for which the plan has no use (`Team.wait_idle`)
+    agent_keeps_store: bool = False
+    idle: int = 0
 
     @property
     def is_idle(self) -> bool:
-        """Whether the plan has no use for it."""
+        """Whether the plan does not use this process."""
         return self.rank >= self.ranks
 
     @property
@@ -40,18 +47,17 @@ class ProcessInfo:
 
     @property
     def keeper(self) -> str:
-        """Who keeps the store where they meet."""
+        """Name of the process that runs the rendezvous store."""
         return f"torchrun's agent at {self.address}:{self.port}" if self.agent_keeps_store else "rank 0"
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str]) -> "ProcessInfo":
-        """Read the environment variables that torchrun sets, or else srun; without them the process is alone.
+        """Read the environment variables of torchrun, otherwise those of srun; without either the process is alone.
 
-        A job manager may leave empty variables, which count as unset, or WORLD_SIZE=1 without MASTER_ADDR, since one
-        process has nobody to meet.
-        Errors: UserError for variables that are incomplete, not numbers, or contradict each other.
+        Empty variables, which some job managers leave, count as unset. WORLD_SIZE=1 needs no MASTER_ADDR.
+        Raises UserError for variables that are incomplete, not numbers, or contradict each other.
         """
-        variables = without_empty({**variables, **of_srun(variables)})
+        variables = without_empty({**variables, **torchrun_from_srun(variables)})
         if "WORLD_SIZE" not in variables:
             return cls()
 
@@ -62,14 +68,14 @@ class ProcessInfo:
             )
 
         def read(name: str, default: str | None = None) -> str:
-            """Return the text of a variable that must be there."""
+            """Return the value of a required variable."""
             text = variables.get(name, default)
             if text is None:
                 raise wrong(name, f"not set, though WORLD_SIZE={variables['WORLD_SIZE']}")
             return text
 
         def number(name: str, default: str | None = None) -> int:
-            """Return the whole number that a variable holds."""
+            """Parse a variable as a whole number."""
             text = read(name, default)
             if not re.fullmatch(r"[0-9]{1,9}", text.strip()):
                 raise wrong(name, f"{text!r} is not a whole number")
@@ -93,29 +99,30 @@ class ProcessInfo:
 
 
 TASKS = "SLURM_STEP_NUM_TASKS"
-# Of the store where the processes meet, if MASTER_PORT does not say it: below those that Linux gives to whoever asks
-# for any.  Steps of a job, and jobs that follow each other, have others.
+# Ports of the rendezvous store if MASTER_PORT is not set, below the range from which Linux assigns ephemeral ports.
+# Steps of a job and consecutive jobs use different ports.
 PORTS = range(10_000, 30_000)
-STEPS = 101  # a prime: so many steps of a job come before a port of the next job
+# Ports reserved for the steps of one job before those of the next job. A prime, so that ports rarely repeat.
+PORTS_PER_JOB = 101
 
 
 def without_empty(variables: Mapping[str, str]) -> dict[str, str]:
-    """Leave out variables that are set to nothing, as scripts of job managers leave them."""
+    """Remove empty variables, which scripts of job managers may set."""
     return {name: value for name, value in variables.items() if value.strip()}
 
 
 def is_one_of_several(variables: Mapping[str, str]) -> bool:
-    """Return whether torchrun or srun says that this process has others beside it."""
+    """Return whether torchrun or srun has started several processes."""
     variables = without_empty(variables)
     return variables.get("WORLD_SIZE", variables.get(TASKS, "1")) != "1"
 
 
-def of_srun(variables: Mapping[str, str]) -> dict[str, str]:
-    """Translate srun's variables into torchrun's for a process that was started beside others; else return none.
+def torchrun_from_srun(variables: Mapping[str, str]) -> dict[str, str]:
+    """Translate srun's variables into torchrun's; returns no variables for a single process.
 
-    Ranks are counted node by node, however `srun --distribution` deals tasks out, since plans take neighbours to be on
-    one node; rank 0 is Slurm's task 0.  MASTER_ADDR and MASTER_PORT are kept where they are set.
-    Errors: UserError for variables that are incomplete, or contradict each other.
+    Ranks are counted node by node for any `srun --distribution`, because plans assume that neighbouring ranks share a
+    node. Rank 0 is Slurm's task 0. MASTER_ADDR and MASTER_PORT take precedence if they are set.
+    Raises UserError for variables that are incomplete or contradict each other.
     """
     variables = without_empty(variables)
     if "RANK" in variables or variables.get(TASKS, "1") == "1":
@@ -123,15 +130,15 @@ def of_srun(variables: Mapping[str, str]) -> dict[str, str]:
     try:
         tasks, node = tasks_of_nodes(variables["SLURM_STEP_TASKS_PER_NODE"]), int(variables["SLURM_NODEID"])
         local, each = int(variables["SLURM_LOCALID"]), tasks[node]
-        number = STEPS * int(variables["SLURM_JOB_ID"]) + int(variables["SLURM_STEP_ID"])
+        number = PORTS_PER_JOB * int(variables["SLURM_JOB_ID"]) + int(variables["SLURM_STEP_ID"])
         first = "127.0.0.1" if len(tasks) == 1 else first_host(variables["SLURM_STEP_NODELIST"])
         if sum(tasks) != int(variables[TASKS]) or local >= each:
             raise ValueError
     except (KeyError, ValueError, IndexError) as error:
-        why = f"{error.args[0]} is missing" if isinstance(error, KeyError) else "the variables beside it do not fit it"
+        why = f"{error.args[0]} is missing" if isinstance(error, KeyError) else "Slurm's other variables contradict it"
         raise UserError(
-            f"{TASKS}={variables[TASKS]}, but {why}; start with srun or torchrun, or unset {TASKS} for a process that "
-            "is to be alone"
+            f"environment variable {TASKS}={variables[TASKS]}: {why}. Start with srun or torchrun; for a single "
+            f"process: unset {TASKS}"
         ) from None
     if "SLURM_GTIDS" in variables and len(variables["SLURM_GTIDS"].split(",")) != each:
         return {}
@@ -146,16 +153,16 @@ def of_srun(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def tasks_of_nodes(text: str) -> list[int]:
-    """Return the tasks of each node, which Slurm writes as "8(x2),4".  Errors: ValueError for anything else."""
-    found: list[int] = []
+    """Parse the tasks of each node, which Slurm writes as "8(x2),4". Raises ValueError for any other format."""
+    tasks: list[int] = []
     for part in text.split(","):
-        read = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if read is None:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
             raise ValueError(text)
-        found += [int(read[1])] * int(read[2] or 1)
-    return found
+        tasks += [int(match[1])] * int(match[2] or 1)
+    return tasks
 
 
 def first_host(nodes: str) -> str:
-    """Return the first name of a list of nodes as Slurm writes it: "gpu[07-09,12],big1" is "gpu07"."""
+    """Return the first host of a node list in Slurm's notation: "gpu07" for "gpu[07-09,12],big1"."""
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).split(",")[0]

@@ -1,7 +1,8 @@
-"""Layers in slices: one part of x after another, so that the intermediates are only ever a slice's.
+"""Run layers in slices: x is updated slice by slice, so that intermediates never exceed the size of one slice.
 
-Right because of the two laws of the contract (warpfold/model/axial.py).  x and what a layer reads may lie in host
-memory (warpfold/host.py): slices are then fetched, and stored where they are written in place.
+The result is the same because of the two laws of the axial contract (warpfold/model/axial.py). x and the state that a
+layer reads may be in host memory (warpfold/host.py). Their slices are then fetched, and stored again if x is updated in
+place.
 """
 
 from collections.abc import Sequence
@@ -27,9 +28,10 @@ def layer_in_slices(
     anywhere: int = ROWS,
     recompute: bool = False,
 ) -> Tensor:
-    """Return x with the layer's update, or without `residual` the update alone, in slices of `most` numbers each.
+    """Compute x + update of a layer, or the update alone without `residual`, in slices of `most` elements.
 
-    anywhere: the axis along which a layer is cut that may be cut along any.  The rest: as of `update_in_slices`.
+    anywhere: the axis for a layer that may be sliced along any axis. The other arguments are those of
+    `update_in_slices`.
     """
     shared = None
     if layer.shares is not None:
@@ -42,54 +44,58 @@ def layer_in_slices(
 
 
 def pair_channels(model: nn.Module) -> int:
-    """Return how many channels the z of a model has: the most of any layer that updates a z; 0: there is none."""
+    """Return the number of channels of a model's z: the largest of all layers that update a z, or 0 without a z."""
     steps = (step for block in model.modules() if isinstance(block, Block) for step in block.steps if step.state == "z")
     layers = (step.layer for step in steps if isinstance(step.layer, AxialUpdate) and step.layer.reads == "x")
     return max((layer.norm.normalized_shape[0] for layer in layers), default=0)
 
 
 def slice_numbers(chunk: int, residues: int, channels: int) -> int:
-    """Return how many numbers a slice holds: as many as `chunk` rows of z.
+    """Return the number of elements of a slice, which is that of `chunk` rows of z.
 
-    So a slice of m, of the extra MSA or of templates is as large as one of z, and has as many rows or columns as that.
+    Slices of m, of the extra MSA and of templates have the same number of elements, so `chunk` bounds the memory of all
+    layers.
     """
     return chunk * residues * channels
 
 
 def slices(x: Tensor, axis: int, most: int) -> list[slice]:
-    """Return slices of x along an axis that hold `most` numbers each, or are one row (or column); at least one."""
+    """Split x along an axis into slices of at most `most` elements, but at least one row (or column) each.
+
+    Returns at least one slice, even if x has no rows.
+    """
     count = x.shape[axis]
     size = max(1, most // max(1, x.numel() // max(1, count)))
     return slices_of(count, size)
 
 
 def slices_of(count: int, size: int) -> list[slice]:
-    """Split `count` rows into slices of `size` each; at least one slice, even of no rows."""
+    """Split `count` rows into slices of `size` rows; returns at least one slice, even of no rows."""
     return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
 
 
 def cut_axes(layer: AxialUpdate, anywhere: int) -> tuple[int, int]:
-    """Return the axes along which x and what is read are cut; `anywhere`: for a layer that may be cut along any."""
+    """Return the axes along which x and the layer's input are sliced. anywhere: for a layer without a fixed axis."""
     axis = anywhere if layer.axis is None else layer.axis
     return axis, axis if layer.read_axis is None else layer.read_axis
 
 
 def mask_slice(layer: AxialUpdate, which: Which, mask: Tensor, axis: int, part: slice) -> Tensor:
-    """Return the mask of a slice of what `which` names: of another tensor, the mask is given as it is."""
+    """Narrow the mask to a slice of the tensor `which`; returns it unchanged if it masks the other tensor."""
     return mask.narrow(axis + 1, part.start, part.stop - part.start) if layer.mask_of == which else mask
 
 
 def cut_factors(factors: Factors | None, axis: int, start: int, length: int) -> Factors | None:
-    """Return some rows of dropout factors, where they differ along `axis`."""
+    """Narrow dropout factors to some rows, unless the factors are shared along `axis`."""
     if factors is None or factors.shape[axis] == 1:
         return factors
     return factors.narrow(axis, start, length)
 
 
 def shared_in_slices(layer: AxialUpdate, source: Tensor, mask: Tensor, axis: int, most: int) -> Tensors:
-    """Return `layer.shared`, made in slices along `axis` of the source, so that nothing between is there whole.
+    """Compute `layer.shared` in slices along `axis` of the source, so that no intermediate has the full size.
 
-    Without gradients each part is written to its place at once, so that no tensor of `shared` exists twice.
+    Without gradients each slice is copied to the result at once, so that no tensor of `shared` exists twice.
     """
     assert layer.shares is not None
     joined, keeps = layer.join_axis(axis), torch.is_grad_enabled()
@@ -108,7 +114,8 @@ def shared_in_slices(layer: AxialUpdate, source: Tensor, mask: Tensor, axis: int
                 shape[joined] = source.shape[axis]
                 wholes.append(layer.empty_shared(new, shape))
             wholes[index].narrow(joined, part.start, part.stop - part.start).copy_(new)
-        del made, new, piece  # before the next slice is begun
+        # Free this slice before the next one is computed.
+        del made, new, piece
     return tuple(torch.cat(tensors, joined) for tensors in zip(*parts)) if keeps else tuple(wholes)
 
 
@@ -125,37 +132,41 @@ def update_in_slices(
     residual: bool = True,
     recompute: bool = False,
 ) -> Tensor:
-    """Return x with the layer's update, in slices of `most` numbers along axes[0] of x and axes[1] of what is read.
+    """Compute x + update in slices of `most` elements along axes[0] of x and axes[1] of the layer's input `read`.
 
-    factors: of dropout, as long as x along that axis, or 1.  in_place: write over x, so that no second x exists; right
-    because a slice reads only itself and what is already whole.  residual: else return the update alone.
-    recompute: compute each slice again in the backward pass, which else keeps all that is between.
-    Errors: RuntimeError for `in_place` where gradients are on.
+    factors: dropout factors, whose length along axes[0] is that of x or 1.
+    in_place: write over x, so that no second x exists. This is safe because a slice reads only itself and the shared
+    tensors, which are complete.
+    residual: add x; otherwise the result is the update alone.
+    recompute: recompute each slice in the backward pass instead of saving its intermediates.
+    Raises RuntimeError for `in_place` if gradients are enabled.
     """
     keeps = torch.is_grad_enabled()
     if in_place and keeps:
-        raise RuntimeError("a plan with in_place cannot be differentiated: use torch.no_grad(), or chunk alone")
+        raise RuntimeError("plan.in_place: it cannot be differentiated. Use torch.no_grad(), or plan.chunk alone.")
     axis, read_axis = axes
     if layer.mask_of == layer.reads:
         mask = mask.expand(read.shape[:-1])
 
-    def update(part: slice, piece: Tensor, of_read: Tensor, *all_shared: Tensor) -> Tensor:
+    def update(part: slice, piece: Tensor, read_piece: Tensor, *all_shared: Tensor) -> Tensor:
         n_mask = mask_slice(layer, layer.reads, mask, read_axis, part)
         drawn = cut_factors(factors, axis, part.start, part.stop - part.start)
-        with layer.computing():  # also where it is computed again, perhaps by another thread
-            return layer.update(of_read, n_mask, all_shared or None, piece if residual else None, drawn)
+        # Autograd may recompute the slice in another thread, where the layer needs its context, too.
+        with layer.computing():
+            return layer.update(read_piece, n_mask, all_shared or None, piece if residual else None, drawn)
 
     cuts: Sequence[slice] = slices(x, axis, most)
-    cuts = cuts if keeps else representative_turns(cuts)  # all where a rank has no row: for the gradient
+    # With gradients no slice may be left out: a rank without rows must take part in the backward pass.
+    cuts = cuts if keeps else representative_turns(cuts)
     parts: list[Tensor] = []
     whole = x if in_place else None
     for part, piece in watched(fetch_each(x, cuts, axis), len(cuts)):
-        of_read = piece if read is x else read.narrow(read_axis, part.start, part.stop - part.start)
+        read_piece = piece if read is x else read.narrow(read_axis, part.start, part.stop - part.start)
         if recompute and keeps:
-            given = part, piece, of_read, *(shared or ())
-            parts.append(checkpoint(update, *given, use_reentrant=False, preserve_rng_state=False))
+            arguments = part, piece, read_piece, *(shared or ())
+            parts.append(checkpoint(update, *arguments, use_reentrant=False, preserve_rng_state=False))
             continue
-        new = update(part, piece, of_read, *(shared or ()))
+        new = update(part, piece, read_piece, *(shared or ()))
         if keeps:
             parts.append(new)
             continue
@@ -164,10 +175,11 @@ def update_in_slices(
             shape[axis] = x.shape[axis]
             whole = new.new_empty(shape)
         store(whole, part, new, axis)
-        del new, of_read, piece  # before the next slice is begun
+        # Free this slice before the next one is fetched.
+        del new, read_piece, piece
     return torch.cat(parts, axis) if whole is None else whole
 
 
 def longest_axis(x: Tensor) -> int:
-    """Return the longest axis of x but its channels, the first of such: where what may be cut anywhere is cut."""
+    """Return the longest non-channel axis of x (the first on ties), for layers that may be sliced along any axis."""
     return max(range(-x.dim(), -1), key=lambda axis: (x.shape[axis], -axis))

@@ -1,7 +1,7 @@
-"""Collectives under way, and waiting for them: noted as long as it lasts, so that a watchdog can end a wait.
+"""Waits for collectives, recorded while they last so that a watchdog can end them, and events for observers.
 
-Whatever fails while this process waits for others is a `LostError`: what counts is where it was raised, never what its
-message says.
+Any error that is raised while this process waits for others becomes a `LostError`. The place of the error decides,
+never its message.
 """
 
 import threading
@@ -23,10 +23,10 @@ from warpfold.errors import LostError
 
 @dataclass(frozen=True)
 class Wait:
-    """Something that this process waits for now."""
+    """A wait of this process that lasts now. began: in seconds of time.monotonic."""
 
     name: str
-    began: float  # time.monotonic
+    began: float
 
 
 _numbers = count()
@@ -35,16 +35,13 @@ _saving: set[int] = set()
 
 
 def now() -> dict[int, Wait]:
-    """Return the waits of this process at this moment, by a number that is never used again."""
+    """Return the present waits of this process, by their unique numbers."""
     return dict(_now)
 
 
 @contextmanager
 def waiting(name: str) -> Iterator[None]:
-    """Note that this thread waits for others.
-
-    Errors: LostError for any RuntimeError that ends the wait, which is its cause.
-    """
+    """Record that this thread waits for other processes. Raises LostError from any RuntimeError that ends the wait."""
     number, wait = next(_numbers), Wait(name, time.monotonic())
     _now[number] = wait
     try:
@@ -59,7 +56,7 @@ def waiting(name: str) -> Iterator[None]:
 
 @contextmanager
 def saving() -> Iterator[None]:
-    """Note that this thread writes what would be lost with the process: a checkpoint."""
+    """Record that this thread writes a checkpoint, so that the watchdog postpones ending the process."""
     number = next(_numbers)
     _saving.add(number)
     try:
@@ -69,19 +66,19 @@ def saving() -> Iterator[None]:
 
 
 def is_saving() -> bool:
-    """Return whether a thread of this process writes a checkpoint at this moment."""
+    """Return whether a thread of this process is writing a checkpoint."""
     return bool(_saving)
 
 
 @dataclass(frozen=True)
 class Work:
-    """A collective under way; None: one that has ended already."""
+    """A collective in flight; work is None if it has already ended."""
 
     work: dist.Work | None
     name: str
 
     def wait(self) -> None:
-        """Wait until it has ended; on a GPU, have the current stream wait."""
+        """Wait for the collective. On a GPU, the current stream waits instead of the host."""
         if self.work is not None:
             with waiting(self.name):
                 self.work.wait()
@@ -89,19 +86,25 @@ class Work:
 
 @dataclass(frozen=True)
 class Event:
-    """The start of a collective, or the wait for it.  Of gradients only starts are told, without a number."""
+    """The start of a collective, or the wait for it. Collectives of gradients report only starts, without a number.
+
+    name: the layer and tensor. kind: "all_gather", "reduce_scatter", "all_to_all", "sendrecv", "all_reduce" or
+    "broadcast". bytes: sent by this rank to others.
+    number: counts collectives in the order in which they start, equally on every rank.
+    carries: shards of an example ("slices"), or gradients or weights ("gradients").
+    """
 
     what: Literal["start", "wait"]
-    name: str  # which tensor of which layer
-    kind: str  # "all_gather", "reduce_scatter", "all_to_all", "sendrecv", "all_reduce"
-    bytes: int  # that this rank sends to others
-    number: int = -1  # counts collectives in the order in which they start; the same on every rank
+    name: str
+    kind: str
+    bytes: int
+    number: int = -1
     backward: bool = False
-    carries: Literal["slices", "gradients"] = "slices"  # of an example; or gradients or weights
+    carries: Literal["slices", "gradients"] = "slices"
 
     @property
     def title(self) -> str:
-        """What to call it in a message."""
+        """Name of the collective in messages."""
         return f"{self.kind} of {self.name}{' (backward)' if self.backward else ''}"
 
 
@@ -110,7 +113,7 @@ _watchers: list[Callable[[Event], None]] = []
 
 @contextmanager
 def watched(watcher: Callable[[Event], None]) -> Iterator[None]:
-    """Call `watcher` with every event of this process, as long as the context lasts."""
+    """Call `watcher` with every event of this process within the context."""
     _watchers.append(watcher)
     try:
         yield
@@ -125,9 +128,9 @@ def tell(event: Event) -> None:
 
 
 class SerialThread:
-    """A thread that makes calls one after another: those that wait, and must not hold up the backward pass.
+    """A thread that runs blocking calls one after another, so that they do not delay the backward pass.
 
-    Unlike an executor's, it does not keep the process from ending while it waits for ranks that are gone.
+    Unlike the thread of an executor, it does not keep the process alive while it waits for lost ranks.
     """
 
     def __init__(self) -> None:
@@ -136,7 +139,7 @@ class SerialThread:
         weakref.finalize(self, self._calls.put, None)
 
     def submit(self, call: Callable[[], None]) -> Future[None]:
-        """Have `call` made after those before it; the future's result raises what it raised."""
+        """Run `call` after all earlier calls. The result of the future raises the error of the call."""
         future: Future[None] = Future()
         self._calls.put((future, call))
         return future
@@ -144,7 +147,7 @@ class SerialThread:
 
 @dataclass
 class _Outcome:
-    """Put what the block raises into the future, to be raised where its result is asked for."""
+    """Store an error of the block in the future, which raises it when its result is requested."""
 
     future: Future[None]
 
@@ -163,4 +166,5 @@ def _run(calls: SimpleQueue[tuple[Future[None], Callable[[], None]] | None]) -> 
         future, call = item
         with _Outcome(future):
             call()
-        del item, future, call  # so that nothing is kept alive while the thread is idle
+        # Keep nothing alive while the thread is idle.
+        del item, future, call

@@ -25,7 +25,7 @@ from warpfold.ops.adam import adam_step
 from warpfold.ops.triton.launch import KernelLaunch
 from warpfold.parallel.mesh import Group
 from warpfold.parallel.plan import DTYPES, Plan
-from warpfold.parallel.sharded import ChannelExchange, result_of
+from warpfold.parallel.sharded import ChannelExchange, exhaust
 
 
 def wider() -> ModelConfig:
@@ -101,7 +101,7 @@ def exchange_channels(config: ModelConfig, residues: int, dtype: torch.dtype) ->
         mask = torch.empty(residues, residues, dtype=dtype)
     exchange = ChannelExchange(layer, ROWS, residues, Group("axial"), "")
     right = exchange.right(z, mask, residues)
-    result_of(exchange.product(z, mask, right, None, residues)).sum().backward()
+    exhaust(exchange.product(z, mask, right, None, residues)).sum().backward()
 
 
 def update(packed: torch.dtype) -> None:
