@@ -322,7 +322,7 @@ REFUSED = [
         "no option --num-relax: here it is --relax best, or --relax all; see warpfold predict",
     ),
     ("predict a.fasta --num-recycle=many", "'--recycles'"),
-    ("doctor --device A100", "--device a100: not known; give cpu, cuda, cuda:1"),
+    ("doctor --device A100", "--device a100: not known. Pass cpu, cuda, cuda:1"),
     ("doctor --device cuda:99", "--device cuda:99: "),
     (f"{FOLD} --device gpu", "--device gpu"),
     ("train wrong.toml --data none --out out", "model.c_mm is not a setting; did you mean model.c_m?"),
@@ -381,7 +381,7 @@ def test_bad_input_is_one_line(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_what_to_give_is_said(capsys: Capture) -> None:
-    assert "give cpu, or " in refused(run(capsys, "doctor", "--device", "cuda"))
+    assert "Pass cpu, or " in refused(run(capsys, "doctor", "--device", "cuda"))
 
 
 # ---- stopped, and how to go on

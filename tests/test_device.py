@@ -159,7 +159,7 @@ def test_what_is_said_of_a_device_before_it_computes(monkeypatch: pytest.MonkeyP
 )
 def test_a_name_that_is_none_of_a_device_is_refused_with_what_it_means(name: str, meant: str | None) -> None:
     assert device_meant(name) == meant
-    cure = f"not known; (give )?{meant}" if meant else r"not known; give cpu, cuda, cuda:1 and so on, or mps on a Mac"
+    cure = f"not known. (Pass )?{meant}" if meant else r"not known. Pass cpu, cuda, cuda:1 and so on, or mps on a Mac"
     with pytest.raises(UserError, match=f"^--device {name}: {cure}") as said:
         device_of(name)
     assert "\n" not in str(said.value)
@@ -171,13 +171,13 @@ def test_a_device_that_is_not_here_is_refused_with_what_is() -> None:
     with mac():
         assert [device_of(name) for name in ("mps", "mps:0", "cpu", None)][1:] == ["mps:0", "cpu", device_of(None)]
         assert device_of(None) == ("cuda" if torch.cuda.is_available() else "cpu")  # never an Apple GPU unasked
-        with pytest.raises(UserError, match=r"^--device gpu: not known; give mps$"):
+        with pytest.raises(UserError, match=r"^--device gpu: not known. Pass mps$"):
             device_of("gpu")
         if not torch.cuda.is_available():
-            with pytest.raises(UserError, match=r"^--device cuda: .*; give cpu, or mps \(this Mac's GPU\)"):
+            with pytest.raises(UserError, match=r"^--device cuda: .*\. Pass cpu, or mps \(this Mac's GPU\)"):
                 device_of("cuda")
     if not torch.backends.mps.is_available():
-        with pytest.raises(UserError, match=r"^--device mps: torch .*; give cpu$"):
+        with pytest.raises(UserError, match=r"^--device mps: torch .*\. Pass cpu\.$"):
             device_of("mps")
 
 

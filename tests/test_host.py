@@ -99,7 +99,7 @@ def test_an_ordinary_tensor_is_not_copied() -> None:
 def test_no_operation_takes_it_whole() -> None:
     kept = HostTensor((5, 5, 2), torch.float32, CPU, 2)
     for function in (lambda: kept + 1, lambda: kept[0], lambda: torch.cat([kept, kept]), lambda: kept.clone()):
-        with pytest.raises(RuntimeError, match="fetch its rows"):
+        with pytest.raises(RuntimeError, match="Fetch its rows"):
             function()
 
 
@@ -113,7 +113,7 @@ def test_the_file_has_no_name_and_goes_with_the_tensor(tmp_path: Path, monkeypat
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(UserError, match=r"no file of 0\.0 GB .*TMPDIR"):
+        with pytest.raises(UserError, match=r"cannot create a file of 0\.0 GB .*TMPDIR"):
             HostTensor((64, 64, 16), torch.bfloat16, CPU, 8)
     assert kept.fetch(slice(0, 64)).sum() == 0
 

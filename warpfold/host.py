@@ -1,6 +1,6 @@
-"""A pair representation in host memory, whose rows or columns travel to the device that computes, and back.
+"""A pair representation in host memory, of which rows or columns are copied to the device and back.
 
-`fetch`, `store` and `fetch_each` serve ordinary tensors too, without a copy: who uses them need not know where z is.
+`fetch`, `store` and `fetch_each` also accept ordinary tensors, without a copy. Callers need not know where z is.
 """
 
 import math
@@ -19,21 +19,21 @@ from warpfold.ops.dispatch import backend
 from warpfold.ops.torch_internals import wrapper_tensor
 
 ROWS = -3  # of z [*, i, j, c]
-SEGMENT = 2**28  # bytes allocated at once: torch rounds pinned memory up to a power of two
+# Bytes that are allocated at once: torch rounds pinned memory up to a power of two.
+SEGMENT = 2**28
 
 
 class HostTensor(Tensor):
-    """z [*, i, j, c] in host memory, zeros at first; its shape, dtype and device are those of what `fetch` returns.
+    """z [*, i, j, c] in host memory, initialised with zeros. Its shape, dtype and device are those of fetched tensors.
 
-    For a CUDA device it lies in pinned memory, and travels on streams of its own.  For a CPU it lies in a temporary
-    file without a name, in the system's folder for these (TMPDIR), which the system reads and writes as it has memory.
-    On "meta" it has a shape alone.
+    For a CUDA device the memory is pinned, and copies use separate streams. For a CPU it is an unnamed temporary file
+    in TMPDIR, which the operating system pages in and out. On "meta" there is only a shape.
 
-    It lies in square tiles, one behind another, row of tiles after row of tiles.  What travels are bands of tiles:
-    those of some rows are one piece of memory, those of some columns as many as there are tiles, none with a gap.  On
-    the device a band is rearranged; so rows and columns that fill whole bands travel fastest, as the wire allows.
-    No operation but `fetch` and `store` takes it: each would bring all of it to the device.
-    Errors: UserError where the folder has not as much space.
+    The memory consists of square tiles in row-major order. Copies transfer bands of tiles. A band of rows is
+    contiguous, and a band of columns has one contiguous range per tile. Bands are rearranged on the device. Rows and
+    columns that fill complete bands are therefore copied at the full bandwidth of the link. Only `fetch` and `store`
+    accept a HostTensor, because any other operation would copy all of it to the device.
+    Raises UserError if the folder has too little space.
     """
 
     @staticmethod
@@ -41,29 +41,34 @@ class HostTensor(Tensor):
         return wrapper_tensor(cls, torch.Size(shape), dtype, device)
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, tile: int) -> None:
-        """tile: rows and columns of a tile, and so of a band."""
+        """tile: rows and columns of a tile, and thus of a band."""
         *leading, rows, columns, channels = shape
-        self._edge, self._slot = tile, tile * tile * channels  # numbers of a tile; the last ones have room to spare
+        # Elements of a tile. The last tiles are padded.
+        self._edge, self._slot = tile, tile * tile * channels
         self._leading, self._down, self._across = math.prod(leading), -(-rows // tile), -(-columns // tile)
-        self._per_segment = max(1, SEGMENT // max(1, self._slot * dtype.itemsize))  # tiles
+        # Tiles in a segment.
+        self._per_segment = max(1, SEGMENT // max(1, self._slot * dtype.itemsize))
         on_gpu = device.type == "cuda"
-        self._two = backend(self) == "triton"  # bands are on the device, also of a GPU that "meta" stands for
+        # Whether bands are copied to another device, which may be a GPU that "meta" represents.
+        self._two = backend(self) == "triton"
         self._in, self._out = (torch.cuda.Stream(device) if on_gpu else None for _ in range(2))
         self._segments = [] if device.type == "meta" else self._allocate()
         self._slots = [slot for segment in self._segments for slot in segment.split(self._slot)] if self._two else []
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise RuntimeError(f"z lies in host memory, so {func} cannot read it whole: fetch its rows (warpfold/host.py)")
+        raise RuntimeError(
+            f"HostTensor: {func} cannot read z, which is in host memory. Fetch its rows (warpfold/host.py)."
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"HostTensor({list(self.shape)}, {self.dtype}, for {self.device})"
 
     def __deepcopy__(self, memo: Any) -> "HostTensor":
-        raise RuntimeError("z lies in host memory, where there is one of it alone")
+        raise RuntimeError("HostTensor: it cannot be copied")
 
     def _allocate(self) -> list[Tensor]:
-        """Return memory for all tiles, in segments of whole ones; of a CPU in one."""
+        """Allocate memory for all tiles, in segments of complete tiles; for a CPU, in a single segment."""
         numbers, each = self._leading * self._down * self._across * self._slot, self._per_segment * self._slot
         if self.device.type != "cuda":
             memory = in_file(numbers, self.dtype, "plan.offload")
@@ -72,7 +77,10 @@ class HostTensor(Tensor):
         return [torch.zeros(size, dtype=self.dtype, pin_memory=True) for size in sizes]
 
     def _band(self, number: int, axis: int, read: bool = True) -> Tensor:
-        """Return a band [*, tiles, i, j, c]: of a CPU the memory itself, else a copy; not read: memory for one."""
+        """Return a band [*, tiles, i, j, c]: a view for a CPU, otherwise a copy on the device.
+
+        read: otherwise the copy is uninitialised.
+        """
         edge, shape = self._edge, (self._leading, self._down, self._across)
         if not self._two:
             return self._segments[0].view(*shape, edge, edge, self.shape[-1]).select(1 if axis == ROWS else 2, number)
@@ -84,7 +92,7 @@ class HostTensor(Tensor):
         return band
 
     def _pieces(self, band: Tensor, number: int, axis: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the pieces of memory, without gaps, in which a band lies in host memory and here, one for one."""
+        """List the contiguous ranges of a band in host memory, and the corresponding ranges on the device."""
         here = band.view(self._leading, -1, self._slot)
         if axis != ROWS:
             count = self._down * self._across
@@ -95,7 +103,8 @@ class HostTensor(Tensor):
         for lead in range(self._leading):
             first = (lead * self._down + number) * self._across
             at, end = first, first + self._across
-            while at < end:  # a row of tiles may go on in the next segment
+            # A row of tiles may continue in the next segment.
+            while at < end:
                 stop = min(end, (at // per + 1) * per)
                 inside = slice(at % per * self._slot, (at % per + stop - at) * self._slot)
                 there.append(self._segments[at // per][inside])
@@ -106,26 +115,30 @@ class HostTensor(Tensor):
     def _matching(
         self, band: Tensor, number: int, part: slice, block: Tensor, axis: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield views of the same numbers, in a band of tiles and in a block [*, i, j, c] of some rows or columns."""
+        """Yield corresponding views in a band of tiles and in a block [*, i, j, c] of some rows or columns."""
         edge, low = self._edge, number * self._edge
         some = slice(max(part.start, low), min(part.stop, low + edge))
         if axis == ROWS:
-            tiles = band[:, :, some.start - low : some.stop - low].transpose(1, 2)  # [*, i, tiles, j, c]
+            # [*, i, tiles, j, c]
+            tiles = band[:, :, some.start - low : some.stop - low].transpose(1, 2)
             here, along = block[:, some.start - part.start : some.stop - part.start], 2
         else:
-            tiles = band[:, :, :, some.start - low : some.stop - low]  # [*, tiles, i, j, c]
+            # [*, tiles, i, j, c]
+            tiles = band[:, :, :, some.start - low : some.stop - low]
             here, along = block[:, :, some.start - part.start : some.stop - part.start], 1
         full, rest = divmod(here.shape[along], edge)
         if full:
             yield tiles.narrow(along, 0, full), here.narrow(along, 0, full * edge).unflatten(along, (full, edge))
-        if rest:  # of the last tile
+        if rest:
+            # The last tile is not full.
             yield tiles.select(along, full).narrow(along, 0, rest), here.narrow(along, full * edge, rest)
 
     def _start(self, part: slice, axis: int) -> Upload:
-        """Begin to copy some rows or columns to the device."""
+        """Start to copy some rows or columns to the device."""
         shape = list(self.shape)
         shape[axis] = part.stop - part.start
-        with torch.cuda.stream(self._in):  # nothing without a stream
+        # No effect without a stream.
+        with torch.cuda.stream(self._in):
             block = torch.empty(shape, dtype=self.dtype, device=self.device)
             for number in self._bands(part):
                 band = self._band(number, axis)
@@ -134,23 +147,23 @@ class HostTensor(Tensor):
             return Upload(block, None if self._in is None else self._in.record_event())
 
     def _bands(self, part: slice) -> range:
-        """Return in which bands some rows or columns lie; on "meta" a CPU has none."""
+        """Return the indices of the bands that contain some rows or columns; none for a CPU on "meta"."""
         return range(part.start // self._edge, -(-part.stop // self._edge)) if self._segments or self._two else range(0)
 
     def _settle(self) -> None:
-        """Have what is fetched from now on be what was stored before."""
+        """Order later fetches after all earlier stores."""
         if self._in is not None and self._out is not None:
             self._in.wait_stream(self._out)
 
     def fetch(self, part: slice, axis: int = ROWS) -> Tensor:
-        """Return some rows (or columns) on the device: a copy."""
+        """Copy some rows (or columns) to the device."""
         self._settle()
         return self._start(part, axis).wait()
 
     def fetch_each(self, parts: Sequence[slice], axis: int = ROWS) -> Iterator[tuple[slice, Tensor]]:
-        """Return each of some parts, the next of which travels while one is used.
+        """Yield each part with its copy on the device, while the next part is being copied.
 
-        Within the loop a part may be stored when it, or a later one, was returned.
+        Within the loop, a part may be stored after it, or a later part, was yielded.
         """
         self._settle()
         ahead: Upload | None = None
@@ -162,54 +175,58 @@ class HostTensor(Tensor):
             yield part, here
 
     def store(self, part: slice, new: Tensor, axis: int = ROWS) -> None:
-        """Write some rows (or columns); on a GPU behind what the current stream has to do."""
+        """Write some rows (or columns); on a GPU, asynchronously after the work on the current stream."""
         new = new.detach().to(self.dtype).expand(*self.shape[:-3], *new.shape[-3:])
         new = new.reshape(self._leading, *new.shape[-3:])
+        # The kernels that compute `new` are queued on the current stream.
         if self._out is not None:
             self._out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._out):
             for number in self._bands(part):
                 low, high = number * self._edge, min((number + 1) * self._edge, self.shape[axis])
-                band = self._band(number, axis, read=part.start > low or part.stop < high)  # where not all of it is new
+                # Read the band first if it is not overwritten completely.
+                band = self._band(number, axis, read=part.start > low or part.stop < high)
                 for tiles, here in self._matching(band, number, part, new, axis):
                     tiles.copy_(here)
                 if self._two and self._segments:
                     there, pieces = self._pieces(band, number, axis)
                     torch._foreach_copy_(there, pieces, non_blocking=True)
+        # The memory of `new` must not be reused before the copy is done.
         if self._out is not None:
             new.record_stream(self._out)
 
 
 def in_file(numbers: int, dtype: torch.dtype, asked_by: str) -> Tensor:
-    """Return a tensor [numbers] that lies in a temporary file, which is gone when the tensor is.
+    """Allocate a tensor [numbers] in a temporary file, which exists as long as the tensor.
 
-    asked_by: the setting without which there would be none.  Errors: UserError where there is no space.
+    asked_by: the setting that requires the file. Raises UserError if the folder has too little space.
     """
     size = max(numbers, 1) * dtype.itemsize
     try:
         with tempfile.TemporaryFile(prefix="warpfold-") as file:
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, size)  # else a full disk would end the process later
+                # Reserve the space now: later a full disk would kill the process.
+                os.posix_fallocate(file.fileno(), 0, size)
             else:
                 file.truncate(size)
             memory = mmap.mmap(file.fileno(), size)
     except OSError as error:
         raise UserError(
-            f"{asked_by}: no file of {size / 1e9:.1f} GB in {tempfile.gettempdir()} ({error.strerror}); "
-            f"set TMPDIR to a folder with more space, or do without {asked_by}"
+            f"{asked_by}: cannot create a file of {size / 1e9:.1f} GB in {tempfile.gettempdir()} ({error.strerror}). "
+            f"Set TMPDIR to a folder with more space, or do without {asked_by}."
         ) from error
     return torch.frombuffer(memory, dtype=dtype)[:numbers]
 
 
 def fetch(x: Tensor, part: slice, axis: int = ROWS) -> Tensor:
-    """Return some rows (or columns) of x on the device that computes: of an ordinary tensor a view."""
+    """Return some rows (or columns) of x on the compute device; a view if x is an ordinary tensor."""
     if isinstance(x, HostTensor):
         return x.fetch(part, axis)
     return x.narrow(axis, part.start, part.stop - part.start)
 
 
 def fetch_each(x: Tensor, parts: Sequence[slice], axis: int = ROWS) -> Iterator[tuple[slice, Tensor]]:
-    """Return each of some parts of x; from host memory the next one travels while one is used."""
+    """Yield each part of x on the compute device; from host memory, the next part is copied meanwhile."""
     if isinstance(x, HostTensor):
         yield from x.fetch_each(parts, axis)
         return
@@ -218,7 +235,7 @@ def fetch_each(x: Tensor, parts: Sequence[slice], axis: int = ROWS) -> Iterator[
 
 
 def store(x: Tensor, part: slice, new: Tensor, axis: int = ROWS) -> None:
-    """Write some rows (or columns) of x; nothing is copied where `new` is that part of x itself."""
+    """Write some rows (or columns) of x; nothing is copied if `new` is already a view of this part of x."""
     if isinstance(x, HostTensor):
         x.store(part, new, axis)
         return

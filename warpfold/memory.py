@@ -1,4 +1,4 @@
-"""How much memory is free, on a GPU or on the host, and whether an error says that there was none left."""
+"""Free memory of a GPU or the host, and recognition of out-of-memory errors."""
 
 import ctypes
 import os
@@ -10,21 +10,22 @@ import torch
 from warpfold.errors import UserError
 
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-UNLIMITED = 2**60  # bytes; cgroups write such a number where there is no limit
-# How torch and the system's libraries say it on a CPU and an Apple GPU, where there is no class for it.
-SAID = (
+# Bytes; larger limits of cgroups mean that there is no limit.
+UNLIMITED = 2**60
+# Messages of torch and system libraries on a CPU and an Apple GPU, which have no exception class for it.
+OUT_OF_MEMORY = (
     *("can't allocate memory", "not enough memory", "Cannot allocate memory", "CUDA error: out of memory"),
     "MPS backend out of memory",
 )
 
 
 def free_memory(device: torch.device | str) -> int:
-    """Return the bytes that this process could take on a device now, what it holds unused included.
+    """Compute the bytes that this process can allocate on a device now, including memory that it has cached.
 
-    Of a GPU: what is free at this moment, whoever else works there, and what torch has reserved and does not use.  Of a
-    CPU: what the system calls available, or what the cgroup or the process's own limit leave if that is less.  Of an
-    Apple GPU: what Metal recommends to use at most, less what torch's tensors hold; it shares the host's memory.
-    Errors: UserError where the system does not say.
+    GPU: the memory that is free at this moment, plus torch's reserved but unused memory. CPU: the available memory of
+    the system, or less if the limits of the cgroup or the process leave less. Apple GPU: Metal's recommended maximum
+    less the memory of torch's tensors, bounded by the host's memory, which it shares.
+    Raises UserError if the system does not report it.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -33,45 +34,45 @@ def free_memory(device: torch.device | str) -> int:
     if device.type == "mps":
         return min(torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory(), host_memory())
     if device.type != "cpu":
-        raise UserError(f"--device {device}: how much memory is free there is not known; give --memory")
+        raise UserError(f"--device {device}: cannot determine its free memory. Pass --memory.")
     return host_memory()
 
 
 def memory_in_use(device: torch.device | str) -> int:
-    """Return the bytes of a device that this process uses now: of a GPU in tensors, of a CPU all but what was freed.
+    """Compute the bytes that this process uses on a device: tensors on a GPU, all memory that is not freed on a CPU.
 
-    Errors: UserError where the system does not say.
+    Raises UserError if the system does not report it.
     """
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     if device.type != "cpu" or not (PROC / "self/status").exists():
-        raise UserError(f"memory: how much of {device} is in use, this system does not say; leave memory out")
-    return _status(PROC, "VmRSS") - _kept(PROC)
+        raise UserError(f"memory: this system does not report the used memory of {device}. Omit `memory`.")
+    return _status(PROC, "VmRSS") - _cached_bytes(PROC)
 
 
 def host_memory(proc: Path = PROC, groups: Path = GROUPS) -> int:
-    """Return the bytes of main memory that this process could take now; without Linux, all that the machine has.
+    """Compute the bytes of host memory that this process can allocate now; without Linux, all memory of the machine.
 
-    Errors: UserError where the system does not say.
+    Raises UserError if the system does not report it.
     """
     if not (proc / "meminfo").exists():
         if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
-            raise UserError("how much memory is free, this system does not say; give --memory")
+            raise UserError("memory: this system does not report its free memory. Pass --memory.")
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     available = next(
         1024 * int(line.split()[1])
         for line in (proc / "meminfo").read_text(encoding="ascii").splitlines()
         if line.startswith("MemAvailable:")
     )
-    return max(0, min([available, *_left_by_groups(proc, groups), *_left_by_process(proc)]) + _kept(proc))
+    return max(0, min([available, *_left_by_groups(proc, groups), *_left_by_process(proc)]) + _cached_bytes(proc))
 
 
 def _left_by_groups(proc: Path, groups: Path) -> list[int]:
-    """Return the bytes that each limit of this process's cgroups (version 2 or 1) and of their parents leaves."""
+    """List the bytes that the limits of this process's cgroups (version 2 or 1) and their parents leave."""
     if not (proc / "self/cgroup").exists():
         return []
-    found = []
+    remaining = []
     for line in (proc / "self/cgroup").read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -80,16 +81,18 @@ def _left_by_groups(proc: Path, groups: Path) -> list[int]:
             root, names = groups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        own = Path(path.lstrip("/"))  # seen from within a container it may not be there, but the root is
+        # Within a container this path may not exist, but the root does.
+        own = Path(path.lstrip("/"))
         for folder in dict.fromkeys((root / own, *(root / parent for parent in own.parents), root)):
             limit, used = _number(folder / names[0]), _number(folder / names[1])
             if limit is not None and used is not None and limit < UNLIMITED:
-                found.append(limit - used + _stat(folder / "memory.stat", names[2]))
-    return found
+                # Inactive file pages count as used, but the system frees them on demand.
+                remaining.append(limit - used + _stat(folder / "memory.stat", names[2]))
+    return remaining
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None without the file, or for "max"."""
+    """Read the number in a file; None if the file is missing or contains "max"."""
     try:
         text = path.read_text(encoding="ascii").strip()
     except OSError:
@@ -98,7 +101,7 @@ def _number(path: Path) -> int | None:
 
 
 def _stat(path: Path, name: str) -> int:
-    """Return one line of memory.stat: what of the files in memory the system gives up when it is asked for memory."""
+    """Read a value of memory.stat; 0 if it is missing."""
     try:
         lines = path.read_text(encoding="ascii").splitlines()
     except OSError:
@@ -107,7 +110,7 @@ def _stat(path: Path, name: str) -> int:
 
 
 def _left_by_process(proc: Path) -> list[int]:
-    """Return the bytes that the limit of this process's addresses (`ulimit -v`) leaves, if there is one."""
+    """List the bytes that the limit of the address space (`ulimit -v`) leaves; empty without a limit."""
     import resource
 
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -117,7 +120,7 @@ def _left_by_process(proc: Path) -> list[int]:
 
 
 def _status(proc: Path, name: str) -> int:
-    """Return bytes that /proc/self/status names."""
+    """Read a number of bytes from /proc/self/status."""
     lines = (proc / "self/status").read_text(encoding="utf-8").splitlines()
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
 
@@ -129,11 +132,12 @@ class _Mallinfo(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
-def _kept(proc: Path) -> int:
-    """Return the freed bytes that glibc keeps (`device.keep_memory`): no more than are resident."""
+def _cached_bytes(proc: Path) -> int:
+    """Return the freed bytes that glibc keeps for reuse (`device.keep_memory`), at most the resident ones."""
     if platform.libc_ver()[0] != "glibc" or not (proc / "self/status").exists():
         return 0
-    function = getattr(ctypes.CDLL(None), "mallinfo2", None)  # since glibc 2.33
+    # Available since glibc 2.33.
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if function is None:
         return 0
     function.restype = _Mallinfo
@@ -141,14 +145,14 @@ def _kept(proc: Path) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that there was not enough memory, on a GPU or on the host."""
+    """Return whether an error means that a GPU or the host ran out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in SAID)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
 
 
 def release_memory(device: torch.device | str) -> None:
-    """Give back what torch has reserved on a GPU and does not use."""
+    """Release memory that torch has reserved on a GPU and does not use."""
     kind = torch.device(device).type
     if kind == "cuda":
         torch.cuda.empty_cache()

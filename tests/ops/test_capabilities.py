@@ -101,7 +101,7 @@ def test_an_old_gpu_computes_by_definitions_and_says_how_slowly(
         f"--device cuda:0: operations are computed in plain torch, {capabilities.SLOWDOWN}, because {reason}"
     )
     assert device.caveats("bf16", GPU) == [
-        "bf16 is slower than fp32 on this GPU, which does not multiply bf16; use fp32 or fp16"
+        "bf16 is slower than fp32 on this GPU, which does not multiply bf16. Use fp32 or fp16."
     ]
 
 
@@ -131,7 +131,7 @@ def test_a_gpu_that_allocates_and_does_not_compute_is_refused(
         raise RuntimeError("CUDA error: no kernel image is available\nCompile with ...")
 
     monkeypatch.setattr(torch, "zeros", fail)
-    with pytest.raises(UserError, match=r"torch cannot compute on it \(CUDA error: no kernel image is available\);"):
+    with pytest.raises(UserError, match=r"torch cannot compute on it \(CUDA error: no kernel image is available\)\."):
         device.device_of("cuda:0")
 
 

@@ -61,7 +61,7 @@ def test_options_are_named_as_they_were_given(
 ) -> None:
     """On the command line with dashes, from Python as arguments: of the same errors."""
     more = ("--params", tiny_params, "-o", tmp_path / "out", "--device")
-    assert "error: --device gpu: not known; " in refused(run(capsys, "predict", ONE, *more, "gpu"))
+    assert "error: --device gpu: not known. " in refused(run(capsys, "predict", ONE, *more, "gpu"))
     said = refused(run(capsys, "predict", ONE, *more, "cpu", "--msa-server", "host"))
     assert said.startswith("error: --msa-server host: is no http or https address")
     said = refused(run(capsys, "search", ONE, "--database", "d", "--e-value", -1, "-o", tmp_path / "out"))
