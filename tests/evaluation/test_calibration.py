@@ -76,6 +76,17 @@ def test_pae_is_compared_with_the_true_error_of_every_pair() -> None:
     assert found["correlation"] == pytest.approx(np.corrcoef(expected, true)[0, 1], abs=1e-6)
 
 
+def test_residues_without_a_backbone_frame_in_the_truth_align_nothing() -> None:
+    """Residues without N in the truth are scored, but have no frame."""
+    truth, prediction = protein("A", 30, 1), protein("A", 30, 1)
+    mask = truth.mask.copy()
+    mask[5:8, N] = 0
+    truth = replace(truth, mask=mask, positions=truth.positions * mask[..., None])
+    sums = pae_sums(pair(structure(prediction), structure(truth)), np.full((30, 30), 2.0, np.float32)).to_dict()
+    assert sums["count"] == 27 * 29
+    assert sums["bias"] == pytest.approx(2.0, abs=1e-4)
+
+
 def test_plddt_is_compared_with_lddt_of_residues_that_both_have() -> None:
     truth = unseen(protein("A", 40, 1), slice(10, 15))
     chain = part(protein("A", 40, 1), slice(2, 40))

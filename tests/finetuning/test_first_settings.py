@@ -14,7 +14,8 @@ from tests.training.runs import make_store
 from warpfold import settings
 from warpfold.data.synthetic.folder import generate
 from warpfold.errors import UserError
-from warpfold.finetuning.choose import first_settings
+from warpfold.finetuning.choose import EPOCHS, MAX_STEPS, MIN_STEPS, chosen_settings, first_settings
+from warpfold.finetuning.split import Split
 from warpfold.model.alphafold import AlphaFold, HeadsConfig, ModelConfig
 from warpfold.model.weights.files import save_params
 
@@ -59,6 +60,48 @@ def test_parameters_take_the_losses_crop_and_rows_of_their_kind(kind: str, tmp_p
     assert chosen["loss"]["predicted_aligned_error"] == (0.1 if KINDS[kind] else 0.0)
     assert chosen["data"]["crop"] == (640 if kind == "multimer" else 384)
     assert chosen["optim"] == expected["optim"]
+
+
+def split_of(examples: int) -> Split:
+    """Return a split with this number of training examples."""
+    return Split(by="cluster", training=tuple(f"t{i}" for i in range(examples)), validation=("v0", "v1"), test=("w0",))
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup", "constant", "decaying", "average", "every"),
+    [
+        (1, 1, 0, 1, 0.9, 1),
+        (41, 2, 20, 21, 0.9, 4),
+        (400, 20, 200, 200, 0.95, 40),
+        (100_000, 5000, 50_000, 50_000, 0.999, 10_000),
+    ],
+)
+def test_the_schedule_follows_the_number_of_steps(
+    steps: int, warmup: int, constant: int, decaying: int, average: float, every: int
+) -> None:
+    first = {"optim": {"learning_rate": 1e-3, "accumulate": 128}}
+    chosen = chosen_settings(first, split_of(80), steps, (), 0)
+    optim, train = chosen["optim"], chosen["train"]
+    assert (optim["warmup_steps"], optim["decay_after_steps"], optim["decay_steps"]) == (warmup, constant, decaying)
+    assert optim["average_decay"] == average
+    assert (train["steps"], train["validate_every"], train["save_every"]) == (steps, every, every)
+    assert (train["validation"], train["test"]) == (["v0", "v1"], ["w0"])
+
+
+@pytest.mark.parametrize(("examples", "accumulate"), [(3, 1), (17, 2), (80, 10), (1000, 16)])
+def test_the_learning_rate_follows_the_examples_of_a_step(examples: int, accumulate: int) -> None:
+    first = {"optim": {"learning_rate": 1e-3, "accumulate": 128}}
+    optim = chosen_settings(first, split_of(examples), 10, (), 0)["optim"]
+    assert optim["accumulate"] == accumulate
+    # Two digits are kept.
+    assert optim["learning_rate"] == pytest.approx(1e-3 * (accumulate / 128) ** 0.5, rel=0.05)
+
+
+@pytest.mark.parametrize(("examples", "steps"), [(10, MIN_STEPS), (10**6, MAX_STEPS), (800, EPOCHS * 800 // 16)])
+def test_the_number_of_steps_follows_the_examples(examples: int, steps: int) -> None:
+    first = {"optim": {"learning_rate": 1e-3, "accumulate": 128}}
+    assert MIN_STEPS <= steps <= MAX_STEPS
+    assert chosen_settings(first, split_of(examples), None, (), 0)["train"]["steps"] == steps
 
 
 def test_multimers_of_versions_1_and_2_keep_their_crop(tmp_path: Path) -> None:

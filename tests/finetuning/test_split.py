@@ -10,7 +10,7 @@ from warpfold.data.pack.pack import pack
 from warpfold.data.store.store import Store
 from warpfold.data.synthetic.folder import generate
 from warpfold.errors import UserError
-from warpfold.finetuning.split import MIN_ENTRIES, make_split, read_split
+from warpfold.finetuning.split import MIN_ENTRIES, SHARE, make_split, read_split
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,13 @@ def test_no_cluster_is_in_two_parts(store: Store, seed: int) -> None:
     assert sorted(key for part in split.parts.values() for key in part) == sorted(store.keys)
     assert all(split.parts.values())
     assert len(split.training) > len(split.validation) + len(split.test)
+
+
+def test_chains_are_held_out_in_equal_numbers(store: Store) -> None:
+    split = make_split(store, 0, by="chain")
+    held_out = round(SHARE * len(store.keys))
+    assert [len(part) for part in (split.test, split.validation)] == [held_out, held_out]
+    assert sorted([*split.training, *split.validation, *split.test]) == sorted(store.keys)
 
 
 def test_the_seed_decides(store: Store) -> None:

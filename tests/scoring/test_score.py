@@ -115,6 +115,17 @@ def test_numbers_decide_where_letters_cannot() -> None:
     assert len(pair_residues(renumbered, truth)) == 30
 
 
+def test_numbers_pair_a_redesigned_sequence() -> None:
+    """They decide although an alignment would find more equal letters in another register."""
+    truth = protein()
+    redesigned = dataclasses.replace(truth, sequence=truth.sequence[1:] + truth.sequence[0])
+    assert sum(a == b for a, b in zip(redesigned.sequence, truth.sequence)) < 20
+    # 39 of 40 letters are identical in the shifted register, so that only a change of half of them keeps the numbers.
+    letters = "".join("A" if i % 2 and x != "A" else x for i, x in enumerate(redesigned.sequence))
+    redesigned = dataclasses.replace(redesigned, sequence=letters)
+    assert pair_residues(redesigned, truth).tolist() == [[i, i] for i in range(40)]
+
+
 def test_equal_chains_are_paired_by_where_they_stand() -> None:
     one = protein("A")
     copies = [dataclasses.replace(one, id=name, positions=one.positions + x) for name, x in [("A", 0), ("B", 60)]]

@@ -104,10 +104,9 @@ def rename_symmetric(predicted: Array, truth: Array, mask: Array, predicted_mask
     ambiguous = swap != np.arange(swap.shape[1])
     rows = np.arange(len(swap))[:, None]
     flipped, flipped_mask = predicted[rows, swap], predicted_mask[rows, swap]
-    ours = np.asarray(mask, bool) & ~ambiguous
     scores = []
     for positions, present in ((predicted, predicted_mask), (flipped, flipped_mask)):
-        kept, _ = lddt_counts(positions, truth, mask, present, others=ours)
+        kept, _ = lddt_counts(positions, truth, mask, present, others=~ambiguous)
         scores.append(kept)
     better = (scores[1] > scores[0]) & (flipped_mask == predicted_mask).all(-1)
     return np.where(better[:, None, None], flipped, predicted)
