@@ -5,9 +5,11 @@ import html
 import importlib
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from pprint import pformat
@@ -128,15 +130,16 @@ def test_links_lead_somewhere() -> None:
 # ---- pages that run
 
 
-@pytest.mark.parametrize("page", ["python", "kit"])
+@pytest.mark.parametrize("page", ["python", "kit", "evoformer"])
 def test_every_block_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of the page, in one process.  A block that begins with `# NAME.py` is a file of that name, which the
-    later blocks import.
+    """Run the blocks in the order of the page, in one process.
+
+    A block that begins with `# NAME.py` becomes a file of that name, which later blocks import.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     names: dict[str, object] = {"__name__": "__main__"}
-    for number, block in enumerate(blocks(ROOT / "docs" / f"{page}.md", "python")):
+    for number, block in enumerate(blocks(ROOT / "docs" / "howto" / f"{page}.md", "python")):
         if name := re.match(r"# (\w+\.py)\n", block):
             assert not (tmp_path / name[1]).exists(), name[1]
             (tmp_path / name[1]).write_text(block, encoding="utf-8")
@@ -145,7 +148,31 @@ def test_every_block_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert page != "python" or (tmp_path / "folded" / "query.cif").exists()
 
 
-ACCELERATED = blocks(ROOT / "docs" / "accelerate.md", "python")
+def test_the_evoformer_page_runs_on_two_ranks(tmp_path: Path) -> None:
+    """The script of the page compares each rank's shard with the whole trunk."""
+    page = ROOT / "docs" / "howto" / "evoformer.md"
+    (script,) = (block for block in blocks(page, "python") if block.startswith("# two_ranks.py\n"))
+    (command,) = (line for block in blocks(page, "bash") for line in block.splitlines())
+    (tmp_path / "two_ranks.py").write_text(script, encoding="utf-8")
+    program, *arguments = command.split()
+    assert program == "torchrun"
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--master-port", "0", *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(line.partition(",")[0] for line in done.stdout.splitlines()) == [
+        "rank 0: rows 11 of 21",
+        "rank 1: rows 10 of 21",
+    ]
+
+
+ACCELERATED = blocks(ROOT / "docs" / "howto" / "accelerate.md", "python")
 
 
 def packages(block: str) -> set[str]:

@@ -163,8 +163,9 @@ def test_the_site_is_built(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "iframe-worker" not in (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
     assert (tmp_path / "site" / "search" / "search_index.js").exists()  # the search of a page on a disk
-    python = (tmp_path / "site" / "python.html").read_text(encoding="utf-8")
-    assert 'href="notebook.html"' in python
-    assert 'href="design_notebook.html"' in python
+    # Links to notebooks lead to the pages that are made of them.
+    for page, notebook in (("python", "notebook"), ("design", "design_notebook")):
+        text = (tmp_path / "site" / "howto" / f"{page}.html").read_text(encoding="utf-8")
+        assert f'href="../{notebook}.html"' in text
     pages = (tmp_path / "site" / "reference" / "python.html").read_text(encoding="utf-8")
     assert "MSA" in pages or "alignment" in pages  # docstrings are there

@@ -253,7 +253,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
 @pytest.fixture
 def scripts(tmp_path: Path) -> Path:
     """A folder with the files of the page."""
-    for block in blocks(ROOT / "docs" / "kit.md", "python"):
+    for block in blocks(ROOT / "docs" / "howto" / "kit.md", "python"):
         if name := re.match(r"# (\w+\.py)\n", block):
             (tmp_path / name[1]).write_text(block, encoding="utf-8")
     return tmp_path
