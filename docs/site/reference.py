@@ -30,7 +30,11 @@ def commands() -> str:
         "# Commands",
         "",
         "The help of every command in this version.  Exit codes: 0 success, 1 incomplete, 2 bad input (with one line",
-        "that gives the reason), 130 Ctrl-C.",
+        "that gives the reason), 130 Ctrl-C.  On SIGTERM `train` saves and ends with 0, `pack` with 143.",
+        "",
+        "Every command takes `--quiet` (warnings and errors only), `--verbose` (decisions and tracebacks, too) and, if",
+        "it has a result, `--json`.  Existing files that a command did not write are never overwritten.",
+        "`warpfold --install-completion` sets up completion for bash, zsh, fish or PowerShell.",
     ]
     for name, command in top.commands.items():
         inner = getattr(command, "commands", {})
