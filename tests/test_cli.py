@@ -322,7 +322,7 @@ REFUSED = [
         "no option --num-relax: here it is --relax best, or --relax all; see warpfold predict",
     ),
     ("predict a.fasta --num-recycle=many", "'--recycles'"),
-    ("doctor --device A100", "--device a100: not known. Pass cpu, cuda, cuda:1"),
+    ("doctor --device A100", "--device a100: not known. pass cpu, cuda, cuda:1"),
     ("doctor --device cuda:99", "--device cuda:99: "),
     (f"{FOLD} --device gpu", "--device gpu"),
     ("train wrong.toml --data none --out out", "model.c_mm is not a setting; did you mean model.c_m?"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from warpfold.check.versions import TESTED, newer_than_tested, of_versions
+from warpfold.check.versions import TESTED, describe_versions, newer_than_tested
 
 ROOT = Path(__file__).parents[2]
 NEXT = {name: re.sub(r"\d+$", lambda minor: str(int(minor[0]) + 1), last) for name, (_, last) in TESTED.items()}
@@ -33,7 +33,7 @@ def test_newer_versions_are_named(monkeypatch, torch: str, python: str, newer: l
     said = newer_than_tested()
     named = [name for name, found in (("torch", torch), ("Python", python)) if said and f"{name} {found}" in said]
     assert named == newer
-    assert of_versions().startswith("Newer than tested: " if newer else "Tested: ")
+    assert describe_versions().startswith("Newer than tested: " if newer else "Tested: ")
     assert said is None or "doctor --kernels" in said
 
 

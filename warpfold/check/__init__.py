@@ -1,3 +1,1 @@
-"""Check operations against their definitions: cases of every operation, and the errors of the fast paths; and which
-versions of torch and Python were tested.
-"""
+"""Checks of the fast paths against the definitions of operations, and tested versions of torch and Python."""

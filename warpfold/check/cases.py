@@ -1,4 +1,4 @@
-"""The profiles of the operations: the one place where the bench, the doctor and tuning learn of an operation."""
+"""The profiles of all operations, for benchmarks, the doctor and tuning."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -31,7 +31,8 @@ from warpfold.ops.triangle import triangle_factor, triangle_multiplication
 
 TRIANGLES = ("64", "128", "256", "384", "512", "1024", "2048")
 PAIRS = TRIANGLES[2:6]
-DEEP = ("1024x256", "5120x384")  # of the extra MSA
+# Sizes of the extra MSA.
+DEEP = ("1024x256", "5120x384")
 RESIDUES = ("64", "128", "256", "384", "512", "768", "1024")
 
 
@@ -59,7 +60,7 @@ class _Attention(OpProfile):
         "starting": TRIANGLES,
         "ending": TRIANGLES,
     }
-    # Every width, rows more and fewer than a program takes, keys that are not the queries, batches.
+    # Every width, rows above and below a program's tile, keys that differ from the queries, batches.
     odd = (
         _attention("msa row", 5, 33, 4, 32, bias=True),
         _attention("msa column", 33, 7, 2, 16, transposed=True),
@@ -77,12 +78,13 @@ class _Attention(OpProfile):
     sizes: ClassVar[Sizes] = {"keys": "keys", "heads": "heads", "width": "width", "bias": "bias", "batches": "batches"}
 
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
-        """Draw q, k, v as slices of one projection, and the bias too where z itself is what attends."""
+        """Draw q, k, v as slices of one projection; for triangle attention, the bias is a slice of it, too."""
         inner, h = case.heads * case.width, case.heads
         from_z = case.bias and case.where != "msa row" and case.rows == case.length and not case.keys
         y = draw.positions(case, 4 * inner + (h if from_z else 0))
         q, k, v = (y[..., i * inner : (i + 1) * inner].unflatten(-1, (h, case.width)).detach() for i in range(3))
-        if case.keys:  # other positions than the queries'
+        if case.keys:
+            # The keys are at other positions than the queries.
             y = draw.positions(replace(case, length=case.keys), 2 * inner)
             k, v = (y[..., i * inner : (i + 1) * inner].unflatten(-1, (h, case.width)).detach() for i in range(2))
         bias = None
@@ -123,7 +125,8 @@ class _GlobalAttention(OpProfile):
     sizes: ClassVar[Sizes] = {"length": 1, "keys": "length", "heads": "heads", "width": "width"}
 
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
-        w = case.width  # keys, values and gates are one projection
+        # Keys, values and gates are one projection.
+        w = case.width
         y = draw.positions(replace(case, length=case.attended), (2 + case.heads) * w)
         k, v = y[..., :w].detach(), y[..., w : 2 * w].detach()
         return draw.normal(*k.shape[:-2], case.heads, case.width), k, v, draw.mask(case, masked)
@@ -157,7 +160,7 @@ class _LayerNorm(OpProfile):
         return draw.positions(case, c), draw.parameter(c, mean=1.0), draw.parameter(c)
 
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
-        """Count bytes alone.  Backward reads the gradient and x, and writes the gradient of x."""
+        """Count bytes only. Backward reads the gradient and x, and writes the gradient of x."""
         return Cost(0, 0, case.rows * case.length * case.channels * itemsize * (2 if forward else 3))
 
 
@@ -177,7 +180,8 @@ class _NormLinear(_LayerNorm):
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
         norm = super().arguments(case, draw, masked)
         weight = draw.parameter(case.outputs, case.channels, scale=case.channels**-0.5)
-        return *norm, weight, draw.parameter(max(1, case.outputs // 4))  # of the gate, beside q, k and v
+        # The bias is that of the gate, which is a quarter of the outputs; q, k and v have none.
+        return *norm, weight, draw.parameter(max(1, case.outputs // 4))
 
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
         positions = case.rows * case.length
@@ -205,7 +209,8 @@ class _Gate(OpProfile):
     sizes: ClassVar[Sizes] = {"channels": "projected"}
 
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
-        y = draw.positions(case, 2 * case.channels)  # two projections of one tensor
+        # Two projections of one tensor.
+        y = draw.positions(case, 2 * case.channels)
         return y[..., : case.channels].detach(), y[..., case.channels :].detach()
 
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
@@ -216,11 +221,8 @@ class _Gate(OpProfile):
 class _GatedLinearResidual(OpProfile):
     name, op = "tail", gated_linear_residual
     layers = ("attention", "global attention")
-    kinds: ClassVar[Kinds] = {
-        "pair": PAIRS,
-        "msa": ALIGNMENTS,
-        "dropout": PAIRS,
-    }  # the last: of a pair, drawn by the operation
+    # "dropout" is "pair" with dropout factors that the operation draws.
+    kinds: ClassVar[Kinds] = {"pair": PAIRS, "msa": ALIGNMENTS, "dropout": PAIRS}
     odd = (
         _at("tail", "rows, dropout", 7, 19, 64, 32, dropped=True),
         _at("tail", "transposed, dropout", 5, 33, 32, 64, transposed=True, dropped=True),
@@ -244,7 +246,10 @@ class _GatedLinearResidual(OpProfile):
         return x, o, g, weight, draw.parameter(case.channels), factors
 
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
-        """Backward reads the gradient, o and g, and writes those of o and g; that of x is the gradient itself."""
+        """Backward reads the gradient, o and g, and writes the gradients of o and g.
+
+        That of x is the gradient itself.
+        """
         positions = case.rows * case.length
         through = 2 * positions * case.channels * case.outputs
         moved = 2 * case.channels + 2 * case.outputs if forward else case.channels + 4 * case.outputs
@@ -271,7 +276,7 @@ class _Transition(_LayerNorm):
     sizes: ClassVar[Sizes] = {"channels": "channels", "outputs": "hidden", "gated": "gated"}
 
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
-        """Draw a layer's arguments: SwiGLU has no biases."""
+        """Draw a layer's arguments. SwiGLU has no biases."""
         norm, c, n = super().arguments(case, draw, masked), case.channels, case.outputs
         down = draw.parameter(c, n, scale=n**-0.5)
         if case.gated:
@@ -279,7 +284,7 @@ class _Transition(_LayerNorm):
         return *norm, draw.parameter(n, c, scale=c**-0.5), draw.parameter(n), down, draw.parameter(c)
 
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
-        """Count two products; backward four, and the first recomputed rather than its result read."""
+        """Count two products forward; backward four, and the first again, which is recomputed instead of saved."""
         up, down = (2 if case.gated else 1), 1
         products = up + down if forward else 3 * up + 2 * down
         flops = 2 * case.rows * case.length * case.channels * case.outputs * products
@@ -294,7 +299,7 @@ class _Transition(_LayerNorm):
 
 
 class _TriangleFactor(_LayerNorm):
-    """One factor of a triangle product, of some rows: what slices and ranks compute."""
+    """A factor of some rows of a triangle product, as slices and ranks compute it."""
 
     name, op = "triangle_factor", triangle_factor
     layers = ("triangle product",)
@@ -310,7 +315,7 @@ class _TriangleFactor(_LayerNorm):
         return x, draw.mask(case, masked), *norm, *into, int(case.where == "columns"), False
 
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
-        """Count the projections of the factor and of its gate; backward each twice, and once more to have them."""
+        """Count the projections of the factor and its gate; backward twice each, and once more for recomputation."""
         positions, c, h = case.rows * case.length, case.channels, case.outputs
         passes = 1 if forward else 3
         return Cost(passes * 2 * positions * c * 2 * h, positions * h, passes * positions * (c + h) * itemsize)
@@ -348,7 +353,7 @@ class _OuterProduct(OpProfile):
         return a, b, *into, *masks, draw.normal(case.rows, case.attended, z)
 
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
-        """Count the product and its projection; backward three of the former (one recomputed), two of the latter."""
+        """Count the product and its projection; backward three products (one recomputed) and two projections."""
         pairs, c = case.rows * case.attended, case.channels
         read, written = case.length * (case.rows + case.attended) * c, pairs * case.outputs
         flops = 2 * pairs * c**2 * (case.length + case.outputs if forward else 3 * case.length + 2 * case.outputs)
@@ -358,14 +363,15 @@ class _OuterProduct(OpProfile):
         return _at(self.name, kind, r, s, 32, 128, keys=r)
 
     def numbers(self, case: OpCase) -> int:
-        products = case.rows * case.attended * case.channels**2  # the definition has all of them in memory
+        # The definition has all products in memory.
+        products = case.rows * case.attended * case.channels**2
         return max(super().numbers(case), products)
 
     def size(self, case: OpCase) -> str:
         return f"{case.row_count}, {case.attended} columns, {case.length} sequences, {case.channels} -> {case.outputs}"
 
 
-# ---- operations that are a whole layer of the trunk
+# ---- operations that compute a complete layer of the trunk
 
 
 def _gated_attention(where: str, rows: int, length: int, channels: int, heads: int, width: int, **more: Any) -> OpCase:
@@ -374,13 +380,13 @@ def _gated_attention(where: str, rows: int, length: int, channels: int, heads: i
 
 
 def _triangle(where: str, n: int, channels: int, hidden: int, dropped: bool = False, drawn: bool = False) -> OpCase:
-    """Return a case; `where` says whether it is incoming, and whether it is fused (AlphaFold 2.3)."""
+    """Create a case. `where` contains "incoming", and "fused" for the projections of AlphaFold 2.3."""
     at = OpCase(op="triangle_multiplication", where=where, rows=n, length=n, channels=channels, outputs=hidden)
     return replace(at, dropped=dropped, drawn=drawn)
 
 
 def _square(case: OpCase) -> OpCase:
-    """Return a case of as many rows as positions in each: of one whose rows were cut, of as many positions in all."""
+    """Make a case square with the same number of positions, since its rows may have been reduced."""
     n = math.isqrt(case.rows * case.length)
     return replace(case, rows=n, length=n)
 
@@ -402,7 +408,7 @@ class _TriangleMultiplication(OpProfile):
     sizes: ClassVar[Sizes] = {"channels": "channels", "outputs": "hidden", "dropped": "dropped", "drawn": "dropped"}
 
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
-        """Draw x, the mask and the parameters; without biases where the case says so."""
+        """Draw x, the mask and the parameters, without biases if the case says so."""
         case = _square(case)
         c, h, where = case.channels, case.outputs, case.where
         x, o, biased = draw.positions(case, c), 4 * h + c, "without biases" not in where
@@ -414,8 +420,10 @@ class _TriangleMultiplication(OpProfile):
         return x, draw.mask(case, masked), None, *norm, *into, *norm_out, *out_of, *of_layer
 
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
-        """Count the projections, the product of the factors and its projection; backward each twice and the first once
-        more; the factors and their product are written and read, and so are, backward, their gradients."""
+        """Count the projections, the product of the factors and its projection; backward each twice, the first again.
+
+        The factors and their product are written and read, and so are their gradients in the backward pass.
+        """
         case = _square(case)
         positions, c, h = case.rows * case.length, case.channels, case.outputs
         projections, rest = 2 * (4 * h + c) * c, 2 * h * (case.length + c)
@@ -440,7 +448,8 @@ class _TriangleMultiplication(OpProfile):
 class _OuterProductMean(OpProfile):
     """Algorithm 10 from the alignment, [rows, length], to the new pair representation; `width`: of a factor."""
 
-    name, op, tuned = "outer_product_mean", outer_product_mean, False  # its kernels are those of its parts
+    # Its kernels are those of other operations.
+    name, op, tuned = "outer_product_mean", outer_product_mean, False
     layers = ("outer product",)
     kinds: ClassVar[Kinds] = {"msa": ALIGNMENTS}
     odd = (
@@ -458,7 +467,7 @@ class _OuterProductMean(OpProfile):
         return draw.positions(case, c), *into, *out_of, draw.mask(case, masked), draw.normal(n, n, p)
 
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
-        """Count the projections and the products; m and z are read and written, backward m and the gradients."""
+        """Count the projections and the products. m and z are read and written; backward m and the gradients."""
         products = PROFILES["outer_product"].cost(self._products(case), forward, itemsize)
         positions, pairs = case.rows * case.length, case.length**2
         flops = 4 * positions * case.channels * case.width * (1 if forward else 2)
@@ -483,7 +492,8 @@ class _OuterProductMean(OpProfile):
 class _GatedAttention(OpProfile):
     """Algorithms 7, 8, 13 and 14 from the normalised operand to the new residual."""
 
-    name, op, tuned = "gated_attention", gated_attention, False  # its kernels are those of attention, norm and tail
+    # Its kernels are those of attention, norm and tail.
+    name, op, tuned = "gated_attention", gated_attention, False
     layers = ("attention",)
     kinds: ClassVar[Kinds] = {"row": ALIGNMENTS, "column": ALIGNMENTS, "starting": RESIDUES, "ending": RESIDUES}
     odd = (
@@ -501,7 +511,7 @@ class _GatedAttention(OpProfile):
     }  # fmt: skip
 
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
-        """Draw x and the parameters; z itself makes the bias of its attention, unless rows of it were left out."""
+        """Draw x and the parameters. Triangle attention computes its bias from z, unless rows were left out."""
         c, h, inner = case.channels, case.heads, case.heads * case.width
         own = case.bias and "msa" not in case.where and case.rows == case.batches * case.length
         bias = None
@@ -515,9 +525,9 @@ class _GatedAttention(OpProfile):
         return *norm, *into, *out_of, draw.mask(case, masked), bias, h, factors
 
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
-        """Count what attention and the projections multiply; x, the result and what is kept of each position.
+        """Count the products of attention and projections, and the bytes of x, the result and the saved tensors.
 
-        Backward reads grad, x, the projection and o, and writes the gradient of x.
+        Backward reads the gradient, x, the projection and o, and writes the gradient of x.
         """
         attended = attention_cost(case, forward, itemsize, case.heads)
         positions, inner = case.rows * case.length, case.heads * case.width
@@ -541,11 +551,11 @@ class _GatedAttention(OpProfile):
         return f"{at}, width {case.width}{', dropout' if case.dropped else ''}"
 
 
-# ---- operations of the losses, which no layer calls
+# ---- operations of the losses
 
 
 class _AlignedErrors(OpProfile):
-    """`rows` are frames, `length` points, `batches` leading axes; with a `bias`, some pairs do not count."""
+    """FAPE: `rows` are frames, `length` points, `batches` leading axes. With a `bias`, some pairs are masked."""
 
     name, op, layers = "aligned_errors", aligned_errors, ("fape",)
     kinds: ClassVar[Kinds] = {"fape": ("256", "384")}
@@ -558,19 +568,21 @@ class _AlignedErrors(OpProfile):
 
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
         leading = (case.batches,) if case.batches > 1 else ()
-        frames = [draw.normal(*lead, case.rows, 3, 4) for lead in (leading, ())]  # any matrices will do
+        # The matrices need not be rotations.
+        frames = [draw.normal(*lead, case.rows, 3, 4) for lead in (leading, ())]
         points = [3 * draw.normal(*lead, case.length, 3) for lead in (leading, ())]
         masks = [(draw.normal(n) > -1).to(draw.dtype) for n in (case.rows, case.length)]
         pair_mask = draw.normal(case.rows, case.length) > 0 if case.bias else None
         return frames[0], points[0], frames[1], points[1], *masks, pair_mask
 
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
-        """Count of a pair 18 products for its vectors, 3 squares and a root; backward twice again, and 24 more."""
+        """Count 18 products for the vectors of a pair, 3 squares and a root; backward twice as many, and 24 more."""
         pairs = case.batches * case.rows * case.length
         return Cost(2 * pairs * (21 if forward else 66), pairs * (1 if forward else 2), 0)
 
     def example(self, kind: str, s: int, r: int) -> OpCase:
-        return OpCase(op=self.name, where=kind, rows=8 * s, length=14 * s)  # rigid groups and atoms of residues
+        # Residues have 8 rigid groups and 14 atoms.
+        return OpCase(op=self.name, where=kind, rows=8 * s, length=14 * s)
 
     def numbers(self, case: OpCase) -> int:
         return case.batches * case.rows * case.length
@@ -580,7 +592,7 @@ class _AlignedErrors(OpProfile):
 
 
 class _Overlaps(OpProfile):
-    """`length` atoms, 14 of a residue, in chains of 50 residues."""
+    """Clashes: `length` atoms, 14 per residue, in chains of 50 residues."""
 
     name, op, layers = "overlaps", overlaps, ("clashes",)
     kinds: ClassVar[Kinds] = {"clashes": ("256", "384")}
@@ -589,14 +601,15 @@ class _Overlaps(OpProfile):
     sizes: ClassVar[Sizes] = {}
 
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
-        n, size = case.length, case.length ** (1 / 3)  # angstrom: some overlap, most do not
+        # At this size in angstrom, some atoms overlap.
+        n, size = case.length, case.length ** (1 / 3)
         atoms, radius = draw.normal(n, 3, scale=size), 1.5 + draw.normal(n, scale=0.1)
         number = torch.arange(n, device=draw.device)
         index = number // 14
         return atoms, radius, (draw.normal(n) > -1).to(draw.dtype), index, index, index // 50, number % 14
 
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
-        """Count of a pair six products or sums and a root, which its gradient takes again, with six more."""
+        """Count six products or sums and a root per pair; the gradient takes them again, and six more."""
         return Cost(case.length**2 * (6 if forward else 12), case.length**2, 0)
 
     def example(self, kind: str, s: int, r: int) -> OpCase:
@@ -621,22 +634,23 @@ PROFILES: Mapping[str, OpProfile] = {
     )
 }  # fmt: skip
 OPS = {name: profile.op for name, profile in PROFILES.items()}
-BENCHED = tuple(name for name, profile in PROFILES.items() if profile.kinds)  # what --op takes
+# Choices of --op.
+BENCHED = tuple(name for name, profile in PROFILES.items() if profile.kinds)
 TUNED = tuple(name for name in BENCHED if PROFILES[name].tuned)
 ODD = tuple(case for profile in PROFILES.values() for case in profile.odd)
 
 
 def meant_by(ops: Iterable[str]) -> list[str]:
-    """Return the operations that --op means: "attention" includes global attention, of the same kernels."""
+    """Return the operations that --op selects: "attention" includes global attention, which has the same kernels."""
     ops = set(ops)
     return [name for name, profile in PROFILES.items() if ops & {name, profile.part_of}]
 
 
 def size_in_words(case: OpCase) -> str:
-    """Return "256 rows, 4 heads, 256 x 256, width 32"."""
+    """Describe the size of a case: "256 rows, 4 heads, 256 x 256, width 32"."""
     return PROFILES[case.op].size(case)
 
 
 def inputs(case: OpCase, dtype: torch.dtype, device: torch.device | str, *, masked: bool = False) -> OpInputs:
-    """Draw the inputs of a case, the same each time; masked: with some keys masked, and all keys of one row."""
+    """Draw the inputs of a case with a fixed seed. masked: with random masked keys, and one row of only masked keys."""
     return PROFILES[case.op].inputs(case, dtype, torch.device(device), masked)

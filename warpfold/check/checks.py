@@ -1,11 +1,11 @@
-"""Check an operation's fast path against its definition: the output and every gradient, by their errors to fp64.
+"""Check the output and all gradients of an operation's fast path against its definition, by their errors to fp64.
 
-The bar: the error to the definition in fp64 is at most twice the worst of several draws of the
-definition in the same dtype.  One run of the definition is one draw of its rounding errors; a machine that adds in
-another order draws others.  So the definition runs several times, and each time every result of torch on the way,
-forward and backward, is perturbed at random by as much as rounding it and summing it in any order may cost (`Jitter`).
-The seeds are fixed, so the bar is nearly the same on every machine.  It follows from the dtype, the lengths of the sums
-and the numbers themselves; no operation has a constant of its own.
+The error to the definition in fp64 must be at most twice the largest error of several samples of the definition in the
+same dtype. A run of the definition is one sample of its rounding errors, and a machine with another order of additions
+gives another one. The definition therefore runs several times. Each time, every intermediate result of torch, forward
+and backward, is perturbed at random by the error that rounding and any order of summation may cause (`Jitter`). The
+seeds are fixed, so that the bar is nearly equal on all machines. The bar follows from the dtype, the lengths of the
+sums and the numbers, without constants for single operations.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,20 +21,24 @@ from warpfold.ops.dispatch import accumulation_dtype, always_fast, backend, usin
 from warpfold.ops.noise import DropoutFactors
 from warpfold.ops.torch_internals import DispatchMode
 
-BAR = 2.0  # times the worst draw's error, as a root mean square
-PEAK_BAR = 4.0  # times the worst draw's largest error: one wrong number must not hide in a mean
+# Allowed root mean square error, relative to the worst sample's.
+BAR = 2.0
+# Allowed largest error, relative to the worst sample's. A single wrong number must not hide in a mean.
+PEAK_BAR = 4.0
+# Samples of the definition.
 DRAWS = 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Jitter(DispatchMode):
-    """Perturb each result of torch at random, as rounding may (Monte Carlo arithmetic, Parker 1997).
+    """Perturb each result of torch at random like rounding (Monte Carlo arithmetic, Parker 1997).
 
-    Each number by up to one unit of roundoff of its dtype; and a sum of n terms by up to sqrt(n) units of the dtype
-    that such sums are made in: what n roundings of either sign come to, in whatever order.
+    The perturbation of a number is at most one unit of roundoff of its dtype. For a sum of n terms, it is in addition
+    at most sqrt(n) units of the accumulation dtype, which is the expected error of n roundings in any order.
     """
 
-    EXACT = ("clone", "_to_copy", "_unsafe_view", "cat", "masked_fill")  # these move numbers and round nothing
+    # These operations move numbers without rounding.
+    EXACT = ("clone", "_to_copy", "_unsafe_view", "cat", "masked_fill")
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -61,7 +65,7 @@ class Jitter(DispatchMode):
 
 
 def _terms(name: str, args: Sequence[Any], result: Tensor) -> float:
-    """Return how many terms each number of a result is the sum of."""
+    """Return the number of terms in the sum of each element of a result."""
     tensors = [a for a in args if isinstance(a, Tensor)]
     if name in ("mm", "bmm"):
         return float(tensors[0].shape[-1])
@@ -72,33 +76,38 @@ def _terms(name: str, args: Sequence[Any], result: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Error:
-    """How far a tensor is from fp64, relative to its size: in the mean, and its worst number."""
+    """The error of a tensor to fp64, relative to its norm (mean) and to its largest element (worst).
 
-    name: str  # "output", or the argument whose gradient it is
+    name: "output", or the argument of a gradient. definition, definition_worst: of the worst sample. roundoff: of the
+    dtype, an error that any computation may have. numbers: elements of the tensor.
+    rounded_truth: the tensor is fp64 itself, so that the reference has the error of a sample.
+    """
+
+    name: str
     ours: float
-    definition: float  # the worst of its draws
+    definition: float
     ours_worst: float
     definition_worst: float
-    roundoff: float  # of the dtype: an error that every computation may have
-    numbers: int  # in the tensor
-    rounded_truth: bool = False  # the tensor is of fp64 itself: the truth is off by as much as a draw
+    roundoff: float
+    numbers: int
+    rounded_truth: bool = False
 
     @property
     def bar(self) -> float:
-        """How many times the definition's error ours may be.
+        """Allowed ratio of our error to the definition's.
 
-        From n numbers, the ratio of two errors is known to one part in sqrt(n); four times that is allowed.
+        The relative accuracy of the ratio of two errors of n numbers is 1 / sqrt(n), and four times that is allowed.
         """
         return float(BAR * (1 + 4 * self.numbers**-0.5)) + self.rounded_truth
 
     @property
     def ratio(self) -> float:
-        """Our error over the definition's, which counts as half a roundoff at least."""
+        """Ratio of our error to the definition's, which counts as at least half a roundoff."""
         return self.ours / max(self.definition, self.roundoff / BAR)
 
     @property
     def red(self) -> bool:
-        """Whether it is over the bar; so is what is not finite where the truth is."""
+        """Whether the error is above the bar, or not finite."""
         mean = self.ours <= max(self.bar * self.definition, self.roundoff)
         worst = self.ours_worst <= (PEAK_BAR + self.rounded_truth) * max(self.definition_worst, self.roundoff)
         return not (mean and worst)
@@ -112,14 +121,18 @@ class Error:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check found."""
+    """The result of a check.
+
+    way: "triton", "cpu", or "definition". reason: why the definition is used. errors: output first; empty if the
+    definition is used, except on an Apple GPU. repeats: whether two runs are bitwise equal.
+    """
 
     case: OpCase
     dtype: str
-    way: str  # "triton", "cpu", or "definition"
-    reason: str  # why the definition computes it
-    errors: tuple[Error, ...]  # output first; none where the definition computes it, but on an Apple GPU
-    repeats: bool  # two runs are the same, bit for bit
+    way: str
+    reason: str
+    errors: tuple[Error, ...]
+    repeats: bool
 
     @property
     def red(self) -> bool:
@@ -128,11 +141,11 @@ class Verdict:
 
     @property
     def worst(self) -> Error:
-        """The error of a gradient that is farthest above the bar, or nearest to it."""
+        """The error of the gradient that exceeds the bar most or comes closest to it."""
         return max(self.errors[1:], key=lambda e: (e.red, e.ratio))
 
     def says(self) -> str:
-        """Say what is wrong, in one line."""
+        """Describe the failure in one line."""
         what = f"{self.case.op} ({self.case.where}: {size_in_words(self.case)}) in {self.dtype}, way {self.way}"
         wrong = [str(e) for e in self.errors if e.red]
         return f"{what}: " + "; ".join(wrong if self.repeats else [*wrong, "two runs differ"])
@@ -140,16 +153,20 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Truth:
-    """A call's results in fp64, and the errors of draws of the definition in the dtype of the call."""
+    """The results of a call in fp64, and the errors of samples of the definition in the dtype of the call.
 
-    names: tuple[str, ...]  # "output", and the arguments whose gradients follow
+    names: "output", and the arguments of the following gradients. draws: for each result, norm and maximum of the error
+    of each sample. scale: norm of the incoming gradient.
+    """
+
+    names: tuple[str, ...]
     exact: list[Tensor]
-    draws: list[tuple[tuple[float, float], ...]]  # for each result, the error of each draw: its norm, its largest
+    draws: list[tuple[tuple[float, float], ...]]
     dtypes: list[torch.dtype]
-    scale: float  # of the gradient that came in
+    scale: float
 
     def errors(self, ours: Sequence[Tensor]) -> tuple[Error, ...]:
-        """Return the errors of results; infinite if they have another shape or dtype."""
+        """Compute the errors of results; infinite for a wrong shape or dtype."""
         results = zip(self.names, ours, self.exact, self.draws, self.dtypes, strict=True)
         return tuple(
             compare(name, x, exact, draws, dtype, self.scale if i else 0.0)
@@ -158,12 +175,12 @@ class Truth:
 
 
 def run(way: Callable[..., Tensor], given: OpInputs) -> list[Tensor]:
-    """Return the output of a way and its gradients, in the order of `given.names`."""
+    """Compute the output of a function and its gradients in the order of `given.names`."""
     return answer(way, given.args, given.grad)
 
 
 def answer(way: Callable[..., Tensor], args: Sequence[Argument], grad: Tensor) -> list[Tensor]:
-    """Return the output of a way, and the gradient of every argument that requires one."""
+    """Compute the output of a function, and the gradient of every argument that requires one."""
     out = way(*args)
     wanted = [t for t in args if isinstance(t, Tensor) and t.requires_grad]
     return [out.detach(), *torch.autograd.grad(out, wanted, grad)]
@@ -176,8 +193,9 @@ def truth(
     names: Sequence[str] = (),
     draws: int = DRAWS,
 ) -> Truth:
-    """Compute a definition's results in fp64, and draws of them; names: of the arguments with a gradient."""
-    with using("definition"):  # so that no kernel draws the dropout factors
+    """Compute a definition's results in fp64 and samples of them. names: of the arguments with a gradient."""
+    # The dropout factors must not be drawn by a kernel that is being checked.
+    with using("definition"):
         args = [t.draw() if isinstance(t, DropoutFactors) else t for t in args]
     doubles = [t.detach().double().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t for t in args]
     exact = answer(definition, doubles, grad.double())
@@ -188,21 +206,21 @@ def truth(
         for errors, x, right in zip(off, drawn, exact):
             errors.append(_distance(x, right))
     names = names or [f"gradient {i}" for i in range(1, len(exact))]
-    apart = [tuple(errors) for errors in off]
-    return Truth(("output", *names), exact, apart, [x.dtype for x in drawn], float(grad.double().norm()))
+    samples = [tuple(errors) for errors in off]
+    return Truth(("output", *names), exact, samples, [x.dtype for x in drawn], float(grad.double().norm()))
 
 
 def wrong(
     definition: Callable[..., Tensor], args: Sequence[Argument], grad: Tensor, ours: Sequence[Tensor]
 ) -> list[str]:
-    """Say which results (`answer`) of a way of computing a definition are over the bar."""
+    """Describe the results (of `answer`) whose errors to a definition are above the bar."""
     return [str(e) for e in truth(definition, args, grad).errors(ours) if e.red]
 
 
 def check(case: OpCase, dtype: str, device: torch.device | str) -> Verdict:
-    """Check one operation on one device against its definition in fp64, with masked keys and a row of only those.
+    """Check an operation on a device against its definition in fp64, with masked keys and a row of only masked keys.
 
-    On an Apple GPU, which has no fp64 and no fast path, its definition: what torch computes there, against the CPU.
+    An Apple GPU has no fp64 and no fast path, so its definition is checked against the CPU.
     """
     op = OPS[case.op]
     if torch.device(device).type == "mps":
@@ -219,7 +237,8 @@ def check(case: OpCase, dtype: str, device: torch.device | str) -> Verdict:
     way, ours, again = backend(given.grad), run(op.fast, given), run(op.fast, given)
     repeats = all(torch.equal(a, b) for a, b in zip(ours, again))
     if way == "triton":
-        with always_fast():  # the first call is worked out, the second repeats it (ops/triton/recipe.py)
+        # The second call uses the cached launch of the first (ops/triton/recipe.py).
+        with always_fast():
             for called in (run(op, given), run(op, given)):
                 repeats &= all(torch.equal(a, b) for a, b in zip(called, ours))
             with torch.no_grad():
@@ -229,7 +248,7 @@ def check(case: OpCase, dtype: str, device: torch.device | str) -> Verdict:
 
 
 def _moved(x: Argument, device: torch.device | str) -> Argument:
-    """Return an argument of an operation on another device."""
+    """Move an argument of an operation to another device."""
     if isinstance(x, DropoutFactors):
         return replace(x, key=x.key.to(device))
     return x.detach().to(device).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
@@ -238,12 +257,13 @@ def _moved(x: Argument, device: torch.device | str) -> Argument:
 def compare(
     name: str, ours: Tensor, exact: Tensor, draws: Sequence[tuple[float, float]], dtype: torch.dtype, floor: float = 0.0
 ) -> Error:
-    """Return the error of a tensor to the exact one, beside those of draws of the definition in this dtype.
+    """Compute the error of a tensor to the exact one, with those of samples of the definition in this dtype.
 
-    floor: the error is relative to this where the exact tensor is zero.
+    floor: the error is relative to this value if the exact tensor is zero.
     """
     size, peak = float(exact.norm()), float(exact.abs().max())
-    if size <= 1e-9 * floor:  # a gradient that cancels (through a softmax over one key, say) leaves a few roundings
+    if size <= 1e-9 * floor:
+        # A gradient that cancels, for example through a softmax over a single key, consists of a few rounding errors.
         size = peak = 4 * floor or 1.0
     known = ours.shape == exact.shape and ours.dtype == dtype
     mean, worst = _distance(ours, exact) if known else (float("inf"), float("inf"))
@@ -261,11 +281,11 @@ def _distance(x: Tensor, exact: Tensor) -> tuple[float, float]:
 
 
 def odd(ops: Iterable[str]) -> list[OpCase]:
-    """Return the sizes that find mistakes, of the operations that --op means."""
+    """Return the test cases of the operations that --op selects."""
     names = meant_by(ops)
     return [case for case in ODD if case.op in names]
 
 
 def failures(cases: Sequence[OpCase], device: torch.device | str) -> list[Verdict]:
-    """Check cases in every dtype, and return the verdicts that are red."""
+    """Check cases in every dtype, and return the failures."""
     return [v for case in cases for dtype in DTYPES if (v := check(case, dtype, device)).red]

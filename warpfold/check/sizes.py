@@ -1,4 +1,4 @@
-"""The sizes at which the model calls its operations, and sizes for the bench."""
+"""Sizes at which the model calls its operations, and sizes for benchmarks."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -11,12 +11,13 @@ from warpfold.model.alphafold import ModelConfig
 from warpfold.model.axial import PLAIN
 from warpfold.model.evoformer import EvoformerConfig, PairConfig
 
-EXTRA, TEMPLATE = "extra ", "template "  # how names of layers in these stacks begin
+# Prefixes of the names of layers in these stacks.
+EXTRA, TEMPLATE = "extra ", "template "
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSizes:
-    """The keys of [data] that say how large examples are (data/features/choose.py), with the same defaults."""
+    """The keys of [data] that determine the sizes of examples (data/features/choose.py), with the same defaults."""
 
     crop: int | None = None
     max_msa: int = 512
@@ -24,17 +25,18 @@ class DataSizes:
     max_templates: int = 4
 
 
-UNCROPPED = 256  # residues, where the settings crop nothing
+# Residues if the settings do not crop.
+UNCROPPED = 256
 
 
 def of_settings(model: ModelConfig, data: DataSizes) -> list[OpCase]:
-    """Return every call of an operation in the trunk, at those sizes."""
-    found = (profile.case(layer) for layer in layers(model, data) for profile in PROFILES.values())
-    return [case for case in found if case is not None]
+    """List every call of an operation in the trunk at the sizes of the settings."""
+    cases = (profile.case(layer) for layer in layers(model, data) for profile in PROFILES.values())
+    return [case for case in cases if case is not None]
 
 
 def layers(model: ModelConfig, data: DataSizes) -> Iterator[LayerSizes]:
-    """Yield each kind of layer once, at those sizes."""
+    """Yield each kind of layer once at the sizes of the settings."""
     r = data.crop or UNCROPPED
     t = model.templates
     templates = data.max_templates if t.enabled else 0
@@ -42,7 +44,8 @@ def layers(model: ModelConfig, data: DataSizes) -> Iterator[LayerSizes]:
     yield from _msa(rows, r, model.c_m, model.c_z, model.evoformer)
     if model.extra_blocks and data.max_extra:
         for layer in _msa(data.max_extra, r, model.c_e, model.c_z, model.evoformer):
-            if layer.name != "msa column":  # it has global attention in its stead
+            # The extra MSA stack has global attention instead of column attention.
+            if layer.name != "msa column":
                 yield replace(layer, name=EXTRA + layer.name)
         heads = model.evoformer.heads
         width, c = model.c_e // heads, model.c_e
@@ -53,11 +56,12 @@ def layers(model: ModelConfig, data: DataSizes) -> Iterator[LayerSizes]:
         together = PLAIN.parts(templates, r * r)[0].stop
         for layer in _pair(r, t.c, t.pair):
             yield replace(layer, name=TEMPLATE + layer.name, rows=together * r, batches=together)
-    # FAPE: of backbones, in every layer of the structure module; of side chains, in the last.
+    # FAPE of backbones in every layer of the structure module, and of side chains in the last one.
     yield LayerSizes(kind="fape", name="backbone", rows=r, length=r, batches=model.structure.layers)
     yield LayerSizes(kind="fape", name="side chains", rows=8 * r, length=14 * r)
     yield LayerSizes(kind="clashes", name="clashes", rows=1, length=14 * r)
-    if templates and model.multimer is None:  # a multimer takes the mean
+    # A multimer averages its templates instead.
+    if templates and model.multimer is None:
         at = LayerSizes(kind="pointwise attention", name="template pointwise", rows=r * r, length=1, keys=templates)
         yield replace(at, heads=t.heads, width=t.attention_width, batches=r)
 
@@ -88,32 +92,32 @@ def _pair(r: int, c: int, config: PairConfig) -> Iterator[LayerSizes]:
     yield replace(at, kind="transition", name="pair transition", hidden=config.transition * c, gated=gated)
 
 
-# For `warpfold bench --op`: the sizes that --quick takes; 256 for other kinds of shape.
+# Sizes of `warpfold bench --op --quick`. Other kinds of shape use 256.
 QUICK = {"row": "128x256", "column": "128x256", "global": "1024x256", "msa": "128x256"}
 
 
 def shapes(op: str, wanted: Iterable[str] = (), quick: bool = False) -> list[tuple[str, OpCase]]:
-    """Return cases of the bench with their names, "starting:256" or "row:128x256".
+    """List benchmark cases with their names, such as "starting:256" or "row:128x256".
 
-    wanted: kinds ("starting"), or kinds with sizes ("starting:256", "row:128x256"); none: all of the operation's.
-    Errors: UserError for a kind that no operation has, or a size that cannot be read.
+    wanted: kinds ("starting"), or kinds with sizes ("starting:256", "row:128x256"); empty for all of the operation's.
+    Raises UserError for an unknown kind or an invalid size.
     """
-    found = []
+    cases = []
     for text in wanted:
         kind = text.partition(":")[0]
-        known = sorted({kind for name in BENCHED for kind in PROFILES[name].kinds})
-        if kind not in known:
-            raise UserError(f"--shapes {text}: no such shape; there are {', '.join(known)}, as in starting:256")
+        kinds = sorted({kind for name in BENCHED for kind in PROFILES[name].kinds})
+        if kind not in kinds:
+            raise UserError(f"--shapes {text}: no such shape. Pass one of {', '.join(kinds)}, as in starting:256.")
     for kind, sizes in PROFILES[op].kinds.items():
         chosen = [text.partition(":")[2] for text in wanted if text.partition(":")[0] == kind] if wanted else [""]
         for size in chosen:
             default = (QUICK.get(kind, "256"),) if quick else sizes
-            found += [(f"{kind}:{s}", _shape(op, kind, s)) for s in ((size,) if size else default)]
-    return list(dict.fromkeys(found))
+            cases += [(f"{kind}:{s}", _shape(op, kind, s)) for s in ((size,) if size else default)]
+    return list(dict.fromkeys(cases))
 
 
 def _shape(op: str, kind: str, size: str) -> OpCase:
-    """Return a case with AlphaFold2's channels and heads (Supp. 1.4, 1.6) at one size."""
+    """Create a case with AlphaFold2's channels and heads (Supp. 1.4, 1.6) at one size."""
     match = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", size)
     aligned = kind in ("row", "column", "global", "msa")
     if not match or aligned is (match[2] is None):

@@ -1,34 +1,36 @@
-"""Which versions were tested.  Newer ones are taken, and said once: a refusal would keep WarpFold from being installed
-beside models that want them.
+"""Tested versions of torch and Python.
+
+Newer versions cause a notice instead of an error, so that WarpFold can be installed together with models that need
+them.
 """
 
 import platform
 import re
 from importlib.metadata import version
 
-# The ends of the matrix in docs/install.md; Triton is torch's own choice.
+# The first and last versions of the matrix in docs/install.md. torch chooses the version of Triton.
 TESTED = {"torch": ("2.11", "2.15"), "Python": ("3.11", "3.14")}
 
 
 def newer_than_tested() -> str | None:
-    """Say in a sentence which version here is newer than those tested, with the cure; None where none is.
+    """Describe which installed version is newer than the tested ones, with a remedy; None if none is.
 
-    torch is not loaded.  Errors: PackageNotFoundError where it is not installed.
+    Does not import torch. Raises PackageNotFoundError if it is not installed.
     """
     here = {"torch": version("torch"), "Python": platform.python_version()}
     newer = [f"{name} {here[name]}" for name, (_, last) in TESTED.items() if _minor(here[name]) > _minor(last)]
     if not newer:
         return None
     return (
-        f"newer than tested: {' and '.join(newer)}, where WarpFold was tested with {_ranges()}; "
-        "warpfold doctor --kernels checks every operation here"
+        f"newer than tested: {' and '.join(newer)}. WarpFold was tested with {_ranges()}. "
+        "Check every operation with: warpfold doctor --kernels"
     )
 
 
-def of_versions() -> str:
-    """Say for `warpfold doctor` whether the versions here are within those tested."""
+def describe_versions() -> str:
+    """Describe for `warpfold doctor` whether the installed versions were tested."""
     newer = newer_than_tested()
-    return f"Tested: with {_ranges()}, which these versions are within" if newer is None else f"N{newer[1:]}"
+    return f"Tested: {_ranges()}, which includes these versions" if newer is None else f"N{newer[1:]}"
 
 
 def _ranges() -> str:
@@ -36,5 +38,5 @@ def _ranges() -> str:
 
 
 def _minor(number: str) -> tuple[int, ...]:
-    """ "2.15.0a0+git" -> (2, 15)."""
+    """Parse the first two numbers of a version, such as (2, 15) of "2.15.0a0+git"."""
     return tuple(map(int, re.findall(r"\d+", number)[:2]))

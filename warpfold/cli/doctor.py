@@ -123,7 +123,7 @@ class DoctorCommand:
         import torch
 
         from warpfold.bench.doctor import of_machine
-        from warpfold.check.versions import of_versions
+        from warpfold.check.versions import describe_versions
         from warpfold.cost.machine import describe
 
         if of_kernels and not self.kernels:
@@ -133,7 +133,7 @@ class DoctorCommand:
         where = torch.device(device_of(self.device))
         if self.kernels:
             return self._check_kernels(where)
-        machine, verdict = describe(where), [*of_machine(where), of_versions()]
+        machine, verdict = describe(where), [*of_machine(where), describe_versions()]
         text = [*_facts(machine), *_colored(verdict), f"\n{HINT}"]
         return Answer({"machine": machine, "verdict": verdict}, text)
 
@@ -142,7 +142,7 @@ class DoctorCommand:
         from warpfold import settings as toml
         from warpfold.bench import doctor as checks
         from warpfold.bench.doctor import of_findings, of_machine
-        from warpfold.check.versions import of_versions
+        from warpfold.check.versions import describe_versions
         from warpfold.cost.memory import check_memory
 
         source = self.settings or ("monomer" if where.type == "cuda" else "tiny")
@@ -152,7 +152,7 @@ class DoctorCommand:
         with progress_bar() as progress, row_file(self.rows) as sink:
             findings = checks.examine(cases, where, dtypes, progress, sink)
         memory = None if where.type == "mps" else check_memory(where)  # it does not say how much was taken at most
-        verdict = [*of_findings(findings, source, where), *of_machine(where), of_versions()]
+        verdict = [*of_findings(findings, source, where), *of_machine(where), describe_versions()]
         report = {**checks.report(findings, where, source), "memory": memory and asdict(memory), "verdict": verdict}
 
         def text() -> "Iterator[str | Table]":

@@ -1,1 +1,1 @@
-"""Measure a cluster: what joins its devices, what its collectives take, and what is wrong with them."""
+"""Measure the links and collectives of a cluster, and check its configuration."""

@@ -17,14 +17,15 @@ from warpfold.cost.links import Cluster, network
 from warpfold.cost.machine import name as name_device
 from warpfold.parallel.team import Team
 
-LIMIT = 60.0  # seconds that a rank may be waited for
+# Seconds for which ranks wait for each other.
+LIMIT = 60.0
 
 
 @dataclass(frozen=True)
 class Examined:
-    """The findings of a doctor, and the facts and measurements that they follow from.
+    """The findings of the doctor with their facts and measurements.
 
-    cluster: None for one process, or where the nodes differ in size.
+    cluster: None for a single process, or if the nodes differ in size.
     """
 
     nodes: list[list[int]]
@@ -37,11 +38,11 @@ class Examined:
 
     @property
     def wrong(self) -> list[ClusterFinding]:
-        """The findings that have to be cured before training."""
+        """Findings that must be fixed before training."""
         return [finding for finding in self.findings if finding.outcome == "wrong"]
 
     def as_json(self) -> dict[str, Any]:
-        """Convert everything to what JSON can hold."""
+        """Convert the results to a JSON value."""
         ranks, per_node = sum(map(len, self.nodes)), max(map(len, self.nodes))
         fields = {name: value for name, value in asdict(self).items() if name != "nodes"}
         fields |= {"seconds": round(self.seconds, 1), "wrong": len(self.wrong)}
@@ -56,11 +57,11 @@ def examine_cluster(
     link: str | None = None,
     report: Callable[[Examined, str], None] = lambda so_far, what: None,
 ) -> Examined:
-    """Check all ranks, which call this together; all of them return the same.
+    """Check all ranks. Every rank must call it, and all return the same results.
 
-    environ: the variables of this process.  folder: where runs will be written.  link: what the network should be, as
-    "ib400".  report: called with the results so far and the name of the next check.
-    Errors: UserError where `link` is no network; TeamError where a rank fails or does not come.
+    environ: environment variables of this process. folder: where runs will be written. link: expected network, such as
+    "ib400". report: called with the results so far and the name of the next check.
+    Raises UserError if `link` is not a network, and TeamError if a rank fails or does not arrive.
     """
     began = time.monotonic()
     local_ranks = team.all_gather_object(team.process.local_rank, "the ranks of each node")

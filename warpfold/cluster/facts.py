@@ -1,8 +1,8 @@
-"""Read what a rank's system reports: versions, variables, limits, PCI devices and network adapters.
+"""Read the facts of a rank's system: versions, variables, limits, PCI devices and network adapters.
 
-The facts of a rank are one JSON message of a few kilobytes.  Offsets and bits of PCI configuration spaces follow the
-PCI Express base specification: the header (capability list), the PCI Express capability (0x10), and the extended
-capability Access Control Services (0x000D).
+The facts of a rank are a JSON message of a few kilobytes. Offsets and bits of PCI configuration spaces follow the PCI
+Express base specification: the header (capability list), the PCI Express capability (0x10), and the extended capability
+Access Control Services (0x000D).
 """
 
 import hashlib
@@ -23,7 +23,8 @@ from warpfold.parallel.team import ProcessInfo
 Facts = dict[str, Any]
 
 FAMILIES = ("CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "OMP_", "GOMP_", "TORCH_", "UCX_")
-IPC_LOCK_BIT = 14  # in CapEff: capabilities(7)
+# Bit of CAP_IPC_LOCK in CapEff; see capabilities(7).
+IPC_LOCK_BIT = 14
 EMPTY_GIDS = {"", "0000:0000:0000:0000:0000:0000:0000:0000", "fe80:0000:0000:0000:0000:0000:0000:0000"}
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 # Only root can read more than the header of a configuration space.
@@ -37,9 +38,9 @@ REDIRECT_BITS = 1 << 2 | 1 << 3 | 1 << 4
 def rank_facts(
     process: ProcessInfo, device: torch.device, environ: Mapping[str, str], nodes: Sequence[Sequence[int]]
 ) -> Facts:
-    """Read the facts of this rank, JSON-able, for `judge`.
+    """Read the facts of this rank as a JSON value for `judge`.
 
-    environ: the variables of this process.  nodes: the ranks of each node.
+    environ: environment variables of this process. nodes: the ranks of each node.
     """
     node = next(number for number, ranks in enumerate(nodes) if process.rank in ranks)
     gpu = None
@@ -59,7 +60,7 @@ def rank_facts(
 
 
 def software_facts(device: torch.device, root: Path = Path("/")) -> dict[str, str]:
-    """Read the versions of the software, and checksums of the package and the launch table; "" where there is none."""
+    """Read the versions of the software, and checksums of the package and the launch table; "" for missing ones."""
     driver = re.search(r"Kernel Module.*?\s(\d[\d.]+)", text_of(root / "proc/driver/nvidia/version"))
     versions = {
         "Python": platform.python_version(),
@@ -89,8 +90,8 @@ def _checksum(files: Sequence[Path]) -> str:
 def system_facts(environ: Mapping[str, str], gpu: str | None, root: Path = Path("/"), is_first: bool = True) -> Facts:
     """Read variables, limits, and the PCI devices of this rank.
 
-    gpu: PCI address of the rank's GPU, as "0000:17:00.0".  root: where `/proc`, `/sys` and `/dev` are.
-    is_first: whether to read what belongs to the whole node, which one rank of each node does.
+    gpu: PCI address of the rank's GPU, such as "0000:17:00.0". root: folder with `/proc`, `/sys` and `/dev`.
+    is_first: also read the facts of the node, which the first rank of each node does.
     """
     status = dict(re.findall(r"^(\w+):\s*(.*)$", text_of(root / "proc/self/status"), re.MULTILINE))
     limits = text_of(root / "proc/self/limits")
@@ -112,13 +113,13 @@ def system_facts(environ: Mapping[str, str], gpu: str | None, root: Path = Path(
         "cards": names_in(root / "sys/class/net"),
         "threads": torch.get_num_threads(),
         "cores": cores_of(status.get("Cpus_allowed_list", "")),
-        # None: unlimited, or not reported.
+        # None means unlimited or not reported.
         "open files": number_of(soft_limits["Max open files"]),
         "locked": number_of(soft_limits["Max locked memory"]),
         "can lock": bool(int(status.get("CapEff") or "0", 16) >> IPC_LOCK_BIT & 1),
         "shared": shutil.disk_usage(shared).total if shared.is_dir() else 0,
         "gpu": card,
-        # Whether ACS redirects at each bridge above these devices; None: only root can read it.
+        # Whether ACS redirects at each bridge above these devices; None if only root can read it.
         "bridges": {address: redirects(config_of(devices / address)) for address in sorted(bridges)},
     }
     if is_first:
@@ -129,7 +130,7 @@ def system_facts(environ: Mapping[str, str], gpu: str | None, root: Path = Path(
             "peer memory": any((root / "sys/module" / name).exists() for name in ("nvidia_peermem", "nv_peer_mem")),
             "open modules": "Open Kernel Module" in driver,
             "linux": [int(number) for number in re.findall(r"\d+", text_of(root / "proc/sys/kernel/osrelease"))[:2]],
-            # The PCI tree of a virtual machine need not be that of the hardware.
+            # The PCI tree of a virtual machine may differ from that of the hardware.
             "virtual": flags is not None and "hypervisor" in flags[0].split(),
         }
     return facts
@@ -151,7 +152,7 @@ def adapter_facts(folder: Path) -> Facts:
 
 
 def pci_facts(folder: Path) -> Facts:
-    """Read where a PCI device is and what it reports; path: the addresses from the root port down to the device."""
+    """Read the location and the settings of a PCI device. "path" has the addresses from the root port to the device."""
     real = folder.resolve()
     numa = text_of(real / "numa_node")
     return {
@@ -165,9 +166,9 @@ def pci_facts(folder: Path) -> Facts:
 
 
 def relaxed_ordering(config: bytes) -> bool | None:
-    """Tell whether a device may reorder its writes; None where its configuration cannot be read."""
+    """Return whether a device may reorder its writes; None if its configuration is not readable."""
     at = config[CAPABILITY_LIST] & ~3 if len(config) > HEADER_BYTES else 0
-    # A damaged list may be circular; 48 capabilities fit into the space at most.
+    # A damaged list may be circular, and at most 48 capabilities fit into the space.
     for _ in range(48):
         if not HEADER_BYTES <= at <= len(config) - EXPRESS_CONTROL - 2:
             return None
@@ -179,7 +180,7 @@ def relaxed_ordering(config: bytes) -> bool | None:
 
 
 def redirects(config: bytes) -> bool | None:
-    """Tell whether a bridge's ACS sends traffic between two devices below it up to the root; None: not readable."""
+    """Return whether a bridge's ACS redirects traffic between devices below it to the root; None if not readable."""
     if len(config) <= EXTENDED + 8:
         return None
     at = EXTENDED
@@ -193,11 +194,11 @@ def redirects(config: bytes) -> bool | None:
     return False
 
 
-# ---- small files of the system
+# ---- system files
 
 
 def text_of(path: Path) -> str:
-    """Read a file of the system, stripped; "" where there is none, or it may not be read."""
+    """Read a system file without surrounding whitespace; "" if it is missing or not readable."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -205,7 +206,7 @@ def text_of(path: Path) -> str:
 
 
 def config_of(folder: Path) -> bytes:
-    """Read the configuration space of a device: all of it as root, else the header; b"" where there is none."""
+    """Read the configuration space of a device, of which other users than root see the header; b"" if missing."""
     try:
         return (folder / "config").read_bytes()
     except OSError:
@@ -213,7 +214,7 @@ def config_of(folder: Path) -> bytes:
 
 
 def names_in(path: Path) -> list[str]:
-    """List the names in a folder, sorted; none where there is no such folder, or it may not be read."""
+    """List the sorted names in a folder; empty if it is missing or not readable."""
     try:
         return sorted(entry.name for entry in path.iterdir())
     except OSError:
@@ -221,13 +222,13 @@ def names_in(path: Path) -> list[str]:
 
 
 def number_of(text: str) -> int | None:
-    """Return the first whole number in a text, None without one."""
+    """Parse the first whole number in a text; None without one."""
     match = re.search(r"\d+", text)
     return int(match[0]) if match else None
 
 
 def cores_of(text: str) -> list[int]:
-    """Parse a list of cores, which the kernel writes as "0-3,8"."""
+    """Parse a list of cores in the kernel's format, such as "0-3,8"."""
     cores: list[int] = []
     for item in text.split(","):
         first, _, last = item.strip().partition("-")

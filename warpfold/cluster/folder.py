@@ -1,4 +1,4 @@
-"""Try the folder of a run from all ranks: shared, atomic rename, locks, free space."""
+"""Test the folder of a run from all ranks: visibility, atomic rename, locks, free space."""
 
 import errno
 import fcntl
@@ -12,17 +12,19 @@ from warpfold.cluster.facts import Facts
 from warpfold.files import NO_LOCKS
 from warpfold.parallel.team import Team
 
-VISIBLE_SECONDS = 5.0  # for which a rank waits for a file of rank 0
-REPLACE_SECONDS = 0.6  # for which a file is replaced while the others read it
+# Seconds for which a rank waits to see a file of rank 0.
+VISIBLE_SECONDS = 5.0
+# Seconds for which rank 0 replaces a file while the others read it.
+REPLACE_SECONDS = 0.6
 FILE_BYTES = 4096
 
 
 def try_folder(folder: Path, team: Team) -> list[Facts]:
-    """Try a folder with all ranks, and remove everything afterwards; return the JSON-able facts of each rank.
+    """Test a folder with all ranks, and remove all test files; returns the facts of each rank as JSON values.
 
-    error: why the folder cannot be used.  sees: whether the rank sees a file of rank 0.  torn: reads of a file being
-    replaced that returned neither the old nor the new content.  excluded: whether a lock of rank 0 kept this rank out;
-    None where there are no locks, `no locks` being the reason.  free: bytes.
+    error: why the folder cannot be used. sees: whether the rank sees a file of rank 0. torn: number of reads of a file
+    during its replacement that returned neither the old nor the new content. excluded: whether a lock of rank 0
+    excluded this rank; None without locks, for the reason `no locks`. free: bytes.
     """
     rank, error, trial, existed = team.process.rank, "", "", folder.exists()
     if rank == 0:
@@ -46,7 +48,7 @@ def try_folder(folder: Path, team: Team) -> list[Facts]:
 
 
 def _try(trial: Path, facts: Facts, team: Team) -> None:
-    """Go through the trials with all ranks.  A rank notes its errors, so that no other rank waits in vain."""
+    """Run the tests with all ranks. A rank records its errors instead of raising them, so that no other rank hangs."""
     is_first, file, lock, held = team.is_rank_zero, trial / "file", trial / "lock", None
     if is_first:
         try:
@@ -57,10 +59,11 @@ def _try(trial: Path, facts: Facts, team: Team) -> None:
             facts["error"] = str(problem.strerror)
     facts["no locks"] = team.broadcast(facts["no locks"], "a file and a lock")
     end = time.monotonic() + VISIBLE_SECONDS
-    # A network file system may cache for some seconds that a file does not exist.
+    # A network file system may cache the absence of a file for some seconds.
     while not (seen := file.exists() and lock.exists()) and time.monotonic() < end:
         time.sleep(0.02)
     facts["sees"] = seen
+    # Barrier: rank 0 replaces the file only after all ranks have looked for it.
     team.all_gather_object(None, "a file to be seen")
     try:
         end = time.monotonic() + REPLACE_SECONDS
@@ -82,23 +85,24 @@ def _try(trial: Path, facts: Facts, team: Team) -> None:
             os.close(other)
     except OSError as problem:
         facts["error"] = str(problem.strerror)
+    # Barrier: rank 0 holds the lock until all ranks have tried to get it.
     team.all_gather_object(None, "a lock to be tried")
     if held is not None:
         os.close(held)
 
 
 def _is_torn(file: Path) -> bool:
-    """Read a file that is being replaced; tell whether it has neither the old content nor the new."""
+    """Read a file that is being replaced; returns whether its content is neither the old nor the new one."""
     try:
         content = file.read_bytes()
     except OSError as problem:
-        # NFS reports the replaced file as stale; a reader opens it again.
+        # NFS reports a replaced file as stale, and a reader opens it again.
         return problem.errno != errno.ESTALE
     return len(content) != FILE_BYTES or len(set(content)) != 1
 
 
 def _lock(descriptor: int) -> tuple[bool, str]:
-    """Try to lock a file; return whether it is locked now, and why the file system has no locks."""
+    """Try to lock a file; returns whether it is locked now, and why the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

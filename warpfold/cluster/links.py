@@ -1,8 +1,8 @@
-"""Measure the links between ranks: a sample of pairs, then all ranks at once, then the time of a small collective.
+"""Measure the links between ranks: a sample of pairs, then all ranks at once, then a small collective.
 
-A run that is not given a cluster file measures its links this way in a second or two, and so does the doctor.  Tensors
-are on the ranks' device, so the same code measures gloo between CPUs and NCCL between GPUs.  All ranks call each
-function that takes their team.
+The doctor, and a run without a cluster file, measure their links in one or two seconds. Tensors are on the ranks'
+device, so the same code measures gloo between CPUs and NCCL between GPUs. All ranks must call the functions with a
+parameter `team`.
 """
 
 import statistics
@@ -24,18 +24,22 @@ T = TypeVar("T")
 Clock = Callable[[], float]
 Pair = tuple[int, int]
 Where = Literal["within", "between"]
-Nodes = Sequence[Sequence[int]]  # the ranks of each
+# The ranks of each node.
+Nodes = Sequence[Sequence[int]]
 
 PINGS, PING_BYTES = 20, 8
-REPEATS = 3  # of large messages, after one that makes the connection
-PAIR_SECONDS, RING_SECONDS = 0.025, 0.1  # that a large message should take
-MIN_BYTES, MAX_BYTES = 2**18, {"cpu": 2**24, "cuda": 2**27}  # of a large message
-CALLS = 11  # of a collective that carries next to nothing
+# Repetitions of large messages after a first one, which makes the connection.
+REPEATS = 3
+# Seconds that a large message should take, and limits of its size.
+PAIR_SECONDS, RING_SECONDS = 0.025, 0.1
+MIN_BYTES, MAX_BYTES = 2**18, {"cpu": 2**24, "cuda": 2**27}
+# Repetitions of the small collective.
+CALLS = 11
 
 
 @dataclass(frozen=True)
 class PairLink:
-    """The measured link of two ranks: latency in seconds, bandwidth in bytes per second, mean of both directions."""
+    """The measured link of two ranks (mean of both directions): latency in seconds, bandwidth in bytes per second."""
 
     first: int
     second: int
@@ -47,13 +51,13 @@ class PairLink:
 class MeasuredLinks:
     """Measurements of the links of all ranks.
 
-    ring: bytes per second that a rank sends to the next one of its node while all ranks send; None where each rank is
-    alone on its node.  node_bandwidths: bytes per second that each node sends to the next while all ranks send; empty
-    for one node.  call: seconds of an all-gather of all ranks that carries next to nothing.
+    device: "cpu" or "cuda". ring: bytes per second that a rank sends to the next one of its node while all ranks send;
+    None if each rank is alone on its node. node_bandwidths: bytes per second that each node sends to the next while all
+    ranks send; empty for a single node. call: seconds of a tiny all-gather of all ranks.
     """
 
     nodes: Nodes
-    device: str  # "cpu" or "cuda"
+    device: str
     pairs: Sequence[PairLink]
     ring: float | None
     node_bandwidths: Sequence[float]
@@ -66,9 +70,9 @@ class MeasuredLinks:
         return [pair for pair in self.pairs if (node_of[pair.first] == node_of[pair.second]) == within]
 
     def cluster(self, name: str = "") -> Cluster | None:
-        """Build the cluster that planning uses; None where the nodes differ in size.  name: of the device.
+        """Build the cluster for planning; returns None if the nodes differ in size. name: of the device.
 
-        Where all ranks are on one node, or each is alone on its node, both kinds of links are the same.
+        If all ranks are on a single node, or each is alone on its node, both kinds of links are equal.
         """
         sizes = {len(node) for node in self.nodes}
         if len(sizes) != 1 or not self.pairs:
@@ -96,7 +100,7 @@ def _rounded(pairs: Sequence[PairLink], bandwidth: float) -> Link:
 
 
 def nodes_of(local_ranks: Sequence[int]) -> list[list[int]]:
-    """Group ranks by node, given every rank's number on its node: a node begins where that is 0."""
+    """Group ranks by node, given the local rank of every rank: a node begins at local rank 0."""
     nodes: list[list[int]] = []
     for rank, local in enumerate(local_ranks):
         if local == 0 or not nodes:
@@ -108,8 +112,7 @@ def nodes_of(local_ranks: Sequence[int]) -> list[list[int]]:
 def measure_cluster(team: Team, device: torch.device | str, clock: Clock = time.perf_counter) -> Cluster:
     """Measure the cluster of a run; all ranks return the same.
 
-    Ranks are numbered node by node, as torchrun numbers them.  Where the last node would not be full, each rank counts
-    as a node.
+    Ranks must be numbered node by node, as by torchrun. If the last node would not be full, each rank counts as a node.
     """
     ranks, per_node = team.process.ranks, max(1, team.process.ranks_per_node)
     per_node = per_node if ranks % per_node == 0 else ranks if ranks < per_node else 1
@@ -122,10 +125,10 @@ def measure_cluster(team: Team, device: torch.device | str, clock: Clock = time.
 def measure_links(nodes: Nodes, team: Team, device: torch.device, clock: Clock = time.perf_counter) -> MeasuredLinks:
     """Measure each rank with one rank of its node, then with one of another node, then all ranks at once.
 
-    The first of an odd number of ranks or nodes is paired with the last, the second with the last but one; the one in
-    the middle is only measured with all ranks at once.
+    The first rank or node is paired with the last, the second with the last but one. The middle one of an odd number is
+    only measured with all ranks at once.
     """
-    # NCCL needs a collective of all ranks before messages of some of them.
+    # NCCL needs a collective of all ranks before point-to-point messages.
     with waiting("the links"):
         dist.all_reduce(torch.zeros(1, device=device), group=team.mesh.world.handle)
     within = _measure_pairs([pair for node in nodes for pair in _fold(node)], team, device, clock)
@@ -135,11 +138,11 @@ def measure_links(nodes: Nodes, team: Team, device: torch.device, clock: Clock =
     if within:
         ring = min(_measure_rings(nodes, within, team, device, clock).values())
     if between:
-        # The i-th ranks of all nodes form a ring, so that all ranks of a node share what joins it to the next.
+        # The i-th ranks of all nodes form a ring, so that all ranks of a node share its link to the next node.
         rings = [[node[i] for node in nodes if i < len(node)] for i in range(max(map(len, nodes)))]
         rates = _measure_rings(rings, between, team, device, clock)
-        of_nodes = ([rates[rank] for rank in node if rank in rates] for node in nodes)
-        node_bandwidths = [len(sent) * min(sent) for sent in of_nodes]
+        node_rates = ([rates[rank] for rank in node if rank in rates] for node in nodes)
+        node_bandwidths = [len(sent) * min(sent) for sent in node_rates]
     call = _measure_call(team, device, clock)
     return MeasuredLinks(nodes, device.type, [*within, *between], ring, node_bandwidths, call)
 
@@ -149,15 +152,16 @@ def _fold(items: Sequence[T]) -> list[tuple[T, T]]:
 
 
 def _measure_pairs(pairs: Sequence[Pair], team: Team, device: torch.device, clock: Clock) -> list[PairLink]:
-    """Measure disjoint pairs of ranks, all at the same time: they share the links of their nodes, as in training."""
+    """Measure disjoint pairs of ranks at the same time, so that they share the links of their nodes as in training."""
     if not pairs:
         return []
     rank = team.process.rank
     pair = next((pair for pair in pairs if rank in pair), None)
 
     def one_way(size: int, repeats: int) -> list[float]:
-        """Time messages back and forth; return half of the least seconds of each pair."""
+        """Time messages back and forth; returns half of the least seconds of each pair."""
         message, trips = torch.zeros(size, dtype=torch.uint8, device=device), []
+        # Barrier: all pairs start together.
         team.all_gather_object(None, "the links")
         for _ in range((repeats + 1) if pair else 0):
             first, second = pair or (0, 0)
@@ -172,7 +176,7 @@ def _measure_pairs(pairs: Sequence[Pair], team: Team, device: torch.device, cloc
         return [every[first] / 2 for first, _ in pairs]
 
     latencies = one_way(PING_BYTES, PINGS)
-    # Medium messages say how large a message has to be: latency must count for little.
+    # The time of medium messages determines the size of large ones, whose latency must be negligible.
     rough = map(_rate, [MIN_BYTES] * len(pairs), one_way(MIN_BYTES, 2), latencies)
     size = _size(statistics.median(rough) * max(PAIR_SECONDS, 4 * statistics.median(latencies)), device)
     seconds = one_way(size, REPEATS)
@@ -184,8 +188,8 @@ def _measure_rings(
 ) -> dict[int, float]:
     """Measure the bytes per second that each rank sends to the next one of its ring while all ranks of all rings send.
 
-    The ranks share the same links as in a collective: the adapter of a node, or its processors.  A rank that is alone
-    in its ring is left out.  pairs: the measured links of these ranks, which determine the size of the messages.
+    The ranks share the adapter or the processors of a node, as in a collective. A rank alone in its ring is left out.
+    pairs: measured links of these ranks, which determine the size of the messages.
     """
     neighbours = {rank: (ring[i - 1], ring[(i + 1) % len(ring)]) for ring in rings if len(ring) > 1
                   for i, rank in enumerate(ring)}  # fmt: skip
@@ -194,27 +198,29 @@ def _measure_rings(
     sent = torch.zeros(size, dtype=torch.uint8, device=device)
     received, seconds = torch.empty_like(sent), []
     for _ in range(REPEATS + 1):
+        # Barrier: all ranks start together.
         team.all_gather_object(None, "all ranks sending at once")
         begin = clock()
         if team.process.rank in neighbours:
             before, after = neighbours[team.process.rank]
             with waiting(f"messages from rank {before} and to rank {after}"):
-                # gloo announces a receive only after the sends before it: the receive comes first.
+                # The receive comes first, because gloo announces it only after earlier sends.
                 _finish([dist.P2POp(dist.irecv, received, before), dist.P2POp(dist.isend, sent, after)], device)
         seconds.append(clock() - begin)
     every = team.all_gather_object(seconds[1:], "the time of messages of all ranks at once")
-    # Of several repeats the fastest counts, and of each repeat the slowest rank, as in a collective.
+    # The result is the fastest repetition, whose time is that of the slowest rank, as in a collective.
     fastest = min(zip(*every), key=max)
     return {rank: _rate(size, fastest[rank], latency) for rank in neighbours}
 
 
 def _measure_call(team: Team, device: torch.device, clock: Clock) -> float:
-    """Measure the seconds of an all-gather of all ranks that carries next to nothing; the slowest rank counts."""
+    """Measure the seconds of a tiny all-gather of all ranks; the slowest rank counts."""
     group = team.mesh.world
     shard, whole = torch.ones(1, device=device), torch.empty(group.size, device=device)
     seconds = []
     for _ in range(CALLS + 1):
         with waiting("the all-gather that is timed"):
+            # Barrier: the all-gather must not include the wait for late ranks.
             dist.all_reduce(shard, group=group.handle)
             finish(device)
             begin = clock()
@@ -232,7 +238,7 @@ def _finish(operations: Sequence[dist.P2POp], device: torch.device) -> None:
 
 
 def _rate(size: int, seconds: float, latency: float) -> float:
-    """Compute bytes per second without the latency, of which at most nine tenths of the time are subtracted."""
+    """Compute bytes per second without the latency, of which at most 90 % of the time is subtracted."""
     return size / max(1e-9, 0.1 * seconds, seconds - latency)
 
 

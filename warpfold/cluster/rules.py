@@ -1,8 +1,8 @@
-"""The rules of the cluster doctor: one table of what is judged, when it is wrong, and the remedy.
+"""The rules of the cluster doctor: a table of checks with their conditions, messages and remedies.
 
-Effects of variables follow the documentation of their makers: NCCL's user guide ("Environment Variables",
-"Troubleshooting"), the CUDA C++ programming guide and PyTorch's pages on torch.distributed.  The conditions of GPU
-Direct RDMA follow NVIDIA's documentation (nvidia-peermem; dma-buf from Linux 5.12 with the open kernel modules).
+Effects of variables follow the vendors' documentation: NCCL's user guide ("Environment Variables", "Troubleshooting"),
+the CUDA C++ programming guide and PyTorch's pages on torch.distributed. The conditions of GPU Direct RDMA follow
+NVIDIA's documentation (nvidia-peermem; dma-buf from Linux 5.12 with the open kernel modules).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,16 +14,20 @@ from warpfold.cluster.facts import Facts
 from warpfold.cluster.subjects import BRIDGE, FAR, UNKNOWN, selected
 
 Topic = Literal["software", "environment", "limits", "rdma", "pci", "links", "folder", "ranks"]
-# note: nothing is wrong, but the user should know.  not checked: the finding says what is missing.
+# note: information for the user. not checked: the finding says what is missing.
 Outcome = Literal["ok", "note", "wrong", "not checked"]
 
-NAMED = 6  # ranks, nodes or devices that a sentence names
-SLOW = 0.5  # share of the median below which a link is slow: healthy ones differ by up to 30 % either way
-# Gigabit Ethernet: no training on several nodes should use it, so it is the wrong interface.
+# Ranks, nodes or devices that a sentence lists at most.
+MAX_LISTED = 6
+# Fraction of the median bandwidth below which a link is slow. Healthy links differ by up to 30 % in either direction.
+SLOW_FRACTION = 0.5
+# Gigabit Ethernet. Training on several nodes should not use it, so it indicates the wrong interface.
 GIGABIT_BYTES = 125e6
-SHARED_BYTES = 10**9  # of /dev/shm: NCCL's user guide asks containers for --shm-size=1g
-FREE_BYTES = 3 * 10**9  # two checkpoints of the full model with the state of its optimizer
-# Launchers give each rank its own; names of cards and adapters may depend on the node.
+# Least size of /dev/shm: NCCL's user guide recommends --shm-size=1g for containers.
+SHARED_BYTES = 10**9
+# Two checkpoints of the full model with the state of its optimizer.
+FREE_BYTES = 3 * 10**9
+# Variables that may differ: launchers set them per rank, and names of cards and adapters may depend on the node.
 PER_RANK = (
     "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "GOMP_CPU_AFFINITY", "OMP_PLACES", "OMP_NUM_THREADS",
     "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE",
@@ -32,23 +36,26 @@ PER_RANK = (
 
 @dataclass(frozen=True)
 class ClusterFinding:
-    """The result of one check.  says: one sentence with ranks and figures; cure: what to do about it."""
+    """The result of a check.
+
+    check: such as "NCCL". says: a sentence with ranks and figures, such as "2.27.5 on all 4 ranks". cure: the remedy.
+    """
 
     topic: Topic
-    check: str  # "NCCL"
+    check: str
     outcome: Outcome
-    says: str  # "2.27.5 on all 4 ranks"
+    says: str
     cure: str = ""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of the table.
+    """A row of the table.
 
-    of: the group of subjects to judge (subjects.py).  is_wrong: whether a subject violates the rule; None where the
-    system does not report it.  says, cure, ok: formatted with {who}: the subjects, {n}: their number, and {x}: the
-    facts of the first.  ok: what is said where no rule of this check is violated; "": nothing.  value: instead of
-    `is_wrong`: what must be the same for all subjects.
+    of: group of the subjects (subjects.py). is_wrong: whether a subject violates the rule; None if the system does not
+    report it. says, cure, ok: format strings with {who} for the subjects, {n} for their number, and {x} for the facts
+    of the first one. ok: message if no rule of this check is violated; "" for no message. value: instead of `is_wrong`,
+    a value that must be equal for all subjects.
     """
 
     topic: Topic
@@ -72,7 +79,7 @@ def _software(check: str, of: str, cure: str, outcome: Outcome = "wrong") -> Rul
 
 
 def _variable(name: str, values: str, effect: str, outcome: Outcome = "wrong", of: str = "gpus") -> Rule:
-    """Make the rule of a variable that hurts if it has one of these values; any value where there are none."""
+    """Create the rule for a variable that is harmful with one of these values, or with any value if none are listed."""
 
     def is_wrong(x: Facts) -> bool:
         value = x["variables"].get(name)
@@ -84,7 +91,7 @@ def _variable(name: str, values: str, effect: str, outcome: Outcome = "wrong", o
 
 
 def _interface(name: str, what: str, of: str, exact: bool = False) -> tuple[Rule, Rule]:
-    """Make the rules of a variable that names network cards or adapters: they exist, and are not the loopback."""
+    """Create the rules for a variable with network cards or adapters: they must exist and not be the loopback."""
 
     def is_missing(x: Facts) -> bool:
         value, names = x["variables"].get(name), x[f"{what}s"]
@@ -108,7 +115,7 @@ INTERFACE = "let the ranks use the fast adapter: NCCL_SOCKET_IFNAME, NCCL_IB_HCA
 LOCKS = "mount it with locks (Lustre: -o flock; NFS: version 4, or local_lock=none); else start no run twice"
 
 RULES = (
-    # ---- software: the same on all ranks
+    # ---- software must be equal on all ranks
     _software("Python", "ranks", "start all ranks from one environment", "note"),
     _software("torch", "ranks", "install the same torch everywhere"),
     _software("triton", "ranks", "install the same triton everywhere"),
@@ -150,13 +157,13 @@ RULES = (
     *_interface("GLOO_SOCKET_IFNAME", "network card", "ranks", exact=True),
     *_interface("NCCL_IB_HCA", "adapter", "gpus"),
     # ---- limits of the system
-    # An adapter reads and writes registered memory, which must be locked.
+    # An adapter accesses registered memory, which must be locked.
     Rule("limits", "locked memory", "ranks", lambda x: x["adapters"] and x["locked"] is not None and not x["can lock"],
          "{who} may lock {x[locked words]}: NCCL cannot register memory with the adapter",
          "ulimit -l unlimited: memlock in /etc/security/limits.conf; LimitMEMLOCK=infinity in slurmd's unit; for a "
          "container --ulimit memlock=-1 or --cap-add=IPC_LOCK; for one Python: setcap cap_ipc_lock+ep on it",
          ok="unlimited, or CAP_IPC_LOCK, wherever there are adapters"),
-    # The ranks of a node send through shared memory; neither our loaders nor gloo use it.
+    # With NCCL, the ranks of a node send through shared memory. Our loaders and gloo do not use it.
     Rule("limits", "shared memory", "gpus", lambda x: x["per_node"] > 1 and x["shared"] < SHARED_BYTES,
          "/dev/shm of {who} has {x[shared words]}: NCCL may fail with a bus error",
          "docker run --shm-size=16g, or --ipc=host; Kubernetes: an emptyDir with medium: Memory at /dev/shm",
@@ -217,13 +224,14 @@ RULES = (
          "boot with iommu=pt (intel_iommu=on iommu=pt), or switch VT-d / AMD-Vi off in the BIOS; until then "
          "NCCL_P2P_DISABLE=1 lets GPUs of a node send through host memory", ok="off, or pt"),
     # ---- measured links
-    *(Rule("links", f"bandwidth {words}", f"pairs {where}", lambda x: x["is wire"] and x["rate"] < SLOW * x["median"],
+    *(Rule("links", f"bandwidth {words}", f"pairs {where}",
+           lambda x: x["is wire"] and x["rate"] < SLOW_FRACTION * x["median"],
            "{who}: {x[words]}", CABLE, ok="{x[median words]}")
       for where, words in (("within", "within a node"), ("between", "between nodes"))),
     Rule("links", "bandwidth of a node", "linked nodes", lambda x: x["rate"] < GIGABIT_BYTES,
          "{who}: {x[words]}, slower than Gigabit Ethernet", INTERFACE,
          ok="{x[least words]} or more to another node while all ranks send"),
-    Rule("links", "bandwidth of a node", "linked nodes", lambda x: x["rate"] < SLOW * x["promised"],
+    Rule("links", "bandwidth of a node", "linked nodes", lambda x: x["rate"] < SLOW_FRACTION * x["promised"],
          "{who}: {x[words]}; the network should give {x[promised words]}", INTERFACE),
     # ---- the folder of the run
     Rule("folder", "folder", "folder", lambda x: x["error"], "{who} cannot use {x[folder]}: {x[error]}",
@@ -242,7 +250,7 @@ RULES = (
          "{x[folder]}: {x[free words]}, less than two checkpoints of the full model need", "free some space",
          ok="{x[free words]}"),
 )  # fmt: skip
-# Why a check was not made, where there is nothing of a kind to judge.
+# Reasons why a check was not made, by the group that has no subjects.
 MISSING = {
     "gpus": "no GPU", "wired gpus": "no GPU with a network adapter", "wired gpu nodes": "no GPU with a network adapter",
     "gpu adapters": "no GPU with a network adapter", "pci devices": "no GPU",
@@ -255,21 +263,21 @@ UNREADABLE = "the system does not report it; only root may read the configuratio
 
 
 def judge(subjects: Mapping[str, Sequence[Facts]]) -> list[ClusterFinding]:
-    """Apply all rules to subjects by group; a group that is not there has none.
+    """Apply all rules to the subjects of each group.
 
-    The rows of a check stand together; a subject that violates one of them is not judged by those after it.
+    The rules of a check are consecutive. A subject that violates one of them is not judged by the following ones.
     """
     ranks = len(subjects["ranks"])
     names = sorted({name for x in subjects["ranks"] for name in x["variables"]} - set(PER_RANK))
-    # NCCL's variables must be the same, or ranks choose different algorithms and wait for ever.
-    alike = [
+    # NCCL's variables must be equal. Otherwise ranks choose different algorithms and deadlock.
+    equal = [
         _same("environment", name, "ranks", lambda x, name=name: x["variables"].get(name, "not set"),  # type: ignore[misc]
               f"export {name} to all ranks (srun --export=ALL; torchrun: on every node), or to none",
               "wrong" if name.startswith("NCCL_") and subjects["gpus"] else "note", ok="")
         for name in names
     ]  # fmt: skip
     findings: list[ClusterFinding] = []
-    for (topic, check), rows in groupby([*RULES, *alike], key=lambda rule: (rule.topic, rule.check)):
+    for (topic, check), rows in groupby([*RULES, *equal], key=lambda rule: (rule.topic, rule.check)):
         rules, before, is_unknown = list(rows), len(findings), False
         judged: set[int] = set()
         for rule in rules:
@@ -301,7 +309,7 @@ def judge(subjects: Mapping[str, Sequence[Facts]]) -> list[ClusterFinding]:
 
 
 def _differences(rule: Rule, some: Sequence[Facts]) -> list[ClusterFinding]:
-    """Name the subjects whose value differs from the others."""
+    """Report the subjects by their values if the values differ."""
     assert rule.value is not None
     by_value: dict[Any, list[Facts]] = {}
     for x in some:
@@ -318,10 +326,11 @@ def _filled(text: str, some: Sequence[Facts], ranks: int, **more: Any) -> str:
 
 
 def in_words(some: Sequence[Facts], ranks: int) -> str:
-    """Name subjects: by their labels, or ranks as "rank 3 (gpu-b)", "ranks 0, 2 and 4 to 7", "all 16 ranks"."""
+    """Format subjects by their labels, or ranks as "rank 3 (gpu-b)", "ranks 0, 2 and 4 to 7", "all 16 ranks"."""
     if "label" in some[0]:
         labels = [x["label"] for x in some]
-        return ", ".join(labels[:NAMED]) + (f" and {len(labels) - NAMED} more" if len(labels) > NAMED else "")
+        more = f" and {len(labels) - MAX_LISTED} more" if len(labels) > MAX_LISTED else ""
+        return ", ".join(labels[:MAX_LISTED]) + more
     numbers = [x["rank"] for x in some]
     if len(numbers) == ranks > 1:
         return f"all {ranks} ranks"
@@ -334,8 +343,8 @@ def in_words(some: Sequence[Facts], ranks: int) -> str:
     words: list[str] = []
     for run in runs:
         words += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
-    words = [*words[:NAMED], f"{len(words) - NAMED} more"] if len(words) > NAMED else words
+    words = [*words[:MAX_LISTED], f"{len(words) - MAX_LISTED} more"] if len(words) > MAX_LISTED else words
     joined = " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
     hosts = sorted({str(x["host"]) for x in some if "host" in x})
-    at = f" ({', '.join(hosts[:NAMED])})" if hosts else ""
+    at = f" ({', '.join(hosts[:MAX_LISTED])})" if hosts else ""
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {joined}{at}"

@@ -1,4 +1,4 @@
-"""Group the facts of all ranks by what the rules judge: ranks, GPUs, nodes, adapters, ports, links."""
+"""Group the facts of all ranks by the subjects of the rules: ranks, GPUs, nodes, adapters, ports, links."""
 
 import re
 import statistics
@@ -10,18 +10,19 @@ from warpfold.cluster.links import MeasuredLinks, Where
 from warpfold.cost.links import Link
 from warpfold.cost.machine import in_gb
 
-# How far a GPU is from the nearest adapter.
+# Distances between a GPU and the nearest adapter.
 SWITCH, BRIDGE, FAR, UNKNOWN = range(4)
-# Open files: libraries, stores, logs; and three sockets to each other rank (docs/howto/clusters.md).
+# Open files for libraries, stores and logs, and three sockets for each other rank.
 FILES, FILES_PER_RANK = 400, 3
 DMA_BUF_LINUX = [5, 12]
-CHOOSES_GID = (2, 21)  # from this NCCL on it takes the GID of RoCE v2 by itself
+# First version of NCCL that chooses the GID of RoCE v2 by itself.
+CHOOSES_GID = (2, 21)
 
 
 def subjects_of(facts: Sequence[Facts]) -> dict[str, list[Facts]]:
-    """Group the facts of all ranks, in their order; each subject has the facts of its rank, too.
+    """Group the facts of all ranks in their order. Each subject includes the facts of its rank.
 
-    A subject that is not a rank has a label, which names it in findings.
+    A subject that is not a rank has a label for findings.
     """
     on_node: dict[int, list[Facts]] = {}
     for x in facts:
@@ -68,7 +69,7 @@ def subjects_of(facts: Sequence[Facts]) -> dict[str, list[Facts]]:
             adapters.append({**x, **adapter, **adapter["pci"], "label": label, "is up": is_up, "state": states[0]})
     up = {adapter["name"] for adapter in adapters if adapter["is up"]}
     for adapter in adapters:
-        # An adapter that is down on all nodes is not meant to be used, unless all of them are down.
+        # An adapter that is down on all nodes is probably unused, unless all adapters are down.
         adapter["is up elsewhere"] = not up or adapter["name"] in up
     ports = [{**adapter, **port} for adapter in adapters for port in adapter["ports"] if port["state"] == "ACTIVE"]
     index = next((value for x in ranks if (value := x["variables"].get("NCCL_IB_GID_INDEX")) not in (None, "-1")), "")
@@ -100,7 +101,7 @@ def subjects_of(facts: Sequence[Facts]) -> dict[str, list[Facts]]:
 
 
 def _distance(x: Facts, adapters: Sequence[Facts]) -> int:
-    """Compute how far the GPU of a rank is from the nearest adapter that is up and that NCCL may use."""
+    """Compute the distance between the GPU of a rank and the nearest adapter that is up and that NCCL may use."""
     up = [a for a in adapters if any(port["state"] == "ACTIVE" for port in a["ports"])]
     if choice := x["variables"].get("NCCL_IB_HCA"):
         names = selected(choice, [a["name"] for a in up])
@@ -118,9 +119,10 @@ def _distance(x: Facts, adapters: Sequence[Facts]) -> int:
 
 
 def selected(value: str, names: Sequence[str]) -> list[str]:
-    """Select the cards or adapters that NCCL takes: names with one of the prefixes; "=": exact names, "^": all others.
+    """Select the cards or adapters that NCCL uses for a variable's value.
 
-    The port of an adapter ("mlx5_0:1") is ignored.
+    The value lists prefixes of names. "=" in front means exact names, and "^" all others. The port of an adapter
+    ("mlx5_0:1") is ignored.
     """
     excludes, value = value.startswith("^"), value.removeprefix("^")
     exact, value = value.startswith("="), value.removeprefix("=")
@@ -130,7 +132,7 @@ def selected(value: str, names: Sequence[str]) -> list[str]:
 
 
 def link_subjects(links: MeasuredLinks, promised: Link | None, hosts: Sequence[str]) -> dict[str, list[Facts]]:
-    """Group the measured links.  promised: what the network between nodes should give.  hosts: of the nodes."""
+    """Group the measured links. promised: expected link between nodes. hosts: of the nodes."""
     subjects: dict[str, list[Facts]] = {"pairs within": [], "pairs between": [], "linked nodes": []}
     kinds: tuple[Where, ...] = ("within", "between")
     for where in kinds:
@@ -142,7 +144,7 @@ def link_subjects(links: MeasuredLinks, promised: Link | None, hosts: Sequence[s
                 "label": f"ranks {pair.first} and {pair.second}",
                 "rate": pair.bandwidth,
                 "median": median,
-                # Between processes on the CPUs of one machine there is no wire that could be broken.
+                # Processes on the CPUs of one machine have no wire that could be broken.
                 "is wire": where == "between" or links.device != "cpu",
                 "words": f"{pair.bandwidth / 1e9:.3g} GB/s, the median is {median / 1e9:.3g} GB/s",
                 "median words": f"{median / 1e9:.3g} GB/s, latency {late * 1e6:.3g} µs (medians of {len(pairs)} pairs)",
@@ -162,6 +164,6 @@ def link_subjects(links: MeasuredLinks, promised: Link | None, hosts: Sequence[s
 
 
 def folder_subjects(trials: Sequence[Facts]) -> dict[str, list[Facts]]:
-    """Group what the ranks saw of the folder of a run."""
+    """Group the ranks' observations of the folder of a run."""
     ranks = [{**x, "free words": f"{in_gb(x['free'] or 0)} free"} for x in trials]
     return {"folder": ranks, "folder readers": [x for x in ranks[1:] if x["sees"] and not x["error"]]}

@@ -143,7 +143,7 @@ def join_pieces(
     joined: list[Tensor] = []
 
     def copy_into_result(piece: Piece, arriving: Sequence[Pending]) -> None:
-        # A function of its own, so that its locals free the piece when it returns.
+        """Wait for a piece and copy it into the result. Its locals free the piece on return."""
         for index, pending in enumerate(arriving):
             received = pending.wait()
             if len(joined) == index:
