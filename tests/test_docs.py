@@ -1,4 +1,4 @@
-"""The pages keep their word: Python examples run or import what exists; commands, options, files and links exist."""
+"""Check the pages: Python examples run, and imports, commands, options, files and links exist."""
 
 import ast
 import html
@@ -25,8 +25,10 @@ from warpfold.cli.predict import ALIASES
 from warpfold.prediction.outputs import Prediction
 
 ROOT = Path(__file__).parents[1]
-OFFICIAL = {"data/pipeline.py", "data/mmcif_parsing.py", "data/templates.py"}  # of DeepMind's code
-FOREIGN = {"transformers", "boltz", "openfold3"}  # whose users a page is for; their own tests need them
+# Files of DeepMind's code.
+OFFICIAL = {"data/pipeline.py", "data/mmcif_parsing.py", "data/templates.py"}
+# Packages whose users have a page. Their tests run in environments of their own.
+FOREIGN = {"transformers", "boltz", "openfold3"}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -50,18 +52,19 @@ def test_python_example_runs(tmp_path: Path, tiny_params: Path, monkeypatch: pyt
     assert list(tmp_path.glob("*/*.cif"))
 
 
-# What a page says of the command line or of files stands between backticks, or in a block.
+# Commands and file names are in backticks or in code blocks.
 
 
 def quoted(page: Path) -> list[str]:
-    """Return what stands between backticks in a page's text, blocks of code apart."""
+    """Return the inline code of a page."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
 
 
 def wrong_options(line: str) -> set[str]:
-    """Return the options of a `warpfold ...` line that its command lacks, or the command that there is not."""
-    words = line.split("#")[0].partition(" -- ")[0].split()  # behind it stands another command
+    """Return the unknown options, or the unknown command, of a `warpfold ...` line."""
+    # Another command follows `--`.
+    words = line.split("#")[0].partition(" -- ")[0].split()
     command = cli.typer.main.get_command(cli.app).commands.get(words[1])  # type: ignore[attr-defined]
     if command is None:
         return {words[1]}
@@ -87,7 +90,7 @@ def test_imports_exist() -> None:
         files = {block[2:].partition(".py\n")[0] for block in blocks(page, "python") if block.startswith("# ")}
         nodes = [node for block in blocks(page, "python") for node in ast.walk(ast.parse(block))]
         for node in nodes:
-            # What the page itself writes apart, and packages whose own tests run what is of them.
+            # Skip files that the page itself writes, and packages that are not installed.
             if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] not in files | absent:
                 module = importlib.import_module(str(node.module))
                 names = (alias.name for alias in node.names)
@@ -186,7 +189,7 @@ def packages(block: str) -> set[str]:
     "block", ACCELERATED, ids=lambda block: "-".join(sorted(packages(block) - {"torch", "warpfold"}))
 )
 def test_blocks_of_accelerate_run_each_by_itself(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that needs a package is skipped without it."""
+    """Run each block of the page by itself; skip it if its package is not installed."""
     monkeypatch.setattr("warpfold.adapt.accelerate.keep_memory", lambda: None)
     if missing := [name for name in sorted(packages(block)) if importlib.util.find_spec(name) is None]:
         pytest.skip(f"{missing[0]} is not installed: ./dev adapters")
@@ -211,9 +214,9 @@ def run_cell(source: str, name: str, names: dict[str, Any]) -> Any:
 
 
 def run_notebook(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], dict[str, Any]]:
-    """Run a notebook in a folder; return what its cells show, which is what was stored, and its names.
+    """Run a notebook in a folder, and compare the output of its cells with the stored output, apart from numbers.
 
-    Numbers are those of another model.
+    Returns the values that the cells show, and the notebook's variables.
     """
     notebook = json.loads(path.read_text(encoding="utf-8"))
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
@@ -234,7 +237,7 @@ def run_notebook(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> t
 
 
 def told(text: str) -> str:
-    """What a cell shows without numbers and folders."""
+    """Replace numbers and folders in the output of a cell."""
     return re.sub(r"\d+", "N", re.sub(r"[^\s']*/", "", text))
 
 
@@ -269,7 +272,7 @@ def test_a_notebook_is_stored_with_what_it_shows(name: str) -> None:
 
 
 def test_a_page_in_a_frame_cannot_leave_it() -> None:
-    """What a user named goes into the page, and the page into its frame, as text."""
+    """The page escapes names given by users, and the frame escapes the page."""
     name, three = 'x"><script>alert(1)</script>', np.full(3, 50.0)
     made = Prediction(name, "GGG", np.zeros((3, 37, 3)), np.zeros((3, 37)), three, None, None, None)
     inner = made._repr_html_().removeprefix('<iframe srcdoc="')

@@ -37,14 +37,17 @@ SMALLER = ("model.c_m=8", "model.c_z=8", "model.c_s=8", "model.evoformer.blocks=
 
 
 def parts(text: str) -> list[tuple[str, str, str]]:
-    """The blocks of a page: language, what the sentence before it calls the file, content; no text that is no file."""
+    """Return the blocks of a page: language, file name in the sentence before it, and content.
+
+    Blocks of text without a file name are left out.
+    """
     found = re.findall(r"([^\n]*)\n\n?```(\w+)\n(.*?)^```", text, flags=re.M | re.S)
     named = [(language, "".join(re.findall(r"as `([\w.]+)`", before)), content) for before, language, content in found]
     return [one for one in named if one[0] != "text" or one[1]]
 
 
 def follow(text: str, capsys: pytest.CaptureFixture[str], extra: tuple[str, ...] = ()) -> str:
-    """Do all that a page says, in the current folder; return what was printed."""
+    """Run all blocks of a page in the current folder, and return the printed text."""
     said = []
     names: dict[str, object] = {"__name__": "__main__"}
     for language, name, content in parts(text):
@@ -120,7 +123,7 @@ def test_the_page_of_designs_runs(
 
 
 def openfold_folders() -> None:
-    """What OpenFold's users have: FASTA files, alignments and hits by protein, entries of the PDB, parameters."""
+    """Write the files of an OpenFold user: FASTA files, alignments and hits by protein, PDB entries, parameters."""
     generate(Path("made"), 6, max_length=40)
     for name in ("fasta_dir", "template_mmcif", "mmcifs"):
         Path(name).mkdir()
@@ -141,7 +144,7 @@ def openfold_folders() -> None:
 
 @pytest.fixture(scope="module")
 def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an archive as DeepMind's, of small random parameters."""
+    """Return a folder with an archive like DeepMind's, of small random parameters."""
     folder = tmp_path_factory.mktemp("mirror")
     write_archive(folder / "alphafold_params_2022-12-06.tar", [*SETS["ptm"], *SETS["multimer"]])
     return folder
