@@ -78,7 +78,7 @@ SAFE = {
     "training/replay.py:begin_folder": "the same, of a replay that was killed",
     "training/train.py:save.write": "a run's own names; " + OWN_FOLDER,
     "report/figures.py:_svg": "into memory",
-    "report/figures.py:_as_file": "into memory",
+    "report/figures.py:as_file": "into memory",
     "prediction/published.py:_unpack.copy": "a draft of `write_new`",
     "prediction/folder.py:Journal.__init__": "cuts off half a line of a journal of its own name",
     "prediction/folder.py:_appending": "adds to what is there",

@@ -130,7 +130,7 @@ def draw_pae(pae: np.ndarray, chains: Spans, name: str) -> str:
         *_along(box, chains, residues, borders=False),
         *(
             _text(box.left - 5, box.top + box.height * place / residues + 4, number, "end")
-            for place, number in _places(chains, residues, box.height)
+            for place, number in tick_labels(chains, residues, box.height)
         ),
         _text((box.left + box.right) / 2, 370, "scored residue", "middle"),
         _text(0, 0, "aligned residue", "middle", 'transform="translate(10 178) rotate(-90)"'),
@@ -307,24 +307,31 @@ def _ticks(top: int, count: int) -> list[int]:
     return list(range(step, top + 1, step))
 
 
-def _places(chains: Spans, residues: int, width: float) -> list[tuple[float, str]]:
-    """Choose the residues that are labelled on an axis: (position, number within the chain)."""
+def tick_labels(chains: Spans, residues: int, width: float) -> list[tuple[float, str]]:
+    """Choose the labels of an axis: (position, number within the chain). Chain starts are labelled A1, B1 ...
+
+    width: the length of the axis. Labels are at least 30 of its units apart. Chain starts replace earlier numbers.
+    """
     labels: list[tuple[float, str]] = []
-    spans = (chains or {"": slice(0, residues)}).values()
-    longest = max(span.stop - span.start for span in spans)
+    longest = max((span.stop - span.start for span in chains.values()), default=residues)
     step = (_ticks(longest, max(2, int(width * longest / residues / 62))) or [1])[0]
-    for span in spans:
-        length = span.stop - span.start
-        for number in [1, *range(step, length + 1, step)]:
-            place = span.start + number - 0.5
-            if not labels or (place - labels[-1][0]) * width / residues > 30:
-                labels.append((place, str(number)))
+    start = 0.0
+    for name, span in (chains or {"": slice(0, residues)}).items():
+        for number in [1, *range(step, span.stop - span.start + 1, step)]:
+            position = span.start + number - 0.5
+            is_near = bool(labels) and (position - labels[-1][0]) * width / residues <= 30
+            if number == 1 and is_near and labels[-1][0] > start:
+                labels.pop()
+                is_near = False
+            if not is_near:
+                labels.append((position, f"{name}{number}" if number == 1 else str(number)))
+                start = position if number == 1 else start
     return labels
 
 
 def _along(box: Box, chains: Spans, residues: int, borders: bool = True) -> Iterator[str]:
     """Yield the residue numbers below a chart, the chain names above it, and the borders between chains."""
-    for place, number in _places(chains, residues, box.width):
+    for place, number in tick_labels(chains, residues, box.width):
         yield _text(box.left + box.width * place / residues, box.bottom + 15, number, "middle")
     for name, span in chains.items():
         x, width = box.left + box.width * span.start / residues, box.width * (span.stop - span.start) / residues

@@ -313,7 +313,7 @@ def draw_prediction(target: Target) -> bytes:
             right.axvline(end + 1.5, color=INK, linewidth=0.8)
         right.set(xlabel="scored residue", ylabel="aligned residue")
         figure.colorbar(image, ax=right, shrink=0.85, label="expected position error, Å")
-    return _as_file(figure, "", "png")
+    return as_file(figure, "", "png")
 
 
 def _tube(ca: np.ndarray, ends: Collection[int]) -> Iterator[tuple[int, np.ndarray]]:
@@ -378,7 +378,7 @@ def draw_memory(course: Sequence[tuple[str, Mapping[str, int]]], free: int, form
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     _grid(axes, "y")
-    return _as_file(figure, "memory of a device over the run, by owner", form)
+    return as_file(figure, "memory of a device over the run, by owner", form)
 
 
 def _name_moments(axes: Axes, names: Sequence[str]) -> None:
@@ -434,7 +434,7 @@ def draw_pairs(names: Sequence[str], matrices: Mapping[str, np.ndarray]) -> str:
     return _svg(figure, f"scores of each two of {len(names)} chains")
 
 
-def _as_file(figure: Figure, label: str, form: str) -> bytes:
+def as_file(figure: Figure, label: str, form: str) -> bytes:
     """Render a figure as the bytes of an SVG or a PNG file."""
     if form == "svg":
         return _svg(figure, label).encode()
