@@ -84,9 +84,10 @@ def _check_width(op: str, sizes: Sizes, t: Operands) -> None:
         raise ValueError(f"{op}: v is {list(t.v.shape)}, not [B, R, K, h, d] with d = {sizes['d']}")
 
 
-def _with_five_axes(registered: Callable[..., Tensor], t: Any) -> Tensor:
-    """Call the registered operation; its axes B and R are all leading axes but the last, and the last."""
-    q, k, v, mask, bias = t
+def _with_five_axes(
+    registered: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Call the registered operation: axis B joins all leading axes but the last, which is axis R."""
     leading = broadcast_shape(tuple(q.shape)[:-3], tuple(k.shape)[:-3], tuple(v.shape)[:-3], tuple(mask.shape)[:-1])
     if leading is None:
         raise ValueError("warpfold::attention: the leading axes of q, k, v and the mask do not broadcast")
@@ -311,11 +312,11 @@ def batched(t: Tensor, axes: int) -> Tensor:
     return t.unsqueeze(0) if t.dim() < axes else t.flatten(0, t.dim() - axes)
 
 
-def _layer_by_parts(registered: Callable[..., Tensor], t: Any) -> Tensor:
-    """Call the registered operation; in fp32 on a GPU its parts, of which attention alone has a kernel."""
+def _layer_by_parts(t: Any) -> Tensor | None:
+    """Compute the layer's operations one after another in fp32 on a GPU, where attention alone has a kernel."""
     x = t.x
     if not exact_on_gpu(x):
-        return registered(*t)
+        return None
     y = norm_linear(x, t.norm_weight, t.norm_bias, t.weight, t.gate_bias, t.eps)
     g, q, k, v, bias = parts(y, t.out_weight.shape[1], t.heads, t.bias)
     bias = None if bias is None else bias[..., None, :, :, :]
@@ -339,7 +340,7 @@ def _layer_by_parts(registered: Callable[..., Tensor], t: Any) -> Tensor:
     check=_check_layer,
     misfit=_misfit_of_layer,
     expand=FACTOR_OPERANDS,
-    adapter=_layer_by_parts,
+    composed=_layer_by_parts,
     unsupported=_unsupported_layer,
     # Decided by the projections; the backward pass has more to do for each row.
     prefer_definition=lambda t: faster_on_cpu(

@@ -86,13 +86,16 @@ _choice = _Choice()
 NOTHING = nullcontext()  # a context in which everything stays as it is
 _tf32 = False
 _exact = 0  # how many `exact_products` are entered, in all threads
+# How the kernels may multiply fp32 now, as Triton's option names it; `fp32_products` returns it.
+products: tuple[str, ...] = ("ieee",)
 _exact_lock = threading.Lock()
 _interpreting = False
 _refused: Counter[str] = Counter()
 # Of each registered operation: the module below ops/cpu and ops/triton that computes it, and its operands' names.
 modules: dict[str, tuple[str, tuple[str, ...]]] = {}
-runs: dict[str, Callable[..., Any]] = {}  # of each registered operation: what checks its operands and computes it
-# Of each registered operation: its calls on a GPU, by the layout of its operands (ops/triton/recipe.py).
+runs: dict[str, Callable[..., Any]] = {}  # of each registered operation: checks its operands and computes it
+# The recipes of each registered operation (ops/triton/recipe.py), by the layout of the arguments of a call: of the
+# operation's public function, with or without a gradient, or of the registered operation.
 recipes: dict[str, dict[Any, Any]] = {}
 _around: Any = None  # makes the calls of operations instead of themselves: see `observed`
 
@@ -112,8 +115,11 @@ class Op(Generic[P, R]):
     fast computes it; unsupported says why `fast` cannot take them, or None; prefer_definition says whether the
     definition is the faster of the two, which is not counted as a refusal; misfit describes an operand of a wrong
     shape, which is an error, or returns EMPTY if there is nothing to compute, else None.
-    direct: computes it as `fast` does, but calls registered operations past torch's dispatcher: only where no mode,
-    profiler or transform watches, and for plain tensors.
+    composed: computes it from other operations where that is faster than the registered one, and returns None
+    elsewhere.
+    direct(arguments, repeat): computes it by the registered operation with a gradient, past torch's dispatcher, where
+    `repeat(operands)` computes the registered operation.  Only where no mode, profiler or transform watches, and for
+    plain tensors.
     """
 
     def __init__(
@@ -123,16 +129,19 @@ class Op(Generic[P, R]):
         unsupported: Callable[[Any], str | None],
         prefer_definition: Callable[[Any], bool] | None = None,
         misfit: Callable[[Any], str | None] | None = None,
-        direct: Callable[[Any], R] | None = None,
+        composed: Callable[[Any], Any] | None = None,
+        direct: Callable[[Any, Callable[[Any], Any]], R] | None = None,
+        recipes: dict[Any, Any] | None = None,
     ) -> None:
         self.definition, self.prefer_definition = definition, prefer_definition
-        self._fast, self._unsupported, self._misfit, self._direct = fast, unsupported, misfit, direct
+        self._fast, self._unsupported, self._misfit = fast, unsupported, misfit
+        self._composed, self._direct = composed, direct
+        self._recipes: dict[Any, Any] = {} if recipes is None else recipes
         self.name = definition.__name__
         parameters = inspect.signature(definition).parameters
         defaults = [p.default for p in parameters.values() if p.default is not p.empty]
         self.arguments: Any = namedtuple("Arguments", list(parameters), defaults=defaults)  # type: ignore[misc]
-        # Of calls on a GPU, by the layout of their arguments: without gradient what they did, with one `direct`.
-        self._recipes: dict[Any, Callable[[Any], Any] | None] = {}
+        self._count = len(parameters)
         functools.update_wrapper(self, definition)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -147,23 +156,31 @@ class Op(Generic[P, R]):
         if _choice.kernels == "definition":
             self._is_empty(self.arguments(*args, **kwargs))
             return self.definition(*args, **kwargs)
-        # This runs at every call on a GPU, beside kernels of a few microseconds: no step that can be left out.
-        given = self.arguments(*args, **kwargs)
-        gradient = torch.is_grad_enabled()
-        key, known = (None, None) if gradient and self._direct is None else _recalled(self._recipes, given, gradient)
-        if known is not None:
-            return known(given)
+        # The kernels take a few microseconds, so a call that was made before is repeated by as few calls of Python as
+        # possible: the arguments get their names only where they are needed.
+        is_complete = len(args) == self._count and not kwargs
+        given: Any = args if is_complete else self.arguments(*args, **kwargs)
+        gradient, direct, key = torch.is_grad_enabled(), self._direct, None
+        if (given[0].is_cuda or _interpreting) and (direct is not None or not gradient) and repeats():
+            key = _module("triton", "recipe").layout(given, gradient)
+            repeat = self._recipes.get(key)
+            if repeat is not None:
+                return direct(given, repeat) if gradient and direct is not None else repeat(given)
+        given = self.arguments(*given)
         if self._is_empty(given):
             return self.definition(*args, **kwargs)
         if self.prefer_definition is not None and not _choice.always_fast and self.prefer_definition(given):
             return self.definition(*args, **kwargs)
         reason = self._unsupported(given)
         if reason is None:
-            if not gradient:
-                return _noted(self._recipes, key, self._fast, given)
-            if key is not None:
-                _module("triton", "recipe").keep(self._recipes, key, self._direct)
-            return self._fast(given)
+            if key is None:
+                return self._fast(given)
+            record = functools.partial(_module("triton", "recipe").record, self._recipes, key)
+            if not gradient or direct is None:
+                noted: R = record(self.fast, given)
+                return noted
+            composed: R | None = None if self._composed is None else self._composed(given)
+            return direct(given, functools.partial(record, runs[self.name])) if composed is None else composed
         if reason != EMPTY:
             report_refusal(f"{self.name}: {reason}")
         return self.definition(*args, **kwargs)
@@ -275,14 +292,16 @@ def exact_products() -> Iterator[None]:
 
 
 def _set_products() -> None:
+    global products
     # Not torch.backends.cuda.matmul.fp32_precision: once that is set, this setting cannot be read any more, and
     # torch.compile reads it.
     torch.set_float32_matmul_precision("high" if _tf32 and not _exact else "highest")
+    products = ("ieee", "tf32") if _tf32 and not _exact and torch.version.hip is None else ("ieee",)
 
 
 def fp32_products() -> tuple[str, ...]:
     """Return how the kernels may multiply fp32, as Triton calls it; AMD's GPUs stay exact."""
-    return ("ieee", "tf32") if _tf32 and not _exact and torch.version.hip is None else ("ieee",)
+    return products
 
 
 def refusals(before: Mapping[str, int] | None = None) -> dict[str, int]:
@@ -409,20 +428,24 @@ def backend(x: Tensor) -> Literal["cpu", "triton"]:
 
 def repeats() -> bool:
     """Return whether operations on a GPU may be repeated by recipe: ops/triton/recipe.py."""
-    return TRITON and not torch.compiler.is_compiling() and not is_observed()
+    # `is_dynamo_compiling` is one call of Python, `is_compiling` two; what else exports a graph does so by a mode.
+    return TRITON and not torch.compiler.is_dynamo_compiling() and not is_observed()
 
 
-def _recalled(recipes: Mapping[Any, Any], given: Sequence[Any], gradient: bool = False) -> tuple[Any, Any]:
-    """Return the layout of a call's arguments and its recipe; None for what there is not, or does not serve here."""
-    if not (given[0].is_cuda or _interpreting) or not repeats():  # as `backend`, one call less at every operation
-        return None, None
-    key = _module("triton", "recipe").layout(given, gradient)
-    return key, recipes.get(key)
+def repeat_or_run(name: str, operands: Sequence[Any]) -> Any:
+    """Compute a registered operation: on a GPU by the recipe for operands of this layout, or noting it if possible.
 
-
-def _noted(recipes: dict[Any, Any], key: Any, call: Callable[[Any], Any], given: Sequence[Any]) -> Any:
-    """Make a call, and note its recipe under the layout of its arguments, where there is one."""
-    return call(given) if key is None else _module("triton", "recipe").record(recipes, key, call, given)
+    The caller has checked `repeats`.
+    """
+    key, table = None, recipes[name]
+    if operands[0].is_cuda or _interpreting:
+        key = _module("triton", "recipe").layout(operands)
+        repeat = table.get(key)
+        if repeat is not None:
+            return repeat(operands)
+    if key is None:
+        return runs[name](*operands)
+    return _module("triton", "recipe").record(table, key, runs[name], operands)
 
 
 def implementation(name: str, x: Tensor) -> Callable[..., Any]:
@@ -677,13 +700,15 @@ class register:
     empty_gradients: of what the backward operation is given, allocates them, as `empty` does the results.  None: those
         of tensors with leading axes as the tensors lie, those of parameters as sums over all positions.
     residual: the operand to which the rest is added, so that its gradient is `grad` itself.
+    composed: of the definition's arguments by name, computes it from other operations where that is faster than the
+        registered one, and returns None elsewhere; decided by dtypes, shapes, strides, devices and numbers.
     same_dtype: operands that must share a dtype.
     kept: whether the operation has one operand more than the definition, the last: `kept`, whether a backward pass may
         follow.  Where it may not, the results but the first are left out, as tensors without elements.
     check: of (name, sizes, operands), raises ValueError for what `shapes` cannot describe.
     expand: a parameter of the definition that is several operands of the registered operation.
     caller_shapes: the shapes that the definition's arguments must have, where `adapter` makes others of them.
-    adapter: of the registered operation and the definition's arguments by name, calls it with others.
+    adapter: of the registered operation and the definition's arguments, calls it with others.
     misfit: of the definition's arguments by name, describes one whose size is wrong in a way that `shapes` cannot
         express, or returns None.  It is called if the shapes are right.
     unsupported: of the definition's arguments by name, why the fast path does not take them, or None; asked where
@@ -699,6 +724,7 @@ class register:
     gradients: str = ""
     empty_gradients: Callable[[Operands], tuple[Tensor, ...]] | None = None
     residual: str = ""
+    composed: Callable[[Any], Any] | None = None
     same_dtype: str = ""
     kept: bool = False
     check: Callable[[str, Sizes, Operands], None] | None = None
@@ -724,9 +750,9 @@ class register:
             back, needs = f"{name}_backward", self._operands(["grad", *self.keeps.split()], types)
             needs = dict(sorted(needs.items(), key=lambda need: _kind(*need)))
             self._define(back, module, needs, len(gradients), self.empty_gradients or self._empty_gradients)
-            save, differentiate = self._autograd(_registered(back), runs[back], list(operands), needs)
+            save, differentiate = self._autograd(back, list(operands), needs)
             op.register_autograd(differentiate, setup_context=save)
-            return self._choosing(definition, _registered(name), direct_function(runs[name], save, differentiate))
+            return self._choosing(definition, _registered(name), direct_function(save, differentiate))
         return self._choosing(definition, _registered(name))
 
     def _operands(self, names: Sequence[str], types: Mapping[str, Any]) -> dict[str, Any]:
@@ -754,36 +780,33 @@ class register:
 
         recipes[name] = {}
 
-        def compute(args: Sequence[Any]) -> Any:
-            return implementation(name, args[0])(*args)
-
         def run(*args: Any) -> Any:
-            """Check the operands and compute the operation, or repeat what it did with others of their layout."""
-            key, known = _recalled(recipes[name], args)
-            if known is not None:
-                return known(args)
+            """Check the operands and compute the operation."""
             sizes = shapes.require(qualified, args)
             if check is not None:
                 check(qualified, sizes, Operands(**dict(zip(operands, args))))
-            return _noted(recipes[name], key, compute, args)
+            return implementation(name, args[0])(*args)
 
-        # torch reads the schema from a function's signature: give `run` the one that its operands make.
+        def run_or_repeat(*args: Any) -> Any:
+            return repeat_or_run(name, args) if repeats() else run(*args)
+
+        # torch reads the schema from a function's signature: set the one that the operands make.
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        run_or_repeat.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [inspect.Parameter(operand, kind, annotation=hint) for operand, hint in operands.items()],
             return_annotation=(None, Tensor)[returns] if returns < 2 else tuple[(Tensor,) * returns],  # type: ignore[misc]
         )
         runs[name] = run
-        op = torch.library.custom_op(qualified, run, mutates_args=self.mutates.split())
+        op = torch.library.custom_op(qualified, run_or_repeat, mutates_args=self.mutates.split())
         op.register_fake(lambda *args: empty(Operands(**dict(zip(operands, args)))))
         return op
 
     def _autograd(
-        self, backward: Registered, run: Callable[..., Any], operands: list[str], needs: Mapping[str, Any]
+        self, backward: str, operands: list[str], needs: Mapping[str, Any]
     ) -> tuple[Callable[..., None], Callable[..., tuple[Tensor | None, ...]]]:
-        """Return the two functions that torch asks for: one keeps what the backward pass needs, one runs it.
+        """Make the two functions of an operation's gradient: one saves what the backward operation needs, one calls it.
 
-        backward: the registered backward operation; run: what computes it.
+        backward: the name of the backward operation.
         """
         known, gradients = [*operands, *self.results.split()], self.gradients.split()
         tensors = [name for name, hint in needs.items() if hint in (Tensor, Tensor | None)]
@@ -793,11 +816,12 @@ class register:
         # Where the gradient of each operand is among those returned; `grad` itself is put behind them.
         places = {**{name: i for i, name in enumerate(gradients)}, self.residual: len(gradients)}
         sources = [places.get(name) for name in operands]
+        through_dispatcher = _registered(backward)
 
         def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            values = (*inputs, *(output if isinstance(output, tuple) else (output,)))
-            ctx.save_for_backward(*[values[i] for i in saved])
-            ctx.constants = [values[i] for i in constants]
+            value_at = (*inputs, *(output if isinstance(output, tuple) else (output,))).__getitem__
+            ctx.save_for_backward(*map(value_at, saved))
+            ctx.constants = list(map(value_at, constants))
             ctx.set_materialize_grads(False)
 
         def differentiate(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -806,11 +830,14 @@ class register:
                 return (None,) * len(sources)
             wanted = ctx.needs_input_grad
             # Where the gradient shall have a gradient itself, the registered operation raises an error.
-            given = grad, *ctx.saved_tensors, *ctx.constants, *[wanted[i] for i in flags]
-            watched = type(grad) is not Tensor or grad.is_meta or torch.is_grad_enabled() or not repeats()
-            found = backward(*given) if watched else below_autograd(run, *given)
-            found = *found, grad
-            return tuple([found[at] if at is not None and wanted[i] else None for i, at in enumerate(sources)])
+            given = grad, *ctx.saved_tensors, *ctx.constants, *map(wanted.__getitem__, flags)
+            if type(grad) is not Tensor or grad.is_meta or torch.is_grad_enabled() or not repeats():
+                computed = through_dispatcher(*given)
+            else:
+                with below_autograd():
+                    computed = repeat_or_run(backward, given)
+            computed = *computed, grad
+            return tuple([computed[at] if at is not None and wanted[i] else None for i, at in enumerate(sources)])
 
         return save, differentiate
 
@@ -819,12 +846,12 @@ class register:
     ) -> Op[P, R]:
         """Return the `Op` of a definition, whose fast path is the registered operation.
 
-        past_dispatcher: computes the registered operation, and its gradient, without torch's dispatcher.
+        past_dispatcher(*operands, repeat): calls repeat(operands), and gives the results a gradient.
         """
         parameters = list(inspect.signature(definition).parameters)
         shapes = Shapes(self.caller_shapes or self.shapes, parameters)
         adapter, unsupported, expand, kept = self.adapter, self.unsupported, self.expand, self.kept
-        further = self.misfit
+        further, composed = self.misfit, self.composed
         several = " " in self.results
         at = 0 if expand is None else parameters.index(next(iter(expand.types)))
         same = self.same_dtype.split()
@@ -832,18 +859,22 @@ class register:
         all_have_shapes = shapes.positions == list(range(len(parameters)))
         differ = f"{', '.join(same[:-1])} and {''.join(same[-1:])} differ in dtype"
 
-        def calling(compute: Callable[..., Any]) -> Callable[[Any], Any]:
-            """Return a function of the definition's arguments that calls the registered operation by `compute`."""
+        def call_with(compute: Callable[..., Any], given: Any, *last: Any) -> Any:
+            """Call the registered operation by compute(*operands, *last), with the arguments of the adapter."""
+            if expand is not None:
+                given = *given[:at], *expand.split(given[at], given[0]), *given[at + 1 :]
+            out = compute(*given, torch.is_grad_enabled(), *last) if kept else compute(*given, *last)
+            return out[0] if several else out
 
-            def call(*args: Any) -> Any:
-                if expand is not None:
-                    args = *args[:at], *expand.split(args[at], args[0]), *args[at + 1 :]
-                out = compute(*args, torch.is_grad_enabled()) if kept else compute(*args)
-                return out[0] if several else out
+        def call(compute: Callable[..., Any], given: Any, *last: Any) -> Any:
+            """Call the registered operation by compute(*operands, *last), with the definition's arguments."""
+            if adapter is None:
+                return call_with(compute, given, *last)
+            return adapter(lambda *adapted: call_with(compute, adapted, *last), *given)
 
-            if adapter is not None:
-                return lambda given: adapter(call, given)
-            return lambda given: call(*given)
+        def fast(given: Any) -> Any:
+            computed = None if composed is None else composed(given)
+            return call(registered, given) if computed is None else computed
 
         def misfit(given: Any) -> str | None:
             """Describe the first operand of a wrong shape; EMPTY if there is nothing to compute, else None."""
@@ -861,8 +892,13 @@ class register:
                     return differ
             return None if unsupported is None else unsupported(given)
 
-        direct = None if past_dispatcher is None else calling(past_dispatcher)
-        return Op(definition, calling(registered), why_not, self.prefer_definition, misfit, direct)
+        direct = (
+            None
+            if past_dispatcher is None
+            else functools.partial(call_with if adapter is None else call, past_dispatcher)
+        )
+        table = recipes[definition.__name__]
+        return Op(definition, fast, why_not, self.prefer_definition, misfit, composed, direct, table)
 
 
 def _kind(name: str, hint: Any) -> int:

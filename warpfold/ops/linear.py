@@ -3,7 +3,6 @@
 norm_linear: how a layer reads the representation; gated_linear_residual: how the result of a gated attention gets back.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -112,9 +111,9 @@ def _misfit_of_projection(t: Any) -> str | None:
     return None
 
 
-def _projection_by_torch(registered: Callable[..., Tensor], t: Any) -> Tensor:
-    """Call the registered operation; in fp32 on a GPU the definition."""
-    return norm_linear.definition(*t) if exact_on_gpu(t.x) else registered(*t)
+def _projection_by_torch(t: Any) -> Tensor | None:
+    """Compute the definition in fp32 on a GPU."""
+    return norm_linear.definition(*t) if exact_on_gpu(t.x) else None
 
 
 @register(
@@ -124,7 +123,7 @@ def _projection_by_torch(registered: Callable[..., Tensor], t: Any) -> Tensor:
     keeps="x norm_weight norm_bias weight bias mean scale",
     gradients="x norm_weight norm_bias weight bias",
     check=_check_bias,
-    adapter=_projection_by_torch,
+    composed=_projection_by_torch,
     misfit=_misfit_of_projection,
     unsupported=lambda t: unsupported_channels(t.x),
     prefer_definition=lambda t: faster_on_cpu(t.x, t.x.numel() // max(1, t.x.shape[-1]) * t.weight.shape[0], 2**21),
@@ -176,9 +175,9 @@ def _check_strides(op: str, sizes: Sizes, t: Operands) -> None:
         raise ValueError(f"{op}: {len(t.strides)} strides of the elements drawn for, but x has {axes} axes")
 
 
-def _residual_by_torch(registered: Callable[..., Tensor], t: Any) -> Tensor:
-    """Call the registered operation; in fp32 on a GPU the definition, with the layout of x."""
-    return laid_out_as(gated_linear_residual.definition(*t), t.x) if exact_on_gpu(t.x) else registered(*t)
+def _residual_by_torch(t: Any) -> Tensor | None:
+    """Compute the definition in fp32 on a GPU, with the layout of x."""
+    return laid_out_as(gated_linear_residual.definition(*t), t.x) if exact_on_gpu(t.x) else None
 
 
 @register(
@@ -189,7 +188,7 @@ def _residual_by_torch(registered: Callable[..., Tensor], t: Any) -> Tensor:
     same_dtype="x o g",
     check=_check_strides,
     expand=FACTOR_OPERANDS,
-    adapter=_residual_by_torch,
+    composed=_residual_by_torch,
     prefer_definition=_prefer_definition,
 )
 def gated_linear_residual(

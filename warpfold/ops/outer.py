@@ -40,17 +40,31 @@ def _other_dtype(pair: Tensor | None, like: Tensor) -> str | None:
     return None if pair is None or pair.dtype == like.dtype else "z has another dtype than what is multiplied"
 
 
-def _merge_leading_axes(registered: Callable[..., Tensor], t: Any) -> Tensor:
-    """Call the registered operation, which has one leading axis; in fp32 on a GPU the definition."""
-    if exact_on_gpu(t.a):
-        return outer_product.definition(*t)
-    leading, *rest = t.a.shape[:-3], t.weight, t.bias
-    tensors = (t.a, t.b, t.a_mask, t.b_mask, t.z)
-    a, b, a_mask, b_mask, z = (
-        None if x is None else x.reshape(math.prod(leading), *x.shape[len(leading) :]) for x in tensors
-    )
-    out = registered(a, b, *rest, a_mask, b_mask, z, t.added, t.least, t.bias_divided)
+def _merge_leading_axes(
+    registered: Callable[..., Tensor],
+    a: Tensor,
+    b: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    a_mask: Tensor,
+    b_mask: Tensor,
+    z: Tensor | None,
+    *numbers: float,
+) -> Tensor:
+    """Call the registered operation, which has one leading axis."""
+    leading = a.shape[:-3]
+
+    def merge(x: Tensor) -> Tensor:
+        return x.reshape(math.prod(leading), *x.shape[len(leading) :])
+
+    z = None if z is None else merge(z)
+    out = registered(merge(a), merge(b), weight, bias, merge(a_mask), merge(b_mask), z, *numbers)
     return out.reshape(*leading, *out.shape[1:])
+
+
+def _product_by_torch(t: Any) -> Tensor | None:
+    """Compute the definition in fp32 on a GPU."""
+    return outer_product.definition(*t) if exact_on_gpu(t.a) else None
 
 
 def empty_share(like: Tensor, *shape: int) -> Tensor:
@@ -76,6 +90,7 @@ def _empty_product(t: Operands) -> tuple[Tensor, Tensor]:
     caller_shapes="a [*, s, i, c], b [*, s, j, d], weight [p, c d], bias [p], a_mask [*, s, i], b_mask [*, s, j], "
     "z [*, i, j, p]",
     adapter=_merge_leading_axes,
+    composed=_product_by_torch,
     unsupported=lambda t: _unsupported_width(t.a, max(t.a.shape[-1], t.b.shape[-1])) or _other_dtype(t.z, t.a),
     # Decided by the products.
     prefer_definition=lambda t: faster_on_cpu(
@@ -151,9 +166,9 @@ def _check_mean(op: str, sizes: Sizes, t: Operands) -> None:
         raise ValueError(f"{op}: factors have {sizes['h']} channels, but weight makes {sizes['o']} of both")
 
 
-def _mean(registered: Callable[..., Tensor], t: Any) -> Tensor:
-    """Call the registered operation; in fp32 on a GPU the definition."""
-    return outer_product_mean.definition(*t) if exact_on_gpu(t.x) else registered(*t)
+def _mean_by_torch(t: Any) -> Tensor | None:
+    """Compute the definition in fp32 on a GPU."""
+    return outer_product_mean.definition(*t) if exact_on_gpu(t.x) else None
 
 
 def _unsupported_mean(t: Any) -> str | None:
@@ -173,7 +188,7 @@ def _unsupported_mean(t: Any) -> str | None:
     residual="z",
     kept=True,
     check=_check_mean,
-    adapter=_mean,
+    composed=_mean_by_torch,
     misfit=_misfit_of_mean,
     unsupported=_unsupported_mean,
     # Decided by the products.

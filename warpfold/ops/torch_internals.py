@@ -113,31 +113,34 @@ def taking_part(groups: "Sequence[Sequence[Node]]") -> list[int]:
     return [sum(map(torch._C._will_engine_execute_node, nodes)) for nodes in groups]
 
 
-def below_autograd(function: Callable[..., T], *args: Any) -> T:
-    """Call a function whose operations autograd does not see, so that its results are no views of other tensors."""
-    with torch._C._AutoDispatchBelowAutograd():
-        return function(*args)
+# A context in which autograd sees no operation, so that results are not views of other tensors.  Under `torch.no_grad`
+# operations still pass through autograd.
+below_autograd: Any = torch._C._AutoDispatchBelowAutograd
 
 
 def direct_function(
-    forward: Callable[..., Any], save: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Any]
+    save: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., tuple[Any, ...]]
 ) -> Callable[..., Any]:
-    """Return a function with this gradient that autograd calls past torch's dispatcher.
+    """Make a function (*inputs, compute) -> compute(inputs) with this gradient, past torch's dispatcher.
 
-    save(ctx, inputs, output) and backward(ctx, *gradients) are as of `torch.library.register_autograd`, which makes
-    some thirty calls of Python for each operation.  The public `Function.apply` adds one for each argument, as it looks
-    for wrappers of torch.func.
+    `save(ctx, inputs, output)` and `backward(ctx, *gradients)` have the signatures that
+    `torch.library.register_autograd` documents, which makes some thirty Python calls for each operation.  The public
+    `Function.apply` makes one more for each argument, because it looks for wrappers of torch.func.
     """
 
     class Direct(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
-            with torch._C._AutoDispatchBelowAutograd():  # as of `below_autograd`
-                output = forward(*inputs)
+            inputs, compute = inputs[:-1], inputs[-1]
+            with below_autograd():
+                output = compute(inputs)
             save(ctx, inputs, output)
             return output
 
-    Direct.backward = staticmethod(backward)  # type: ignore[method-assign]
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return *backward(ctx, *gradients), None
+
     apply: Callable[..., Any] = super(torch.autograd.Function, Direct).apply
     return apply
 
@@ -161,6 +164,12 @@ def without_modes(function: Callable[..., T], *args: Any) -> T:
     """Call a function outside of all dispatch modes of this thread."""
     with _disable_current_modes():
         return function(*args)
+
+
+def without_wrapper(func: Any) -> Callable[..., Any]:
+    """Return the C function of one of torch's operations, whose call from Python is otherwise two calls."""
+    function: Callable[..., Any] = func._op
+    return function
 
 
 def is_composite(func: Any) -> bool:

@@ -3,7 +3,7 @@
 For the gradient it keeps x alone.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch.nn.functional as F
@@ -36,11 +36,11 @@ def _check_hidden(op: str, sizes: Sizes, t: Operands) -> None:
         raise ValueError(f"{op}: {misfit}")
 
 
-def _composed(registered: Callable[..., Tensor], t: Any) -> Tensor:
-    """Call the registered operation; on a GPU, of more channels than its kernels take, its parts one after another."""
+def _composed(t: Any) -> Tensor | None:
+    """Compute normalisation and perceptron one after another, on a GPU and of more channels than the kernels take."""
     x = t.x
     if backend(x) == "cpu" or x.shape[-1] <= KERNEL_CHANNELS:
-        return registered(*t)
+        return None
     n = layer_norm(x, t.norm_weight, t.norm_bias, t.eps)
     dx = _perceptron(n, t.up, t.up_bias, t.down, t.down_bias, t.activation)
     return x + dx if t.residual else laid_out_as(dx, x)
@@ -51,7 +51,7 @@ def _composed(registered: Callable[..., Tensor], t: Any) -> Tensor:
     keeps="x norm_weight norm_bias up up_bias down down_bias residual eps activation",
     gradients="x norm_weight norm_bias up up_bias down down_bias",
     check=_check_hidden,
-    adapter=_composed,
+    composed=_composed,
     misfit=_misfit,
     # Decided by the hidden layer.
     prefer_definition=lambda t: faster_on_cpu(t.x, t.x.numel() // max(1, t.x.shape[-1]) * t.up.shape[0], 2**22),

@@ -31,7 +31,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
     """Kernels are not run but noted here; tensors on a CPU go to them, without gradient; nothing is known at first."""
     found: Launched = []
     monkeypatch.setattr(KernelInterface, "__getitem__", lambda kernel, grid: lambda **given: found.append(given))
-    layer_norm._recipes.clear()
+    for table in dispatch.recipes.values():
+        table.clear()
     launch.reset()
     with dispatch.interpreting(), torch.no_grad():
         yield found
@@ -264,7 +265,7 @@ def with_gradient(x: Tensor) -> Tensor:
 def test_a_gradient_is_computed_past_the_dispatcher(launched: Launched, direct: list[Direct]) -> None:
     x = torch.randn(4, 6, 16)
     names = [type(with_gradient(x).grad_fn).__name__ for _ in range(3)]
-    assert names == ["GeneratedBackwardFor_warpfold_layer_norm_defaultBackward", "DirectBackward", "DirectBackward"]
+    assert names == ["DirectBackward"] * 3
     assert len(launched) + len(direct) == 9  # of each forward pass one, of each backward pass two
     assert len(direct) >= 3
 

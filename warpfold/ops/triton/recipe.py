@@ -16,7 +16,6 @@ wrongly: `layout` says what it may decide by.
 
 import functools
 import inspect
-import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from warpfold.ops.torch_internals import (
     current_cuda_stream,
     map_tensors,
     tree_leaves,
+    without_wrapper,
 )
 from warpfold.ops.triton import launch
 from warpfold.ops.triton.launch import TiledKernel
@@ -45,15 +45,16 @@ MOST = 512  # recipes of one operation, kept at a time
 Memory = list[Any]  # the arguments of a call, and behind them what is allocated
 
 
-def layout(given: Sequence[Any], gradient: bool = False) -> tuple[Any, ...] | None:
-    """Return all that decides how these arguments are computed, or None where recipes do not serve.
+def layout(given: Sequence[Any], gradient: bool | None = None) -> tuple[Any, ...] | None:
+    """Return the cache key for a call with these arguments, or None if the call cannot be cached.
 
-    gradient: a gradient may follow, of those arguments that require one.
+    gradient: whether the call is of an operation's public function with a gradient, for the arguments that require
+    one, or without.  None: the call is of the registered operation, which returns all of its results.
     """
     state = launch.state()
     if state is None:
         return None
-    key: list[Any] = [state, dispatch.fp32_products(), gradient]
+    key: list[Any] = [state, dispatch.products, gradient]
     for t in given:
         kind = type(t)
         if kind is Tensor or kind is nn.Parameter:
@@ -102,6 +103,27 @@ class _Empty:
         return self.make()
 
 
+@dataclass(frozen=True)
+class _Call:
+    """A call of one of torch's operations.
+
+    function: the operation, without its Python wrapper
+    args, kwargs: its arguments; tensors are places
+    places: (position, place) of each tensor among `args`
+    nested: positions of the lists, tuples and tensors without elements among `args`
+    named: (name, place) of each tensor among `kwargs`, such as `out`
+    slot: which slot the result fills; None: the operation changes its arguments
+    """
+
+    function: Callable[..., Any]
+    args: list[Any]
+    kwargs: Mapping[str, Any]
+    places: Sequence[tuple[int, _Place]]
+    nested: Sequence[int]
+    named: Sequence[tuple[str, _Place | _Empty]]
+    slot: int | None
+
+
 # How an argument of a launch is made: an address (slot, bytes behind its beginning), a constant, or a tuple of the last
 # values.
 ADDRESS, CONSTANT, TUPLE = range(3)
@@ -140,24 +162,21 @@ class Recipe:
 
     def __init__(
         self,
-        steps: Sequence[tuple[_Launch | Callable[..., Any], int | None, Sequence[int]]],
+        steps: Sequence[tuple[_Launch | _Call | Callable[..., Any], int | None, Sequence[int]]],
         slots: int,
         result: Any,
         device: torch.device,
     ) -> None:
         self._steps, self._slots, self._result, self._device = steps, [None] * slots, result, device
         self._gpu = device.index if device.type == "cuda" else None
-        places = result if isinstance(result, tuple) else (result,)
-        whole = all(isinstance(place, _Place) and place.whole for place in places)
-        # Without a call of Python where each result is all of an argument or an allocation.
-        self._take = operator.itemgetter(*(place.slot for place in places)) if whole else None
+        self._places = result if isinstance(result, tuple) else (result,)
 
     def repeat(self, given: Sequence[Any]) -> Any:
         """Do it, and return what the call would."""
         if self._gpu is not None and current_cuda_device() != self._gpu:
             with launch.on(self._device):
                 return self.repeat(given)
-        # One function for all steps: the host's time for a launch is mostly that of Python's calls.
+        # This is one function without helpers, because Python calls take most of the host's time for a launch.
         memory = [*given, *self._slots]
         stream = 0 if self._gpu is None else current_cuda_stream(self._gpu)
         for action, made, unused in self._steps:
@@ -186,33 +205,45 @@ class Recipe:
                         action.specialise(memory)
                     else:
                         action.run(*action.grid, stream, *action.fixed, *values)
-            elif made is None:
-                action(memory)
-            else:
+            elif isinstance(action, _Call):
+                args, kwargs = action.args.copy(), action.kwargs
+                for at, place in action.places:
+                    t = memory[place.slot]
+                    if not place.whole:
+                        t = t.as_strided(place.shape, place.stride, t.storage_offset() + place.offset)
+                    args[at] = t
+                for at in action.nested:
+                    args[at] = _filled(args[at], memory)
+                for name, tensor in action.named:
+                    kwargs = {**kwargs, name: tensor.of(memory)}
+                out = action.function(*args, **kwargs)
+                if action.slot is not None:
+                    memory[action.slot] = out
+            elif made is not None:  # an allocation
                 memory[made] = action()
             for slot in unused:
                 memory[slot] = None
-        if self._take is not None:
-            return self._take(memory)
-        place = self._result
-        if isinstance(place, _Place):
-            t = memory[place.slot]
-            return t.as_strided(place.shape, place.stride, t.storage_offset() + place.offset)
-        return _filled(place, memory)
+        results: list[Tensor | None] = []
+        for place in self._places:
+            t = None if place is None else memory[place.slot]
+            if t is not None and not place.whole:
+                t = t.as_strided(place.shape, place.stride, t.storage_offset() + place.offset)
+            results.append(t)
+        return tuple(results) if isinstance(self._result, tuple) else results[0]
 
 
 def record(
     recipes: MutableMapping[Any, Callable[[Any], Any] | None],
     key: tuple[Any, ...],
-    call: Callable[[Any], Any],
+    call: Callable[..., Any],
     given: Sequence[Any],
 ) -> Any:
     """Make the call, and note its recipe under the layout of its arguments; None where it cannot be repeated."""
     if key in recipes:
-        return call(given)
+        return call(*given)
     recorder = _Recorder(given)
     with recorder.noting():
-        result = call(given)
+        result = call(*given)
     made = recorder.recipe(result, given[0].device)
     keep(recipes, key, None if made is None else made.repeat)
     return result
@@ -254,7 +285,7 @@ class _Recorder(DispatchMode):
         super().__init__()
         self._arguments = len(given)
         self._actions: list[
-            tuple[_Launch | Callable[..., Any], int | None]
+            tuple[_Launch | _Call | Callable[..., Any], int | None]
         ] = []  # and the slot that an allocation fills
         self._last: dict[int, int] = {}  # of each slot, the last action that uses it
         # Memory that was given back may be allocated again, so of two slots the later is meant.
@@ -304,12 +335,16 @@ class _Recorder(DispatchMode):
         if func._opname in ALLOCATE:
             self._note(_allocation(out), slot)
         else:
-            self._note(_call(func, map_tensors(self._place, list(args)), map_tensors(self._place, dict(given)), slot))
+            placed, named = map_tensors(self._place, list(args)), map_tensors(self._place, dict(given))
+            places = [(at, value) for at, value in enumerate(placed) if isinstance(value, _Place)]
+            nested = [at for at, value in enumerate(placed) if isinstance(value, _Empty | tuple | list)]
+            of_kwargs = [(name, value) for name, value in named.items() if isinstance(value, _Place | _Empty)]
+            self._note(_Call(without_wrapper(func), placed, named, places, nested, of_kwargs, slot))
         if not changes:
             self._slots.append(_Slot.of(out))
         return out
 
-    def _note(self, action: _Launch | Callable[..., Any], allocates: int | None = None) -> None:
+    def _note(self, action: _Launch | _Call | Callable[..., Any], allocates: int | None = None) -> None:
         self._actions.append((action, allocates))
 
     def _result(self, t: Tensor) -> "_Place | _Empty | None":
@@ -406,27 +441,6 @@ def _is_copy(out: Any, given: Any) -> bool:
         return False
     inputs = [t.untyped_storage().data_ptr() for t in tree_leaves(given) if isinstance(t, Tensor)]
     return out.untyped_storage().data_ptr() not in inputs
-
-
-def _call(func: Any, args: list[Any], kwargs: Mapping[str, Any], slot: int | None) -> Callable[[Memory], None]:
-    """Return a call of one of torch's operations; slot: that its result fills."""
-    places = [(i, place) for i, place in enumerate(args) if isinstance(place, _Place)]
-    others = [i for i, value in enumerate(args) if isinstance(value, _Empty | tuple | list)]
-
-    def action(memory: Memory) -> None:
-        """Call the operation with tensors of this memory."""
-        given = args.copy()
-        for i, place in places:
-            t = memory[place.slot]
-            given[i] = t if place.whole else t.as_strided(place.shape, place.stride, t.storage_offset() + place.offset)
-        for i in others:
-            given[i] = _filled(args[i], memory)
-        named = {name: _filled(value, memory) for name, value in kwargs.items()} if kwargs else kwargs
-        out = func(*given, **named)
-        if slot is not None:
-            memory[slot] = out
-
-    return action
 
 
 def _filled(value: Any, memory: Memory) -> Any:

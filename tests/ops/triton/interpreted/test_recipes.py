@@ -28,7 +28,8 @@ def test_what_is_repeated_is_what_was_worked_out(monkeypatch: pytest.MonkeyPatch
         found = first.op(**second.given)
     assert torch.equal(found.nan_to_num(), right.nan_to_num())
     assert any(recipe is not None for recipe in recipes.values()) == (name in REPEATED)
-    assert len(recipes) <= 1
+    # Without a recipe for the public function, the registered operation is looked up too.
+    assert len(recipes) <= (1 if name in REPEATED else 2)
     recipes.clear()
 
 
@@ -66,17 +67,19 @@ def test_what_is_repeated_with_a_gradient_is_what_was_worked_out(monkeypatch: py
 def test_a_call_past_the_dispatcher_has_the_same_gradients(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(launch, "state", lambda: 0)
     first, second = made(name, torch.bfloat16), made(name, torch.bfloat16)
-    first.op._recipes.clear()
+    recipes = dispatch.recipes[first.op.name]
     right = first.answers(first.op.fast)
+    recipes.clear()
     with dispatch.always_fast():
         noted = first.answers(first.op)
-        assert list(first.op._recipes.values()) == [first.op._direct]
+        assert [recipe is not None for recipe in recipes.values()] == [True]
         found = second.answers(first.op)
+    assert len(recipes) == 1
     for of, t in right.items():
         for each in (noted, found):
             assert torch.equal(each[of].nan_to_num(), t.nan_to_num()), of
             assert each[of].stride() == t.stride()
-    first.op._recipes.clear()
+    recipes.clear()
 
 
 def test_every_operation_is_repeated() -> None:
