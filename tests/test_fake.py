@@ -61,7 +61,7 @@ def test_fake_ranks_leave_nothing_behind() -> None:
         assert (mesh.data.rank, mesh.axial.rank, mesh.branch.rank) == (1, 0, 1)
         assert dist.get_world_size() == 12
         assert torch.empty(3).is_meta
-        with pytest.raises(RuntimeError, match="no rank of others"), fake_ranks(axial=2):
+        with pytest.raises(RuntimeError, match="without a process group"), fake_ranks(axial=2):
             pass
     assert not dist.is_initialized()
     assert not torch.empty(3).is_meta

@@ -186,7 +186,10 @@ def test_the_command_writes_rows_and_a_table(capsys: pytest.CaptureFixture[str],
         (["--op", "gate", "--residues", 8], "are for --block and --step"),
         (["--block", "--settings", "monster"], "monster: no such settings file"),
         (["--step", "--ways", "jax"], "--ways jax: not one of definition, compile, openfold, ours, graph"),
-        (["--step", "--settings", "tiny", "--set", "plan.axial=2"], "plan.axial and plan.branch share an example"),
+        (
+            ["--step", "--settings", "tiny", "--set", "plan.axial=2"],
+            "plan.axial and plan.branch need several processes",
+        ),
     ],
 )
 def test_wrong_use_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[object], says: str) -> None:

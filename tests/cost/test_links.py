@@ -46,8 +46,8 @@ def test_what_is_no_cluster_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("call", "-1e-05", "settings: call = -1e-05: seconds"),
-        ("within.bandwidth", "0.0", "within: bandwidth = 0: bytes"),
+        ("call", "-1e-05", "settings: call = -1e-05: it must be seconds"),
+        ("within.bandwidth", "0.0", "within: bandwidth = 0: it must be bytes"),
         ("between.bandwidth", "-1e9", "between: bandwidth = -1e\\+09"),
         ("between.latency", "-1e-3", "between: latency = -0.001"),
         ("within.latency", "nan", "within.latency = nan: a finite number"),
@@ -90,7 +90,7 @@ def test_groups_lie_where_the_mesh_puts_them(data: int, axial: int, branch: int,
         on_nodes = Counter(rank // per_node for rank in own)
         assert (where.ranks, where.nodes, where.on_node) == (len(own), len(on_nodes), max(on_nodes.values()))
         there = {tuple(coordinates(r, data, axial, branch)[i] for i in fixed) for r in range(min(per_node, ranks))}
-        assert where.beside == len(there)
+        assert where.sharing == len(there)
 
 
 @given(st.sampled_from(KINDS), LIBRARIES, st.floats(0, 1e12), st.floats(1, 4))
@@ -102,7 +102,7 @@ def test_more_bytes_or_slower_links_never_take_less(
     slower = replace(cluster, between=Link(SLOW.latency * factor, SLOW.bandwidth / factor))
     assert time <= collective_seconds(kind, sent * factor, where, cluster)
     assert time <= collective_seconds(kind, sent, where, slower)
-    assert time <= collective_seconds(kind, sent, Placement(8, 4, beside=4), cluster)
+    assert time <= collective_seconds(kind, sent, Placement(8, 4, sharing=4), cluster)
     assert time >= cluster.call
     assert collective_seconds(kind, sent, Placement(1, 1), cluster) == 0
 

@@ -81,7 +81,7 @@ def test_what_fits_nowhere_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (["--residues", "100", "--price", "3"], "--price: it is for trainings on several devices"),
         (
             ["--devices", "4", "--set", "optim.accumulate=3", "--set", "plan.data=3"],
-            "4 ranks cannot share a step of 3 so",
+            "4 ranks cannot divide a step of 3",
         ),
     ],
 )

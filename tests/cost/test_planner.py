@@ -156,7 +156,7 @@ def test_given_keys_stay(of: Job, fixed: Mapping[str, Any], sync: Mapping[str, A
 def test_what_cannot_be_is_refused_with_a_reason() -> None:
     with pytest.raises(ValueError, match="in_place needs"):
         choose(job(), GPU, {"in_place": True, "chunk": None})
-    with pytest.raises(ValueError, match=r"plan.data = 3: 4 ranks cannot share a step of 8 so"):
+    with pytest.raises(ValueError, match=r"plan.data = 3: 4 ranks cannot divide a step of 8"):
         choose(training(8), machine(devices=4), {"data": 3})
     with pytest.raises(ValueError, match="keep_blocks"):
         choose(training(8), machine(devices=4), {"keep_blocks": 2, "recompute": None})
@@ -366,7 +366,7 @@ def test_slow_links_have_it_send_less() -> None:
 def test_few_plans_are_recorded_for_thousands_of_ranks(asked: dict[str, list[Any]]) -> None:
     choose(training(128), machine(devices=2048), cluster=cluster(2048, 8, 3e11))
     assert len(set(asked["memory"])) <= 16
-    assert max(plan.data for _, plan in asked["memory"]) <= planner.ALIKE
+    assert max(plan.data for _, plan in asked["memory"]) <= planner.MAX_ESTIMATED_RANKS
     assert len(set(asked["time"])) <= 20
 
 
@@ -450,5 +450,5 @@ def test_memory_has_a_unit(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["24", "-1GB", "0GB", "", "GB", "1e9GB", "nanGB", "9" * 400 + "GB"])
 def test_what_is_no_memory_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match=r"--memory .*(:|\.\.\.) not an amount of memory; give a number with its unit"):
+    with pytest.raises(UserError, match=r"--memory .*(:|\.\.\.) not an amount of memory. Pass a number with its unit"):
         parse_memory(text)

@@ -5,7 +5,7 @@ import torch
 
 from warpfold.check.op_profile import Cost
 from warpfold.cost.measured_rates import OUTSIDE, _Timer, fitted, measured
-from warpfold.cost.rates import NEAR, TORCH, PassName, Rate, RateKey, of_gpu
+from warpfold.cost.rates import CACHED_BYTES, TORCH, PassName, Rate, RateKey, of_gpu
 
 
 class FakeClock:
@@ -20,8 +20,14 @@ class FakeClock:
 
 def test_a_fit_finds_the_rate_that_made_the_points() -> None:
     rate = Rate(call=1e-5, flop=2e-11, exp=1e-9, byte=1e-10, far=3e-10)
-    costs = [Cost(1e6, 0, 1e3), Cost(1e8, 1e5, 1e6), Cost(1e7, 1e7, 4 * NEAR), Cost(0, 1e3, 9 * NEAR), Cost(0, 0, 0)]
-    costs += [Cost(1e9, 1e6, NEAR / 2)]
+    costs = [
+        Cost(1e6, 0, 1e3),
+        Cost(1e8, 1e5, 1e6),
+        Cost(1e7, 1e7, 4 * CACHED_BYTES),
+        Cost(0, 1e3, 9 * CACHED_BYTES),
+        Cost(0, 0, 0),
+    ]
+    costs += [Cost(1e9, 1e6, CACHED_BYTES / 2)]
     found = fitted([(cost, rate.seconds(cost), 1) for cost in costs])
     assert vars(found) == pytest.approx(vars(rate), rel=1e-6)
 

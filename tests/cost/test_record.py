@@ -105,8 +105,8 @@ def test_one_parameter_stands_for_a_bucket(plan: Plan, monkeypatch: pytest.Monke
     monkeypatch.setattr(record_module, "needs_every_parameter", lambda optim, finetune: True)
     every = run()
     record_module.record_optimizer.cache_clear()
-    assert few.ways == every.ways
-    assert few.ways[0].backward
+    assert few.exchanges == every.exchanges
+    assert few.exchanges[0].backward
     assert few.held == pytest.approx(every.held, abs=16)
     assert few.update == pytest.approx(every.update, abs=16)
     assert few.loading == pytest.approx(every.loading, rel=0.01)
@@ -270,7 +270,7 @@ def test_progress_turns_with_each_recorded_part_and_each_step_is_replayed_once(m
     link = Link(1e-6, 1e9)
     cluster = Cluster(ranks=2, per_node=2, within=link, between=link)
     step_time(job(), Plan(data=2), of_gpu("H100"), cluster, lambda *now: said.append(now))
-    assert [what for _, _, what in said] == ["an example", "the gradients' way"]
+    assert [what for _, _, what in said] == ["an example", "the exchange of gradients"]
     assert [done for done, _, _ in said] == sorted({done for done, _, _ in said})
     assert said[-1][0] < said[-1][1] == 1
     assert passes == [0, 1]

@@ -210,11 +210,11 @@ def test_what_comes_often_takes_as_long_as_if_it_were_there_as_often() -> None:
 
 def test_rates_do_not_serve_what_they_do_not_have() -> None:
     sheet = of_gpu("NVIDIA A100-SXM4-80GB")
-    with pytest.raises(ValueError, match="the rates of A100 are of bfloat16, float16, float32, not of float64"):
+    with pytest.raises(ValueError, match="A100: its rates are for bfloat16, float16, float32, not for float64"):
         sheet.seconds(TORCH, "forward", Cost(1, 0, 1), 1, torch.float64)
     forward = replace(sheet, how="measured", tops={}, ops={("transition", "forward", torch.float32): Rate(1.0)})
     assert forward.seconds("transition", "forward", Cost(1, 0, 1), 1, torch.float32) == 1.0
-    with pytest.raises(ValueError, match=r"no rate of transition, backward, torch.float32 of A100"):
+    with pytest.raises(ValueError, match=r"A100: no rate of transition, backward, torch.float32"):
         forward.seconds("transition", "backward", Cost(1, 0, 1), 1, torch.float32)
-    with pytest.raises(UserError, match="TPU v4: how fast this GPU is, is not known; known are A100"):
+    with pytest.raises(UserError, match=r"TPU v4: no data sheet of this GPU\. Pass one of A100"):
         of_gpu("TPU v4")

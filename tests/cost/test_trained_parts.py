@@ -83,11 +83,11 @@ def test_the_planner_says_what_a_kept_trunk_saves() -> None:
     machine = Machine(kind="cuda", free=10**10, name="H100")
     choice = choose(JOBS["cached"], machine, every=True)
     assert choice.plan.axial == choice.plan.branch == choice.plan.batch == 1
-    assert "with what the trunk makes read from disk" in (said := choice_in_words(choice))
+    assert "with the trunk's outputs read from disk" in (said := choice_in_words(choice))
     assert choice.computed is not None
     assert choice.chosen.time is not None
     assert choice.computed > 2 * choice.chosen.time.total
-    assert "times as fast as computing it" in said
+    assert "times as fast as computing them" in said
     assert "read from disk" not in choice_in_words(choose(JOBS["structure"], machine, every=True))
 
 

@@ -62,7 +62,7 @@ def job_of(work: Work, training: bool = False) -> Job:
 
 def ladder(job: Job, devices: int, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """All plans that the planner considers on so many devices, of either kind, each way of triangle products."""
-    monkeypatch.setattr(planner, "FEWEST", 1)  # so that few residues make many slices
+    monkeypatch.setattr(planner, "MIN_CHUNK", 1)  # so that few residues make many slices
     found: dict[Plan, None] = {}
     for kind in ("cpu", "cuda"):
         for plan in planner.candidates(job, Machine(kind=kind, free=1, devices=devices), {"precision": "fp64"}):  # type: ignore[arg-type]

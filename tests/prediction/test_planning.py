@@ -317,7 +317,7 @@ def test_ranks_get_the_plan_that_the_first_chooses(tmp_path: Path, rates: Rates)
     assert plan == other
     assert (plan.data, plan.axial) == (1, 1)  # sharing it would take longer
     assert "everything kept, 1 of 2 devices idle" in said
-    with pytest.raises(RankError, match="2 ranks cannot share a step of 1 so"):
+    with pytest.raises(RankError, match="2 ranks cannot divide a step of 1"):
         run_ranks(on_ranks, 2, tmp_path, ["plan.axial=3", "optim.accumulate=1"])
 
 

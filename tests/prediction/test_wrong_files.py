@@ -99,9 +99,9 @@ def test_options_that_mean_nothing(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--device", "Voodoo 2"], "--device Voodoo 2: not known; give cpu, cuda or one of A100"),
-        (["--device", "GPU"], "--device GPU: not known; give cuda"),
-        (["--device", "cuda"], "this machine has none; say what it has: --memory 24GB"),
+        (["--device", "Voodoo 2"], "--device Voodoo 2: not known. Pass cpu, cuda or one of A100"),
+        (["--device", "GPU"], "--device GPU: not known. Pass cuda"),
+        (["--device", "cuda"], "this machine has none. Pass the memory of the device: --memory 24GB"),
         (["--memory", "24"], "not an amount of memory"),
         (["--residues", "0"], "greater than or equal to 1"),
         (["--figure", "x.pdf"], "ends in .png or .svg"),

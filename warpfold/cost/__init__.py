@@ -1,1 +1,1 @@
-"""Count what steps and predictions cost, and plan them."""
+"""Memory and time of jobs, estimated before they run, and the choice of a plan."""

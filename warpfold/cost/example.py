@@ -1,6 +1,6 @@
-"""Random training examples, blocks and whole models at any size: what is timed, profiled and counted.
+"""Random training examples, blocks and models of any size, for measurements, profiles and records.
 
-Numbers are random and times do not depend on them; sizes, dtypes and the way through the model are those of training.
+The values are random, and times do not depend on them. Sizes, dtypes and the code path are those of training.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,16 +35,20 @@ from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.parallel.team import Team
 
-SECTIONS = ("model", "loss", "data", "optim", "plan", "train", "finetune")  # of a settings file
-TRUTH = list(FEATURES)[list(FEATURES).index("copy_atom_positions") :]  # features that a prediction does not have
+# Sections of a settings file.
+SECTIONS = ("model", "loss", "data", "optim", "plan", "train", "finetune")
+# Features that a prediction does not have.
+TRUTH = list(FEATURES)[list(FEATURES).index("copy_atom_positions") :]
 T = TypeVar("T")
-STEP = 3.8  # angstrom between neighbouring residues
-ROWS = 2  # alignment rows of a complex beyond those that are used
+# Angstrom between neighbouring residues.
+STEP = 3.8
+# Unused alignment rows of a complex.
+ROWS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleSizes:
-    """The sizes of one example: residues, alignment rows, rows of the extra MSA, templates."""
+    """Sizes of an example: residues, alignment rows, rows of the extra MSA, templates."""
 
     residues: int
     sequences: int
@@ -52,22 +56,22 @@ class ExampleSizes:
     templates: int
 
     def __str__(self) -> str:
-        """ "256 residues, 128 sequences, 1024 extra, 4 templates"."""
+        """Format as "256 residues, 128 sequences, 1024 extra, 4 templates"."""
         parts = ("residues", "sequences", "extra", "templates")
         return ", ".join(f"{getattr(self, name)} {name}" for name in parts)
 
 
 def sizes_of(values: Mapping[str, Any], source: str) -> ExampleSizes:
-    """Return the sizes of the training examples of settings, as `settings.load` returns them."""
+    """Read the sizes of training examples from settings, as `settings.load` returns them."""
     data = {key: value for key, value in values.get("data", {}).items() if key in DataSizes.__dataclass_fields__}
-    found = settings.build(DataSizes, data, source)
+    sizes = settings.build(DataSizes, data, source)
     return ExampleSizes(
-        residues=found.crop or UNCROPPED, sequences=found.max_msa, extra=found.max_extra, templates=found.max_templates
+        residues=sizes.crop or UNCROPPED, sequences=sizes.max_msa, extra=sizes.max_extra, templates=sizes.max_templates
     )
 
 
 def random_example(model: ModelConfig, sizes: ExampleSizes, device: torch.device | str, passes: int = 1) -> Batch:
-    """Return one example with all labels, for a monomer or a complex of two equal chains; on "meta": shapes alone."""
+    """Create a random example with all labels: a monomer, or a complex of two equal chains."""
     axes = {"res": sizes.residues, "seq": sizes.sequences, "extra": sizes.extra, "pass": passes}
     if model.templates.enabled:
         axes["tmpl"] = sizes.templates
@@ -88,7 +92,7 @@ def random_example(model: ModelConfig, sizes: ExampleSizes, device: torch.device
 
 
 def left_out(model: ModelConfig) -> set[str]:
-    """Return the features that this kind of model does not read."""
+    """Return the features that this kind of model (monomer or multimer) does not read."""
     chains = {"asym_id", "entity_id", "sym_id"}
     made_in_the_model = {"msa_feat", "msa_mask", "extra_msa", "extra_has_deletion", "extra_deletion_value"}
     drawn = {"alignment", "alignment_mask", "alignment_deletions", "centre_rows", "extra_rows", "masked_msa"}
@@ -96,7 +100,7 @@ def left_out(model: ModelConfig) -> set[str]:
 
 
 def _drawn(name: str, shape: list[int], dtype: torch.dtype, draw: torch.Generator) -> Tensor:
-    """Draw one feature: masks of ones but for the masked places of the alignment, positions along a random walk."""
+    """Draw a feature. Masks are 1, except for the masked alignment positions. Atom positions follow a random walk."""
     if name == "bert_mask":
         return (torch.rand(shape, generator=draw) < 0.15).to(dtype)
     if "mask" in name or "exist" in name or name in ("extra_has_deletion", "resolution", "use_clamped_fape"):
@@ -112,7 +116,7 @@ def _drawn(name: str, shape: list[int], dtype: torch.dtype, draw: torch.Generato
 
 
 def _as_complex(batch: Batch, sizes: ExampleSizes) -> None:
-    """Make two equal chains of the residues, and say which rows of the alignment are centres."""
+    """Split the residues into two equal chains, and select the cluster centres of the alignment."""
     second = (torch.arange(sizes.residues) >= sizes.residues // 2).long()
     batch["asym_id"] = batch["sym_id"] = second + 1
     batch["entity_id"] = torch.ones_like(second)
@@ -123,7 +127,7 @@ def _as_complex(batch: Batch, sizes: ExampleSizes) -> None:
 
 
 def shortened(model: ModelConfig, blocks: int | None) -> ModelConfig:
-    """Return the model with at most so many blocks in each stack; None: as it is."""
+    """Reduce a model to at most `blocks` blocks in each stack. None leaves it unchanged."""
     if blocks is None:
         return model
     return replace(
@@ -135,7 +139,7 @@ def shortened(model: ModelConfig, blocks: int | None) -> ModelConfig:
 
 
 def random_model(config: ModelConfig, plan: Plan, device: torch.device | str) -> AlphaFold:
-    """Return a model with random weights that a plan runs there, in training, its dropout seeded as in training."""
+    """Create a model with random weights in training mode that is bound to a plan, with seeded dropout."""
     torch.manual_seed(0)
     model = AlphaFold(config).to(device).train()
     Execution(plan).bind(model)
@@ -145,7 +149,7 @@ def random_model(config: ModelConfig, plan: Plan, device: torch.device | str) ->
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSizes:
-    """The sizes and settings of one Evoformer block; global_column: a block of the extra-MSA stack."""
+    """Sizes and settings of an Evoformer block. global_column: it is a block of the extra-MSA stack."""
 
     sequences: int
     residues: int
@@ -156,7 +160,7 @@ class BlockSizes:
 
     @classmethod
     def of(cls, model: ModelConfig, sizes: ExampleSizes) -> "BlockSizes":
-        """Return the size of a model's blocks, those of its main stack."""
+        """Return the sizes of the blocks of a model's main stack."""
         config = replace(model.evoformer, blocks=1)
         return cls(sequences=sizes.sequences, residues=sizes.residues, c_m=model.c_m, c_z=model.c_z, config=config)
 
@@ -165,13 +169,14 @@ class BlockSizes:
 
 
 class RandomBlock:
-    """A block and its inputs as in training: m and z have gradients, weights are packed, dropout has seeded noise."""
+    """A block with inputs as in training: m and z require gradients, weights are packed, dropout is seeded."""
 
     def __init__(self, sizes: BlockSizes, plan: Plan, device: torch.device | str) -> None:
         self.sizes = sizes
         torch.manual_seed(0)
         self.stack = Evoformer(sizes.c_m, sizes.c_z, sizes.config, sizes.global_column).to(device)
-        for p in self.stack.parameters():  # no zeros, so that nothing is a special case
+        # Without zeros, which could be faster.
+        for p in self.stack.parameters():
             torch.nn.init.normal_(p, std=0.02)
         for module in self.stack.modules():
             if isinstance(module, Noise):
@@ -191,9 +196,10 @@ class RandomBlock:
 
     @cached_property
     def wanted(self) -> list[Tensor]:
-        """The tensors whose gradients a training step computes: m, z, joined weights, and parameters read alone."""
+        """Tensors whose gradients a training step computes: m, z, joined weights, and parameters outside of these."""
+        # The forward pass creates the joined weights.
         with torch.enable_grad():
-            self.forward()  # only this makes the joined weights
+            self.forward()
         joined = self.packed.leaves()
         places = [(self.packed.places[id(leaf)].storage_offset(), leaf.numel()) for leaf in joined]
         alone = [
@@ -206,7 +212,7 @@ class RandomBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelBench:
-    """What is timed: the settings of a model and the sizes of its examples."""
+    """A benchmark: the settings of a model and the sizes of its examples."""
 
     model: ModelConfig
     loss: LossConfig
@@ -217,30 +223,31 @@ class ModelBench:
 
     @property
     def block(self) -> BlockSizes:
-        """The size of one block of the main stack."""
+        """Sizes of a block of the main stack."""
         return BlockSizes.of(self.model, self.sizes)
 
 
 def bench_of(values: Mapping[str, Any], source: str, blocks: int | None = None) -> ModelBench:
-    """Return the bench that settings describe, as `settings.load` returns them; blocks: of each stack, at most.
+    """Build the benchmark that settings describe, as `settings.load` returns them. blocks: limit for each stack.
 
-    What only data and runs need is not looked at, nor imported: a machine may have torch and little else.
-    Errors: UserError for settings that are wrong, or that are for several processes.
+    Settings of data and runs are ignored, and their modules are not imported, since a machine may have only torch.
+    Raises UserError for wrong settings, and for settings of several processes.
     """
     for section in values:
         if section not in SECTIONS:
-            raise UserError(f"{source}: {section} is not a section of the settings; known: {', '.join(SECTIONS)}")
+            raise UserError(f"{source}: {section} is not a section of the settings. Known are {', '.join(SECTIONS)}.")
 
     def built(cls: type[T], section: str) -> T:
-        found = values.get(section, {})
-        if section == "plan":  # what is left to the planner has the defaults of `Plan` here
-            found = {} if found == "auto" else {key: value for key, value in found.items() if key != "auto"}
-        return settings.build(cls, found, source, f"{section}.")
+        keys = values.get(section, {})
+        if section == "plan":
+            # Keys that are left to the planner get the defaults of `Plan` here.
+            keys = {} if keys == "auto" else {key: value for key, value in keys.items() if key != "auto"}
+        return settings.build(cls, keys, source, f"{section}.")
 
     plan = replace(built(Plan, "plan"), data=1)
     if plan.axial * plan.branch > 1:
         raise UserError(
-            f"{source}: plan.axial and plan.branch share an example among processes, and here is one: leave them at 1"
+            f"{source}: plan.axial and plan.branch need several processes, but this is a single one. Set both to 1."
         )
     return ModelBench(
         model=shortened(built(ModelConfig, "model"), blocks),
@@ -252,10 +259,10 @@ def bench_of(values: Mapping[str, Any], source: str, blocks: int | None = None) 
 
 
 class TrainingStep:
-    """A whole training step on one example, by the code of training (`Learner`): recycling, model, losses, backward
-    pass, clipping, optimizer, averaged weights.
+    """A complete training step on a single example by the code of training (`Learner`).
 
-    The example lies on the device already, and there is one for each step.  `bind` changes how the step runs.
+    It includes recycling, model, losses, backward pass, clipping, optimizer and averaged weights. The example is
+    already on the device. `bind` changes the plan of the step.
     """
 
     def __init__(self, given: ModelBench, device: torch.device | str) -> None:
@@ -269,13 +276,13 @@ class TrainingStep:
         self.step = 0
 
     def bind(self, plan: Plan) -> Execution:
-        """Run as the plan says from now on: by the execution, and so the graphs, that it had for this plan before."""
+        """Use a plan from now on. The execution of an earlier `bind`, with its graphs, is reused."""
         execution = self.executions.setdefault(plan, Execution(plan))
         execution.bind(self.model)
         return execution
 
     def learn(self) -> DeviceResult:
-        """Run the model forward and backward, and collect the gradient; with another draw of dropout each time."""
+        """Run the model forward and backward and collect the gradient, with new dropout each time."""
         return self.learner.learn([Sample(self.step, "random", self.batch)], self.recycles)[0]
 
     def update(self) -> None:
@@ -290,12 +297,12 @@ class TrainingStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One example through a model: what its memory and its time depend on, beside the plan and the devices.
+    """One example through a model: everything but plan and devices on which its memory and time depend.
 
-    sizes: of the example, as the model gets it.  recycles: passes before the last; at most, where recycling may stop
-    early.  loss, optim: of a training; None: a prediction.  representations: a prediction keeps single, pair and msa.
-    gradient: by the sequence, of a design, through so many of its passes; the model is not trained.
-    finetune: what is trained of the model.
+    sizes: of the example as the model's input. recycles: passes before the last, at most, if recycling may stop early.
+    loss, optim: for training; None for a prediction. representations: the prediction returns single, pair and msa.
+    gradient: passes through which a design computes the gradient by the sequence, without training the model.
+    finetune: trained parts of the model.
     """
 
     model: ModelConfig
@@ -309,7 +316,7 @@ class Job:
 
     @property
     def backward_blocks(self) -> int:
-        """How many of the main stack's blocks the backward pass goes through: from the first that is trained on."""
+        """Number of the main stack's blocks in the backward pass, from the first trained one on."""
         blocks = self.model.evoformer.blocks
         if not self.finetune.freezes:
             return blocks
@@ -320,14 +327,14 @@ class Job:
         return blocks - min((int(parts[2]) for parts in within), default=blocks)
 
     def keeps_trunk(self, plan: Plan) -> bool:
-        """Whether what the trunk makes of an example is read, not computed, once each draw of it was made."""
+        """Whether the trunk's outputs are read from a cache instead of computed, after each draw was computed once."""
         if not self.learns or self.finetune.trunk == "computed" or plan.axial * plan.branch * plan.batch > 1:
             return False
         return trained_parts(self.model, self.finetune).why_not_cached() is None
 
     @property
     def finetune_of_few(self) -> FinetuneConfig:
-        """What is trained of a model of few blocks, which stand for those that the backward pass goes through."""
+        """Trained parts of a model of few blocks, which represent the blocks in the backward pass."""
         if not self.finetune.freezes:
             return self.finetune
         trained = trained_parts(self.model, self.finetune)
@@ -345,14 +352,14 @@ class Job:
 
     @property
     def learns(self) -> bool:
-        """Whether the model is trained, so that its weights have gradients and an optimizer."""
+        """Whether the model is trained, with gradients of its weights and an optimizer."""
         return self.loss is not None
 
 
 def predict_example(
     model: AlphaFold, batch: Batch, recycles: int, enter: Callable[[str], None] = lambda phase: None
 ) -> None:
-    """Fold, and say how sure the model is, as a prediction does."""
+    """Fold an example and compute its confidences, as a prediction does."""
     folded = model.fold(batch, recycles)
     enter("heads")
     judge_example(model, batch, folded.representations, folded.structure)
@@ -366,7 +373,7 @@ def gradient_of_example(
     mesh: Mesh | None = None,
     enter: Callable[[str], None] = lambda phase: None,
 ) -> None:
-    """Run the passes, a loss of all outputs and the backward pass, as a design does: a gradient by the sequence."""
+    """Compute a gradient by the sequence as a design does: the passes, a loss of all outputs, and the backward pass."""
 
     def loss(seen: Seen) -> dict[str, Tensor]:
         enter("losses")
@@ -399,7 +406,7 @@ def train_on_example(
 ) -> None:
     """Run the passes, the losses of each example and the backward pass, as training does.
 
-    reads_trunk: the trunk's outputs are known when the last pass begins.
+    reads_trunk: the trunk's outputs exist when the last pass begins.
     """
     features = batch if examples == 1 else stack([batch] * examples)
     recycled, done = model.recycle(features, recycles)

@@ -1,7 +1,7 @@
-"""One rank of many, run alone and without computing.
+"""Run one rank of many alone and without computing.
 
-Nothing travels (torch's fake process group: collectives end at once), and nothing is stored (tensors on the device
-"meta": shapes alone).  So plans for 512 ranks and thousands of residues can be counted on any machine.
+Collectives end at once (torch's fake process group), and tensors have only shapes (device "meta"). Therefore plans for
+512 ranks and thousands of residues can be evaluated on any machine.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,25 +23,19 @@ from warpfold.parallel.plan import Plan
 
 @contextmanager
 def fake_ranks(data: int = 1, axial: int = 1, branch: int = 1, rank: int = 0) -> Iterator[Mesh]:
-    """Within it, this process is rank `rank` of a grid whose others do not exist, and new tensors are on "meta".
-
-    Errors: as of `fake_mesh`.
-    """
+    """Act as rank `rank` of a grid without other processes, and create new tensors on "meta"; see `fake_mesh`."""
     with fake_mesh(data, axial, branch, rank) as mesh, META:
         yield mesh
 
 
 @contextmanager
 def fake_mesh(data: int = 1, axial: int = 1, branch: int = 1, rank: int = 0) -> Iterator[Mesh]:
-    """Within it, this process is rank `rank` of a grid whose others do not exist.
-
-    Errors: RuntimeError within another one.
-    """
+    """Act as rank `rank` of a grid without other processes. Raises RuntimeError if contexts are nested."""
     if data * axial * branch == 1:
         yield Mesh()
         return
     if dist.is_initialized() and dist.get_backend() == "fake":
-        raise RuntimeError("fake ranks need a process that is no rank of others")
+        raise RuntimeError("fake ranks need a process without a process group")
     with fake_process_group(rank, data * axial * branch):
         with META:
             mesh = make_mesh(data, axial, branch)
@@ -49,13 +43,13 @@ def fake_mesh(data: int = 1, axial: int = 1, branch: int = 1, rank: int = 0) -> 
 
 
 def fake_batch(**sizes: int) -> Batch:
-    """The features of the table (warpfold/batch.py) on "meta", labels too, whose named axes have a size in `sizes`."""
-    given = {name: f for name, f in FEATURES.items() if {a for a in f.axes if isinstance(a, str)} <= set(sizes)}
-    shapes = {name: [sizes[a] if isinstance(a, str) else a for a in f.axes] for name, f in given.items()}
-    return {
-        name: torch.empty(shape, dtype=getattr(torch, FEATURES[name].dtype), device="meta")
-        for name, shape in shapes.items()
-    }
+    """Create the features and labels of warpfold/batch.py on "meta" whose named axes all have a size in `sizes`."""
+    batch: Batch = {}
+    for name, feature in FEATURES.items():
+        if {axis for axis in feature.axes if isinstance(axis, str)} <= set(sizes):
+            shape = [sizes[axis] if isinstance(axis, str) else axis for axis in feature.axes]
+            batch[name] = torch.empty(shape, dtype=getattr(torch, feature.dtype), device="meta")
+    return batch
 
 
 def memory_of(
@@ -66,10 +60,10 @@ def memory_of(
     recycles: int = 1,
     noted: Callable[[Sequence[int]], bool] = lambda shape: False,
 ) -> Recorder:
-    """What the first rank holds while it folds one example, or with `losses` trains on it; parameters, packed or not,
-    their gradients and the example itself apart.
+    """Record the memory of the first rank while it folds an example, or trains on it with `losses`.
 
-    sizes: of the feature table's named axes (`pass`: 1).  noted: as in `Recorder`.
+    Parameters, packed or not, their gradients and the example itself are not included.
+    sizes: of the feature table's named axes (`pass` is 1). noted: see `Recorder`.
     """
     training = losses is not None
     with fake_ranks(plan.data, plan.axial, plan.branch) as mesh:

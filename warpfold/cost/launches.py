@@ -1,8 +1,8 @@
-"""Count what a GPU would be told to launch, on a machine that has none: tensors have shapes and no memory.
+"""Count the kernel launches of a GPU with meta tensors, on any machine.
 
-Triton's kernels are noted where they would be launched (ops/triton/launch.py); of torch's own operations each counts as
-one launch, but for views and allocations, which launch nothing.  A few of torch's launch more than one kernel, so that
-a GPU's own count may be a little higher; a profile made there says by how much.
+Triton kernels are counted where they would be launched (ops/triton/launch.py). Each torch operation counts as one
+launch, except for views and allocations. A few torch operations launch several kernels, so the real number may be
+slightly higher.
 """
 
 from collections import Counter
@@ -41,54 +41,57 @@ from warpfold.parallel.plan import DTYPES, Plan, Precision
 
 @dataclass(frozen=True)
 class LaunchCount:
-    """How often each kernel of Triton and each operation of torch was launched."""
+    """Number of launches of each Triton kernel and each torch operation."""
 
     triton: Counter[str] = field(default_factory=Counter)
     torch: Counter[str] = field(default_factory=Counter)
 
     @property
     def total(self) -> int:
-        """All launches.  Errors: RuntimeError where there was none: whoever counts has then seen nothing."""
+        """Number of all launches. Raises RuntimeError if no launch was recorded."""
         total = self.triton.total() + self.torch.total()
         if total == 0:
-            raise RuntimeError("no launch was seen: nothing ran within the count")
+            raise RuntimeError("no launch was recorded: nothing ran within the context")
         return total
 
     def __str__(self) -> str:
-        """ "104: 26 of Triton, 78 of torch"."""
+        """Format as "104: 26 of Triton, 78 of torch"."""
         return f"{self.total}: {self.triton.total()} of Triton, {self.torch.total()} of torch"
 
 
-def launches(func: Any, given: Any, out: Any) -> bool:
-    """Return whether one of torch's operations launches a kernel: neither a view of what it was given nor memory."""
-    made = given if out is None else out  # what changes lists of tensors returns nothing
-    results = [t for t in tree_leaves(made) if isinstance(t, Tensor) and not t.is_cpu]  # numbers of the host: nothing
+def launches(func: Any, inputs: Any, out: Any) -> bool:
+    """Return whether a torch operation launches a kernel: it is neither a view of its inputs nor an allocation."""
+    # Operations that change lists of tensors return nothing.
+    changed = inputs if out is None else out
+    # Tensors on the host launch nothing.
+    results = [t for t in tree_leaves(changed) if isinstance(t, Tensor) and not t.is_cpu]
     if func._opname in ALLOCATE or not results:
         return False
     if func._schema.is_mutable:
         return True
-    storages = {t.untyped_storage()._cdata for t in tree_leaves(given) if isinstance(t, Tensor)}
+    storages = {t.untyped_storage()._cdata for t in tree_leaves(inputs) if isinstance(t, Tensor)}
     return any(t.untyped_storage()._cdata not in storages for t in results if t.numel())
 
 
 @contextmanager
 def counted_products() -> Iterator[list[int]]:
-    """Return the floating point operations of each matrix product within the context."""
-    found: list[int] = []
-    with Operations(lambda *seen: found.append(products(*seen))):
-        yield found
+    """Collect the floating point operations of each matrix product within the context."""
+    operations: list[int] = []
+    with Operations(lambda *call: operations.append(products(*call))):
+        yield operations
 
 
 @contextmanager
 def counting() -> Iterator[LaunchCount]:
-    """Count the launches of what runs within the context, on tensors of the device "meta"."""
+    """Count the launches within the context on meta tensors."""
     count = LaunchCount()
 
     def seen(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         if launches(func, (args, kwargs), out):
             count.torch[func._opname] += 1
 
-    def launched(launch: KernelLaunch) -> None:  # and keeps no tensor of it: autograd copies what others hold
+    def launched(launch: KernelLaunch) -> None:
+        # Keep no reference to its tensors, because autograd copies gradients that are referenced elsewhere.
         count.triton[launch.kernel.name] += 1
 
     with dispatch.interpreting(), unlaunched(launched), Operations(seen, launchers=True):
@@ -98,12 +101,15 @@ def counting() -> Iterator[LaunchCount]:
 def block_launches(
     sizes: BlockSizes, precision: Precision = "bf16", kernels: dispatch.Kernels = "fast"
 ) -> dict[str, LaunchCount]:
-    """Count the launches of an Evoformer block: "forward" without gradient, "training" (a forward pass that keeps what
-    its gradient needs) and "backward", with the gradients of m and z, and every parameter's in its place in the buffer.
+    """Count the launches of an Evoformer block by pass.
+
+    The passes are "forward" without gradients, "training" (a forward pass that saves tensors) and "backward", with the
+    gradients of m, z and all parameters, the latter in the packed buffer.
     """
     with torch.device("meta"):
         block = RandomBlock(sizes, Plan(precision=precision, kernels=kernels), "meta")
-        block.forward()  # makes the joined weights, once and for all
+        # The first pass creates the joined weights.
+        block.forward()
         with counting() as forward, torch.no_grad():
             block.forward()
         with counting() as training:
@@ -115,10 +121,10 @@ def block_launches(
 
 
 def launches_of(job: Job, plan: Plan) -> list[KernelLaunch]:
-    """Return the launches of Triton kernels on the first GPU of a plan, in the order of a job, on any machine.
+    """Record the launches of Triton kernels on the first GPU of a plan in the order of a job, on any machine.
 
-    The model has one block of each stack, because equal blocks launch equal kernels, and one pass before the last.
-    Loops over slices take a few turns.  The launch tables are those of the context (`launch.table_used`).
+    The model has one block per stack, because equal blocks launch equal kernels, and one pass before the last. Loops
+    over slices run a few iterations. The launch table is that of the context (`launch.table_used`).
     """
     kernels = "fast" if plan.kernels == "strict" else plan.kernels
     plan = replace(plan, graph=False, compile=False, threads=None, tf32=False, keep_blocks=0, kernels=kernels)
@@ -159,7 +165,7 @@ def launches_of(job: Job, plan: Plan) -> list[KernelLaunch]:
 
 
 def step_launches(step: TrainingStep) -> LaunchCount:
-    """Count the launches of a training step on "meta", as it is bound."""
+    """Count the launches of a training step on "meta" with its present plan."""
     with torch.device("meta"), counting() as count:
         step()
     return count

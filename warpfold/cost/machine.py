@@ -1,4 +1,4 @@
-"""Describe the machine that a figure was measured on, or that a plan is made for."""
+"""Describe the machine of a measurement or of a plan."""
 
 import importlib
 import importlib.util
@@ -27,17 +27,19 @@ from warpfold.ops.triton.launch import table_for
 from warpfold.parallel.plan import Precision, resolve_precision
 
 UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-NODE, BETWEEN = 8, "ib400"  # devices of a node and its link to others, where nothing else is said: as of a DGX H100
-HOST_SHARE = 0.8  # of the host's free memory that a run may fill with what it takes off the device
+# Default devices per node and default link between nodes, those of a DGX H100.
+NODE, BETWEEN = 8, "ib400"
+# Fraction of the host's free memory that offloaded tensors may use.
+HOST_SHARE = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a plan is made for: so many devices of one kind; of devices that differ, the smallest.
+    """The devices for which a plan is made: a number of equal devices. Devices that differ count as the smallest.
 
-    kind: "cpu", "cuda" or "mps".  free: bytes that a run may take on each.  host: bytes of host
-    memory, or of a CPU on disk, for what is taken off the device; None: not known.  loaded: the model's weights lie
-    there already, and are not in `free`.  name: of the device.  how: it is known.
+    kind: "cpu", "cuda" or "mps". free: bytes that a run may use on each device. host: bytes for offloaded tensors in
+    host memory, or on disk for a CPU; None if unknown. loaded: the model's weights are already loaded and not included
+    in `free`. name: of the device. how: source of the values.
     here: whether it is this machine, so that its rates can be measured.
     """
 
@@ -51,9 +53,9 @@ class Machine:
     here: bool = False
 
     def rates(self, dtype: torch.dtype, tell: Callable[[str], None] = lambda what: None) -> Rates | None:
-        """Return how fast a device is: measured if it is here, else of its data sheet; None where neither is known.
+        """Return the rates of a device: measured on this machine, otherwise from the data sheet; None if unknown.
 
-        tell: called with what is measured, before it is.
+        tell: called with the name of each measurement before it starts.
         """
         if self.here and self.name and self.kind != "mps":
             return measured(self.kind, dtype, tell=tell)
@@ -61,22 +63,23 @@ class Machine:
 
     @property
     def prediction_precision(self) -> Precision:
-        """The precision in which a device predicts unless the user names one; all GPUs of data sheets multiply bf16."""
+        """Default precision of predictions on the device."""
+        # All GPUs with a data sheet have bf16 matrix units.
         if self.kind == "cuda" and not self.here:
             return "bf16"
         return resolve_precision("auto", self.kind)
 
     def __str__(self) -> str:
-        """ "4 x H100, 80.0 GB each (data sheet)"."""
+        """Format as "4 x H100, 80.0 GB each (data sheet)"."""
         many = f"{self.devices} x " if self.devices > 1 else ""
         each = " each" if self.devices > 1 else ""
         return f"{many}{self.name or self.kind}, {in_gb(self.free)}{each} ({self.how})"
 
 
 def this_machine(device: torch.device | str, loaded: bool = False, memory: int | None = None) -> Machine:
-    """Return one device of this machine, with what is free on it now.
+    """Describe one device of this machine with its free memory.
 
-    memory: bytes that may be used at most.  Errors: UserError where the system does not say what is free.
+    memory: upper limit of the used bytes. Raises UserError if the system does not report free memory.
     """
     device = torch.device(device)
     kind = kind_of(device.type)
@@ -88,10 +91,10 @@ def this_machine(device: torch.device | str, loaded: bool = False, memory: int |
 
 
 def planned_machine(device: str | None, memory: int | None, devices: int) -> Machine:
-    """Return the machine that is only planned for: a device of this one, or one that is not here, by its name.
+    """Describe the machine of a plan: devices of this machine, or of another one by their name.
 
-    device: "cpu", "cuda", "mps", or the name of a GPU; None: what is here.  memory: of each, in bytes.
-    Errors: UserError for a name that is not known, or a device that is not here and whose memory is not given.
+    device: "cpu", "cuda", "mps", or the name of a GPU; None means this machine's. memory: bytes of each device.
+    Raises UserError for an unknown name, or for a device of another machine without `memory`.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if reason := unsupported_on_mps(kind_of(device), {f"--devices {devices}": devices > 1}):
@@ -101,28 +104,28 @@ def planned_machine(device: str | None, memory: int | None, devices: int) -> Mac
         try:
             here = this_machine(device)
         except (RuntimeError, AssertionError) as error:
-            raise UserError(f"--device {device}: {str(error).splitlines()[0]}; give another, or cpu") from error
+            raise UserError(f"--device {device}: {str(error).splitlines()[0]}. Pass another device, or cpu.") from error
         free, how = (here.free, here.how) if memory is None else (memory, "given")
         return Machine(kind=here.kind, free=free, devices=devices, host=here.host, name=here.name, how=how, here=True)
     if device.startswith(("cuda", "mps")):
         if memory is None:
-            raise UserError(f"--device {device}: this machine has none; say what it has: --memory 24GB")
+            raise UserError(f"--device {device}: this machine has none. Pass the memory of the device: --memory 24GB.")
         return Machine(kind=kind_of(device), free=memory, devices=devices)
     if not (sheet := sheet_of(device)):
         if meant := device_meant(device):
-            raise UserError(f"--device {device}: not known; give {meant}")
+            raise UserError(f"--device {device}: not known. Pass {meant}.")
         raise UserError(
-            f"--device {device}: not known; give cpu, cuda or one of {', '.join(SHEETS)}; for another GPU, "
-            "--device cuda --memory 24GB"
+            f"--device {device}: not known. Pass cpu, cuda or one of {', '.join(SHEETS)}; for another GPU, pass "
+            "--device cuda --memory 24GB."
         )
     how = "data sheet" if memory is None else "given"
     return Machine(kind="cuda", free=memory or int(SHEETS[sheet].memory), devices=devices, name=sheet, how=how)
 
 
 def planned_cluster(machine: Machine, per_node: int | None = None, link: str | None = None) -> Cluster:
-    """Return how devices that are only planned for are joined, if not said otherwise: nodes of `NODE`, by `BETWEEN`.
+    """Describe the nodes and links of planned devices, by default nodes of `NODE` devices with the link `BETWEEN`.
 
-    link: between nodes, as of `network`.  Errors: UserError for a link that is not known.
+    link: between nodes, as in `network`. Raises UserError for an unknown link.
     """
     within = LINKS["gloo" if machine.kind == "cpu" else "NVLink 4"]
     if sheet_of(machine.name):
@@ -133,49 +136,49 @@ def planned_cluster(machine: Machine, per_node: int | None = None, link: str | N
 
 
 def parse_memory(text: str | int) -> int:
-    """Return the bytes of "24GB", "24 GiB" or "24000MB"; a number is bytes already.
+    """Parse an amount of memory such as "24GB", "24 GiB" or "24000MB" to bytes. An int is a number of bytes.
 
-    Errors: UserError for what has no unit, is not a number, or is not positive.
+    Raises UserError for a text without unit or number, and for an amount that is not positive.
     """
     if not isinstance(text, str):
         return whole("memory", text, 1)
-    found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([kmgt]i?b)", text.strip(), flags=re.IGNORECASE)
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([kmgt]i?b)", text.strip(), flags=re.IGNORECASE)
     size = 0
-    if found is not None and found[2].upper() in UNITS:
-        size = int(float(found[1]) * UNITS[found[2].upper()])
+    if match is not None and match[2].upper() in UNITS:
+        size = int(float(match[1]) * UNITS[match[2].upper()])
     if size <= 0:
-        raise UserError(f"--memory {text}: not an amount of memory; give a number with its unit, as in 24GB or 24GiB")
+        raise UserError(f"--memory {text}: not an amount of memory. Pass a number with its unit, as in 24GB or 24GiB.")
     return size
 
 
 def in_gb(size: float) -> str:
-    """Return bytes as "3.1 GB"; what is less than 1 GB in MB."""
+    """Format bytes as "3.1 GB", or in MB below 1 GB."""
     return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.0f} MB"
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """Return the device, the driver, versions, and the launch table in use."""
-    found = {"device": name(device)}
+    """Describe the device, its driver, the versions of the software, and the launch table in use."""
+    facts = {"device": name(device)}
     if device.type == "cuda":
-        found["driver"] = driver()
+        facts["driver"] = driver()
         properties = torch.cuda.get_device_properties(device)
-        found["memory"] = f"{properties.total_memory / 2**30:.0f} GiB"
-        found["capability"] = f"{properties.major}.{properties.minor}"
+        facts["memory"] = f"{properties.total_memory / 2**30:.0f} GiB"
+        facts["capability"] = f"{properties.major}.{properties.minor}"
     elif device.type == "mps":
-        found["memory"] = in_gb(torch.mps.recommended_max_memory())
+        facts["memory"] = in_gb(torch.mps.recommended_max_memory())
     else:
-        found["threads"] = str(torch.get_num_threads())
-    found["torch"] = torch.__version__
-    found["triton"] = version("triton")
-    found["python"] = platform.python_version()
+        facts["threads"] = str(torch.get_num_threads())
+    facts["torch"] = torch.__version__
+    facts["triton"] = version("triton")
+    facts["python"] = platform.python_version()
     if device.type == "cuda":
         table, why = table_for(device)
-        found["launches"] = f"{table.path.name} ({why})"
-    return found
+        facts["launches"] = f"{table.path.name} ({why})"
+    return facts
 
 
 def name(device: torch.device) -> str:
-    """Return the GPU's name, "NVIDIA H200", or the processor's."""
+    """Return the name of a GPU, such as "NVIDIA H200", or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "mps":
@@ -188,9 +191,9 @@ def name(device: torch.device) -> str:
 
 
 def driver() -> str:
-    """Return the version of the GPU's driver; "not known" where nvidia-smi does not say."""
+    """Return the version of the GPU's driver according to nvidia-smi, or "not known"."""
     try:
-        said = subprocess.run(
+        result = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
             capture_output=True,
             text=True,
@@ -199,11 +202,11 @@ def driver() -> str:
         )
     except (OSError, subprocess.SubprocessError):
         return "not known"
-    return said.stdout.split()[0] if said.stdout.split() else "not known"
+    return result.stdout.split()[0] if result.stdout.split() else "not known"
 
 
 def version(package: str) -> str:
-    """Import a package and return its version; "not installed" if it is not."""
+    """Import a package and return its version, or "not installed"."""
     if importlib.util.find_spec(package) is None:
         return "not installed"
     return str(getattr(importlib.import_module(package), "__version__", "not known"))

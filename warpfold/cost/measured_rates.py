@@ -1,7 +1,7 @@
-"""Measure how fast this device is, operation by operation, each in about a quarter of a second.
+"""Measure the rates of this device by operation, each in about a quarter of a second.
 
-One pass is timed at a few sizes, narrow and as wide as AlphaFold2, short and long, so that a size between them is met;
-the numbers of its rate are fitted to those.
+Each pass is timed at a few sizes, from narrow and short to the width of AlphaFold2 and long, and the coefficients of
+its rate are fitted to these times.
 """
 
 import math
@@ -21,7 +21,7 @@ from warpfold.check.op_profile import Cost, OpCase, RandomTensors
 from warpfold.check.sizes import DataSizes, of_settings
 from warpfold.cost.example import ExampleSizes, Job, predict_example, random_example, shortened
 from warpfold.cost.links import LINKS
-from warpfold.cost.rates import HOST, NEAR, TORCH, PassName, Rate, RateKey, Rates, finish
+from warpfold.cost.rates import CACHED_BYTES, HOST, TORCH, PassName, Rate, RateKey, Rates, finish
 from warpfold.cost.record import record
 from warpfold.cost.recorder import Operation
 from warpfold.model.alphafold import AlphaFold, ModelConfig
@@ -32,7 +32,8 @@ from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
 
 Clock = Callable[[], float]
-Point = tuple[Cost, float, float]  # a cost, the seconds that it took, and the calls that shared it
+# A cost, its measured seconds, and the number of calls that share it.
+Point = tuple[Cost, float, float]
 
 
 def measured(
@@ -41,11 +42,11 @@ def measured(
     clock: Clock = time.perf_counter,
     tell: Callable[[str], None] = lambda what: None,
 ) -> Rates:
-    """Return the rates of this device, each measured when it is first asked for, and then known to this process.
+    """Return the rates of this device. Each is measured at its first use, and cached in this process.
 
-    A prediction asks for about a dozen, which takes some 3.5 s of one core; a training for twice as many.
-    dtype: of the trunk.  clock: `time.process_time` leaves out what others do on this CPU.
-    tell: called with what is measured, before it is.
+    A prediction uses about a dozen rates, which take about 3.5 s of one core; training uses twice as many.
+    dtype: of the trunk. clock: `time.process_time` excludes other processes on this CPU.
+    tell: called with the name of each measurement before it starts.
     """
     rates = _measured(torch.device(device), dtype, clock, torch.get_num_threads())
     assert isinstance(rates.ops, _MeasuredOps)
@@ -62,17 +63,28 @@ def _measured(device: torch.device, dtype: torch.dtype, clock: Clock, threads: i
 
 
 class _MeasuredOps(Mapping[RateKey, Rate]):
-    """Rates of operations, measured when they are first read."""
+    """Rates of operations that are measured when they are first read."""
 
     def __init__(self, device: torch.device, clock: Clock) -> None:
-        self.device, self.clock, self.found = device, clock, dict[RateKey, Rate]()
+        self.device, self.clock, self.rates = device, clock, dict[RateKey, Rate]()
         self.tell: Callable[[str], None] = lambda what: None
-        self.loops = dict[torch.dtype, Rate]()  # of torch's operations, each in a loop of its own
+        # Rates of torch's operations in isolated loops, by dtype.
+        self.loops = dict[torch.dtype, Rate]()
 
     def __getitem__(self, key: RateKey) -> Rate:
-        if key not in self.found:
-            self.found[key] = self._of_torch(*key[1:]) if key[0] == TORCH else self._timed(key, self._usual(key[2]))
-        return self.found[key]
+        if key not in self.rates:
+            _, which, dtype = key
+            loops = self._loops(dtype)
+            if key[0] == TORCH:
+                # A torch call in a model takes ten times as long as in an isolated loop, because of views, Python and
+                # autograd around it.
+                self.rates[key] = replace(loops, call=self[OUTSIDE, which, torch.float32].call)
+            else:
+                # The expected rate is that of torch's own operations, unless it is far below the usual one.
+                pairs = zip(astuple(loops)[1:5], astuple(USUAL)[1:5])
+                expected = Rate(USUAL.call, *(max(loop, usual / 10) for loop, usual in pairs))
+                self.rates[key] = self._timed(key, expected)
+        return self.rates[key]
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, tuple) and key[0] in MEASURED
@@ -84,39 +96,29 @@ class _MeasuredOps(Mapping[RateKey, Rate]):
             timer = _Timer(self.device, self.clock)
             return replace(fitted(list(timer.points(op, which, dtype)), usual), spread=timer.spread)
 
-    def _of_torch(self, which: PassName, dtype: torch.dtype) -> Rate:
-        """Return the rate of torch's own operations in a model: a call has its views, Python and autograd around it.
-
-        That is ten times what it takes in a loop of its own.
-        """
-        return replace(self._loops(dtype), call=self[OUTSIDE, which, torch.float32].call)
-
     def _loops(self, dtype: torch.dtype) -> Rate:
         if dtype not in self.loops:
             self.loops[dtype] = self._timed((TORCH, "forward", dtype), USUAL)
         return self.loops[dtype]
 
     def __iter__(self) -> Iterator[RateKey]:
-        return iter(self.found)
+        return iter(self.rates)
 
     def __len__(self) -> int:
-        return len(self.found)
-
-    def _usual(self, dtype: torch.dtype) -> Rate:
-        """Return the rate of torch's own operations, where that is not far less than usual."""
-        torchs = astuple(self._loops(dtype))[1:5]
-        return Rate(USUAL.call, *(max(t, u / 10) for t, u in zip(torchs, astuple(USUAL)[1:5])))
+        return len(self.rates)
 
 
 NARROW = replace(ModelConfig(), c_m=32, c_z=32, c_e=16)
 WIDE = ModelConfig()
-PROBED = replace(shortened(ModelConfig(), 0), structure=StructureConfig(layers=1))  # what lies outside of the trunk
-OUTSIDE = "outside of the trunk"  # the name of what is done there, among the rates of a device
+# A model with everything that is outside of the trunk, and the name of this work in the rates of a device.
+PROBED = replace(shortened(ModelConfig(), 0), structure=StructureConfig(layers=1))
+OUTSIDE = "outside of the trunk"
 PAIR = ("triangle ending", "triangle product", "triangle product, out", "pair transition")
 MSA = ("msa row", "msa transition", "outer product")
 EXTRA = ("extra msa row", "global column", "msa row bias", "template pair transition")
-SMALL, LONG = 1e8, 4e8  # floating point operations of a case at most, forward; of some long rows
-# Residues, sequences, the layers that are timed at this size (those that show how the operations do), and `SMALL`.
+# Most floating point operations of a forward case; of a case with long rows.
+SMALL, LONG = 1e8, 4e8
+# Width, residues, sequences, the representative layers that are timed at this size, and the limit of operations.
 SIZES = (
     (NARROW, 10, 4, PAIR + MSA, SMALL),
     (NARROW, 48, 16, (*PAIR, *EXTRA, "msa row"), SMALL),
@@ -124,34 +126,35 @@ SIZES = (
     (WIDE, 64, 32, (*PAIR, *EXTRA, *MSA, "template pointwise"), SMALL),
     (WIDE, 192, 64, (*PAIR, "msa column", "extra msa row", "template triangle starting"), LONG),
 )
-WHOLE_PRODUCTS = 64  # residues; a triangle product cannot be cut to a few rows
-FEW = 3  # layers of a size that an operation is timed at
-LARGE = 2**23  # bytes of a case at most
+# Most residues of a triangle product, which cannot be reduced to a few rows.
+MAX_PRODUCT_RESIDUES = 64
+# Layers of a size at which an operation is timed, and most bytes of a case.
+LAYERS_PER_SIZE = 3
+MAX_CASE_BYTES = 2**23
 MEASURED = {*PROFILES, TORCH, OUTSIDE}
-RUNS = 3  # of each size, after a first one
-LENGTHS = (12, 64)  # at which what lies outside of the trunk is timed
+# Runs of each case after a warm-up run.
+RUNS = 3
+# Residues at which the model outside of the trunk is timed.
+LENGTHS = (12, 64)
 
 
 def _cases(op: str, training: bool, scale: float) -> Iterator[OpCase]:
-    """Yield the sizes at which an operation is timed; scale: how much more a device does than a CPU meanwhile."""
+    """Yield the cases at which an operation is timed. scale: throughput of the device relative to a CPU."""
     of_losses = op in ("aligned_errors", "overlaps")
     sizes = tuple((WIDE, n, 1, ("backbone", "side chains", "clashes"), SMALL) for n in (16, 64)) if of_losses else SIZES
     for model, residues, rows, shown, flops in sizes:
         data = DataSizes(crop=residues, max_msa=rows, max_extra=rows, max_templates=1)
         square = op == "triangle_multiplication"
-        if square and residues > WHOLE_PRODUCTS * scale:
+        if square and residues > MAX_PRODUCT_RESIDUES * scale:
             continue
-        found = [case for case in of_settings(model, data) if case.op == op and case.where in shown]
-        for case in found[:: max(1, math.ceil(len(found) / FEW))]:
-            case = case if square or of_losses else _cut(case, flops * scale)
+        layers = [case for case in of_settings(model, data) if case.op == op and case.where in shown]
+        for case in layers[:: max(1, math.ceil(len(layers) / LAYERS_PER_SIZE))]:
+            if not (square or of_losses):
+                # Reduce the rows to the limits of operations and bytes.
+                cost = PROFILES[op].cost(case, True, 4)
+                share = min(flops * scale / cost.flops if cost.flops else 1.0, MAX_CASE_BYTES / cost.bytes)
+                case = case.with_rows(max(1, int(case.rows * share)))
             yield case if training else replace(case, dropped=False, drawn=False)
-
-
-def _cut(case: OpCase, flops: float) -> OpCase:
-    """Return a case with as many rows as have at most so many floating point operations."""
-    cost = PROFILES[case.op].cost(case, True, 4)
-    few = min(flops / cost.flops if cost.flops else 1.0, LARGE / cost.bytes)
-    return case.with_rows(max(1, int(case.rows * few)))
 
 
 @dataclass(frozen=True)
@@ -160,16 +163,18 @@ class _Timer:
 
     device: torch.device
     clock: Clock
-    busy: Clock = time.process_time  # CPU time: leaves out the time in which the process is descheduled
-    variances: list[float] = field(default_factory=list)  # of runs of the same, relative
+    # CPU time, which excludes the time in which the process is descheduled.
+    busy: Clock = time.process_time
+    # Relative variances of repeated runs.
+    variances: list[float] = field(default_factory=list)
 
     @property
     def spread(self) -> float:
-        """The standard deviation of a run, of its seconds, other processes' turns on its core aside."""
+        """Standard deviation of a run relative to its seconds, without the time of other processes on its core."""
         return math.sqrt(statistics.mean(self.variances))
 
     def points(self, op: str, which: PassName, dtype: torch.dtype) -> Iterator[Point]:
-        """Time one pass of an operation at some sizes; whether gradients are on is the caller's."""
+        """Time one pass of an operation at some sizes. The caller enables or disables gradients."""
         if op == TORCH:
             yield from self._of_torch(dtype)
         elif op == OUTSIDE:
@@ -189,7 +194,7 @@ class _Timer:
         return self.seconds(partial(torch.autograd.grad, out, wanted, torch.ones_like(out), retain_graph=True))
 
     def _outside(self, which: PassName) -> Iterator[Point]:
-        """Time a model without blocks, in fp32: what it does is recorded."""
+        """Time a model without blocks in fp32. Its cost is read from a record."""
         loss = None if which == "forward" else LossConfig()
         model = AlphaFold(PROBED).to(self.device).train(loss is not None)
         model.noise.seed(0)
@@ -214,7 +219,7 @@ class _Timer:
             yield cost, self.seconds(forward if which == "training" else backward), calls
 
     def _of_torch(self, dtype: torch.dtype) -> Iterator[Point]:
-        """Time torch's own operations: sums of two tensors, exponentials, products of matrices."""
+        """Time torch's own operations: additions, exponentials and matrix products."""
         for n in (2**6, 2**12, 2**17, 2**20, 2**23):
             x, y = (torch.ones(n, dtype=dtype, device=self.device) for _ in range(2))
             yield Cost(0, 0, 3 * n * dtype.itemsize), self.seconds(partial(torch.add, x, y)), 1
@@ -226,10 +231,10 @@ class _Timer:
             yield cost, self.seconds(partial(torch.mm, a, b)), 1
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Return the median of some runs after a first one, each with little of its own left in any cache.
+        """Measure the median of some runs after a warm-up run, each with cold caches.
 
-        So operations find them in a step, which is long, and the sum of many: the least of some runs is a lucky turn's,
-        up to half of what operations take on average where ranks share cores.
+        In a step, operations find cold caches, too. The median represents their average, whereas the minimum can be as
+        low as half of it if ranks share cores.
         """
         self._once(run)
         taken, busy = zip(*(self._once(run) for _ in range(RUNS)))
@@ -237,7 +242,8 @@ class _Timer:
         return statistics.median(taken)
 
     def _once(self, run: Callable[[], object]) -> tuple[float, float]:
-        """Run it; return the seconds that this took, and those in which the device was busy with it."""
+        """Run a function; returns its seconds, and the seconds for which the device was busy with it."""
+        # Evict the operands from the caches.
         self.others.add_(1)
         finish(self.device)
         start, busy = self.clock(), self.busy()
@@ -248,42 +254,46 @@ class _Timer:
 
     @cached_property
     def others(self) -> torch.Tensor:
-        """What fills the caches."""
+        """A tensor that fills the caches."""
         return torch.zeros(2**23 if self.device.type == "cpu" else 2**26, device=self.device)
 
 
-# Seconds of a core of a few GHz, for what the points do not tell.
+# The rate of a core of a few GHz, for coefficients that the points do not determine.
 USUAL = Rate(call=5e-5, flop=2e-11, exp=1e-9, byte=1e-10, far=1e-10)
-NEARNESS = 0.005  # the square of the relative error that counts as much as a part twice as large as usual
+# Regularisation: the squared relative error that counts as much as a coefficient of twice its usual value.
+REGULARISATION = 0.005
 
 
 def summed(costs: Iterable[Cost]) -> Cost:
-    """Return the sum of costs."""
-    found = list(costs)
-    return Cost(sum(one.flops for one in found), sum(one.exps for one in found), sum(one.bytes for one in found))
+    """Add up costs."""
+    all_costs = list(costs)
+    return Cost(*(sum(getattr(cost, name) for cost in all_costs) for name in ("flops", "exps", "bytes")))
 
 
 def fitted(points: Sequence[Point], usual: Rate | None = None) -> Rate:
-    """Return the rate, none of its parts negative, whose relative errors at some points have the least squares.
+    """Fit a rate with non-negative coefficients to points by least squares of the relative errors.
 
-    usual: where the points leave it open which part takes the time, the rate stays near this one.
+    usual: a rate to which coefficients are regularised that the points do not determine.
     """
     amounts = np.array(
-        [[n, cost.flops, cost.exps, cost.bytes, max(0.0, cost.bytes - NEAR * n)] for cost, _, n in points]
+        [[n, cost.flops, cost.exps, cost.bytes, max(0.0, cost.bytes - CACHED_BYTES * n)] for cost, _, n in points]
     )
     used = [i for i in range(5) if amounts[:, i].any()]
     equations, right = amounts / np.array([[seconds] for _, seconds, _ in points]), np.ones(len(points))
     if usual is not None:
         expected = np.array(astuple(usual)[:5])
-        scale = np.diag(math.sqrt(NEARNESS) / expected)[used]
-        equations, right = np.vstack([equations, scale]), np.append(right, np.full(len(used), math.sqrt(NEARNESS)))
+        weight = math.sqrt(REGULARISATION)
+        equations = np.vstack([equations, np.diag(weight / expected)[used]])
+        right = np.append(right, np.full(len(used), weight))
+    # The columns are scaled, because their units differ by many orders of magnitude.
     units = np.maximum(equations.max(0), 1e-300)
     best, least = np.zeros(5), math.inf
+    # Solve for every subset of coefficients, with the others 0, and keep the best solution without negative ones.
     for count in range(1, len(used) + 1):
         for some in map(list, combinations(used, count)):
-            found, *_ = np.linalg.lstsq(equations[:, some] / units[some], right, rcond=None)
-            error = float(np.square(equations[:, some] / units[some] @ found - right).sum())
-            if (found >= 0).all() and error < least:
+            solution, *_ = np.linalg.lstsq(equations[:, some] / units[some], right, rcond=None)
+            error = float(np.square(equations[:, some] / units[some] @ solution - right).sum())
+            if (solution >= 0).all() and error < least:
                 best, least = np.zeros(5), error
-                best[some] = found / units[some]
+                best[some] = solution / units[some]
     return Rate(*best.tolist())

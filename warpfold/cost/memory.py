@@ -1,7 +1,4 @@
-"""How much memory a plan needs: estimated from the record of a run, and measured by torch's allocator.
-
-The estimate is the running sum of the bytes that a recorded run allocates and frees.
-"""
+"""Memory of a plan: estimated as the running sum of a recorded run's allocations, and measured by torch's allocator."""
 
 import gc
 import os
@@ -41,19 +38,21 @@ from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan
 
-MAX_MOMENTS = 300  # of a course
-# Needed beyond the bytes of tensors, as a share of them and in bytes: workspaces of torch's libraries, and gaps between
-# tensors.  That of a GPU was not measured.
+# Most moments of a course.
+MAX_MOMENTS = 300
+# Memory in addition to tensors, as a fraction of their bytes and in bytes: workspaces of torch's libraries and
+# fragmentation. The values for GPUs are assumptions.
 MARGIN = {"cpu": (0.05, 192 << 20), "cuda": (0.05, 512 << 20), "mps": (0.05, 512 << 20)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """What one rank holds on its device at the peak, in bytes, and over the run.
+    """Memory of one rank on its device in bytes, at the peak and over the run.
 
-    peak: of all tensors, weights and features included.  weights: parameters, packed copies, gradients, the optimizer's
-    state.  at_peak: by owner; the peak is their sum.  course: moments of the run in order, by name of what runs, and
-    what each owner holds then.  host: in host memory, where a run on another device keeps something there.
+    peak: all tensors including weights and features. weights: parameters, packed copies, gradients and optimizer state.
+    at_peak: bytes by owner, whose sum is the peak. course: moments of the run in order, as pairs of the name of the
+    running code and the bytes by owner. host: bytes in host memory, if the run uses another device.
+    at_least: whether it is a lower bound (`planner.lower_bound`).
     """
 
     peak: int
@@ -62,24 +61,24 @@ class MemoryEstimate:
     at_peak: dict[str, int] = field(default_factory=dict)
     course: list[tuple[str, dict[str, int]]] = field(default_factory=list)
     host: int = 0
-    at_least: bool = False  # it may need more (`planner.lower_bound`)
+    at_least: bool = False
 
 
 def with_margin(bytes: int, device: str = "cpu") -> int:
-    """Return the bytes that must be free on a device for so many bytes of tensors."""
+    """Compute the bytes that must be free on a device for a number of bytes of tensors."""
     share, fixed = MARGIN[kind_of(device)]
     return int(bytes * (1 + share)) + fixed
 
 
 def kind_of(device: str) -> Device:
-    """Return the kind of a device, "cuda:1"."""
+    """Return the kind of a device such as "cuda:1"."""
     return "cuda" if device.startswith("cuda") else "mps" if device.startswith("mps") else "cpu"
 
 
 def estimate_memory(job: Job, plan: Plan, device: str = "cpu") -> MemoryEstimate:
-    """Estimate the memory of a plan's first rank during a job; others hold no more.
+    """Estimate the memory of a plan's first rank during a job. Other ranks need no more.
 
-    device: "cpu", "cuda" or "mps".  A plan with `graph` or `compile` counts as without; what these need is not known.
+    device: "cpu", "cuda" or "mps". The additional memory of `graph` and `compile` is unknown and not included.
     """
     plan = replace(plan, threads=None, compile=False, graph=False, tf32=False)
     return _estimate_memory(job, plan, kind_of(device))
@@ -87,45 +86,41 @@ def estimate_memory(job: Job, plan: Plan, device: str = "cpu") -> MemoryEstimate
 
 @lru_cache(maxsize=4096)
 def _estimate_memory(job: Job, plan: Plan, device: Device) -> MemoryEstimate:
-    """Estimate the memory; the result depends on the arguments alone."""
     optim = step_share(job, plan, 1) if job.learns else None
-    # Sums in two stages need few bytes more, and the placement of the ranks, which is not known here.
-    alone = exchange_plan(replace(plan, sync=replace(plan.sync, strategy="plain")))
-    weights = record_optimizer(job.model, alone, optim, device, job.finetune)
-    everything = device == "cpu" or job.learns  # else each pass moves what it sees
-    passes = job.model.ensemble * (job.recycles + 1 if everything else 1)
+    # Hierarchical sums need only few bytes more, but depend on the placement of the ranks, which is unknown here.
+    plain = exchange_plan(replace(plan, sync=replace(plan.sync, strategy="plain")))
+    weights = record_optimizer(job.model, plain, optim, device, job.finetune)
+    # A prediction on a GPU copies the features of one pass at a time.
+    passes = job.model.ensemble * (job.recycles + 1 if device == "cpu" or job.learns else 1)
     features = sum(x.nbytes for x in features_of(job, passes).values()) * plan.batch
     run = record_example(job, plan, device)
     at_peak, course = _timeline(run, {"weights": weights.held, "features": features})
-    if job.gradient == "all":  # one pass was run, and each keeps as much
+    if job.gradient == "all":
+        # Only one pass was recorded, but every pass saves tensors.
         for held in (at_peak, *(held for _, held in course)):
             held["kept"] = held.get("kept", 0) * (job.recycles + 1)
     for name, peak in (("loading", weights.loading), ("update", weights.update)):
         moment = {"weights": weights.held, "features": features if name == "update" else 0, name: peak - weights.held}
         course.insert(0 if name == "loading" else len(course), (name, moment))
         at_peak = max(at_peak, moment, key=lambda held: sum(held.values()))
+    host = run.host_peak
+    if plan.offload and plan.in_place:
+        # z in host memory, which has no memory on "meta" (warpfold/host.py). An ensemble also has a recycled copy and a
+        # sum.
+        z_bytes = job.sizes.residues**2 * job.model.c_z * DTYPES[plan.precision].itemsize
+        host += min(job.model.ensemble, 3) * z_bytes
     return MemoryEstimate(
         peak=sum(at_peak.values()),
         weights=weights.held,
         features=features,
         at_peak={name: held for name, held in at_peak.items() if held},
         course=course,
-        host=run.host_peak + _z_in_host_memory(job, plan),
+        host=host,
     )
 
 
-def _z_in_host_memory(job: Job, plan: Plan) -> int:
-    """Return the bytes of z, where a prediction keeps it there: on "meta" it has none (warpfold/host.py).
-
-    Of an ensemble there are also a copy of what is recycled, and a sum.
-    """
-    if not (plan.offload and plan.in_place):
-        return 0
-    return min(job.model.ensemble, 3) * job.sizes.residues**2 * job.model.c_z * DTYPES[plan.precision].itemsize
-
-
 def _timeline(run: Run, always: dict[str, int]) -> tuple[dict[str, int], list[tuple[str, dict[str, int]]]]:
-    """Sum up the bytes by owner: at the peak, and at the worst moment of each step of the course."""
+    """Sum the bytes by owner, at the peak and at the worst moment of each span of the course."""
     last = run.moments + 1
     changes: dict[str, list[int]] = defaultdict(lambda: [0] * (last + 1))
     for piece in run.pieces:
@@ -133,7 +128,7 @@ def _timeline(run: Run, always: dict[str, int]) -> tuple[dict[str, int], list[tu
             held = changes[run.watch.owner_of(piece)]
             held[piece.born] += piece.bytes
             held[last if piece.died is None else piece.died] -= piece.bytes
-    for since, until, kept in _kept_by_others(run):
+    for since, until, kept in _kept_by_represented_blocks(run):
         changes["kept"][since] += kept
         changes["kept"][until] -= kept
     owners = {name: list(accumulate(held)) for name, held in changes.items()}
@@ -153,10 +148,10 @@ def _timeline(run: Run, always: dict[str, int]) -> tuple[dict[str, int], list[tu
     return at(max(range(last), key=total.__getitem__)), course
 
 
-def _kept_by_others(run: Run) -> Iterator[tuple[int, int, int]]:
-    """Yield the first and the last moment at which blocks that are not run hold saved tensors, and their bytes.
+def _kept_by_represented_blocks(run: Run) -> Iterator[tuple[int, int, int]]:
+    """Yield (start, end, bytes) of the saved tensors of blocks that were not run.
 
-    They begin when the block that stands for them has ended, and end when its first saved tensor is released.
+    They start when the block that represents them has ended, and end when its first saved tensor is released.
     """
     since = run.watch.backward_from
     for block, count in run.stands_for.items():
@@ -169,11 +164,11 @@ def _kept_by_others(run: Run) -> Iterator[tuple[int, int, int]]:
             yield ended, min(p.died or 0 for p in kept), (count - 1) * sum(p.bytes for p in kept)
 
 
-# What a job really takes
+# Measurement
 
 
 def work(job: Job, plan: Plan, device: torch.device | str = "cpu") -> None:
-    """Do a job once on one device, with random numbers: load the model, and fold an example or train on it."""
+    """Run a job once on one device with random numbers: load the model, and fold an example or train on it."""
     ensemble = job.model.ensemble
     batch = random_example(job.model, job.sizes, device, (job.recycles + 1) * ensemble)
     if not job.learns:
@@ -199,16 +194,17 @@ def work(job: Job, plan: Plan, device: torch.device | str = "cpu") -> None:
 
 
 def measured_memory(job: Job, plan: Plan, device: torch.device | str = "cpu") -> int:
-    """Return the most bytes that torch's allocator has given at one time while a job was done, by one process."""
+    """Measure the peak of torch's allocator during a job in this process."""
     return most_allocated(lambda: work(job, plan, device), device)
 
 
 def most_allocated(run: Callable[[], object], device: torch.device | str = "cpu") -> int:
-    """Return the most bytes that torch's allocator has given at one time while a function ran, beyond those before.
+    """Measure the peak of torch's allocator while a function runs, in bytes above the memory before.
 
-    Of operations and of what they need inside.
+    Workspaces of operations are included.
     """
-    gc.collect()  # else what is garbage already may be given back meanwhile, and would count as less
+    # Existing garbage that is released during the run would reduce the result.
+    gc.collect()
     if torch.device(device).type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -227,28 +223,28 @@ def most_allocated(run: Callable[[], object], device: torch.device | str = "cpu"
 
 @contextmanager
 def without_stderr() -> Iterator[None]:
-    """Suppress the lines that torch 2.13's profiler writes to file descriptor 2: what it does, and what it missed."""
+    """Suppress the progress and warning lines that torch 2.13's profiler writes to file descriptor 2."""
     sys.stderr.flush()
-    kept = os.dup(2)
+    original = os.dup(2)
     try:
         with open(os.devnull, "wb") as nothing:
             os.dup2(nothing.fileno(), 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(original, 2)
+        os.close(original)
 
 
 @dataclass(frozen=True)
 class MemoryCheck:
-    """Bytes that a small job was said to need on a device, and those it took."""
+    """The estimated and the measured memory of a small job on a device, in bytes."""
 
     device: str
     estimated: int
     measured: int
 
     def says(self) -> str:
-        """ "memory: estimated 15.7 MB, measured 15.6 MB; a plan leaves 5 % and 268 MB more free"."""
+        """Format as "memory: estimated 15.7 MB, measured 15.6 MB; a plan leaves 5 % and 268 MB more free"."""
         share, fixed = MARGIN[kind_of(self.device)]
         return (
             f"memory: estimated {self.estimated / 1e6:.1f} MB, measured {self.measured / 1e6:.1f} MB; "
@@ -257,7 +253,7 @@ class MemoryCheck:
 
 
 def check_memory(device: torch.device) -> MemoryCheck:
-    """Fold a small random example with the tiny preset on a device, and compare what it takes with the estimate."""
+    """Fold a small random example with the tiny preset on a device, and compare its memory with the estimate."""
     model = settings.build(ModelConfig, settings.load("tiny").get("model", {}), "tiny")
     sizes = ExampleSizes(residues=64, sequences=16, extra=32, templates=0)
     job = Job(model=shortened(model, 2), sizes=sizes, recycles=1)

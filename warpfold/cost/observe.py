@@ -1,7 +1,4 @@
-"""Observe a running model: the operations that torch dispatches, and where in the model.
-
-`Operations` tells of every operation of torch; `MadeAt` where a node of autograd's graph was made.
-"""
+"""Observe a running model: the dispatched torch operations, and the places where autograd nodes were created."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
@@ -14,20 +11,24 @@ from warpfold.ops import dispatch
 from warpfold.ops.torch_internals import DispatchMode, current_node, in_backward, next_node_number, node_number
 
 T = TypeVar("T")
-Seen = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], object]  # of a function, args, kwargs, and the result
+# A callback with an operation, its arguments, its keyword arguments and its result.
+Seen = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], object]
 
-SUMS = 2**62  # numbers from here on: nodes that sum gradients into parameters
-# Operations of torch that launch nothing: they allocate, or replace the storage of a tensor.
+# Nodes that accumulate gradients into parameters have numbers from here on.
+SUMS = 2**62
+# Torch operations that launch nothing: they allocate, or replace the storage of a tensor.
 ALLOCATE = {"set_", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
-EXPONENTIALS = {"_softmax", "exp", "sigmoid", "softplus"}  # operations of torch that take one of each number
-MODEL = "model"  # the layer of what the model does outside of its layers
+# Torch operations that compute one exponential per element.
+EXPONENTIALS = {"_softmax", "exp", "sigmoid", "softplus"}
+# Name of the model's code outside of its layers.
+MODEL = "model"
 
 
 class Operations(DispatchMode):
-    """Tell `seen` of each of torch's operations within the context, forward and backward, once it has run.
+    """Call `seen` with each torch operation within the context, forward and backward, after it has run.
 
-    launchers: a registered operation of ours runs the launchers of its kernels on tensors without memory (device
-    "meta"), and what these call is told of instead of the operation.
+    launchers: for our registered operations, run the launchers of their kernels on meta tensors, and report the
+    operations that these call instead.
     """
 
     def __init__(self, seen: Seen, launchers: bool = False) -> None:
@@ -45,10 +46,10 @@ class Operations(DispatchMode):
 
 
 class MadeAt(Generic[T]):
-    """Where each node of autograd's graph was made: the backward pass runs at the place of the forward pass.
+    """Places of autograd nodes, so that the backward pass can be attributed to the place of the forward pass.
 
-    A node carries the number of its making, which only grows within a thread.  Nodes that a recomputation makes in the
-    backward pass are not noted: that may run in a thread with numbers of its own.
+    The number of a node increases with each creation within a thread. Nodes that a recomputation creates in the
+    backward pass are ignored, because it may run in a thread with its own numbers.
     """
 
     def __init__(self) -> None:
@@ -56,32 +57,32 @@ class MadeAt(Generic[T]):
         self._places: list[T | None] = []
 
     def now(self, place: T | None) -> None:
-        """Have nodes that are made from now on belong to a place; None: to nowhere."""
+        """Attribute nodes that are created from now on to a place; None for no place."""
         if not in_backward():
             self.since(next_node_number(), place)
 
     def since(self, number: int, place: T | None) -> None:
-        """Have nodes from this number on belong to a place."""
+        """Attribute nodes from this number on to a place."""
         self._numbers.append(number)
         self._places.append(place)
 
     def of(self, number: int) -> T | None:
-        """Return the place of a node, by its number; None for those of nowhere, and for sums into parameters."""
+        """Return the place of a node by its number; None without a place, and for accumulation into parameters."""
         index = bisect_right(self._numbers, number) - 1
         return None if index < 0 or not 0 <= number < SUMS else self._places[index]
 
     def of_current(self) -> T | None:
-        """Return the place of the node that the backward pass runs now."""
+        """Return the place of the node that the backward pass is running."""
         node = current_node()
         return None if node is None else self.of(node_number(node))
 
 
 def size(t: Tensor) -> int:
-    """Return the bytes of a tensor's numbers."""
+    """Return the bytes of a tensor's elements."""
     return t.numel() * t.element_size()
 
 
 def products(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> int:
-    """Return the floating point operations of one of torch's operations, if it is a matrix product; else 0."""
+    """Compute the floating point operations of a torch operation if it is a matrix product; otherwise 0."""
     formula = flop_registry.get(func._overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))

@@ -1,10 +1,10 @@
-"""Choose how a job runs, before it runs: what each plan needs and how long it takes, and the fastest that fits.
+"""Choose the fastest plan that fits, before a job runs.
 
-Memory and time are read from a record of the code itself (cost/record.py).  A training plan that keeps everything on
-each device, with a whole share of the examples, is taken at once.  Otherwise grids are compared, from the one on that
-could be fastest at best.  For each grid the ways to run an example are tried, from the one that computes least to the
-tightest, until one fits.  One device is a cluster of one.  Keys of the plan that are given stay as they are; precision
-is never among those chosen.
+Memory and time of a plan are estimated from a record of the code itself (cost/record.py). A training plan that
+recomputes nothing and gives each device the same number of complete examples is chosen at once. Otherwise grids of
+ranks are compared in the order of their lower bounds of time. For each grid, the ways to run an example are tried from
+the least computation to the least memory, until one fits. A single device is treated as a cluster of one. Keys of the
+plan that the user has set stay fixed, and precision is never chosen.
 """
 
 import math
@@ -31,30 +31,39 @@ from warpfold.parallel.execution import TILE
 from warpfold.parallel.plan import CACHED, DTYPES, Plan, Recompute
 from warpfold.progress import Progress, as_time, no_progress
 
-SLICES = (4, 32, 256)  # into how many slices z is cut
-FEWEST = 4  # rows of a slice: with fewer, calls cost more than what they compute
-# Estimates are no better than this: of plans whose times differ by less, the one with the fewest busy devices is taken,
+# Numbers of slices of z that are tried.
+SLICE_COUNTS = (4, 32, 256)
+# Fewest rows of a slice. With fewer, the calls cost more than their computation.
+MIN_CHUNK = 4
+# Accuracy of the estimates. Among plans whose times differ by less, the one with the fewest busy devices is chosen,
 # then the simplest.
 TIE_TOLERANCE = 1.05
-GAIN_TOLERANCE = 1.01  # more ranks that share an example gain nothing if they are not faster by this
-STEPS = 16  # sizes between a power of two and the next for which memory is estimated: at most 6 % too many residues
-NEARLY = 1.3  # what needs so many times what is free, for rounded sizes, does not fit for its own sizes either
-LOOKS = 5  # estimates, at most, that the longest protein is looked for with
-NEAR = 1.03  # it is known as well as this
-BUCKETS = (1.0, 4.0, 64.0)  # MiB, beside the default
-TOGETHER = (2, 4, 8, 16)  # examples that go through the model together
-ALIKE = 8  # more data ranks than these hold no more, and with `shard_state` little less, than so many
-CHOSEN = ("data", "axial", "chunk", "in_place", "offload")  # keys of the plan of a prediction that are chosen
+# Sharing an example among more ranks must be faster by at least this factor.
+GAIN_TOLERANCE = 1.01
+# Sizes between two powers of two to which jobs are rounded up for memory estimates: at most 6 % too many residues.
+ROUNDED_SIZES = 16
+# If a rounded job needs more than this multiple of the free memory, the exact job does not fit either.
+REFINE_BELOW = 1.3
+# Most estimates in the search for the longest protein, and the relative accuracy of the search.
+MAX_ESTIMATES = 5
+LENGTH_TOLERANCE = 1.03
+# Bucket sizes in MiB that are tried besides the default, and numbers of examples that run together.
+BUCKET_SIZES = (1.0, 4.0, 64.0)
+BATCH_SIZES = (2, 4, 8, 16)
+# Memory is estimated for at most this many data ranks. More ranks need no more, and with `shard_state` little less.
+MAX_ESTIMATED_RANKS = 8
+# Keys of the plan that are chosen for predictions and for training.
+CHOSEN = ("data", "axial", "chunk", "in_place", "offload")
 CHOSEN_IN_TRAINING = (
     *("data", "axial", "branch", "batch", "recompute", "keep_blocks", "offload", "triangle", "sync", "sizes"),
 )
-# To which axes are padded where graphs replay passes: some 24 shapes of a monomer's examples.
+# `Plan.sizes` where graphs replay passes: about 24 shapes of a monomer's examples.
 SIZES = 2
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that was looked at; memory, time: None where nobody needed to know.  reason: why it does not fit."""
+    """A plan that was considered. memory, time: None if not estimated. reason: why it does not fit, or ""."""
 
     plan: Plan
     memory: MemoryEstimate | None = None
@@ -64,12 +73,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan for a job, and what it was chosen from, in the order in which it was looked at.
+    """The plan that was chosen for a job, and the candidates in the order of their estimates.
 
-    chosen: its memory is that of the job, or of one a little larger; its time None where no rates are known, or where
-    the plan was beyond doubt.  alone: seconds of one example on one device by itself, everything at once.  computed:
-    seconds of a step if what the trunk makes were not kept, where it is.  skipped: plans that were not looked at,
-    with the seconds that they take at least.
+    chosen: its memory is that of the job or of a slightly larger one. Its time is None if no rates are known or if no
+    other plan could be better.
+    alone: seconds of one example on a single device without slices or recomputation.
+    computed: seconds of a step without cached trunk outputs, if the job caches them.
+    skipped: plans that were not considered, with a lower bound of their seconds.
     """
 
     job: Job
@@ -93,34 +103,34 @@ class Choice:
     @property
     def trivially_fits(self) -> bool:
         """Whether the job is so small that nothing had to be estimated."""
-        return all(one.memory is None for one in self.considered)
+        return all(candidate.memory is None for candidate in self.considered)
 
     @property
     def idle(self) -> int:
-        """How many devices have no part of a step."""
+        """Number of devices that the plan does not use."""
         return self.machine.devices - ranks_of(self.plan)
 
-    def efficiency(self, one: Candidate) -> float | None:
-        """Return the examples of an hour as a share of what as many devices would do, each alone with one example."""
-        if self.alone is None or one.time is None:
+    def efficiency(self, candidate: Candidate) -> float | None:
+        """Compute the throughput relative to the same devices working on separate examples, each alone."""
+        if self.alone is None or candidate.time is None:
             return None
-        return examples_of(self.job) * self.alone / (self.machine.devices * one.time.total)
+        return examples_of(self.job) * self.alone / (self.machine.devices * candidate.time.total)
 
-    def device_hours(self, one: Candidate, examples: int = 10**6) -> float | None:
-        """Return the hours of devices that so many examples take."""
-        if one.time is None:
+    def device_hours(self, candidate: Candidate, examples: int = 10**6) -> float | None:
+        """Compute the device-hours of a number of examples."""
+        if candidate.time is None:
             return None
-        return self.machine.devices * one.time.total * examples / examples_of(self.job) / 3600
+        return self.machine.devices * candidate.time.total * examples / examples_of(self.job) / 3600
 
 
 def examples_of(job: Job) -> int:
-    """Return how many examples a step has; a prediction: one."""
+    """Return the number of examples in a step; 1 for a prediction."""
     return 1 if job.optim is None else job.optim.accumulate
 
 
 @lru_cache(maxsize=64)
 def parameters(model: ModelConfig) -> int:
-    """Return how many numbers a model learns."""
+    """Count the parameters of a model."""
     with torch.device("meta"):
         return sum(p.numel() for p in AlphaFold(model).parameters())
 
@@ -136,16 +146,16 @@ def choose(
     examples: int = 1,
     tell: Progress = no_progress,
 ) -> Choice:
-    """Return the fastest plan that fits; of equally fast ones that with the fewest busy devices, then the simplest.
+    """Choose the fastest plan that fits; among equally fast ones that with the fewest busy devices, then the simplest.
 
-    More devices never take longer: a training leaves some idle where sharing its work out to them gains nothing.
-    fixed: keys of the plan that stay as they are; sync: those of `plan.sync`.  cluster: how devices are joined; None:
-    all on one node.  rates: how fast they are; None: as the machine says.
-    every: look at all ways to run an example, not only until one fits, and for these very sizes; else what needs little
-    by a bound is run whole, without an estimate.  examples: how many of them there are to fold; devices that do not
-    share one fold others.
-    Errors: UserError where nothing fits, saying what would; ValueError for keys that no plan can have together, and
-    devices that no plan can use.
+    More devices never take longer, because training leaves devices idle if dividing its work further gains nothing.
+    fixed: fixed keys of the plan. sync: fixed keys of `plan.sync`. cluster: connections of the devices; None means a
+    single node. rates: speed of the devices; None means the machine's.
+    every: estimate all ways to run an example for the exact sizes, instead of only until one fits. Otherwise, a job
+    that fits by an upper bound gets the first plan without an estimate.
+    examples: number of examples to fold. Devices that do not share an example fold different ones.
+    Raises UserError if no plan fits, with suggestions, and ValueError for keys that exclude each other or for devices
+    that no plan can use.
     """
     cluster, fixed = cluster or one_node(machine.devices), limited(job, fixed or {})
     search = _Search(job, machine, cluster, fixed, sync or {}, rates, every, examples, tell)
@@ -153,27 +163,30 @@ def choose(
     if not every and (bound := _trivial_fit(job, plans, machine, examples)) is not None:
         return Choice(job, machine, cluster, Candidate(plans[0], bound), tuple(map(Candidate, plans)))
     bounds = [(plan, lower_bound(job, plan)) for plan in plans]
-    if all(why_not_fit(bound, machine) for _, bound in bounds):  # nor is it of interest how long they take
-        far = [Candidate(plan, bound, None, why_not_fit(bound, machine)) for plan, bound in bounds]
-        raise NothingFitsError(job, machine, far, tell)
+    if all(why_not_fit(bound, machine) for _, bound in bounds):
+        # Nothing can fit, so no time needs to be estimated.
+        too_large = [Candidate(plan, bound, None, why_not_fit(bound, machine)) for plan, bound in bounds]
+        raise NothingFitsError(job, machine, too_large, tell)
     search.run()
-    fitting = [one for one in search.looked if one.memory is not None and not one.reason]
+    fitting = search.fitting()
     if not fitting:
-        raise NothingFitsError(job, machine, search.looked, tell)
+        raise NothingFitsError(job, machine, search.considered, tell)
     chosen = search.simplest(fitting)
-    seen = {one.plan for one in search.looked}
-    grid = (chosen.plan.data, chosen.plan.axial, chosen.plan.branch)
-    tighter_ones = [p for p in plans if p not in seen and (p.data, p.axial, p.branch) == grid]
-    looked = tuple(search.looked) + tuple(map(Candidate, () if job.learns and machine.devices > 1 else tighter_ones))
+    considered = list(search.considered)
+    if not (job.learns and machine.devices > 1):
+        # Plans of the chosen grid that need less memory, for `tighter`.
+        estimated = {candidate.plan for candidate in considered}
+        grid = grid_of(chosen.plan)
+        considered += [Candidate(plan) for plan in plans if plan not in estimated and grid_of(plan) == grid]
     computed = None
     if job.keeps_trunk(chosen.plan):
-        found = search.timed(chosen.plan, replace(job, finetune=replace(job.finetune, trunk="computed")), cluster)
-        computed = None if found is None else found.total
-    return Choice(job, machine, cluster, chosen, looked, search.alone, computed, tuple(search.skipped))
+        time = search.timed(chosen.plan, replace(job, finetune=replace(job.finetune, trunk="computed")), cluster)
+        computed = None if time is None else time.total
+    return Choice(job, machine, cluster, chosen, tuple(considered), search.alone, computed, tuple(search.skipped))
 
 
 def limited(job: Job, fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a plan that stay, with those that what is trained decides where they are not given."""
+    """Return the fixed keys of a plan, with defaults that the trained parts of the model imply."""
     if not (job.learns and job.finetune.freezes):
         return dict(fixed)
     alone = {"axial": 1, "batch": 1} if job.keeps_trunk(Plan()) else {}
@@ -181,78 +194,77 @@ def limited(job: Job, fixed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tighter(choice: Choice) -> Choice | None:
-    """Return the next plan that needs less memory, where one ran out of it nevertheless; None: none.
-
-    It is in `considered` behind the plan that was chosen.
-    """
-    plans = [one.plan for one in choice.considered]
+    """Return the next plan in `considered` that needs less memory, after a run has run out of it; None if none does."""
+    plans = [candidate.plan for candidate in choice.considered]
     now = estimate(choice.job, choice.plan, choice.machine)
-    for one in choice.considered[plans.index(choice.plan) + 1 :]:
-        memory = one.memory or estimate(choice.job, one.plan, choice.machine)
+    for candidate in choice.considered[plans.index(choice.plan) + 1 :]:
+        memory = candidate.memory or estimate(choice.job, candidate.plan, choice.machine)
         if memory.peak < now.peak:
-            return replace(choice, chosen=replace(one, memory=memory))
+            return replace(choice, chosen=replace(candidate, memory=memory))
     return None
 
 
-# Which plans there are
+# Candidates
 
 
 def candidates(
     job: Job, machine: Machine, fixed: Mapping[str, Any], sync: Mapping[str, Any] | None = None,
     cluster: Cluster | None = None,
 ) -> list[Plan]:  # fmt: skip
-    """Return the plans that could run a job, by grid, and of each the one that computes least first.
+    """List the plans that could run a job: by grid, and within a grid from the least computation on.
 
-    None has another value of a fixed key.  How gradients travel and examples go together (`variants`) is not chosen
-    here, nor `keep_blocks`, which takes estimates of memory.  Where graphs may replay passes, shapes are made few.
-    Errors: ValueError for keys that no plan can have together, or devices that no plan can use.
+    Fixed keys keep their values. `variants` varies the communication of gradients and the number of examples that run
+    together, and `keep_blocks` needs memory estimates; neither is varied here. If graphs may replay passes, the plans
+    pad examples to few shapes.
+    Raises ValueError for keys that exclude each other, or devices that no plan can use.
     """
-    found: dict[Plan, None] = {}
-    fixed = limited(job, fixed)
+    fixed, sync = limited(job, fixed), sync or {}
+    plans: dict[Plan, None] = {}
     for data, axial, branch in grids(job, cluster or one_node(machine.devices), fixed):
-        for way in _training_ways(data, fixed, sync or {}) if job.training else _prediction_ways(job, machine):
-            keys: dict[str, Any] = {"data": data, "axial": axial, "branch": branch}
-            keys |= {key: value for key, value in way.items() if key not in fixed} | dict(fixed)
+        for way in _training_ways(data, fixed, sync) if job.training else _prediction_ways(job, machine):
+            keys: dict[str, Any] = {"data": data, "axial": axial, "branch": branch, **way, **fixed}
             if sync and "sync" not in way:
                 keys["sync"] = SyncConfig(**sync)
             if not job.training and "in_place" not in fixed:
                 keys["in_place"] = keys.get("chunk") is not None
-            plan = possible(keys)
-            if plan is None or plan.unsupported_on(machine.kind):
-                continue
-            if examples_of(job) % (plan.data * plan.batch if plan.batch > 1 else 1):
-                continue
-            few = replace(plan, sizes=SIZES)
-            if "sizes" not in fixed and job.learns:
-                plan = few if few.why_no_graphs(machine.kind) is None else plan
-            if job.training or plan.in_place or not plan.offload:
-                found[plan] = None
-    if found:
-        return list(found)
-    if reason := Plan(**fixed).unsupported_on(machine.kind):  # Plan says what is wrong with the keys themselves
+            if (plan := _valid_plan(job, machine, keys)) is not None:
+                plans[plan if "sizes" in fixed else _padded_for_graphs(job, machine, plan)] = None
+    if plans:
+        return list(plans)
+    # `Plan` raises an error if the keys themselves exclude each other.
+    if reason := Plan(**fixed).unsupported_on(machine.kind):
         raise ValueError(reason)
-    given = ", ".join(f"plan.{key} = {fixed[key]}" for key in ("data", "axial", "branch", "batch") if key in fixed)
+    grid = ", ".join(f"plan.{key} = {fixed[key]}" for key in ("data", "axial", "branch", "batch") if key in fixed)
     raise ValueError(
-        f"{given or 'the plan'}: {machine.devices} ranks cannot share a step of {examples_of(job)} so; data x axial "
-        "x branch must be the number of ranks, each data rank needs an example, and data x batch must divide "
-        "optim.accumulate"
+        f"{grid or 'the plan'}: {machine.devices} ranks cannot divide a step of {examples_of(job)} in this way. Data x "
+        "axial x branch must be the number of ranks, each data rank needs an example, and data x batch must divide "
+        "optim.accumulate."
     )
 
 
-def possible(keys: Mapping[str, Any]) -> Plan | None:
-    """Return the plan of keys that were put together; None where they do not go together."""
+def _valid_plan(job: Job, machine: Machine, keys: Mapping[str, Any]) -> Plan | None:
+    """Build a plan that this job and device allow; returns None if there is none with these keys."""
     try:
-        return Plan(**keys)
+        plan = Plan(**keys)
     except ValueError:
         return None
+    splits_batch = plan.batch > 1 and examples_of(job) % (plan.data * plan.batch) > 0
+    offloads_whole = not job.training and plan.offload and not plan.in_place
+    return None if plan.unsupported_on(machine.kind) or splits_batch or offloads_whole else plan
+
+
+def _padded_for_graphs(job: Job, machine: Machine, plan: Plan) -> Plan:
+    """Make a training plan pad its examples to few shapes, if graphs may then replay passes."""
+    padded = replace(plan, sizes=SIZES)
+    return padded if job.learns and padded.why_no_graphs(machine.kind) is None else plan
 
 
 def grids(job: Job, cluster: Cluster, fixed: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:
-    """Yield how devices may share out the work, data x axial x branch: first an example each, then more share one.
+    """Yield grids data x axial x branch: first those with separate examples, then those whose ranks share examples.
 
-    A prediction takes all devices.  Of a training's data ranks that have the same largest share there are the fewest,
-    and those that fill nodes.  More devices have every grid of fewer, too; some may be left idle, but where the data
-    ranks are given.
+    Predictions use all devices. For training, only the fewest data ranks are yielded among those with the same largest
+    share of examples, and those that fill nodes. The grids of fewer devices are included, so devices may stay idle
+    unless the number of data ranks is fixed.
     """
     examples, ranks = examples_of(job), cluster.ranks
     if not job.training:
@@ -261,41 +273,44 @@ def grids(job: Job, cluster: Cluster, fixed: Mapping[str, Any]) -> Iterator[tupl
             data, rest = divmod(ranks, axial * branch)
             if rest == 0 and fixed.get("axial", axial) == axial and fixed.get("data", data) == data:
                 yield data, axial, branch
-        if fixed.get("axial", 1) * branch > ranks:  # as it was asked for, on one device after another
+        if fixed.get("axial", 1) * branch > ranks:
+            # The user has asked for more ranks than there are.
             yield fixed.get("data", 1), fixed.get("axial", 1), branch
         return
+    # Beyond 16, in steps of at most an eighth.
     sizes = [*range(1, 17)]
-    while sizes[-1] < ranks:  # then in steps of an eighth at most
+    while sizes[-1] < ranks:
         sizes += [2 * size for size in sizes[-8:]]
     counts = {-(-examples // share) for share in range(1, examples + 1)}
     counts |= {*range(cluster.per_node, examples + 1, cluster.per_node)}
     branches = (1,) if job.model.evoformer.outer == "middle" else (1, 2)
     for branch in (fixed["branch"],) if "branch" in fixed else branches:
         for axial in (fixed["axial"],) if "axial" in fixed else [a for a in sizes if a <= job.sizes.residues]:
-            found = sorted((data for data in counts if data * axial * branch <= ranks), reverse=True)
+            data_ranks = sorted((data for data in counts if data * axial * branch <= ranks), reverse=True)
             if "data" in fixed:
-                whole = fixed["data"] * axial * branch == ranks and fixed["data"] <= examples
-                found = [fixed["data"]] if whole else []
-            yield from ((data, axial, branch) for data in found)
+                fills = fixed["data"] * axial * branch == ranks and fixed["data"] <= examples
+                data_ranks = [fixed["data"]] if fills else []
+            yield from ((data, axial, branch) for data in data_ranks)
 
 
 def _prediction_ways(job: Job, machine: Machine) -> Iterator[dict[str, Any]]:
-    """Yield whole; in more and more slices, in place; z in host memory."""
+    """Yield keys for a prediction: without slices, in place with more and more slices, and with z in host memory."""
     residues = rounded(job).sizes.residues
     yield {"chunk": None}
-    sizes = {max(FEWEST, math.ceil(residues / count)) for count in SLICES}
+    sizes = {max(MIN_CHUNK, math.ceil(residues / count)) for count in SLICE_COUNTS}
     if machine.kind == "cpu":
-        longest = max(job.sizes.residues, job.sizes.sequences)  # a row's logits are the largest temporary
-        sizes.add(max(FEWEST, CACHED // (8 * longest**2)))
+        # The attention logits of a row are the largest temporary. This chunk keeps them in the cache.
+        longest = max(job.sizes.residues, job.sizes.sequences)
+        sizes.add(max(MIN_CHUNK, CACHED // (8 * longest**2)))
     chunks = [size for size in sorted(sizes, reverse=True) if size < residues]
     yield from ({"chunk": chunk} for chunk in chunks)
-    # To and from a GPU narrower bands of columns would travel in pieces that take longer to ask for than to move.
+    # Narrower bands of columns would be copied to and from a GPU in ranges whose launches take longer than the copies.
     least = TILE if machine.kind == "cuda" and residues > TILE else 0
     yield from ({"chunk": max(chunk, least), "offload": True} for chunk in chunks[-1:])
 
 
 def _training_ways(data: int, fixed: Mapping[str, Any], sync: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield everything kept; layers or blocks recomputed; the state shared out; what is kept in host memory."""
+    """Yield keys for training: no recomputation; recomputed layers or blocks; sharded state; offloaded tensors."""
     seen: list[dict[str, Any]] = []
     for kind, shard, offload in (
         *((None, False, False), ("layer", False, False), ("block", False, False)),
@@ -312,13 +327,16 @@ def _training_ways(data: int, fixed: Mapping[str, Any], sync: Mapping[str, Any])
 def variants(
     job: Job, plan: Plan, cluster: Cluster, fixed: Mapping[str, Any], sync: Mapping[str, Any]
 ) -> Iterator[list[Plan]]:
-    """Yield the plans of a training that differ from one in one key: how examples go together, products are cut, and
-    gradients travel.
+    """Yield groups of training plans that differ from a plan in one key.
+
+    The keys are the examples that run together, the sharding of triangle products, and the communication of gradients.
     """
     optim = job.optim
     assert optim is not None
     if "batch" not in fixed and optim.clip == "step" and job.model.multimer is None and plan.axial * plan.branch == 1:
-        yield [replace(plan, batch=b) for b in TOGETHER if b != plan.batch and optim.accumulate % (plan.data * b) == 0]
+        yield [
+            replace(plan, batch=b) for b in BATCH_SIZES if b != plan.batch and optim.accumulate % (plan.data * b) == 0
+        ]
     if "triangle" not in fixed and plan.axial > 1:
         itemsize, model = DTYPES[plan.precision].itemsize, job.model
         channels = model.evoformer.pair.c_triangle
@@ -330,11 +348,13 @@ def variants(
     if "shard_state" not in sync and plan.data > 1 and not compressed:
         yield [replace(plan, sync=replace(plan.sync, shard_state=not plan.sync.shard_state))]
     if "bucket" not in sync and ranks_of(plan) > 1:
-        yield [replace(plan, sync=replace(plan.sync, bucket=b)) for b in BUCKETS if b * 2**18 < parameters(job.model)]
+        yield [
+            replace(plan, sync=replace(plan.sync, bucket=b)) for b in BUCKET_SIZES if b * 2**18 < parameters(job.model)
+        ]
 
 
 def simplicity(plan: Plan) -> tuple[int, int, int]:
-    """Return the key that sorts plans from simple to complicated: how much differs from the default; branch, axial."""
+    """Return a sort key from simple to complicated: number of non-default settings, then branch and axial."""
     sync, usual = plan.sync, SyncConfig()
     differing = (
         *(plan.axial > 1, plan.branch > 1, plan.batch > 1, plan.triangle != "auto", plan.chunk is not None),
@@ -344,11 +364,11 @@ def simplicity(plan: Plan) -> tuple[int, int, int]:
     return sum(differing), plan.branch, plan.axial
 
 
-# Which of them fit, and how long they take
+# The search
 
 
 class _Search:
-    """Look at the plans of a job: `looked` has those that were."""
+    """Estimate memory and time of a job's plans until the fastest is found. `considered` lists the estimated ones."""
 
     def __init__(
         self, job: Job, machine: Machine, cluster: Cluster, fixed: Mapping[str, Any], sync: Mapping[str, Any],
@@ -357,164 +377,162 @@ class _Search:
         self.job, self.machine, self.cluster, self.fixed, self.sync = job, machine, cluster, fixed, sync
         self.every, self.examples, self.tell = every, examples, tell
         self.plans = candidates(job, machine, fixed, sync, cluster)
-        self.looked: list[Candidate] = []
+        self.considered: list[Candidate] = []
         self.alone: float | None = None
         self.skipped: list[tuple[Plan, float]] = []
-        self._launching = 0.0  # to launch an example on one device; 0: graphs do it for ranks that share one
+        # Seconds in which the host launches an example's kernels; 0 if graphs launch them for ranks that share one.
+        self._launching = 0.0
         self._rates = rates
-        self._reach: dict[int, int] = {}  # by branch: the most ranks that shared an example among those looked at
-        self._shares: dict[int, list[tuple[int, float]]] = {}  # by branch: axial, and how well its ranks were used
+        # By branch: the largest `axial` so far, and pairs of `axial` and the parallel efficiency of its ranks.
+        self._reach: dict[int, int] = {}
+        self._efficiencies: dict[int, list[tuple[int, float]]] = {}
 
     def run(self) -> None:
-        """Look at the grids from the one on that could be fastest at best, until no other can be faster."""
-        one = self.plans[0]
-        is_measured = self.machine.here and self.machine.devices > 1  # rates would be
-        evident = self._evident(one)
-        # The time of a design's gradient is not recorded.
-        if self._rates is None and len(self.plans) > 1 and self.job.gradient is None and not (evident and is_measured):
-            self._rates = self.machine.rates(DTYPES[one.precision], lambda what: self._say(what))
+        """Consider grids in the order of their lower bounds of time, until no other grid can be faster."""
+        first = self.plans[0]
+        evident = None
+        if is_evident(self.job, first, self.machine) and not why_not_fit(memory := self._memory(first), self.machine):
+            evident = Candidate(first, memory)
+        # Rates of several local devices would be measured, which an evident plan does not need. The time of a design's
+        # gradient is not recorded.
+        needs_rates = not (evident and self.machine.here and self.machine.devices > 1)
+        if self._rates is None and len(self.plans) > 1 and self.job.gradient is None and needs_rates:
+            self._rates = self.machine.rates(DTYPES[first.precision], lambda what: self._say(what))
         if self._rates is not None:
-            by_itself = replace(self.job, optim=self.job.optim and replace(self.job.optim, accumulate=one.batch))
-            found = self.timed(alone(one), by_itself, None)
-            self.alone = None if found is None else found.total / one.batch
+            by_itself = replace(self.job, optim=self.job.optim and replace(self.job.optim, accumulate=first.batch))
+            time = self.timed(alone(first), by_itself, None)
+            self.alone = None if time is None else time.total / first.batch
             shares = next((plan for plan in self.plans if plan.axial > 1), None)
-            launched = None
             if shares is not None and shares.why_no_graphs(self.machine.kind) is not None:
-                launched = self.timed(replace(alone(one), graph=False), by_itself, None)
-            self._launching = 0.0 if launched is None else launched.launching / one.batch
+                time = self.timed(replace(alone(first), graph=False), by_itself, None)
+                self._launching = 0.0 if time is None else time.launching / first.batch
         if evident is not None:
             self._add(evident)
-        left: dict[tuple[int, int, int], list[Plan]] = {}
+        remaining: dict[tuple[int, int, int], list[Plan]] = {}
         for plan in self.plans if evident is None else ():
-            left.setdefault((plan.data, plan.axial, plan.branch), []).append(plan)
-        while left:
-            near = [grid for grid in left if self._within_reach(grid)]
-            if not near and self._fitting():
+            remaining.setdefault(grid_of(plan), []).append(plan)
+        while remaining:
+            within_reach = [grid for grid in remaining if self._within_reach(grid)]
+            # Without rates, the first plan that fits is taken.
+            if self.fitting() and (not within_reach or self._rates is None):
                 break
-            near = near or [min(left, key=lambda grid: grid[1:])]
-            grid = min(near, key=lambda grid: (self._bound(grid), simplicity(left[grid][0])))
-            best = min(self._fitting(), key=self._total, default=None)
-            if best is not None and self._rates is None:
-                break
-            self._look_at(left.pop(grid))
+            within_reach = within_reach or [min(remaining, key=lambda grid: grid[1:])]
+            grid = min(within_reach, key=lambda grid: (self._bound(grid), simplicity(remaining[grid][0])))
+            self._consider(remaining.pop(grid))
             self._reach[grid[2]] = max(grid[1], self._reach.get(grid[2], 0))
-            self._skip_hopeless(left)
-        if self.job.learns and self._rates is not None and self._fitting():
+            self._skip_hopeless(remaining)
+        if self.job.learns and self._rates is not None and self.fitting():
             self._vary()
 
-    def _evident(self, plan: Plan) -> Candidate | None:
-        """Return the first plan with its memory, where it fits and no way to share examples out can be worth more."""
-        if not is_evident(self.job, plan, self.machine):
-            return None
-        memory = self._memory(plan)
-        return None if why_not_fit(memory, self.machine) else Candidate(plan, memory)
-
     def _say(self, what: str) -> None:
-        self.tell(len(self.looked), len(self.looked) + 2, what)
+        self.tell(len(self.considered), len(self.considered) + 2, what)
 
-    def _fitting(self) -> list[Candidate]:
-        return [one for one in self.looked if one.memory is not None and not one.reason]
+    def fitting(self) -> list[Candidate]:
+        """Return the candidates that fit."""
+        return [candidate for candidate in self.considered if candidate.memory is not None and not candidate.reason]
 
-    def _turns(self, data: int) -> int:
-        """Return how many examples follow each other on the ranks that have most."""
+    def _rounds(self, data: int) -> int:
+        """Return the number of consecutive examples on the data ranks that have most."""
         return share_of(examples_of(self.job), data, 0) if self.job.training else math.ceil(self.examples / data)
 
-    def _total(self, one: Candidate) -> float:
-        """Return the seconds of a step, or of all examples that are to be folded; without rates the first is best."""
-        if one.time is None:
+    def _total(self, candidate: Candidate) -> float:
+        """Return the seconds of a step, or of all examples to fold. Without rates all plans count as equally fast."""
+        if candidate.time is None:
             return 0.0 if self._rates is None else math.inf
-        return one.time.total * (1 if self.job.training else self._turns(one.plan.data))
+        return candidate.time.total * (1 if self.job.training else self._rounds(candidate.plan.data))
 
     def _bound(self, grid: tuple[int, int, int]) -> float:
-        """Return the seconds of a grid at best: more ranks that share an example are used no better than fewer.
+        """Compute a lower bound of a grid's seconds: efficiency does not grow with the ranks that share an example.
 
-        Without graphs each of them launches as many kernels as one device by itself.
+        The efficiency is interpolated between the values of `axial` that were considered. Without graphs, each rank
+        launches as many kernels as a single device.
         """
         data, axial, branch = grid
         if self.alone is None:
             return 0.0
-        known = [(1, 1.0), *sorted(self._shares.get(branch, []))]
-        before = max(one for one in known if one[0] <= axial)
-        behind = min((one for one in known if one[0] > axial), default=before)
-        part = (axial - before[0]) / max(1, behind[0] - before[0])
-        used = before[1] + part * (behind[1] - before[1])
+        points = [(1, 1.0), *sorted(self._efficiencies.get(branch, []))]
+        below = max(point for point in points if point[0] <= axial)
+        above = min((point for point in points if point[0] > axial), default=below)
+        weight = (axial - below[0]) / max(1, above[0] - below[0])
+        efficiency = below[1] + weight * (above[1] - below[1])
         launching = self._launching if axial > 1 else 0.0
-        return self._turns(data) * max(self.alone / (axial * branch * used), launching)
+        return self._rounds(data) * max(self.alone / (axial * branch * efficiency), launching)
 
     def _within_reach(self, grid: tuple[int, int, int]) -> bool:
-        """Return whether at most twice the ranks that were looked at share an example, if the last of these gained."""
+        """Return whether `axial` is at most twice the largest value so far, if the last increase was faster."""
         _, axial, branch = grid
         reach = self._reach.get(branch, 0)
-        times = {a: 1 / (a * used) for a, used in self._shares.get(branch, [])}
+        times = {a: 1 / (a * efficiency) for a, efficiency in self._efficiencies.get(branch, [])}
         before = min((t for a, t in times.items() if a < max(times)), default=0.0)
         gains = len(times) < 2 or times[max(times)] < before / GAIN_TOLERANCE
         return axial <= (max(1, 2 * reach) if gains else reach)
 
-    def _hopeless(self, grid: tuple[int, int, int], best: Candidate) -> bool:
-        """Return whether a grid cannot be faster than what was found, or not by enough to be worth its sharing."""
-        bound, found = self._bound(grid), self._total(best)
-        _, axial, branch = grid
-        simpler = (branch, axial) < (best.plan.branch, best.plan.axial)
-        return bound > TIE_TOLERANCE * found or (bound >= found / GAIN_TOLERANCE and not simpler)
+    def _skip_hopeless(self, remaining: dict[tuple[int, int, int], list[Plan]]) -> None:
+        """Remove grids within reach that cannot be faster than the best so far, or not by enough to share examples.
 
-    def _skip_hopeless(self, left: dict[tuple[int, int, int], list[Plan]]) -> None:
-        """Remove the grids within reach that cannot be faster than the best so far.
-
-        If none of a branch is left within reach, those that were removed bring others in reach, as if looked at.
+        If no grid of a branch is left within reach, the removed ones extend the reach as if they had been considered.
         """
-        best = min(self._fitting(), key=self._total, default=None)
+        best = min(self.fitting(), key=self._total, default=None)
         while best is not None and self._rates is not None:
-            hopeless = [grid for grid in left if self._within_reach(grid) and self._hopeless(grid, best)]
-            for grid in hopeless:
-                self.skipped.append((left.pop(grid)[0], self._bound(grid)))
+            total, best_sharing = self._total(best), (best.plan.branch, best.plan.axial)
+            hopeless = []
+            for grid in filter(self._within_reach, remaining):
+                bound, is_simpler = self._bound(grid), (grid[2], grid[1]) < best_sharing
+                if bound > TIE_TOLERANCE * total or (bound >= total / GAIN_TOLERANCE and not is_simpler):
+                    hopeless.append((grid, bound))
+            for grid, bound in hopeless:
+                self.skipped.append((remaining.pop(grid)[0], bound))
             if not hopeless:
                 return
-            in_reach = {grid[2] for grid in left if self._within_reach(grid)}
-            for _, axial, branch in hopeless:
+            in_reach = {grid[2] for grid in remaining if self._within_reach(grid)}
+            for (_, axial, branch), _ in hopeless:
                 if branch not in in_reach:
                     self._reach[branch] = max(axial, self._reach.get(branch, 0))
 
-    def _look_at(self, plans: Sequence[Plan]) -> None:
-        """Look at the ways of a grid, from the one on that computes least, until one fits and no other is faster."""
+    def _consider(self, plans: Sequence[Plan]) -> None:
+        """Estimate the plans of a grid, from the least computation on, until one fits and no other can be faster."""
         for plan in plans:
-            fits = [one for one in self.looked if not one.reason and _grid(one.plan) == _grid(plan)]
+            fits = [known for known in self.considered if not known.reason and grid_of(known.plan) == grid_of(plan)]
             if fits and not self.every and not self._may_be_faster(plan, fits):
                 continue
             memory = self._memory(plan)
-            one = Candidate(plan, memory, None, why_not_fit(memory, self.machine))
-            if not one.reason and plan.recompute is not None and "keep_blocks" not in self.fixed and not plan.offload:
+            candidate = Candidate(plan, memory, None, why_not_fit(memory, self.machine))
+            may_keep = plan.recompute is not None and "keep_blocks" not in self.fixed and not plan.offload
+            if may_keep and not candidate.reason:
                 kept = most_kept(self.job, self.machine, _memory_equivalent_plan(self.job, plan), self.tell)
                 if kept:
                     more = replace(plan, keep_blocks=kept)
                     self._add(Candidate(more, self._memory(more)))
                     if not self.every:
                         continue
-            self._add(one)
+            self._add(candidate)
 
     def _may_be_faster(self, plan: Plan, fits: Sequence[Candidate]) -> bool:
-        """Return whether a plan may be faster than those before it: slices on a CPU, whose caches they stay in; and
-        blocks, of which more can keep everything than where layers are recomputed.
+        """Return whether a plan may be faster than those of its grid that fit.
+
+        On a CPU, slices may be faster because they stay in the cache. In training, recomputing blocks may be faster
+        than recomputing layers, because more blocks can keep everything.
         """
         if self._rates is None:
             return False
         if not self.job.training:
             return self.machine.kind == "cpu" and not plan.offload and len(fits) < 2
-        everything = any(one.plan.recompute is None for one in fits)
-        return not (everything or plan.offload or plan.sync.shard_state)
+        recomputes_nothing = any(candidate.plan.recompute is None for candidate in fits)
+        return not (recomputes_nothing or plan.offload or plan.sync.shard_state)
 
-    def _add(self, one: Candidate) -> None:
-        """Note a plan, with its time if it fits or if all are asked for."""
-        if not one.reason or self.every:
-            one = replace(one, time=self.timed(one.plan, self.job, self.cluster))
-        plan = one.plan
-        if one.time is not None and self.alone and plan.recompute is None and plan.chunk is None:
-            each = one.time.total / (self._turns(plan.data) if self.job.training else 1)
-            used = self.alone / (each * plan.axial * plan.branch)
-            self._shares.setdefault(plan.branch, []).append((plan.axial, min(1.0, used)))
-        self.looked.append(one)
+    def _add(self, candidate: Candidate) -> None:
+        """Add a candidate, with its time if it fits or if all times are requested."""
+        if not candidate.reason or self.every:
+            candidate = replace(candidate, time=self.timed(candidate.plan, self.job, self.cluster))
+        plan = candidate.plan
+        if candidate.time is not None and self.alone and plan.recompute is None and plan.chunk is None:
+            each = candidate.time.total / (self._rounds(plan.data) if self.job.training else 1)
+            efficiency = self.alone / (each * plan.axial * plan.branch)
+            self._efficiencies.setdefault(plan.branch, []).append((plan.axial, min(1.0, efficiency)))
+        self.considered.append(candidate)
 
     def timed(self, plan: Plan, job: Job, cluster: Cluster | None) -> StepTime | None:
-        """Return how long a plan takes; None where no rates are known."""
+        """Estimate the time of a plan; returns None without rates."""
         if self._rates is None:
             return None
         self._say(f"estimating time: {describe_plan(plan, job.training)}")
@@ -529,54 +547,52 @@ class _Search:
         return estimate(self.job, _memory_equivalent_plan(self.job, plan), self.machine, rounded=not self.every)
 
     def _vary(self) -> None:
-        """Change one key after another of the plan that was found, and go on with what is faster and fits."""
-        best = self.simplest(self._fitting())
+        """Change one key of the best plan after another, and continue with plans that are faster and fit."""
+        best = self.simplest(self.fitting())
         done: set[Plan] = set()
         for number in range(5):
-            ways = list(variants(self.job, best.plan, self.cluster, self.fixed, self.sync))
-            for plan in ways[number] if number < len(ways) else ():
+            groups = list(variants(self.job, best.plan, self.cluster, self.fixed, self.sync))
+            for plan in groups[number] if number < len(groups) else ():
                 saves, total = could_save(best, plan), self._total(best)
                 if plan in done or TIE_TOLERANCE * (total - saves) >= total:
                     continue
                 done.add(plan)
                 memory = self._memory(plan)
                 self._add(Candidate(plan, memory, None, why_not_fit(memory, self.machine)))
-                found = self.looked[-1]
-                if not found.reason and TIE_TOLERANCE * self._total(found) < self._total(best):
-                    best = found
+                new = self.considered[-1]
+                if not new.reason and TIE_TOLERANCE * self._total(new) < self._total(best):
+                    best = new
 
-    def simplest(self, found: Sequence[Candidate]) -> Candidate:
-        """Return the plan to take among those that take at most `TIE_TOLERANCE` times as long as the fastest.
-
-        The one with the fewest busy devices, then the simplest, then the fastest.
-        """
-        least = min(map(self._total, found))
-        near = [one for one in found if self._total(one) <= TIE_TOLERANCE * least]
-        return min(near, key=lambda one: (ranks_of(one.plan), simplicity(one.plan), self._total(one)))
+    def simplest(self, fitting: Sequence[Candidate]) -> Candidate:
+        """Choose among the plans within `TIE_TOLERANCE` of the fastest: fewest busy devices, simplest, fastest."""
+        least = min(map(self._total, fitting))
+        ties = [one for one in fitting if self._total(one) <= TIE_TOLERANCE * least]
+        return min(ties, key=lambda one: (ranks_of(one.plan), simplicity(one.plan), self._total(one)))
 
 
 def is_evident(job: Job, plan: Plan, machine: Machine) -> bool:
-    """Return whether a training's first plan is best wherever it fits: it keeps everything and shares no example.
+    """Return whether a training's first plan is certainly best if it fits.
 
-    Each device has as many examples as the others.  On a CPU also where devices are left idle, if an example is so
-    small that its tensors stay in the caches: its time is that of calls, which ranks do not share.
+    The plan recomputes nothing and shares no example, and each device has equally many examples. On a CPU it may leave
+    devices idle if an example is so small that its tensors stay in the cache: its time is then that of the calls, which
+    more ranks do not reduce.
     """
-    whole = plan.axial * plan.branch == plan.batch == 1 and plan.recompute is None and not plan.offload
-    if not (job.learns and whole and examples_of(job) % plan.data == 0):
+    is_simple = plan.axial * plan.branch == plan.batch == 1 and plan.recompute is None and not plan.offload
+    if not (job.learns and is_simple and examples_of(job) % plan.data == 0):
         return False
     return plan.data == machine.devices or (machine.kind == "cpu" and in_caches(job))
 
 
 def in_caches(job: Job) -> bool:
-    """Return whether the largest temporaries of an example stay in a CPU's caches."""
+    """Return whether the largest temporaries of an example fit in a CPU's cache."""
     longest = max(job.sizes.residues, job.sizes.sequences)
     return 8 * longest**2 * max(longest, job.sizes.extra) <= CACHED
 
 
 def could_save(one: Candidate, other: Plan) -> float:
-    """Return the seconds of a step that a plan can save at most over one that differs in one key.
+    """Compute an upper bound of the seconds per step that a variant of a plan with one other key can save.
 
-    Examples that go together save launches, and other ways to communicate save waits.
+    Running examples together saves launches, and other communication saves waits.
     """
     time, plan = one.time, one.plan
     if time is None or not time.by_part:
@@ -587,39 +603,37 @@ def could_save(one: Candidate, other: Plan) -> float:
     return sum(time.by_part.get(waiting_for(group), 0.0) for group in groups)
 
 
-def _grid(plan: Plan) -> tuple[int, int, int]:
+def grid_of(plan: Plan) -> tuple[int, int, int]:
+    """Return the grid of a plan: data, axial, branch."""
     return plan.data, plan.axial, plan.branch
 
 
 def alone(plan: Plan) -> Plan:
-    """Return the plan of one device by itself with everything at once, else the same: what others are held against."""
+    """Return the reference for efficiencies: the plan on a single device without slices or recomputation."""
     sync = replace(plan.sync, strategy="plain", shard_state=False)
     return replace(plan, data=1, axial=1, branch=1, chunk=None, in_place=False, recompute=None, keep_blocks=0,
                    offload=False, sync=sync)  # fmt: skip
 
 
 def _memory_equivalent_plan(job: Job, plan: Plan) -> Plan:
-    """Return a plan of few ranks that holds as much on each, or hardly more: so one estimate serves many plans.
-
-    But what topk sends is gathered from all of them.
-    """
+    """Return a plan with few data ranks and at least the same memory per rank, so that plans share an estimate."""
     plan = replace(plan, sizes=0, graph=False)
     if not job.training:
         return replace(plan, data=1)
-    few = ALIKE if plan.sync.shard_state else 2
+    few = MAX_ESTIMATED_RANKS if plan.sync.shard_state else 2
     if job.optim is not None and job.optim.compression.method == "topk":
+        # Each rank gathers what all ranks send.
         few = plan.data
     return replace(plan, data=min(plan.data, few), sync=SyncConfig(shard_state=plan.sync.shard_state))
 
 
 def most_kept(job: Job, machine: Machine, plan: Plan, tell: Progress = no_progress) -> int:
-    """Return how many of the last blocks can keep everything: memory grows by the same with each of them.
+    """Compute the number of last blocks that need not be recomputed. Memory grows linearly with it.
 
-    0 also where all can, and nothing need be computed again.
+    Returns 0 if all blocks can keep everything, because nothing needs to be recomputed then.
     """
 
     def needs(plan: Plan, rounded: bool = False) -> MemoryEstimate:
-        """Return the estimate of a plan, and say so before."""
         tell(0, 1, f"estimating memory: {describe_plan(plan, job.training)}")
         return estimate(job, plan, machine, rounded)
 
@@ -627,62 +641,62 @@ def most_kept(job: Job, machine: Machine, plan: Plan, tell: Progress = no_progre
     if blocks < 2 or not why_not_fit(needs(replace(plan, recompute=None), rounded=True), machine):
         return 0
     first, second = (needs(replace(plan, keep_blocks=count)) for count in (0, 1))
-    one = with_margin(second.peak, machine.kind) - with_margin(first.peak, machine.kind)
+    block_bytes = with_margin(second.peak, machine.kind) - with_margin(first.peak, machine.kind)
     left = machine.free - needed_bytes(first, machine)
-    most = min(blocks - 1, left // max(one, 1)) if left > 0 else 0
+    most = min(blocks - 1, left // max(block_bytes, 1)) if left > 0 else 0
     while most > 0 and why_not_fit(needs(replace(plan, keep_blocks=most)), machine):
         most -= max(1, most // 8)
     return max(0, most)
 
 
-# What they need
+# Memory
 
 
 def rounded(job: Job) -> Job:
-    """Return a job a little larger, of which there are few: what it needs is enough for all that it stands for."""
-    sizes = job.sizes
-    up = {name: _round_up(getattr(sizes, name)) for name in ("residues", "sequences", "extra")}
-    return replace(job, sizes=replace(sizes, **up))
-
-
-def _round_up(size: int) -> int:
-    step = max(1, 2 ** max(0, size - 1).bit_length() // (2 * STEPS))
-    return -(-size // step) * step
+    """Round the sizes of a job up to one of few values, so that similar jobs share a memory estimate."""
+    up = {}
+    for name in ("residues", "sequences", "extra"):
+        size = getattr(job.sizes, name)
+        step = max(1, 2 ** max(0, size - 1).bit_length() // (2 * ROUNDED_SIZES))
+        up[name] = -(-size // step) * step
+    return replace(job, sizes=replace(job.sizes, **up))
 
 
 def estimate(job: Job, plan: Plan, machine: Machine, rounded: bool = True) -> MemoryEstimate:
-    """Estimate the memory of a plan for a job; rounded: or for one a little larger, unless that is nearly too large.
+    """Estimate the memory of a plan for a job.
 
-    Of a job that is far too large a bound is enough, as nothing has to be run for it.
+    rounded: estimate a slightly larger job, unless that is only slightly too large for the machine. For a job that
+    cannot fit by a lower bound, the bound is returned.
     """
     plan = _memory_equivalent_plan(job, plan)
     bound = lower_bound(job, plan)
     if why_not_fit(bound, machine):
         return bound
     if rounded:
-        found = estimate_memory(_rounded(job), plan, machine.kind)
-        needed = needed_bytes(found, machine)
-        if needed <= machine.free or needed > NEARLY * machine.free:
-            return found
+        memory = estimate_memory(_rounded(job), plan, machine.kind)
+        needed = needed_bytes(memory, machine)
+        if needed <= machine.free or needed > REFINE_BELOW * machine.free:
+            return memory
     return estimate_memory(job, plan, machine.kind)
 
 
-_rounded = rounded  # `estimate` has a parameter of this name
+# `estimate` has a parameter of this name.
+_rounded = rounded
 
 
 def needed_bytes(memory: MemoryEstimate, machine: Machine) -> int:
-    """Return the bytes that must be free on each device, with a margin; weights that lie there already excepted."""
+    """Compute the bytes that must be free on each device, with a margin but without weights that are already loaded."""
     return with_margin(memory.peak, machine.kind) - (memory.weights if machine.loaded else 0)
 
 
 def memory_of_free(memory: MemoryEstimate, machine: Machine) -> str:
-    """Say how much is needed of what is free: "3.1 of 18.0 GB"."""
+    """Format the needed and the free memory: "3.1 of 18.0 GB"."""
     needed, unit = needed_bytes(memory, machine), in_gb(machine.free)
     return f"{needed / 1e9:.1f} of {unit}" if needed >= 5e7 and machine.free >= 1e8 else f"{in_gb(needed)} of {unit}"
 
 
 def why_not_fit(memory: MemoryEstimate, machine: Machine) -> str:
-    """Return the memory that a plan lacks here, in words, or ""."""
+    """Explain which memory a plan lacks on this machine; "" if it fits."""
     needed, needs = needed_bytes(memory, machine), "needs at least" if memory.at_least else "needs"
     if needed > machine.free:
         return f"{needs} {in_gb(needed)}, {in_gb(machine.free)} are free"
@@ -693,28 +707,30 @@ def why_not_fit(memory: MemoryEstimate, machine: Machine) -> str:
 
 
 def _trivial_fit(job: Job, plans: Sequence[Plan], machine: Machine, examples: int) -> MemoryEstimate | None:
-    """Return a bound of what the first plan needs, where it is plain that this one is best; else None.
+    """Return an upper bound of the first plan's memory if the plan fits by the bound and is certainly best, else None.
 
-    The first computes everything at once, where keys that are given do not say otherwise, and shares out the least.
+    Unless fixed keys say otherwise, the first plan uses no slices and shares no example.
     """
     first = plans[0]
     if job.training and (machine.devices > 1 or first.batch > 1):
         return None
-    # On a CPU slices can be faster than the whole, but not where the whole's largest temporaries are in its caches.
+    # On a CPU, slices can be faster, but not if the largest temporaries of the full computation fit in the cache.
     cached = in_caches(job)
-    alike = {plan.chunk for plan in plans} == {first.chunk}
-    if not (job.training or alike or machine.kind == "cuda" or cached):
+    same_chunk = {plan.chunk for plan in plans} == {first.chunk}
+    if not (job.training or same_chunk or machine.kind == "cuda" or cached):
         return None
-    if not (job.training or examples >= machine.devices or {plan.axial for plan in plans} == {first.axial} or cached):
-        return None  # devices could share it
+    # Devices without an example of their own could share one.
+    same_axial = {plan.axial for plan in plans} == {first.axial}
+    if not (job.training or examples >= machine.devices or same_axial or cached):
+        return None
     bound = upper_bound(job, first)
     return bound if needed_bytes(bound, machine) <= machine.free and not first.offload else None
 
 
 def lower_bound(job: Job, plan: Plan) -> MemoryEstimate:
-    """Return less than a job needs, from its sizes alone: the pair representation, once for each block that keeps it.
+    """Compute a lower bound of a job's memory from its sizes: the pair representation once per block that saves it.
 
-    Of two branches or of what a training keeps in host memory nothing.
+    It is 0 for branch ranks, one of which holds no z, and for tensors that are offloaded to the host.
     """
     model, sizes, itemsize = job.model, job.sizes, DTYPES[plan.precision].itemsize
     row = sizes.residues * model.c_z * itemsize
@@ -728,7 +744,7 @@ def lower_bound(job: Job, plan: Plan) -> MemoryEstimate:
 
 
 def upper_bound(job: Job, plan: Plan) -> MemoryEstimate:
-    """Return more than a job can need, were everything computed at once and kept, from its sizes alone."""
+    """Compute an upper bound of a job's memory from its sizes, as if everything was computed at once and kept."""
     model, sizes = job.model, job.sizes
     n, s, e, t = sizes.residues, sizes.sequences + sizes.templates, sizes.extra, sizes.templates
     pairs, aligned, extra = (
@@ -750,32 +766,35 @@ def upper_bound(job: Job, plan: Plan) -> MemoryEstimate:
     return MemoryEstimate(peak=peak, weights=weights, features=features)
 
 
-# What would fit
+# Suggestions
 
 
 class NothingFitsError(UserError):
-    """No plan fits: a message that says what the tightest needs, and what would fit."""
+    """No plan fits. The message says what the plan with the least memory needs, and what would fit."""
 
-    def __init__(self, job: Job, machine: Machine, looked: Sequence[Candidate], tell: Progress = no_progress) -> None:
-        self.looked = looked
-        least = min((one for one in looked if one.memory is not None), key=lambda one: one.memory.peak)  # type: ignore[union-attr]
+    def __init__(
+        self, job: Job, machine: Machine, considered: Sequence[Candidate], tell: Progress = no_progress
+    ) -> None:
+        self.considered = considered
+        least = min((one for one in considered if one.memory is not None), key=lambda one: one.memory.peak)  # type: ignore[union-attr]
         what = "a training on" if job.learns else "folding" if job.gradient is None else "a gradient by the sequence of"
         sizes = f"{job.sizes.residues:,} residues with {job.sizes.sequences + job.sizes.extra:,} alignment rows"
         would = "; ".join(_suggestions(job, machine, least.plan, tell))
-        cure = f"what would fit: {would}" if would else "not even a few residues fit; give more memory"
-        super().__init__(f"{what} {sizes}, {describe_plan(least.plan, job.training)}, {least.reason}; {cure}")
+        remedy = f"what would fit: {would}" if would else "not even a few residues fit; give more memory"
+        super().__init__(f"{what} {sizes}, {describe_plan(least.plan, job.training)}, {least.reason}; {remedy}")
 
 
 def _suggestions(job: Job, machine: Machine, tightest: Plan, tell: Progress) -> Iterator[str]:
-    """Yield what would make a job fit: more devices, 16 bits, fewer residues."""
+    """Yield changes with which a job would fit: more devices, 16-bit precision, fewer residues."""
     tell(0, 1, "what would fit")
-    one = estimate(job, tightest, machine)
-    shared = (one.peak - one.weights) * tightest.axial  # at best each of p devices holds 1/p of it
+    memory = estimate(job, tightest, machine)
+    # At best each of p devices holds 1/p of these bytes.
+    shared = (memory.peak - memory.weights) * tightest.axial
     recompute: Recompute | None = "block" if job.training else None
 
     def enough(devices: int) -> bool:
         plan = replace(tightest, data=1, axial=devices, offload=False, recompute=recompute)
-        if one.weights + shared // devices > machine.free:
+        if memory.weights + shared // devices > machine.free:
             return False
         tell(0, 1, f"whether {devices} devices are enough")
         return not why_not_fit(estimate(job, plan, machine), machine)
@@ -793,94 +812,97 @@ def _suggestions(job: Job, machine: Machine, tightest: Plan, tell: Progress) -> 
 
 
 def longest(job: Job, machine: Machine, plan: Plan, tell: Progress = no_progress) -> int:
-    """Return how many residues fit with a plan, to about one in thirty; of a slice, rows in proportion.
+    """Find the largest number of residues that fits with a plan, to about 3 %. Chunks grow in proportion.
 
-    What is held beside the weights is a residue's part and a pair's, which two sizes tell: a few estimates find it.
-    0: nothing fits.
+    The memory apart from the weights is modelled as a n + b n^2, so a few estimates suffice. Returns 0 if nothing fits.
     """
-    fits, at, known = 0, max(job.sizes.residues, 2 * FEWEST), list[tuple[int, int]]()
+    fits, at, points = 0, max(job.sizes.residues, 2 * MIN_CHUNK), list[tuple[int, int]]()
     fails = math.inf
-    while at > FEWEST and why_not_fit(lower_bound(replace(job, sizes=replace(job.sizes, residues=at)), plan), machine):
-        at = max(at - at // 8 - 1, FEWEST)  # without an estimate
-    for turn in range(LOOKS):
-        tell(turn, LOOKS, f"whether {at:,} residues fit")
-        one = replace(job, sizes=replace(job.sizes, residues=at))
-        chunk = None if plan.chunk is None else max(FEWEST, math.ceil(plan.chunk * at / job.sizes.residues))
-        memory = estimate(one, replace(plan, chunk=chunk), machine, rounded=False)
+    # Reduce the size without estimates while the lower bound is too large.
+    while at > MIN_CHUNK and why_not_fit(
+        lower_bound(replace(job, sizes=replace(job.sizes, residues=at)), plan), machine
+    ):
+        at = max(at - at // 8 - 1, MIN_CHUNK)
+    for number in range(MAX_ESTIMATES):
+        tell(number, MAX_ESTIMATES, f"whether {at:,} residues fit")
+        sized = replace(job, sizes=replace(job.sizes, residues=at))
+        chunk = None if plan.chunk is None else max(MIN_CHUNK, math.ceil(plan.chunk * at / job.sizes.residues))
+        memory = estimate(sized, replace(plan, chunk=chunk), machine, rounded=False)
         always = with_margin(memory.weights, machine.kind) - (memory.weights if machine.loaded else 0)
-        known.append((at, max(1, needed_bytes(memory, machine) - always)))
+        points.append((at, max(1, needed_bytes(memory, machine) - always)))
         if why_not_fit(memory, machine):
             fails = min(fails, at)
         else:
             fits = max(fits, at)
-        if always >= machine.free or fails <= NEAR * fits or fails <= FEWEST:
+        if always >= machine.free or fails <= LENGTH_TOLERANCE * fits or fails <= MIN_CHUNK:
             break
-        guess = int(0.99 * min(16 * at, _size_of(known, machine.free - always)))  # a little less, so that it fits
+        # Slightly less than the model says, so that it fits.
+        guess = int(0.99 * min(16 * at, _residues_for(machine.free - always, points)))
         if memory.host > (machine.host or math.inf) or (guess > at and at >= fails):
             guess = int(0.9 * at)
-        if 0 < guess <= NEAR * fits:
+        if 0 < guess <= LENGTH_TOLERANCE * fits:
             break
-        at = max(min(guess, math.ceil(fails) - 1 if fails < math.inf else guess), FEWEST)
+        at = max(min(guess, math.ceil(fails) - 1 if fails < math.inf else guess), MIN_CHUNK)
     return fits
 
 
-def _size_of(known: Sequence[tuple[int, int]], left: int) -> float:
-    """Return how many residues need so many bytes: a n + b n^2 of them, by the two last sizes that are known.
+def _residues_for(available: int, points: Sequence[tuple[int, int]]) -> float:
+    """Solve a n + b n^2 = available bytes for n, with a and b from the last two points (residues, bytes).
 
-    Of one size alone, in proportion: that overshoots, and the next guess lies between two sizes that are known.
+    With a single point the memory counts as proportional to n. This overshoots, and the next guess is interpolated.
     """
-    n, needed = known[-1]
-    before, less = known[-2] if len(known) > 1 and known[-2][0] != n else (0, 0)
+    n, needed = points[-1]
+    before, less = points[-2] if len(points) > 1 and points[-2][0] != n else (0, 0)
     pair = (needed / n - less / before) / (n - before) if before else 0.0
     each = needed / n - pair * n
     if pair <= 0:
-        return n * left / needed
+        return n * available / needed
     if each < 0:
-        return n * (left / needed) ** (1 / 3)
-    return (math.sqrt(each**2 + 4 * pair * left) - each) / (2 * pair)
+        return n * (available / needed) ** (1 / 3)
+    return (math.sqrt(each**2 + 4 * pair * available) - each) / (2 * pair)
 
 
 def describe_plan(plan: Plan, training: bool = False) -> str:
-    """Describe a plan: "data 4 x axial 2, blocks recomputed"; of a fold, "slices of 16 rows, in place"."""
-    usual, sync = SyncConfig(), plan.sync
-    said = [describe_grid(plan)] if ranks_of(plan) > 1 else []
+    """Describe a plan: "data 4 x axial 2, blocks recomputed", or of a fold "slices of 16 rows, in place"."""
+    default, sync = SyncConfig(), plan.sync
+    words = [describe_grid(plan)] if ranks_of(plan) > 1 else []
     if plan.recompute:
         kept = f", all but the last {plan.keep_blocks}" if plan.keep_blocks else ""
-        said.append(f"{plan.recompute}s recomputed{kept}")
+        words.append(f"{plan.recompute}s recomputed{kept}")
     elif training and not plan.offload:
-        said.append("everything kept")
+        words.append("everything kept")
     if plan.chunk is not None:
-        said.append(f"slices of {plan.chunk} row{'s' * (plan.chunk > 1)}{', in place' if plan.in_place else ''}")
+        words.append(f"slices of {plan.chunk} row{'s' * (plan.chunk > 1)}{', in place' if plan.in_place else ''}")
     elif not training:
-        said.append("whole")
+        words.append("whole")
     if plan.offload:
-        said.append("z in host memory" if plan.in_place else "what is kept in host memory")
-    said += [f"{plan.batch} examples together"] if plan.batch > 1 else []
-    said += [f'products by "{plan.triangle}"'] if plan.triangle != "auto" else []
-    said += [f"{sync.strategy} sums"] if sync.strategy != usual.strategy else []
-    said += ["sharded state"] if sync.shard_state else []
-    said += [f"buckets of {sync.bucket:g} MiB"] if sync.bucket != usual.bucket else []
-    return ", ".join(said)
+        words.append("z in host memory" if plan.in_place else "saved tensors in host memory")
+    words += [f"{plan.batch} examples together"] if plan.batch > 1 else []
+    words += [f'products by "{plan.triangle}"'] if plan.triangle != "auto" else []
+    words += [f"{sync.strategy} sums"] if sync.strategy != default.strategy else []
+    words += ["sharded state"] if sync.shard_state else []
+    words += [f"buckets of {sync.bucket:g} MiB"] if sync.bucket != default.bucket else []
+    return ", ".join(words)
 
 
 def describe_grid(plan: Plan) -> str:
-    """Return who shares what: "data 4 x axial 2"."""
+    """Format the grid of a plan: "data 4 x axial 2"."""
     sizes = {"data": plan.data, "axial": plan.axial, "branch": plan.branch}
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
 
 
 def in_words(seconds: float) -> str:
-    """Return a time in words: "about 0.43 s", "about 4 min", "about 2.1 h"."""
+    """Format an estimated time: "about 0.43 s", "about 4 min", "about 2.1 h"."""
     return f"about {f'{seconds:.2g} s' if seconds < 10 else as_time(seconds)}"
 
 
 def sent(size: float) -> str:
-    """Return bytes that were sent: "12.6 GB", "0.8 MB"."""
+    """Format a number of sent bytes: "12.6 GB", "0.8 MB"."""
     return f"{size / 1e6:.1f} MB" if 0 < size < 1e7 else in_gb(size)
 
 
 def joined(cluster: Cluster) -> str:
-    """Return how the ranks of a cluster are joined: "4 nodes of 8, 360 GB/s within and 40 GB/s between (given)"."""
+    """Describe the nodes and links of a cluster: "4 nodes of 8, 360 GB/s within and 40 GB/s between (given)"."""
     within, between = (_rate(link.bandwidth) for link in (cluster.within, cluster.between))
     if cluster.nodes == 1:
         return f"one node, {within} ({cluster.how})"

@@ -1,7 +1,7 @@
-"""How fast a device is, operation by operation: measured (cost/measured_rates.py), or modelled from a data sheet.
+"""Rates of a device by operation: measured (cost/measured_rates.py), or modelled from a data sheet.
 
-One pass of an operation takes so long for each call, floating point operation, exponential and byte, and more for bytes
-that do not fit into the caches.
+The time of one pass of an operation is linear in its calls, floating point operations, exponentials and bytes. Bytes
+beyond the cache take longer.
 """
 
 import inspect
@@ -24,70 +24,79 @@ from warpfold.ops.triangle import factor_channels
 
 Pass = Literal["forward", "backward"]
 
-EXPS_PER_CLOCK = 16  # by a multiprocessor's special function units, on NVIDIA GPUs from Volta to Blackwell
+# Exponentials per clock of a multiprocessor's special function units, on NVIDIA GPUs from Volta to Blackwell.
+EXPS_PER_CLOCK = 16
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a device can do per second, and how that is known."""
+    """Peak throughput of a device per second.
 
-    flops: float  # of matrix products in the dtype
-    bytes: float  # of a copy, read and written
-    exps: float | None  # None: not known, so they count as free
+    flops: of matrix products in the dtype. bytes: read and written by a copy. exps: exponentials; None if unknown, and
+    then they count as free. how: source of the values.
+    """
+
+    flops: float
+    bytes: float
+    exps: float | None
     how: str
 
     def limit(self, cost: Cost) -> float:
-        """Return the seconds of the ideal pass.  Only a way that stores what the ideal recomputes can be faster."""
+        """Compute the seconds of the ideal pass. Only a pass that stores what the ideal recomputes can be faster."""
         return max(cost.bytes / self.bytes, self.computing(cost))
 
     def computing(self, cost: Cost) -> float:
-        """Return the seconds of its products and exponentials."""
+        """Compute the seconds of products and exponentials."""
         return cost.flops / self.flops + (cost.exps / self.exps if self.exps else 0.0)
 
 
 def cost(case: OpCase, direction: Pass, itemsize: int) -> Cost:
-    """Return the cost of one pass of an operation, without the bytes of parameters, a few thousandths."""
+    """Compute the cost of one pass of an operation, without the bytes of parameters (a few thousandths)."""
     return PROFILES[case.op].cost(case, direction == "forward", itemsize)
 
 
 def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Measure what the device can do now, in about a second."""
+    """Measure the peak throughput of the device in about a second."""
     cuda = device.type == "cuda"
     n = 8192 if cuda and dtype != torch.float32 else 4096 if cuda else 1024
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     flops = 2 * n**3 / _seconds(lambda: a @ b, device)
-    source = torch.ones(2**28 if cuda else 2**25, device=device)  # far larger than any cache
+    # Far larger than any cache.
+    source = torch.ones(2**28 if cuda else 2**25, device=device)
     target = torch.empty_like(source)
     moved = 2 * source.numel() * 4 / _seconds(lambda: target.copy_(source), device)
     measured = "matrix products and copies measured in this run"
     if cuda:
         exps, how = _gpu_exps(device)
         return Ceilings(flops, moved, exps, f"{measured}; {how}")
-    x = torch.rand(2**15 * torch.get_num_threads())  # stays in cache
+    # Small enough for the cache.
+    x = torch.rand(2**15 * torch.get_num_threads())
     y = torch.empty_like(x)
     return Ceilings(flops, moved, x.numel() / _seconds(lambda: torch.exp(x, out=y), device), f"{measured}, exp too")
 
 
 def _gpu_exps(device: torch.device) -> tuple[float | None, str]:
-    found = torch.cuda.get_device_properties(device)
-    told = getattr(found, "clock_rate", None)  # kHz; only newer torch has it
-    sheet = sheet_of(found.name)
-    if torch.version.hip is not None or not (told or sheet):
+    """Return the exponentials per second of a GPU with the source of the value; None if unknown."""
+    properties = torch.cuda.get_device_properties(device)
+    # Newer versions of torch report the clock in kHz.
+    reported = getattr(properties, "clock_rate", None)
+    sheet = sheet_of(properties.name)
+    if torch.version.hip is not None or not (reported or sheet):
         return None, "the rate of exponentials is not known, so they count as free"
-    clock, source = (1e3 * told, "as torch says") if told else (SHEETS[sheet].clock, "by the data sheet")
-    units = found.multi_processor_count
+    clock, source = (1e3 * reported, "as torch says") if reported else (SHEETS[sheet].clock, "by the data sheet")
+    units = properties.multi_processor_count
     how = f"exp modelled: {units} x {EXPS_PER_CLOCK} per clock at {clock / 1e9:.2f} GHz, {source}"
     return units * EXPS_PER_CLOCK * clock, how
 
 
 def finish(device: torch.device) -> None:
-    """Wait until a GPU has done all that it was asked for; a CPU has."""
+    """Wait until a GPU has completed all queued work, so that a host clock measures it. No effect for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 8) -> float:
-    """Return the shortest time after two warm-up runs: a ceiling is what the device does when nothing disturbs it."""
+    """Measure the shortest of several runs after two warm-up runs, since a ceiling assumes an undisturbed device."""
     taken = []
     for _ in range(repeats + 2):
         finish(device)
@@ -98,19 +107,23 @@ def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 8) 
     return min(taken[2:])
 
 
-# forward: without gradient; training: a forward pass that keeps what its gradient needs; backward: what follows it.
+# forward: a forward pass without gradients. training: a forward pass that saves tensors. backward: the backward pass.
 PassName = Literal["forward", "training", "backward"]
-RateKey = tuple[str, PassName, torch.dtype]  # an operation, its pass, and the dtype
-NEAR = 2**20  # bytes of a call that the caches hold
-TORCH = "torch"  # the name of torch's own operations, element by element
-HOST = {"cpu": Link(0.0, 1e12), "cuda": Link(10e-6, 20e9)}  # to host memory; PCIe 4 x16, 80 % of 25 GB/s
+# An operation, its pass, and the dtype.
+RateKey = tuple[str, PassName, torch.dtype]
+# Bytes of a call that fit in the caches.
+CACHED_BYTES = 2**20
+# The name of torch's own elementwise operations.
+TORCH = "torch"
+# Links to host memory. "cuda" is 80 % of the 25 GB/s of PCIe 4 x16.
+HOST = {"cpu": Link(0.0, 1e12), "cuda": Link(10e-6, 20e9)}
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Seconds of each call, floating point operation, exponential and byte; `far`: of bytes beyond the caches, more.
+    """Seconds per call, floating point operation, exponential and byte.
 
-    spread: the standard deviation of a run, of its seconds.
+    far: additional seconds per byte beyond the caches. spread: standard deviation of a run relative to its seconds.
     """
 
     call: float
@@ -121,42 +134,44 @@ class Rate:
     spread: float = 0.0
 
     def seconds(self, cost: Cost, calls: float = 1.0) -> float:
-        """Return the seconds of so many calls that share a cost evenly."""
-        beyond = max(0.0, cost.bytes - NEAR * calls)
+        """Compute the seconds of several calls that share a cost evenly."""
+        beyond = max(0.0, cost.bytes - CACHED_BYTES * calls)
         computing = self.flop * cost.flops + self.exp * cost.exps
         return self.call * calls + computing + self.byte * cost.bytes + self.far * beyond
 
 
 class NoRateError(ValueError):
-    """Nothing is known of an operation, or of a dtype."""
+    """There is no rate for an operation or a dtype."""
 
 
 class Reached(NamedTuple):
-    """The shares of what a data sheet says that operations reach: computing in each pass, and moving bytes."""
+    """Fractions of a data sheet's throughput that operations reach: computing in each pass, and moving bytes."""
 
     forward: float
     backward: float
     bytes: float
 
     def seconds(self, tops: Ceilings, which: PassName, cost: Cost) -> float:
-        """Return what an operation takes, which computes and moves by turns: it is several kernels, each bound by one
-        of the two."""
+        """Compute the seconds of an operation as the sum of computing and moving bytes.
+
+        The two do not overlap, because an operation consists of several kernels that are bound by one or the other.
+        """
         share = self.backward if which == "backward" else self.forward
         return tops.computing(cost) / share + cost.bytes / tops.bytes / self.bytes
 
 
-# Fitted to a block, steps and predictions on an H200, in bf16, with launches that nobody had tuned, which they meet
-# within 14 % (docs/explanation/plans.md; benchmarks/results/gpu-h200-2026-11-26.json).
+# Fitted to a block, training steps and predictions on an H200 in bf16 with untuned launches. The error is at most 14 %
+# (benchmarks/results/gpu-h200-2026-11-26.json).
 REACHED = Reached(forward=0.5, backward=0.125, bytes=0.3)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does per second, and how that is known.
+    """Rates of a device with their source.
 
-    tops: what it can do at best, by dtype.  ops: of an operation, pass and dtype.  reached: the shares of `tops` that
-    operations without a rate of their own reach; call: seconds of a call of torch's, which `ops` have in them.
-    link: between ranks, host: between the device and host memory.
+    tops: peak throughput by dtype. ops: rates by operation, pass and dtype. reached: fractions of `tops` for operations
+    without a rate in `ops`. call: seconds of a torch call, which the rates of `ops` include.
+    link: between ranks. host: between the device and host memory.
     """
 
     name: str
@@ -170,35 +185,40 @@ class Rates:
     ops: Mapping[RateKey, Rate] = field(default_factory=dict)
 
     def seconds(self, op: str, which: PassName, cost: Cost, calls: float, dtype: torch.dtype) -> float:
-        """Return the seconds of so many calls of an operation that share a cost evenly, once they have begun.
+        """Compute the seconds of several calls of an operation that share a cost evenly.
 
-        A data sheet's leave out what a call takes.  Errors: NoRateError for a dtype for which nothing is known.
+        Rates of a data sheet do not include the time of calls. Raises NoRateError for a dtype without rates.
         """
         if self.how == "measured":
             if (op, which, dtype) not in self.ops:
-                raise NoRateError(f"no rate of {op}, {which}, {dtype} of {self.name}")
+                raise NoRateError(f"{self.name}: no rate of {op}, {which}, {dtype}")
             return self.ops[op, which, dtype].seconds(cost, calls)
         if dtype not in self.tops:
-            known = ", ".join(sorted(str(one).removeprefix("torch.") for one in self.tops))
-            raise NoRateError(f"the rates of {self.name} are of {known}, not of {str(dtype).removeprefix('torch.')}")
+            dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in self.tops))
+            raise NoRateError(f"{self.name}: its rates are for {dtypes}, not for {str(dtype).removeprefix('torch.')}")
         return self.reached.seconds(self.tops[dtype], which, cost)
 
     def spread(self, op: str, which: PassName, dtype: torch.dtype) -> float:
-        """Return the standard deviation of an operation's run, of its seconds; 0 where nothing is measured."""
+        """Return the standard deviation of an operation's run relative to its seconds; 0 if it was not measured."""
         return self.ops[op, which, dtype].spread if (op, which, dtype) in self.ops else 0.0
 
 
 class Sheet(NamedTuple):
-    """What a maker states: dense products per second by dtype, memory, multiprocessors, boost clock, links."""
+    """A vendor's specification.
+
+    fp32, half: floating point operations per second of dense products; half is bf16 or fp16 with fp32 accumulation.
+    memory: bytes; A100, L4 and A10 are also sold with less. bytes: memory bandwidth per second.
+    units: multiprocessors. clock: boost clock in Hz. link: key of `LINKS`. host: bytes per second and direction.
+    """
 
     fp32: float
-    half: float  # bf16 and fp16, summed in fp32
-    memory: float  # bytes; an A100 and an L4 or A10 also come with less
-    bytes: float  # of it, per second
+    half: float
+    memory: float
+    bytes: float
     units: int
     clock: float
     link: str
-    host: float  # bytes per second and direction
+    host: float
 
     @property
     def exps(self) -> float:
@@ -206,8 +226,8 @@ class Sheet(NamedTuple):
         return self.units * EXPS_PER_CLOCK * self.clock
 
 
-# Of the makers' data sheets and architecture papers: NVIDIA A100 (SXM 80 GB), H100 (SXM), H200 (SXM), B200 (HGX, half
-# of a GB200's two), GeForce RTX 4090 (Ada architecture, appendix A), A10, L4.  TFLOP/s without sparsity.
+# Sources: data sheets and architecture papers of NVIDIA A100 (SXM 80 GB), H100 (SXM), H200 (SXM), B200 (HGX, half of a
+# GB200's two), GeForce RTX 4090 (Ada architecture, appendix A), A10 and L4. Throughput without sparsity.
 SHEETS = {
     "A100": Sheet(19.5e12, 312e12, 80e9, 2.04e12, 108, 1.41e9, "NVLink 3", 25e9),
     "H100": Sheet(67e12, 989e12, 80e9, 3.35e12, 132, 1.98e9, "NVLink 4", 50e9),
@@ -217,48 +237,48 @@ SHEETS = {
     "A10": Sheet(31.2e12, 125e12, 24e9, 0.6e12, 72, 1.695e9, "PCIe 4", 25e9),
     "L4": Sheet(30.3e12, 121e12, 24e9, 0.3e12, 58, 2.04e9, "PCIe 4", 25e9),
 }
-KERNEL = 2e-6  # seconds that a kernel takes however little it does: until all its programs run, and until they end
-LAUNCH = 8e-6  # seconds until one more operation of torch's has begun, from Python
-# Likewise of one of our kernels, on the H200's machine: of a step without graphs, and of predictions in slices of 128
-# rows.  The latter was before recipes (ops/triton/recipe.py), which a GPU has not met yet.
+# Seconds that any kernel takes on the device: until all of its programs run, and until they end.
+KERNEL = 2e-6
+# Seconds of the host to launch a torch operation from Python.
+LAUNCH = 8e-6
+# Seconds of the host to launch one of our kernels, on the machine of the H200: in a step without graphs, and in
+# predictions in slices of 128 rows. The latter was measured without cached launches (ops/triton/recipe.py).
 OURS, OURS_WITHOUT_GRADIENT = 250e-6, 180e-6
 
 
 def sheet_of(name: str) -> str:
-    """Return which of `SHEETS` a GPU's is, by its name, "A100" or "NVIDIA H100 80GB HBM3"; "" where none is known."""
+    """Find the key of `SHEETS` for the name of a GPU, such as "A100" or "NVIDIA H100 80GB HBM3"; "" if unknown."""
     return next((key for key in sorted(SHEETS, key=len, reverse=True) if key.lower() in name.lower()), "")
 
 
 def of_gpu(name: str) -> Rates:
-    """Return the rates of a GPU by its name, as of `sheet_of`, modelled from the data sheet.
-
-    Errors: UserError for one that is not known.
-    """
-    found = sheet_of(name)
-    if not found:
-        raise UserError(f"{name}: how fast this GPU is, is not known; known are {', '.join(SHEETS)}")
-    sheet = SHEETS[found]
+    """Model the rates of a GPU by its data sheet. name: see `sheet_of`. Raises UserError for an unknown GPU."""
+    key = sheet_of(name)
+    if not key:
+        raise UserError(f"{name}: no data sheet of this GPU. Pass one of {', '.join(SHEETS)}.")
+    sheet = SHEETS[key]
     products = {torch.float32: sheet.fp32, torch.bfloat16: sheet.half, torch.float16: sheet.half}
     tops = {dtype: Ceilings(flops, sheet.bytes, sheet.exps, "data sheet") for dtype, flops in products.items()}
     link, host = LINKS[sheet.link], Link(10e-6, 0.8 * sheet.host)
-    return Rates(found, "modelled", "cuda", tops, LAUNCH, link, host)
+    return Rates(key, "modelled", "cuda", tops, LAUNCH, link, host)
 
 
-# The work of a call, by the operation's registered name: `CASES` reads the sizes of a call from its arguments, and the
-# operation's profile (check/cases.py) has the cost of these sizes.  An operation without a profile
-# counts as the bytes of its operands, at the rates of torch's own operations.
+# The cost of a call: `CASES` reads the sizes of a call from its arguments, and the operation's profile
+# (check/cases.py) computes the cost of these sizes. The cost of an operation without a profile is the bytes of its
+# operands, at the rates of torch's own operations.
 
-Arguments = Mapping[str, Any]  # of a call, by the names that the definition gives them
+# Arguments of a call by their names in the definition.
+Arguments = Mapping[str, Any]
 NAMES = {profile.op: name for name, profile in PROFILES.items()}
 
 
 def name_of(op: Op[..., Any]) -> str:
-    """Return the name under which the rates of a device know an operation."""
+    """Return the name of an operation in the rates of a device."""
     return NAMES.get(op, op.name)
 
 
 def arguments_of(op: Op[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-    """Return the arguments of a call by name."""
+    """Bind the arguments of a call to their names."""
     return _signature(op).bind(*args, **kwargs).arguments
 
 
@@ -268,7 +288,7 @@ def _signature(op: Op[..., Any]) -> inspect.Signature:
 
 
 def call_cost(op: Op[..., Any], given: Arguments, forward: bool) -> Cost:
-    """Return the cost of one pass of a call; of an operation without a profile, the bytes that it is given."""
+    """Compute the cost of one pass of a call; without a profile, the bytes of its operands."""
     name, first = name_of(op), next(x for x in given.values() if isinstance(x, Tensor))
     itemsize = first.element_size()
     if name == "triangle_multiplication" and given.get("b") is not None:
@@ -276,16 +296,12 @@ def call_cost(op: Op[..., Any], given: Arguments, forward: bool) -> Cost:
     if name not in CASES:
         return Cost(0, 0, (1 if forward else 2) * sum(x.nbytes for x in given.values() if isinstance(x, Tensor)))
     cost = PROFILES[name].cost(OpCase(op=name, where="", **CASES[name](given)), forward, itemsize)
-    return scaled(cost, _together(first)) if name == "triangle_multiplication" else cost
-
-
-def _together(x: Tensor) -> int:
-    """Return how many pair representations go through an operation at once, which its profile knows one of."""
-    return math.prod(x.shape[:-3])
+    # The profile of a triangle product is for a single pair representation.
+    return scaled(cost, math.prod(first.shape[:-3])) if name == "triangle_multiplication" else cost
 
 
 def _positions(x: Tensor) -> dict[str, int]:
-    """Return rows and their length, as far as a cost depends on them: each position by itself."""
+    """Return the sizes of an operation that treats each position separately."""
     return {"rows": x.numel() // max(1, x.shape[-1]), "length": 1, "channels": x.shape[-1]}
 
 
@@ -361,10 +377,10 @@ CASES: dict[str, Callable[[Arguments], dict[str, Any]]] = {
 
 
 def _slice_cost(x: Tensor, b: Tensor, forward: bool) -> Cost:
-    """Return the cost of some rows or columns of a triangle product, where b is given: every slice reads all of it."""
+    """Compute the cost of some rows or columns of a triangle product, which reads the given factor b completely."""
     channels, (hidden, residues, _) = x.shape[-1], b.shape[-3:]
     positions, passes = x.numel() // max(1, channels), 1 if forward else 2
-    # The projections of a and of its gate are made once more in the backward pass.
+    # The backward pass recomputes the projections of a and of its gate.
     factor = (1 if forward else 3) * 2 * positions * channels * 2 * hidden
     product = passes * 2 * positions * residues * hidden
     tail = passes * 2 * positions * channels * (channels + hidden)
@@ -373,5 +389,5 @@ def _slice_cost(x: Tensor, b: Tensor, forward: bool) -> Cost:
 
 
 def scaled(cost: Cost, factor: float) -> Cost:
-    """Return so many times a cost."""
+    """Multiply a cost by a factor."""
     return Cost(cost.flops * factor, cost.exps * factor, cost.bytes * factor)

@@ -1,9 +1,9 @@
-"""Run a job under a plan on tensors without memory, and record one rank: memory and time are read from the record.
+"""Record one rank of a job under a plan on meta tensors. Memory and time are estimated from the record.
 
-The model's own code runs on fake ranks (cost/fake.py) under one recorder (cost/recorder.py).  Few blocks of each stack
-are run, and each entry says how often it comes.  The optimizer and the exchange of gradients are recorded by
-themselves, and their messages are put where the backward pass has the gradients.  An entry has no time;
-`cost/replay.py` gives it one.
+The model's own code runs on fake ranks (cost/fake.py) under a recorder (cost/recorder.py). Only a few blocks of each
+stack are run, and each entry has a number of repetitions. The optimizer and the exchange of gradients are recorded
+separately, and their collectives are inserted where the backward pass has the gradients. Entries have no times;
+`cost/replay.py` computes them.
 """
 
 import math
@@ -46,10 +46,14 @@ from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.progress import Progress, no_progress
 
 Device = Literal["cpu", "cuda", "mps"]
-UNIT = {"cpu": 1, "cuda": 512, "mps": 512}  # bytes: torch's allocator gives multiples of these; of "mps" a guess
-BLOCKS = 3  # of a stack and a kind that are run: the first, one that stands for those left out, the last
-FOLDED_BLOCKS = 2  # likewise without a backward pass: a second block meets what the first has left
-REPLAY_LAUNCHES = 8  # a graph's own, and the copies of its inputs and results, one for each of their dtypes
+# Granularity of torch's allocators in bytes. The value for "mps" is a guess.
+UNIT = {"cpu": 1, "cuda": 512, "mps": 512}
+# Blocks of each stack and kind that are run for training: the first, one that represents those left out, and the last.
+BLOCKS = 3
+# Blocks that are run without a backward pass. The second starts with the memory that the first has left.
+FOLDED_BLOCKS = 2
+# Launches of a replay: the graph's own, and copies of inputs and results, one per dtype.
+REPLAY_LAUNCHES = 8
 EXTRA, MAIN = STACKS
 
 
@@ -60,9 +64,9 @@ EXTRA, MAIN = STACKS
 class Run:
     """The record of one rank that runs an example.
 
-    early: entries of a pass without gradient.  last: entries of the last pass, in a training with the losses and the
-    backward pass.  pieces: allocated memory, but for weights and features.  moments: how many allocations and releases
-    there were.  stands_for: the number of equal blocks that a block stands for.
+    early: entries of a pass without gradients. last: entries of the last pass; in training, with the losses and the
+    backward pass. pieces: allocated memory, without weights and features. moments: number of allocations and releases.
+    stands_for: number of equal blocks that a block represents.
     """
 
     early: tuple[Entry, ...]
@@ -78,19 +82,17 @@ class Run:
 def record_example(job: Job, plan: Plan, device: Device, branch: int = 0, reads_trunk: bool = False) -> Run:
     """Record one example of a job, or one batch.
 
-    Plans that differ only in what does not change the run of an example share a record: data ranks, the exchange of
-    gradients, graphs.  branch: 0 computes m, 1 computes z.  reads_trunk: the trunk's outputs are read from a cache.
+    branch: 0 computes m, 1 computes z. reads_trunk: the trunk's outputs are read from a cache.
+    Settings that do not change the run of a single example are removed, so that many plans share a record.
     """
     kernels = "fast" if plan.kernels == "strict" else plan.kernels
     plan = replace(plan, data=1, sync=SyncConfig(), sizes=0, threads=None, compile=False, graph=False, tf32=False,
                    kernels=kernels)  # fmt: skip
-    job = replace(job, optim=None, representations=False, recycles=_recorded_recycles(job))
-    return _record_example(job, plan, device, branch, reads_trunk)
-
-
-def _recorded_recycles(job: Job) -> int:
-    """Count the passes without gradient to record: all are equal, and a fold's last pass is one of them."""
-    return min(job.recycles, 1) if job.training and job.gradient != "all" else 0
+    # All passes without gradients are equal, so at most one is recorded. The last pass of a fold is one of them.
+    recycles = min(job.recycles, 1) if job.training and job.gradient != "all" else 0
+    return _record_example(
+        replace(job, optim=None, representations=False, recycles=recycles), plan, device, branch, reads_trunk
+    )
 
 
 @lru_cache(maxsize=16)
@@ -98,7 +100,7 @@ def _record_example(job: Job, plan: Plan, device: Device, branch: int, reads_tru
     config, few, stands_for = _few_blocks(job, plan)
     recorder = Recorder(unit=UNIT[device], host_apart=device == "cuda")
     early: list[Entry] = []
-    # Looking for garbage among all the recorded tensors would take half the time.
+    # Garbage collection would take half of the time, because it visits all recorded tensors.
     with on_device(device, recorder), fake_mesh(1, few.axial, few.branch, branch) as mesh, uncollected():
         model = make_model(config, few.precision).train(job.learns)
         Execution(few, mesh).bind(model)
@@ -113,11 +115,14 @@ def _record_example(job: Job, plan: Plan, device: Device, branch: int, reads_tru
         watch = Watch(model, StateSizes(config.c_m, config.c_z, s * rows * config.c_m, n * rows * config.c_z), recorder)
 
         def enter(phase: str) -> None:
+            """Begin a phase, and close the entries of the passes without gradients."""
             watch.enter_phase(phase)
-            if phase == MODEL:  # the last pass of a training
+            if phase == MODEL:
+                # The last pass of a training step begins.
                 early[:] = recorder.taken()
                 recorder.phase = "forward"
-            elif phase == "heads":  # a fold's last pass has the heads besides
+            elif phase == "heads":
+                # Only the last pass of a fold has heads.
                 early[:] = recorder.entries
 
         recorder.phase = "early"
@@ -131,8 +136,8 @@ def _record_example(job: Job, plan: Plan, device: Device, branch: int, reads_tru
         last = recorder.taken()
         del packed
     return Run(
-        early=tuple(_of_all_blocks([] if reads_trunk else early, job, plan, config, few)),
-        last=tuple(_of_all_blocks(last, job, plan, config, few)),
+        early=tuple(_scaled_to_all_blocks([] if reads_trunk else early, job, plan, config, few)),
+        last=tuple(_scaled_to_all_blocks(last, job, plan, config, few)),
         pieces=recorder.pieces,
         course=recorder.course,
         moments=recorder.moment,
@@ -143,10 +148,10 @@ def _record_example(job: Job, plan: Plan, device: Device, branch: int, reads_tru
 
 
 def _few_blocks(job: Job, plan: Plan) -> tuple[ModelConfig, Plan, dict[tuple[str, int], int]]:
-    """Return a model of few blocks, its plan, and the number of blocks that a block stands for.
+    """Reduce a model to few blocks; returns its settings, its plan, and the number of blocks that a block represents.
 
-    Recomputed blocks and blocks that keep everything are two kinds.  Blocks that the backward pass does not reach are
-    left out.
+    Recomputed blocks and blocks that keep everything are different kinds. Blocks that the backward pass does not reach
+    are left out.
     """
     config, main, extra = job.model, job.model.evoformer.blocks, job.model.extra_blocks
     if not job.training:
@@ -168,8 +173,10 @@ def _few_blocks(job: Job, plan: Plan) -> tuple[ModelConfig, Plan, dict[tuple[str
     return few, replace(plan, keep_blocks=whole if plan.recompute else 0), stands_for
 
 
-def _of_all_blocks(entries: Sequence[Entry], job: Job, plan: Plan, config: ModelConfig, few: Plan) -> Iterator[Entry]:
-    """Yield the entries of few blocks as those of all: each comes more often."""
+def _scaled_to_all_blocks(
+    entries: Sequence[Entry], job: Job, plan: Plan, config: ModelConfig, few: Plan
+) -> Iterator[Entry]:
+    """Multiply the repetitions of the entries of few blocks, so that they represent all blocks."""
     every, run = job.model.evoformer.blocks, config.evoformer.blocks
     recomputed = max(0, job.backward_blocks - plan.keep_blocks)
     main = {"recomputed": (recomputed, run - few.keep_blocks), "backward": (job.backward_blocks, run)}
@@ -183,14 +190,14 @@ def _of_all_blocks(entries: Sequence[Entry], job: Job, plan: Plan, config: Model
 
 
 def make_model(config: ModelConfig, precision: str) -> AlphaFold:
-    """Make a model without memory."""
+    """Create a model of meta tensors."""
     with META:
         model = AlphaFold(config)
     return model.double() if precision == "fp64" else model
 
 
 def features_of(job: Job, passes: int) -> Batch:
-    """Return the features of a job's example, without memory."""
+    """Create the features of a job's example as meta tensors."""
     sizes = job.sizes
     axes = {"res": sizes.residues, "seq": sizes.sequences, "extra": sizes.extra, "pass": passes}
     axes |= {"tmpl": sizes.templates} if job.model.templates.enabled else {}
@@ -201,7 +208,7 @@ def features_of(job: Job, passes: int) -> Batch:
 
 @contextmanager
 def on_device(device: Device, recorder: Recorder) -> Iterator[None]:
-    """Run operations as this device would, on tensors without memory; count the kernels that are not launched."""
+    """Run operations on meta tensors as this device would, and count kernels instead of launching them."""
 
     def count(_launch: object) -> None:
         recorder.launches += 1
@@ -210,15 +217,15 @@ def on_device(device: Device, recorder: Recorder) -> Iterator[None]:
         yield
 
 
-# The optimizer, and the way of the gradients
+# The optimizer and the exchange of gradients
 
 
 @dataclass(frozen=True)
-class GradientWay:
-    """How the gradients of a backward pass travel, and what follows it.
+class GradientExchange:
+    """The exchange of an example's gradients and the entries that follow the backward pass.
 
-    backward: the collectives that begin in it, each with the stack whose gradients it waits for, and the share of these
-    that exist by then.
+    backward: collectives that begin during the backward pass. Each has the stack whose gradients it needs, and the
+    fraction of the stack's gradients that exist when it begins.
     """
 
     backward: list[tuple[str, float, Begin]]
@@ -228,22 +235,24 @@ class GradientWay:
 
 @dataclass(frozen=True)
 class OptimizerRun:
-    """The record of an optimizer: the bytes that weights and its state hold, the peaks while it is made and while it
-    updates, and the ways of the gradients of one or two examples: the first stands for all but the last.
+    """The record of an optimizer.
+
+    held: bytes of the weights and the optimizer's state. loading, update: peaks during its creation and its update.
+    exchanges: of one or two examples; the first represents all examples but the last.
     """
 
     held: int
     loading: int
     update: int
-    ways: tuple[GradientWay, ...] = ()
+    exchanges: tuple[GradientExchange, ...] = ()
 
 
 @lru_cache(maxsize=8)
 def parameters_of(model: ModelConfig) -> tuple[dict[str, Tensor], set[str]]:
-    """Return a model's parameters without memory, in the order in which they are packed, and the names of those that
-    stay with the one before.
+    """Create a model's parameters as meta tensors in the order of packing.
 
-    Blocks of a stack have equal parameters, so only the first of each is made.
+    Returns the parameters by name, and the names of those that stay in the bucket of the previous one. The blocks of a
+    stack have equal parameters, so only one block is created.
     """
     one = replace(model, evoformer=replace(model.evoformer, blocks=min(1, model.evoformer.blocks)),
                   extra_blocks=min(1, model.extra_blocks))  # fmt: skip
@@ -262,7 +271,7 @@ def parameters_of(model: ModelConfig) -> tuple[dict[str, Tensor], set[str]]:
 
 
 def part_of(name: str) -> str:
-    """Return the stack that a parameter belongs to; "": none of the trunk's."""
+    """Return the trunk's stack to which a parameter belongs, or ""."""
     top = name.partition(".")[0]
     return top if top in STACKS else ""
 
@@ -272,9 +281,9 @@ def record_optimizer(
     model: ModelConfig, plan: Plan, optim: OptimConfig | None, device: Device, finetune: FinetuneConfig,
     per_node: int | None = None, branch: int = 0,
 ) -> OptimizerRun:  # fmt: skip
-    """Record how the weights of a whole model are packed, and a step of its optimizer; None: a prediction.
+    """Record the packing of a full model's weights and a step of its optimizer. optim: None for a prediction.
 
-    Every parameter has a gradient, the last of the model first, as a backward pass makes them.
+    Every parameter gets a gradient in the reverse order of the model, as in a backward pass.
     """
     recorder = Recorder(unit=UNIT[device])
     with on_device(device, recorder), fake_mesh(plan.data, plan.axial, plan.branch, branch) as mesh:
@@ -286,7 +295,7 @@ def record_optimizer(
         layout = make_layout(parameters, bucket_bytes, ranks, together)
         with recorder:
             module = make_model(model, plan.precision) if is_whole else _Buckets(layout, dtype_of_weights)
-            # The model's own parameters, which are there until they are packed, have no padding between them.
+            # The model's own parameters, which exist until they are packed, are not padded like the buckets.
             sizes = [x.numel() * dtype_of_weights.itemsize for x in parameters.values()]
             less = 0 if is_whole else recorder.now - sum(-(-x // recorder.unit) * recorder.unit for x in sizes)
             if optim is None:
@@ -296,31 +305,31 @@ def record_optimizer(
             sync = replace(plan.sync, strategy="plain") if plan.sync.strategy == "auto" else plan.sync
             scaling, graphs = plan.precision == "fp16", plan.graph is True
             optimizer = Optimizer(module, optim, mesh, sync, per_node, dtype, scaling, plan.batch, graphs)
-        # Adapters make dense weights, which exist until the backward pass.
+        # Adapters compute dense weights, which exist until the backward pass.
         dense = [module.get_submodule(name)._parameters["weight"] for name in adapted]
         held, loading = recorder.now, max(recorder.now, recorder.restart() - less)
         arrivals = _arrivals(optimizer.packed.parameters) if is_whole else _bucket_arrivals(layout, parameters)
-        ways = []
-        for turn in range(turns := -(-optimizer.share // plan.batch)):
-            way = _backward(recorder, optimizer, arrivals)
+        exchanges, batches = [], -(-optimizer.share // plan.batch)
+        for number in range(batches):
+            begun = _backward(recorder, optimizer, arrivals)
             with recorder, recorder.listening():
                 optimizer.collect()
                 collect = recorder.taken()
                 recorder.phase = "update"
-                if turn == turns - 1:
+                if number == batches - 1:
                     optimizer.update()
-                ways.append(GradientWay(way, collect, recorder.taken()))
+                exchanges.append(GradientExchange(begun, collect, recorder.taken()))
         more = sum(x.nbytes for x in dense if x is not None)
-    return OptimizerRun(held + more, loading + more, recorder.restart() + more, tuple(ways))
+    return OptimizerRun(held + more, loading + more, recorder.restart() + more, tuple(exchanges))
 
 
 def needs_every_parameter(optim: OptimConfig | None, finetune: FinetuneConfig) -> bool:
-    """Return whether a step depends on more than the buckets: on the layers that are trained, or on each shape."""
+    """Return whether a step depends on the trained layers or on the shapes of all parameters, not only on buckets."""
     return optim is not None and (finetune.freezes or optim.compression.method != "none")
 
 
 class _Buckets(nn.Module):
-    """One parameter for each bucket of a model's parameters: packed, it has the same bytes and messages."""
+    """A module with one parameter per bucket of a model. Packed, it has the same bytes and collectives as the model."""
 
     def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
         super().__init__()
@@ -331,16 +340,16 @@ class _Buckets(nn.Module):
 def _backward(
     recorder: Recorder, optimizer: Optimizer, arrivals: Mapping[str, tuple[str, float]]
 ) -> list[tuple[str, float, Begin]]:
-    """Give each parameter its gradient, the last first; return the collectives that begin meanwhile."""
-    named, way = optimizer.packed.parameters, list[tuple[str, float, Begin]]()
+    """Give each parameter its gradient in reverse order; returns the collectives that begin meanwhile."""
+    named, begun = optimizer.packed.parameters, list[tuple[str, float, Begin]]()
     recorder.phase = "backward"
     if optimizer.reducer._thread is not None:
+        # The recorder runs the thread's calls at once.
         optimizer.reducer._thread = recorder  # type: ignore[assignment]
 
     def arrived(name: str) -> None:
         part, share = arrivals[name]
-        begun = [entry for entry in recorder.taken() if isinstance(entry, Begin)]
-        way.extend((part, share, replace(entry, part=part)) for entry in begun)
+        begun.extend((part, share, replace(x, part=part)) for x in recorder.taken() if isinstance(x, Begin))
 
     handles = [p.register_post_accumulate_grad_hook(lambda _, name=name: arrived(name)) for name, p in named.items()]
     with recorder.listening():
@@ -349,11 +358,11 @@ def _backward(
     for handle in handles:
         handle.remove()
     recorder.taken()
-    return way
+    return begun
 
 
 def _arrivals(named: Mapping[str, Tensor]) -> dict[str, tuple[str, float]]:
-    """Return, for each parameter, its stack, and the share of the stack's gradients that exist when its own does."""
+    """Return each parameter's stack, and the fraction of the stack's gradients that exist when its own does."""
     arrivals = dict[str, tuple[str, float]]()
     for part, group in groupby(reversed(list(named)), part_of):
         names = list(group)
@@ -362,22 +371,22 @@ def _arrivals(named: Mapping[str, Tensor]) -> dict[str, tuple[str, float]]:
 
 
 def _bucket_arrivals(layout: Layout, named: Mapping[str, Tensor]) -> dict[str, tuple[str, float]]:
-    """Return the same for `_Buckets`: a bucket is complete when the first of its members has its gradient."""
+    """Return the `_arrivals` of `_Buckets`: a bucket is complete when its first member has its gradient."""
     arrivals = _arrivals(named)
     firsts = [members[0] for members in reversed(layout.members)]
     return {f"of_forward.{number}": arrivals[name] for number, name in enumerate(firsts)}
 
 
-# A whole step
+# A step
 
 
 @dataclass(frozen=True)
 class RecordedStep:
     """The entries of a rank in a step.
 
-    early: a pass without gradient.  example: the last pass and the backward pass of an example that others of this
-    rank follow.  last: the same for the last example, whose gradients travel.  update: the end of the step.
-    examples: of the rank and step, or batches.  A fold has early passes and a last one.
+    early: a pass without gradients. example: the last pass and the backward pass of any example but the last.
+    last: the same for the last example, whose gradients are sent. update: the end of the step.
+    examples: number of examples, or batches, of the rank in a step. A fold has early passes and a last one.
     """
 
     early: Sequence[Entry]
@@ -387,9 +396,9 @@ class RecordedStep:
     examples: int = 1
 
     def step(self, recycles: float) -> list[Entry]:
-        """Return the entries of a rank's whole step with so many passes without gradient.
+        """Return the entries of a rank's step with a number of passes without gradients.
 
-        All examples but the last are equal, and so are passes: each entry comes as many times.
+        All examples but the last are equal, and so are passes, so that their entries are repeated.
         """
         before = self.examples - 1
         return [
@@ -416,11 +425,11 @@ def record(
     branch: int = 0,
     tell: Progress = no_progress,
 ) -> RecordedStep:
-    """Record the first rank of a plan, or of one of its branches, in a fold or a step; no other has more to do.
+    """Record the first rank of a plan, or of one of its branches, in a fold or a step. No rank has more work.
 
-    examples: of each data rank and step.  per_node: ranks of a node, for hierarchical sums.  gpu: count the kernels
-    that a GPU would launch; else operations count as wholes, as on a CPU.  branch: 0 computes m, 1 computes z.
-    Errors: UserError as of `Reducer`.
+    examples: per data rank and step. per_node: ranks of a node, for hierarchical sums. gpu: count the kernels that a
+    GPU would launch; otherwise each operation counts as a whole, as on a CPU. branch: 0 computes m, 1 computes z.
+    Raises UserError as `Reducer` does.
     """
     device: Device = "cuda" if gpu else "cpu"
     batches, is_shared = -(-examples // plan.batch), plan.axial * plan.branch > 1
@@ -429,38 +438,39 @@ def record(
     early, last = list(run.early), list(run.last)
     if job.optim is None:
         return RecordedStep(early, [], last, [])
-    tell(1, 2, "the gradients' way")
+    tell(1, 2, "the exchange of gradients")
     has_graphs = plan.why_no_graphs(device) is None
     optimizer = record_optimizer(
         job.model, exchange_plan(plan, has_graphs), step_share(job, plan, min(batches, 2)), device, job.finetune,
         per_node, branch,
     )  # fmt: skip
-    update, collects = optimizer.ways[-1].update, [way.collect for way in optimizer.ways]
+    exchanges = optimizer.exchanges
+    update, collects = exchanges[-1].update, [exchange.collect for exchange in exchanges]
     if has_graphs:
         early = _replayed(early, job, plan, 2) if early else early
         last = _replayed(last, job, plan, 1)
-        collects = [way.collect if is_shared or way.backward else _in_graph(way.collect) for way in optimizer.ways]
+        collects = [x.collect if is_shared or x.backward else _in_graph(x.collect) for x in exchanges]
         if plan.data == 1 and not is_shared:
             update = _replayed(update, job, plan, 0)
-    entries = [[*_with_gradients(last, way.backward), *collect] for way, collect in zip(optimizer.ways, collects)]
+    entries = [[*_with_gradients(last, x.backward), *collect] for x, collect in zip(exchanges, collects)]
     return RecordedStep(early, entries[0], entries[-1], update, batches)
 
 
 def exchange_plan(plan: Plan, has_graphs: bool = False) -> Plan:
-    """Return the plan with only those keys on which the optimizer depends."""
+    """Reduce a plan to the keys on which the optimizer depends."""
     return Plan(data=plan.data, axial=plan.axial, branch=plan.branch, batch=plan.batch, precision=plan.precision,
                 sync=plan.sync, graph=has_graphs)  # fmt: skip
 
 
 def step_share(job: Job, plan: Plan, batches: int) -> OptimConfig:
-    """Return the settings of an optimizer whose ranks each take so many batches in a step."""
+    """Return the settings of an optimizer whose data ranks each have a number of batches in a step."""
     optim = job.optim or OptimConfig()
     clip = "step" if plan.batch > 1 else optim.clip
     return replace(optim, accumulate=plan.data * plan.batch * batches, clip=clip)
 
 
 def _replayed(entries: Sequence[Entry], job: Job, plan: Plan, copies: int) -> list[Entry]:
-    """Return entries as a graph's, behind the launches of its replay; copies: of z, to and from the graph."""
+    """Return the entries of a graph after the launches of its replay. copies: of z, to and from the graph."""
     z = plan.batch * job.sizes.residues**2 * job.model.c_z * DTYPES[plan.precision].itemsize / plan.axial
     phase = next(entry.phase for entry in entries if isinstance(entry, Operation))
     first = Operation(TORCH, "forward", Cost(0, 0, 2 * copies * z), torch.float32, REPLAY_LAUNCHES, phase)
@@ -472,41 +482,41 @@ def _in_graph(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _with_gradients(entries: list[Entry], begun: Sequence[tuple[str, float, Begin]]) -> list[Entry]:
-    """Return a rank's entries of an example, with the collectives that begin when the gradients of a part are there.
+    """Insert the collectives of gradients into a rank's entries of an example, where their gradients exist.
 
-    The gradients of what lies outside of the stacks come before theirs (heads) and behind them (embedders).
+    Gradients of modules outside of the stacks come before those of the stacks (heads) or after them (embedders).
     """
     if not begun:
         return entries
-    first = next((i for i, entry in enumerate(entries) if not isinstance(entry, Await) and _is_backward(entry)), 0)
-    pieces = [(part, list(some)) for part, some in groupby(entries[first:], lambda e: getattr(e, "part", None))]
+    backward = [i for i, e in enumerate(entries) if not isinstance(e, Await) and e.phase in ("recomputed", "backward")]
+    first = backward[0] if backward else 0
+    # Consecutive entries of one stack. Waits belong to the run in which they occur.
     runs: list[tuple[str, list[Entry]]] = []
-    for part, some in pieces:  # what is awaited is part of what runs
+    for entry in entries[first:]:
+        part = None if isinstance(entry, Await) else entry.part
         if runs and part in (None, runs[-1][0]):
-            runs[-1][1].extend(some)
+            runs[-1][1].append(entry)
         else:
-            runs.append((part or "", some))
-    places: dict[int, list[tuple[int, Begin]]] = defaultdict(list)
+            runs.append((part or "", [entry]))
+    # The collectives to insert into each run, with their indices.
+    inserted: dict[int, list[tuple[int, Begin]]] = defaultdict(list)
     at, before = 0, ""
     for part, share, begin in begun:
-        if part != before:  # the longest run of this part that is left
+        if part != before:
+            # The longest later run of this stack is its backward pass.
             later = [i for i in range(at + 1, len(runs)) if runs[i][0] == part]
             at, before = max(later, key=lambda i: len(runs[i][1]), default=at), part
-        places[at].append((math.ceil(share * len(runs[at][1])), begin))
-    found = entries[:first]
-    for index, (_, some) in enumerate(runs):
-        for number, entry in enumerate([*some, None], 1):
-            found += [begin for place, begin in places[index] if place == number - 1]
-            found += [] if entry is None else [entry]
-    return found
-
-
-def _is_backward(entry: Operation | Begin) -> bool:
-    return entry.phase in ("recomputed", "backward")
+        inserted[at].append((math.ceil(share * len(runs[at][1])), begin))
+    result = entries[:first]
+    for index, (_, run) in enumerate(runs):
+        for number, run_entry in enumerate([*run, None]):
+            result += [begin for position, begin in inserted[index] if position == number]
+            result += [] if run_entry is None else [run_entry]
+    return result
 
 
 def traffic(entries: Sequence[Entry]) -> dict[tuple[str, str], tuple[float, float]]:
-    """Return how many collectives begin, and the bytes that leave in them, by group and phase."""
+    """Count the collectives that begin, and the bytes that leave in them, by group and phase."""
     calls, sent = defaultdict[tuple[str, str], float](float), defaultdict[tuple[str, str], float](float)
     for entry in entries:
         if isinstance(entry, Begin) and entry.group != HOST:

@@ -1,8 +1,8 @@
-"""Record a run of code on tensors without memory: allocations and releases, operations, and messages.
+"""Record a run on meta tensors: allocations and releases of memory, operations, and collectives.
 
-`Recorder` is a dispatch mode.  Within it every piece of memory is followed from its allocation to its release.  While
-it listens (`Recorder.listening`), it also writes an entry for each of our operations, each of torch's outside of these,
-and each collective.  A call without gradients that repeats an earlier one is copied from the record of that.
+`Recorder` is a dispatch mode that follows each memory block from its allocation to its release. While it listens
+(`Recorder.listening`), it also writes an entry for each of our operations, for each torch operation outside of ours,
+and for each collective. If a call without gradients repeats an earlier one, the record of the earlier call is copied.
 """
 
 import enum
@@ -45,22 +45,26 @@ FACTORIES = {
     *(aten.linspace.default, aten.scalar_tensor.default, aten.rand.default, aten.randn.default),
 }
 PLAIN_TYPES = (Tensor, nn.Parameter)
+# Cached results in `_layouts`. The cache is emptied when it is full.
 MAX_LAYOUTS = 1 << 16
-MAX_READ_NUMBERS = 2**20  # larger tensors are not brought to the host to be read
-FIRST_GRADIENT_NUMBER = 1 << 24  # above the numbers of the collectives of slices
+# Larger tensors are not copied to the host.
+MAX_HOST_ELEMENTS = 2**20
+# Above the numbers of collectives of slices.
+FIRST_GRADIENT_NUMBER = 1 << 24
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-# The results of earlier calls of torch's operations on tensors without memory: shapes, strides and dtypes.  Allocating
-# them again takes a twentieth of the time in which torch infers them, in Python.
+# Shapes, strides and dtypes of the results of earlier torch operations on meta tensors. Allocating results from this
+# cache takes a twentieth of the time of torch's shape inference, which runs in Python.
 _layouts: dict[Any, list[Layout]] = {}
 
 Phase = Literal["early", "forward", "recomputed", "backward", "update"]
-HOST = "host"  # the group of copies to host memory and back
+# The group of copies to and from host memory.
+HOST = "host"
 
 
 class Place(NamedTuple):
-    """Where a run is: the module or phase, the owner of its tensors in the memory figure, and its block of a stack.
+    """A position in the model: module or phase, owner of the tensors in memory figures, and block of a stack.
 
-    owner: "" where the shape of a tensor decides.  stack: the stack of the trunk, or "".
+    owner: "" if the shape of a tensor decides. stack: stack of the trunk, or "".
     """
 
     name: str = ""
@@ -72,11 +76,11 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class Operation:
-    """One of our operations in one pass, or one of torch's outside of ours.
+    """One pass of one of our operations, or of a torch operation outside of ours.
 
-    op: the name by which the rates of a device know it.  launches: kernels.  phase: "early" is a pass without gradient.
-    part: the stack that it belongs to, or "".  times: how many such operations the entry stands for.
-    replayed: by a graph, so that the host launches none of its kernels.
+    op: name in the rates of a device. launches: number of kernels. phase: "early" is a pass without gradients.
+    part: stack to which it belongs, or "". times: number of equal operations that the entry represents.
+    replayed: a graph contains it, so the host does not launch its kernels.
     """
 
     op: str
@@ -92,11 +96,11 @@ class Operation:
 
 @dataclass(slots=True)
 class Begin:
-    """The start of a collective: `sent` bytes leave this rank.
+    """The start of a collective with which `sent` bytes leave this rank.
 
-    group: "axial", "branch", "model", "data"; "node" and "nodes" of hierarchical sums; "host" for a copy between a
-    device and host memory.  after: collectives that it waits for on a side stream.  part, times, replayed: as for an
-    operation.
+    group: "axial", "branch", "model" or "data"; "node" and "nodes" for hierarchical sums; "host" for a copy between
+    device and host memory. after: collectives for which it waits on a side stream. part, times, replayed: as in
+    `Operation`.
     """
 
     number: int
@@ -112,7 +116,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """A wait for a collective: the next entries need its result."""
+    """A wait for a collective, whose result the following entries need."""
 
     number: int
 
@@ -122,7 +126,11 @@ Entry = Operation | Begin | Await
 
 @dataclass(eq=False, slots=True)
 class MemoryPiece:
-    """A piece of memory and the operation that allocated it; born and died count allocations and releases so far."""
+    """A memory block and the operation that allocated it.
+
+    born, died: moments, which count allocations and releases. host: in host memory, although the run is on another
+    device.
+    """
 
     bytes: int
     shape: tuple[int, ...]
@@ -130,14 +138,14 @@ class MemoryPiece:
     place: Place
     born: int
     died: int | None = None
-    host: bool = False  # in host memory, though the run is on another device
+    host: bool = False
 
     def lives(self, moment: int) -> bool:
-        """Return whether the piece exists after so many allocations and releases."""
+        """Return whether the block is allocated at a moment."""
         return self.born <= moment and (self.died is None or moment < self.died)
 
     def shifted(self, moments: int, place: Place | None = None) -> "MemoryPiece":
-        """Copy the piece to a later moment, and to another place unless that is None."""
+        """Return a copy at a later moment, and at another place unless it is None."""
         died, place = None if self.died is None else self.died + moments, self.place if place is None else place
         return MemoryPiece(self.bytes, self.shape, self.made_by, place, self.born + moments, died, self.host)
 
@@ -146,7 +154,7 @@ class MemoryPiece:
 class _Call:
     """A call of one of our operations, whose autograd nodes have the numbers from `first` up to `end`.
 
-    backward: the entry of its backward pass; it is written when that begins.
+    backward: entry of its backward pass, which is written when the backward pass of the call begins.
     """
 
     backward: Operation
@@ -157,11 +165,11 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Trace:
-    """The record of a call that can be copied; moments count from its start.
+    """The record of a call that can be copied. Moments count from the start of the call.
 
-    results: for each result the number of an argument, or of a piece and its layout.  most, host_most: the largest
-    number of bytes above those held before.  one_place: all was made at one place, as by an operation, which several
-    layers call.  course: as in `Recorder`.
+    results: for each result, the index of an argument, or the index of a memory piece and its layout.
+    most, host_most: largest number of bytes in addition to those before the call. one_place: all pieces were allocated
+    at the same place, for example by an operation that several layers call. course: as in `Recorder`.
     """
 
     pieces: list[MemoryPiece]
@@ -178,15 +186,17 @@ class _Trace:
 
 
 class Recorder(DispatchMode):
-    """Record what runs within the context.
+    """Record memory, operations and collectives of the code that runs within the context.
 
-    Tensors of our operations' implementations count.  The workspaces of torch's own operations, and tensors that
-    existed before, are not seen.  Reading a number of a tensor without memory yields zero.
+    Tensors within the implementations of our operations are included. Workspaces of torch's operations, and tensors
+    that existed before, are not. Reading a number of a meta tensor yields zero.
 
-    now, peak: bytes.  pieces: all pieces, in order.  course: the names of what ran, from which moment on.
-    entries: operations and collectives, while it listens.  seen: shapes for which `noted` is true, and who made them.
-    unit: bytes; each piece takes a multiple.  place: tells where the run is.  host_apart: tensors that are made on the
-    CPU by name or by default are no memory of the device (`MemoryPiece.host`).
+    now, peak: bytes. pieces: all memory pieces in the order of allocation. course: pairs of a moment and the name of
+    the code that begins then. entries: operations and collectives, while it listens.
+    seen: pairs of operation and shape for all allocations whose shape satisfies `noted`.
+    unit: granularity of allocations in bytes. place: returns the present position in the model.
+    host_apart: tensors that are created on the CPU explicitly or by default do not count as memory of the device
+    (`MemoryPiece.host`).
     """
 
     def __init__(
@@ -208,31 +218,38 @@ class Recorder(DispatchMode):
 
         self.entries: list[Entry] = []
         self.phase: Phase = "forward"
-        self.launches = 0  # of our operations: Triton's kernels, and torch's operations within ours
+        # Launches within our operations: Triton kernels and torch operations.
+        self.launches = 0
         self._listens = False
-        self._depth = 0  # of our operations that run now, one within another
-        self._calls: list[_Call] = []  # of forward passes with gradient, in order
+        # Nesting depth of our operations.
+        self._depth = 0
+        # Calls in forward passes with gradients, in order, and their first node numbers.
+        self._calls: list[_Call] = []
         self._firsts: list[int] = []
-        self._part = ""  # the stack of the last entry
-        self._due: dict[str, deque[int]] = defaultdict(deque)  # gradients' collectives under way, by title
+        # The stack of the last entry.
+        self._part = ""
+        # Collectives of gradients in flight, by title.
+        self._due: dict[str, deque[int]] = defaultdict(deque)
+        # Waits on the side stream delay only the collectives that begin there.
         self._after: list[int] = []
-        self._on_side_stream = False  # waits there hold up only collectives that begin there
+        self._on_side_stream = False
         self._last_number = FIRST_GRADIENT_NUMBER
         self._uploads: dict[int, int] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Tell torch that nothing is compiled within: its own check costs more than the mode."""
+        """Disable torch's check for compilation, which takes more time than the mode itself."""
         return False
 
-    # What torch dispatches
+    # Dispatch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "warpfold":
             return self._registered(func, args, kwargs)
         kind = _kind(func)
-        if kind is Kind.COMPOSITE:  # below autograd torch does not take these apart by itself
+        if kind is Kind.COMPOSITE:
+            # Below autograd, torch does not decompose these by itself.
             with self:
                 return func.decompose(*args, **kwargs)
         if kind is Kind.VIEW:
@@ -247,7 +264,7 @@ class Recorder(DispatchMode):
         return out
 
     def _registered(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Run the implementation of one of our registered operations, for this device."""
+        """Run the implementation of one of our registered operations for this device."""
         owner = None if self._depth or not self._listens else self._backward_owner()
         before = self.launches
         self._depth += 1
@@ -261,62 +278,69 @@ class Recorder(DispatchMode):
         return out
 
     def _run(self, kind: "Kind", func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, bool]:
-        """Run one of torch's operations, and note the tensors that it allocates; return whether all are surely new."""
+        """Run a torch operation and record its allocations; returns the result, and whether it is certainly new."""
         key = call_key(func, args, kwargs) if kind in (Kind.NEW, Kind.OUT) else None
         if key is not None and (layouts := _layouts.get(key)) is not None:
-            if kind is Kind.OUT:
-                return kwargs["out"], True
-            made = [torch.empty_strided(shape, stride, dtype=dtype, device=META) for shape, stride, dtype in layouts]
-            for tensor in made:
-                self._allocated(tensor, func, False)
-            return (made[0] if len(made) == 1 else tuple(made)), True
+            return (kwargs["out"] if kind is Kind.OUT else self._allocate_again(func, layouts)), True
         operands = tensors_in(kwargs.values(), tensors_in(args, []))
         name, device = func._opname, kwargs.get("device")
+        reads_meta, is_factory = bool(operands) and operands[0].is_meta, not operands and func in FACTORIES
         on_host = device is not None and device.type == "cpu"
-        host = self.host_apart and (on_host or (not operands and device is None))
-        if operands and operands[0].is_meta and name == "_local_scalar_dense":
+        # A meta tensor has no numbers: those that the host reads are zero, and comparisons are true.
+        if reads_meta and name == "_local_scalar_dense":
             return operands[0].dtype.is_floating_point and 0.0, False
-        if name == "equal" and operands[0].is_meta:
+        if reads_meta and name == "equal":
             return True, False
-        if not operands and device is None and func in FACTORIES:
+        if reads_meta and on_host and name == "_to_copy" and operands[0].numel() <= MAX_HOST_ELEMENTS:
+            dtype = kwargs.get("dtype") or operands[0].dtype
+            return torch.zeros(operands[0].shape, dtype=dtype, device="cpu"), False
+        host = self.host_apart and (on_host or (not operands and device is None))
+        if is_factory and device is None:
             kwargs = {**kwargs, "device": META}
-        elif on_host and (operands[0].is_meta if operands else func in FACTORIES):
-            if name == "_to_copy" and operands[0].numel() <= MAX_READ_NUMBERS:
-                dtype = kwargs.get("dtype") or operands[0].dtype
-                return torch.zeros(operands[0].shape, dtype=dtype, device="cpu"), False
+        elif on_host and (reads_meta or is_factory):
             kwargs = {**kwargs, "device": META, "pin_memory": None}
         out = func(*args, **kwargs)
         storages = {t.untyped_storage()._cdata for t in operands}
         made = [t for t in tensors_in((out,), []) if t.untyped_storage()._cdata not in storages]
         for tensor in made:
             self._allocated(tensor, func, host or (self.host_apart and not tensor.is_meta))
-        if key is not None and (
+        # An `out` that was resized has another key now, and may not be cached.
+        repeats = key is not None and (
             call_key(func, args, kwargs) == key if kind is Kind.OUT else _can_be_made_again(out, made)
-        ):
+        )
+        if repeats:
             if len(_layouts) >= MAX_LAYOUTS:
                 _layouts.clear()
             _layouts[key] = [(tuple(t.shape), t.stride(), t.dtype) for t in made]
         return out, False
 
+    def _allocate_again(self, func: Any, layouts: list[Layout]) -> Any:
+        """Allocate and record the results of an operation from their layouts."""
+        made = [torch.empty_strided(shape, stride, dtype=dtype, device=META) for shape, stride, dtype in layouts]
+        for tensor in made:
+            self._allocated(tensor, func, False)
+        return made[0] if len(made) == 1 else tuple(made)
+
     # Memory
 
     @property
     def at_peak(self) -> list[MemoryPiece]:
-        """The pieces held at the peak, largest first."""
+        """The memory pieces at the peak, largest first."""
         return sorted((piece for piece in self.pieces if piece.lives(self._peak_moment)), key=lambda h: -h.bytes)
 
     def restart(self) -> int:
-        """Return the peak so far, and look for another from now on."""
+        """Return the peak so far, and start a new one at the present memory."""
         before, self.peak, self._peak_moment = self.peak, self.now, self.moment
         return before
 
     def piece_of(self, tensor: Tensor) -> MemoryPiece | None:
-        """Return the piece that holds a tensor's storage, if it was allocated within."""
+        """Return the memory piece of a tensor's storage; None if it was allocated before."""
         return self._live.get(tensor.untyped_storage()._cdata)
 
     def _allocated(self, tensor: Tensor, func: Any, host: bool) -> None:
         storage, shape, made_by = tensor.untyped_storage(), tuple(tensor.shape), _name(func)
-        if storage._cdata in self._live:  # two results in one piece
+        # Two results may share a storage.
+        if storage._cdata in self._live:
             return
         self.moment += 1
         size = -(-storage.nbytes() // self.unit) * self.unit
@@ -329,7 +353,7 @@ class Recorder(DispatchMode):
             self.peak, self._peak_moment = self.now, self.moment
 
     def _hold(self, storage: Any, piece: MemoryPiece) -> None:
-        """Count a piece until its storage is released."""
+        """Count a memory piece until its storage is released."""
         self._live[storage._cdata] = piece
         weakref.finalize(storage, self._released, storage._cdata)
         if piece.host:
@@ -347,19 +371,21 @@ class Recorder(DispatchMode):
         else:
             self.now -= piece.bytes
 
-    # Calls that repeat
+    # Repeated calls
 
     def run(self, what: Any, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Call a function, or copy the record of an earlier call with arguments of the same layout.
+        """Call a function, or copy the record of an earlier call whose arguments had the same layout.
 
-        what: the function's identity, with all that its record depends on besides.  Autograd must not see the call.
+        what: identity of the function, including everything else that its record depends on. The call must not be
+        visible to autograd.
         """
         key = call_key(what, args, kwargs)
         if key is None:
             return function(*args, **kwargs)
         key = key, dispatch.turns(), self.phase
         if (trace := self._traces.get(key)) is not None:
-            return without_modes(self._repeat, trace, args)  # the results are counted by hand
+            # Without modes, because `_repeat` records the results itself.
+            return without_modes(self._repeat, trace, args)
         begun, first, noted = self.moment, len(self.pieces), len(self.course)
         first_entry, launches = len(self.entries), self.launches
         out = function(*args, **kwargs)
@@ -373,13 +399,14 @@ class Recorder(DispatchMode):
     def _traced(
         self, out: Any, args: Sequence[Any], made: list[MemoryPiece], begun: int, entries: list[Entry]
     ) -> _Trace | None:
-        """Make the trace of a call; None where the call left more behind than its results."""
+        """Build the trace of a call; returns None if the call left more behind than its results."""
         results = (out,) if isinstance(out, Tensor) else out
         if not isinstance(results, tuple) or not all(type(t) in PLAIN_TYPES and t.is_meta for t in results):
             return None
         started = {entry.number for entry in entries if isinstance(entry, Begin)}
         if started != {entry.number for entry in entries if isinstance(entry, Await)}:
-            return None  # a collective outlasts the call
+            # A collective outlasts the call.
+            return None
         sources: list[tuple[int, Layout | None]] = []
         numbers = {id(piece): number for number, piece in enumerate(made)}
         for t in results:
@@ -394,7 +421,7 @@ class Recorder(DispatchMode):
         left = {number for number, piece in enumerate(made) if piece.died is None}
         returned = [number for number, layout in sources if layout is not None]
         died = sum(piece.died is not None for piece in made)
-        # The second holds only if no piece of others was released meanwhile.
+        # The second condition fails if memory from before the call was released during it.
         if sorted(returned) != sorted(left) or self.moment - begun != len(made) + died:
             return None
         pieces = [piece.shifted(-begun) for piece in made]
@@ -402,7 +429,7 @@ class Recorder(DispatchMode):
         return _Trace(pieces, sources, isinstance(out, Tensor), *_highest(pieces), one_place, 0, [], entries, 0)
 
     def _repeat(self, trace: _Trace, args: Sequence[Any]) -> Any:
-        """Copy a trace as if its pieces came and went now, and return new results."""
+        """Copy a trace as if its allocations and releases happened now, and return new results."""
         begun, first = self.moment, len(self.pieces)
         if self.now + trace.most > self.peak:
             self.peak, self._peak_moment = self.now + trace.most, begun + trace.most_at
@@ -426,38 +453,39 @@ class Recorder(DispatchMode):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Write entries within the context, for whatever this thread does."""
-        keep, start, fetch, store = OnHost.__init__, HostTensor._start, Upload.wait, HostTensor.store
+        """Write entries within the context for everything that this thread does."""
+        save, start, fetch, store = OnHost.__init__, HostTensor._start, Upload.wait, HostTensor.store
 
-        def kept(host: OnHost, x: Tensor, *more: Any) -> None:
-            # A tensor that is saved for the backward pass goes to host memory, and comes back.
+        def saved(host: OnHost, x: Tensor, *more: Any) -> None:
+            # A tensor that is saved for the backward pass is copied to host memory and back.
             self.entries.append(self._copy(2 * x.nbytes))
-            keep(host, x, *more)
+            save(host, x, *more)
 
-        def started(host: HostTensor, *given: Any) -> Upload:
-            upload = start(host, *given)
+        def started(host: HostTensor, *args: Any) -> Upload:
+            upload = start(host, *args)
             self.entries.append(copy := self._copy(upload._copy.nbytes))
             self._uploads[id(upload)] = copy.number
             return upload
 
         def fetched(upload: Upload) -> Tensor:
-            if (number := self._uploads.pop(id(upload), None)) is not None:  # else a tensor saved for the backward pass
+            # There is no number for a tensor that is saved for the backward pass.
+            if (number := self._uploads.pop(id(upload), None)) is not None:
                 self._wait(number)
             return fetch(upload)
 
-        def stored(*given: Any) -> None:
-            self.entries.append(self._copy(given[2].nbytes))
-            store(*given)
+        def stored(*args: Any) -> None:
+            self.entries.append(self._copy(args[2].nbytes))
+            store(*args)
 
         replaced: dict[tuple[type, str], Callable[..., Any]] = {
             (Work, "wait"): lambda work: self._wait_for_gradients(work.name),
-            (OnHost, "__init__"): kept,
+            (OnHost, "__init__"): saved,
             (HostTensor, "_start"): started,
             (HostTensor, "store"): stored,
             (Upload, "wait"): fetched,
         }
         with ExitStack() as undo:
-            undo.enter_context(watched(self._told))
+            undo.enter_context(watched(self._on_event))
             undo.enter_context(dispatch.observed(self._called))
             for (owner, name), function in replaced.items():
                 undo.callback(setattr, owner, name, getattr(owner, name))
@@ -467,20 +495,23 @@ class Recorder(DispatchMode):
             yield
 
     def taken(self) -> list[Entry]:
-        """Return the entries since the last call."""
+        """Return and remove the entries since the last call."""
         entries, self.entries = self.entries, []
         return entries
 
     @property
     def part(self) -> str:
-        """The stack at work, forward or backward; the gradient of a leaf belongs to the node before it."""
+        """The stack that is running forward or backward.
+
+        The gradient of a leaf belongs to the previous node's stack.
+        """
         place = self.place()
         if not (place.backward and place.owner == "gradients" and place.name == "backward"):
             self._part = place.stack
         return self._part
 
     def _called(self, original: Callable[..., Any], op: Op[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Make a call of one of our operations, and write its entry; an operation within it belongs to it."""
+        """Call one of our operations and write its entry, which includes nested operations."""
         call = functools.partial(original, op)
         if self._depth or not any(isinstance(x, Tensor) for x in args):
             return call(*args, **kwargs) if torch.is_grad_enabled() else self.run(op, call, args, kwargs)
@@ -491,7 +522,7 @@ class Recorder(DispatchMode):
         cost, which = call_cost(op, arguments, True), "training" if with_gradient else "forward"
         entry = Operation(name_of(op), which, cost, dtype, 0, phase, self.part, dispatch.turns())  # type: ignore[arg-type]
         keeps_graph = forward and with_gradient
-        # A reference to the arguments would keep them alive, so the work of the backward pass is read from them now.
+        # Compute the cost of the backward pass now, because keeping the arguments would keep their memory alive.
         backward_cost = call_cost(op, arguments, False) if keeps_graph else cost
         del arguments
         first, before = next_node_number() if keeps_graph else 0, self.launches
@@ -509,7 +540,7 @@ class Recorder(DispatchMode):
         return result
 
     def _backward_owner(self) -> Operation | None:
-        """Return the entry of our operation whose backward pass runs now; None: torch by itself, or a recomputation."""
+        """Return the entry of our operation whose backward pass is running; None for torch's own or a recomputation."""
         if not in_backward() or torch.is_grad_enabled():
             return None
         node = current_node()
@@ -524,19 +555,21 @@ class Recorder(DispatchMode):
         return call.backward
 
     def _computed(self, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any, is_new: bool = True) -> None:
-        """Count one of torch's operations as a launch of one of ours, or write an entry of its own."""
+        """Count a torch operation as a launch of one of our operations, or write its own entry."""
         if is_new and self._depth:
             self.launches += 1
             return
-        changed = out is None and func._schema.is_mutable  # lists of tensors, the first operand
+        # Operations that change lists of tensors, their first operand, return nothing.
+        changed = out is None and func._schema.is_mutable
         results = tensors_in(args[:1] if changed else (out,), [])
         if not results:
             return
         operands = tensors_in(kwargs.values(), tensors_in(args, []))
         if not (is_new or func._schema.is_mutable):
             storages = {x.untyped_storage()._cdata for x in operands}
+            # Views launch nothing.
             if all(x.untyped_storage()._cdata in storages or not x.numel() for x in results):
-                return  # a view
+                return
         if self._depth:
             self.launches += 1
             return
@@ -552,10 +585,10 @@ class Recorder(DispatchMode):
         dtype, times = _float(results[0]), dispatch.turns()
         self.entries.append(Operation(TORCH, "forward", cost, dtype, 1, phase, self.part, times))
 
-    # Messages and copies
+    # Collectives and copies
 
-    def _told(self, event: Event) -> None:
-        """Write the start of a collective, or the wait for one that carries slices of an example."""
+    def _on_event(self, event: Event) -> None:
+        """Write the start of a collective, or the wait for a collective of an example's slices."""
         if event.what == "wait":
             self._wait(event.number)
             return
@@ -581,12 +614,12 @@ class Recorder(DispatchMode):
             self.entries.append(Await(number))
 
     def _wait_for_gradients(self, title: str) -> None:
-        """Write a wait for gradients: collectives of one title are awaited in the order in which they began."""
+        """Write a wait for gradients. Collectives with equal titles are awaited in the order of their starts."""
         if self._due[title]:
             self._wait(self._due[title].popleft())
 
     def submit(self, call: Callable[[], None]) -> Future[None]:
-        """Make a call at once, as on a side stream: the recorder stands for the reducer's thread."""
+        """Run a call at once, as if on a side stream. The recorder replaces the reducer's thread."""
         self._on_side_stream, done = True, Future[None]()
         call()
         self._on_side_stream, self._after = False, []
@@ -594,18 +627,22 @@ class Recorder(DispatchMode):
         return done
 
     def _copy(self, size: int) -> Begin:
-        """Make the entry of a copy to host memory or back."""
+        """Create the entry of a copy to or from host memory."""
         return Begin(self._next_number(), HOST, HOST, size, self.phase, (), self.part, dispatch.turns())
 
 
 class Kind(enum.Enum):
-    """What an operation of torch does to memory."""
+    """Effect of a torch operation on memory.
 
-    COMPOSITE = enum.auto()  # made of others
-    IN_PLACE = enum.auto()  # changes its first argument, and returns it
-    VIEW = enum.auto()  # half of all that a model calls
-    NEW = enum.auto()  # allocates its results
-    OUT = enum.auto()  # writes to its argument `out`, and returns it
+    COMPOSITE: composed of other operations. IN_PLACE: changes and returns its first argument. VIEW: returns views; half
+    of all calls of a model. NEW: allocates its results. OUT: writes to its argument `out` and returns it.
+    """
+
+    COMPOSITE = enum.auto()
+    IN_PLACE = enum.auto()
+    VIEW = enum.auto()
+    NEW = enum.auto()
+    OUT = enum.auto()
     OTHER = enum.auto()
 
 
@@ -633,12 +670,12 @@ def _name(func: Any) -> str:
 
 
 def _float(x: Tensor) -> torch.dtype:
-    """Return the dtype in which a device works on a tensor: fp32 stands for integers and fp64."""
+    """Return the dtype for the rates of a device; integers and fp64 count as fp32."""
     return x.dtype if x.dtype in (torch.bfloat16, torch.float16) else torch.float32
 
 
 def _highest(pieces: Sequence[MemoryPiece]) -> tuple[int, int, int]:
-    """Return the most bytes that pieces hold on the device, the moment of it, and the most in host memory."""
+    """Compute the largest number of bytes on the device, its moment, and the largest number in host memory."""
     changes = [(piece.born, piece.bytes, piece.host) for piece in pieces]
     changes += [(piece.died, -piece.bytes, piece.host) for piece in pieces if piece.died is not None]
     now = most = at = host_now = host_most = 0
@@ -654,7 +691,7 @@ def _highest(pieces: Sequence[MemoryPiece]) -> tuple[int, int, int]:
 
 
 def call_key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return a key that decides the layout of a call's results; None where a tensor is not on "meta"."""
+    """Return a key that determines the layout of a call's results; None if a tensor is not on "meta"."""
     parts: list[Any] = [func]
     if not _add_to_key(parts, args):
         return None
@@ -679,12 +716,13 @@ def _add_to_key(parts: list[Any], values: Sequence[Any]) -> bool:
         elif isinstance(x, Tensor) or (isinstance(x, torch.device) and x.type != "meta"):
             return False
         else:
-            parts += (kind, x)  # 1, 1.0 and True are not the same
+            # The type distinguishes 1, 1.0 and True, which are equal.
+            parts += (kind, x)
     return True
 
 
 def _can_be_made_again(out: Any, made: Sequence[Tensor]) -> bool:
-    """Return whether an operation returned exactly these tensors, each in memory of its own."""
+    """Return whether an operation returned exactly these tensors, each in its own memory."""
     results = (out,) if isinstance(out, Tensor) else out
     if not isinstance(results, tuple) or len(results) != len(made) or not all(a is b for a, b in zip(results, made)):
         return False
@@ -694,13 +732,13 @@ def _can_be_made_again(out: Any, made: Sequence[Tensor]) -> bool:
 
 
 def _is_whole(t: Tensor) -> bool:
-    """Return whether a tensor fills its memory, as a newly allocated one does."""
+    """Return whether a tensor fills its memory, like a newly allocated one."""
     reaches = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride())) if t.numel() else 0
     return t.untyped_storage().nbytes() == reaches * t.element_size()
 
 
 def tensors_in(values: Any, found: list[Tensor]) -> list[Tensor]:
-    """Add the tensors among an operation's arguments or results to a list; torch's own way takes five times as long."""
+    """Append the tensors among an operation's arguments or results to a list, five times as fast as torch's pytree."""
     for x in values:
         if isinstance(x, Tensor):
             found.append(x)

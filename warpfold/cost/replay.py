@@ -1,10 +1,9 @@
-"""Replay a record on a timeline: a stream that computes, and one for each wire, with the overlap that the code has.
+"""Replay a record on a timeline with a compute stream and one stream per wire, with the overlap of the code.
 
-The host launches operation after operation, or a graph of them, and does not wait for them.  An operation begins when
-those before it have ended and it has been launched.  A collective begins when what it sends exists and its wire is free
-(one wire joins the devices of a node, another the nodes); the computing stream waits for it where the code waits for
-it, and no sooner.  Measured operations take now more, now less: then a collective begins when the last of its ranks
-does, on average.
+The host launches operations, or graphs of them, without waiting for them. An operation begins when the previous ones
+have ended and it has been launched. A collective begins when its input exists and its wire is free. One wire joins the
+devices of a node, another the nodes. The compute stream waits for a collective where the code waits for it. The times
+of measured operations vary, so a collective begins when the slowest of its ranks arrives, on average.
 """
 
 import math
@@ -12,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 from typing import Literal, cast, get_args
 
 from warpfold.cost.example import Job
@@ -26,19 +25,20 @@ from warpfold.parallel.plan import Plan
 from warpfold.progress import Progress, no_progress, within
 
 WITHIN, BETWEEN, HOST_WIRE = "within a node", "between nodes", "to host memory and back"
-PASS: Mapping[Phase, PassName] = {  # in which torch's own operations are
+# The pass as which torch's own operations are timed, by phase.
+PASS: Mapping[Phase, PassName] = {
     "early": "forward", "forward": "training", "recomputed": "training", "backward": "backward", "update": "forward"
 }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How fast a rank is: of operations by `rates`, of collectives by `cluster`.
+    """Speed of a rank: `rates` for operations, `cluster` for collectives.
 
-    launch: seconds of the host for each kernel of torch's or collective that no graph replays; ours: for each of our
-    kernels, with a gradient to follow and without.  kernel: seconds of the device that a kernel takes whatever it does;
-    all are 0 for measured rates, which include them.  overlap: whether collectives are awaited where the code does;
-    else where they begin, as in code that blocks.
+    launch: host seconds per torch kernel or collective outside of graphs. ours: host seconds per kernel of ours, in
+    passes with and without gradients. kernel: device seconds that any kernel takes. These three are 0 for measured
+    rates, which include them.
+    overlap: wait for collectives where the code waits; otherwise where they begin, as in blocking code.
     """
 
     rates: Rates
@@ -50,25 +50,25 @@ class Pace:
 
     @classmethod
     def of(cls, rates: Rates, cluster: Cluster) -> "Pace":
-        """Return the pace of a device: rates of a data sheet leave out what launches take."""
+        """Create the pace of a device. Rates of a data sheet do not include launches, so their times are added."""
         if rates.how == "measured":
             return cls(rates=rates, cluster=cluster)
         ours = OURS, OURS_WITHOUT_GRADIENT
         return cls(rates=rates, cluster=cluster, launch=rates.call, ours=ours, kernel=KERNEL)
 
     def launching(self, entry: Operation) -> float:
-        """Return the seconds of the host for each kernel of an operation."""
+        """Return the host seconds per kernel of an operation."""
         if entry.replayed:
             return 0.0
         return self.launch if _is_torchs(entry) else self.ours[entry.phase == "early"]
 
     def seconds(self, entry: Operation) -> float:
-        """Return the seconds that an operation takes on the device, once it has begun."""
+        """Return the device seconds of an operation."""
         calls = max(1, entry.launches) if _is_torchs(entry) else 1
         return self.kernel * entry.launches + self.rates.seconds(*_timed_as(entry), entry.cost, calls, entry.dtype)
 
     def spread(self, entry: Operation) -> float:
-        """Return the standard deviation of that, in seconds, from one run or rank to another."""
+        """Return the standard deviation of an operation's seconds between runs or ranks."""
         return self.seconds(entry) * self.rates.spread(*_timed_as(entry), entry.dtype)
 
 
@@ -77,17 +77,17 @@ def _is_torchs(entry: Operation) -> bool:
 
 
 def _timed_as(entry: Operation) -> tuple[str, PassName]:
-    """Return the operation and the pass that it is timed as."""
+    """Return the operation and pass whose rate applies to an entry."""
     return (TORCH, PASS[entry.phase]) if _is_torchs(entry) else (entry.op, entry.which)
 
 
 @dataclass
 class ReplayedStep:
-    """How long a rank takes: compute + exposed + launch = seconds.
+    """Times of a rank in seconds: compute + exposed + launch = seconds.
 
-    compute: operations on the device.  exposed: it waits for collectives, which begin when the slowest of their ranks
-    does.  launch: it waits for the host.  launching: the host launches.  hidden: collectives that travel while
-    something is computed.  by_op, by_phase: seconds of operations.
+    compute: operations on the device. exposed: the device waits for collectives. launch: the device waits for launches.
+    launching: the host launches. collectives: total of the collectives. hidden: collectives that overlap with
+    computation. sent: bytes. kernels: number of launches. by_op, by_phase: seconds of operations.
     """
 
     seconds: float = 0.0
@@ -104,12 +104,12 @@ class ReplayedStep:
 
     @property
     def hidden(self) -> float:
-        """Seconds of collectives that nothing waits for."""
+        """Seconds of collectives for which the device does not wait."""
         return max(0.0, self.collectives - self.exposed)
 
 
 def replay(entries: Iterable[Entry], plan: Plan, pace: Pace) -> ReplayedStep:
-    """Compute how long the entries, recorded with this plan, take at this pace."""
+    """Compute the times of the entries, which were recorded with this plan, at this pace."""
     timeline = _Timeline(plan, pace)
     for entry in entries:
         if isinstance(entry, Operation):
@@ -118,21 +118,21 @@ def replay(entries: Iterable[Entry], plan: Plan, pace: Pace) -> ReplayedStep:
             timeline.begin(entry)
         else:
             timeline.wait(entry.number)
-    for number in list(timeline.under_way):  # what nobody waits for: a step has ended when all has arrived
+    # A step ends when all collectives have ended, including those without a wait.
+    for number in list(timeline.in_flight):
         timeline.wait(number)
-    found = timeline.found
-    found.seconds, found.launching = timeline.free, timeline.launching
-    return found
+    timeline.times.seconds = timeline.free
+    return timeline.times
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a fold, or of a training step on the rank that has most to do: of all passes it may have, the mean.
+    """Seconds of a fold, or of a training step on the rank with most work, as the mean over the numbers of passes.
 
-    by_part: where they go, most first: operations, and what is waited for.  hidden: collectives that travel while
-    something is computed.  sent: bytes that a rank sends to others.  how: whether the rates were measured on this
-    device or modelled from a data sheet.  overhead: seconds of launches, and of kernels beyond their work; unknown, and
-    so infinite, for measured rates.  launching: seconds in which the host launches.
+    by_part: operations and waits in descending order of their seconds. hidden: collectives that overlap with
+    computation. sent: bytes that a rank sends to others. how: whether the rates were measured on this device or
+    modelled from a data sheet. overhead: seconds of launches and of kernels' fixed times; infinite for measured rates,
+    for which it is unknown. launching: seconds in which the host launches.
     """
 
     total: float
@@ -145,42 +145,43 @@ class StepTime:
 
 
 def waiting_for(group: str) -> str:
-    """Return the name of the waits for a group's messages among the parts of a step's time."""
+    """Return the key of the waits for a group's messages in `StepTime.by_part`."""
     return f"waiting for {group} messages"
 
 
 def ranks_of(plan: Plan) -> int:
-    """Return how many ranks a plan has."""
+    """Return the number of ranks of a plan."""
     return plan.data * plan.axial * plan.branch
 
 
 def step_time(
     job: Job, plan: Plan, rates: Rates, cluster: Cluster | None = None, tell: Progress = no_progress
 ) -> StepTime:
-    """Return how long a fold takes, or a step of a training, whose recycling passes are drawn anew for each.
+    """Estimate the time of a fold, or of a training step, whose number of recycling passes is random.
 
-    cluster: where the ranks are; None: all on one node, joined by the link of `rates`.
-    Errors: NoRateError for rates that do not have the plan's precision.
+    cluster: placement of the ranks; None means a single node with the link of `rates`.
+    Raises NoRateError if the rates do not include the plan's precision.
     """
     ranks = ranks_of(plan)
     cluster = cluster or Cluster(ranks=ranks, per_node=ranks, within=rates.link, between=rates.link)
     halves, pace = record_rank(job, plan, cluster, rates.device != "cpu", tell), Pace.of(rates, cluster)
     passes = range(job.recycles + 1) if job.training else [job.recycles]
-    found = [replay_longest(halves, n, plan, pace) for n in passes]
+    steps = [replay_longest(halves, n, plan, pace) for n in passes]
     parts: dict[str, float] = defaultdict(float)
-    for one in found:
-        waits = {waiting_for(group): seconds for group, seconds in one.exposed_by_group.items()}
-        for name, seconds in {**one.by_op, **waits, "the host's launches": one.launch}.items():
-            parts[name] += seconds / len(found)
-    total, hidden, sent = (sum(getattr(one, x) for one in found) / len(found) for x in ("seconds", "hidden", "sent"))
+    for step in steps:
+        waits = {waiting_for(group): seconds for group, seconds in step.exposed_by_group.items()}
+        for name, seconds in {**step.by_op, **waits, "the host's launches": step.launch}.items():
+            parts[name] += seconds / len(steps)
     ordered = {name: seconds for name, seconds in sorted(parts.items(), key=lambda item: -item[1]) if seconds}
-    overhead = math.inf if rates.how == "measured" else sum(one.launch + pace.kernel * one.kernels for one in found)
-    launching = sum(one.launching for one in found) / len(found)
-    return StepTime(total, ordered, hidden, sent, rates.how, overhead / len(found), launching)
+    overhead = math.inf if rates.how == "measured" else fmean(x.launch + pace.kernel * x.kernels for x in steps)
+    total, hidden, sent, launching = (
+        fmean(getattr(step, name) for step in steps) for name in ("seconds", "hidden", "sent", "launching")
+    )
+    return StepTime(total, ordered, hidden, sent, rates.how, overhead, launching)
 
 
 def record_rank(job: Job, plan: Plan, cluster: Cluster, gpu: bool, tell: Progress = no_progress) -> list[RecordedStep]:
-    """Record a step of the rank that has most to do, once for each branch of a plan."""
+    """Record a step of the rank with most work, once for each branch of a plan."""
     share = 1 if job.optim is None else share_of(job.optim.accumulate, plan.data, 0)
     return [
         record(job, plan, share, cluster.per_node, gpu, branch, within(tell, branch, plan.branch))
@@ -189,9 +190,9 @@ def record_rank(job: Job, plan: Plan, cluster: Cluster, gpu: bool, tell: Progres
 
 
 def replay_longest(halves: Sequence[RecordedStep], passes: float, plan: Plan, pace: Pace) -> ReplayedStep:
-    """Return the step of the branch that takes longer, with so many passes without gradient.
+    """Replay the slower branch of a step with a number of passes without gradients.
 
-    The other waits for it in every block.  halves: the recorded steps of a plan's branches; one where there is one.
+    The other branch waits for it in every block. halves: recorded steps of the plan's branches.
     """
     steps = [half.step(passes) for half in halves]
     if len(steps) > 1:
@@ -200,111 +201,103 @@ def replay_longest(halves: Sequence[RecordedStep], passes: float, plan: Plan, pa
 
 
 class _Timeline:
-    """Until when the host launches, the device computes and the wires are busy, as entry follows entry."""
+    """Times until which the host launches, the device computes and the wires are busy, updated entry by entry."""
 
     def __init__(self, plan: Plan, pace: Pace) -> None:
-        self.pace, self.wires = pace, _Wires(plan, pace)
-        self.found, self.host, self.free = ReplayedStep(), 0.0, 0.0
-        self.launching = 0.0
-        # Of collectives under way: when they end, their group, and how much ranks varied when they began.
-        self.under_way: dict[int, tuple[float, str, float]] = {}
-        self.variance = 0.0  # of what was computed
-        self.met = 0.0  # of that, what came before the last collective began that was waited for: then ranks were even
-        self._known: dict[tuple[object, ...], tuple[float, float]] = {}  # seconds, and how much they vary
+        self.plan, self.pace, self.times = plan, pace, ReplayedStep()
+        self.host, self.free, self.wire_free = 0.0, 0.0, defaultdict[str, float](float)
+        # Collectives in flight: their end, their group, and the variance of the computation when they began.
+        self.in_flight: dict[int, tuple[float, str, float]] = {}
+        # The variance of the computation so far, and that before the last collective with a wait, which aligned the
+        # ranks.
+        self.variance = self.aligned_variance = 0.0
+        # Seconds of operations with their standard deviations; wire, seconds and ranks of collectives.
+        self._operations: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._collectives: dict[tuple[str, str, int], tuple[str, float, int]] = {}
 
     def compute(self, entry: Operation) -> None:
-        """Do an operation after those before it, and not before it is launched."""
+        """Run an operation after the previous ones, and after its launch."""
         key = (entry.op, entry.which, entry.cost, entry.dtype, entry.launches, entry.phase)
-        if (known := self._known.get(key)) is None:
-            known = self._known[key] = self.pace.seconds(entry), self.pace.spread(entry)
-        each, spread = known
+        if key not in self._operations:
+            self._operations[key] = self.pace.seconds(entry), self.pace.spread(entry)
+        each, spread = self._operations[key]
         taken, launches = entry.times * each, entry.times * entry.launches
         launch = self.pace.launching(entry)
         begin = max(self.free, self.host + launch * min(1, entry.launches))
         self.host += launch * launches
-        self.launching += launch * launches
-        end = max(begin + taken, self.host)  # of several kernels the last is launched then
+        # The last of several kernels cannot end before it was launched.
+        end = max(begin + taken, self.host)
         self.variance += entry.times * spread**2
-        found = self.found
-        found.launch += end - self.free - taken
-        found.compute += taken
-        found.kernels += launches
-        _add(found.by_op, entry.op, taken)
-        _add(found.by_phase, entry.phase, taken)
+        times = self.times
+        times.launching += launch * launches
+        times.launch += end - self.free - taken
+        times.compute += taken
+        times.kernels += launches
+        times.by_op[entry.op] = times.by_op.get(entry.op, 0.0) + taken
+        times.by_phase[entry.phase] = times.by_phase.get(entry.phase, 0.0) + taken
         self.free = end
 
     def begin(self, entry: Begin) -> None:
-        """Have a collective travel as soon as what it sends exists and its wire is free."""
+        """Start a collective as soon as its input exists and its wire is free."""
         self.host += 0.0 if entry.replayed else self.pace.launch * entry.times
-        before = [self.under_way[number][0] for number in entry.after if number in self.under_way]
+        before = [self.in_flight[number][0] for number in entry.after if number in self.in_flight]
         ready = max([self.host, self.free, *before])
-        stream, each, ranks = self.wires.of(entry)
+        wire, each, ranks = self._wire(entry)
         seconds = entry.times * each
-        begin = max(ready + latest(ranks) * math.sqrt(self.variance - self.met), self.wires.free[stream])
-        self.wires.free[stream] = end = begin + seconds
-        self.under_way[entry.number] = end, entry.group, self.variance
-        self.found.collectives += seconds
-        self.found.sent += 0 if entry.group == HOST else entry.times * entry.sent
+        delay = latest(ranks) * math.sqrt(self.variance - self.aligned_variance)
+        self.wire_free[wire] = end = max(ready + delay, self.wire_free[wire]) + seconds
+        self.in_flight[entry.number] = end, entry.group, self.variance
+        self.times.collectives += seconds
+        self.times.sent += 0 if entry.group == HOST else entry.times * entry.sent
         if not self.pace.overlap:
             self.wait(entry.number)
 
+    def _wire(self, entry: Begin) -> tuple[str, float, int]:
+        """Return the wire of a collective, its seconds, and its number of ranks."""
+        if entry.group == HOST:
+            return HOST_WIRE, self.pace.rates.host.seconds(entry.sent), 1
+        key, cluster = (entry.kind, entry.group, entry.sent), self.pace.cluster
+        if key not in self._collectives:
+            where = placement(cluster, self.plan, entry.group)
+            seconds = collective_seconds(cast(Kind, entry.kind), entry.sent, where, cluster)
+            self._collectives[key] = BETWEEN if where.nodes > 1 else WITHIN, seconds, where.ranks
+        return self._collectives[key]
+
     def wait(self, number: int) -> None:
-        """Go on when a collective has ended."""
-        end, group, varied = self.under_way.pop(number, (0.0, "", 0.0))
-        self.met = max(self.met, varied)
+        """Continue when a collective has ended."""
+        end, group, variance = self.in_flight.pop(number, (0.0, "", 0.0))
+        self.aligned_variance = max(self.aligned_variance, variance)
         if end > self.free:
-            _add(self.found.exposed_by_group, group, end - self.free)
-            self.found.exposed += end - self.free
+            waits = self.times.exposed_by_group
+            waits[group] = waits.get(group, 0.0) + end - self.free
+            self.times.exposed += end - self.free
             self.free = end
 
 
 @cache
 def latest(ranks: int) -> float:
-    """Return by how many standard deviations the last of so many ranks is late, on average, if they vary normally.
+    """Compute the expected delay of the slowest of several ranks, in standard deviations of a normal distribution.
 
-    Source: G. Blom, Statistical Estimates and Transformed Beta-Variables, 1958: within 5 % for two, nearer for more.
+    Source: G. Blom, Statistical Estimates and Transformed Beta-Variables, 1958. The error is at most 5 %, for 2 ranks.
     """
     return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
 
 
-def _add(found: dict[str, float], name: str, seconds: float) -> None:
-    found[name] = found.get(name, 0.0) + seconds
-
-
-class _Wires:
-    """Which wire a collective takes, and for how long; each carries one after another."""
-
-    def __init__(self, plan: Plan, pace: Pace) -> None:
-        self.plan, self.pace = plan, pace
-        self.free: dict[str, float] = defaultdict(float)
-        self._known: dict[tuple[str, str, int], tuple[str, float, int]] = {}
-
-    def of(self, entry: Begin) -> tuple[str, float, int]:
-        """Return the wire of a collective, the seconds that it takes, and of how many ranks it is."""
-        key, cluster = (entry.kind, entry.group, entry.sent), self.pace.cluster
-        if entry.group == HOST:
-            return HOST_WIRE, self.pace.rates.host.seconds(entry.sent), 1
-        if key not in self._known:
-            where = placement(cluster, self.plan, entry.group)
-            seconds = collective_seconds(cast(Kind, entry.kind), entry.sent, where, cluster)
-            self._known[key] = BETWEEN if where.nodes > 1 else WITHIN, seconds, where.ranks
-        return self._known[key]
-
-
 def data_ranks_on_node(plan: Plan, cluster: Cluster) -> int | None:
-    """Return how many ranks that add up the same numbers are on each node; None where hierarchical sums cannot be.
+    """Return the number of data ranks of one sum on each node; None if hierarchical sums are impossible.
 
-    As `exchange.make_hierarchical` asks: several nodes with several of them each.
+    `exchange.make_hierarchical` needs several nodes with several data ranks each.
     """
     each, more = divmod(cluster.per_node, plan.axial * plan.branch)
     return None if more or not 1 < each < plan.data or plan.data % each else each
 
 
 def placement(cluster: Cluster, plan: Plan, group: str) -> Placement:
-    """Return where the ranks of a plan's group are; "node" and "nodes" are the two groups of hierarchical sums."""
+    """Return the placement of a plan's group. "node" and "nodes" are the two groups of hierarchical sums."""
     if group in get_args(GroupName):
         return place(cluster, plan.data, plan.axial, plan.branch, cast(GroupName, group))
-    each = max(1, cluster.per_node // (plan.axial * plan.branch))  # data ranks of a node
+    # Data ranks of a node.
+    each = max(1, cluster.per_node // (plan.axial * plan.branch))
     if group == "node":
         return Placement(each, each)
     return Placement(plan.data // each, 1, cluster.per_node)

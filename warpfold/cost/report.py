@@ -1,4 +1,4 @@
-"""What `warpfold plan` and a run say of a choice: the plans, what each takes and costs, and why it is this one."""
+"""Describe the choice of a plan for `warpfold plan` and for logs: the plans, their memory, time and cost, and why."""
 
 import math
 from collections.abc import Mapping
@@ -8,8 +8,8 @@ from warpfold.cost.example import Job
 from warpfold.cost.links import Cluster
 from warpfold.cost.machine import Machine
 from warpfold.cost.planner import (
-    FEWEST,
-    SLICES,
+    MIN_CHUNK,
+    SLICE_COUNTS,
     Candidate,
     Choice,
     NothingFitsError,
@@ -17,6 +17,7 @@ from warpfold.cost.planner import (
     describe_grid,
     describe_plan,
     examples_of,
+    grid_of,
     in_words,
     joined,
     longest,
@@ -31,24 +32,25 @@ from warpfold.parallel.plan import Plan
 from warpfold.progress import Progress, no_progress, within
 from warpfold.settings import to_dict
 
-SHOWN = 12  # plans
+# Plans in a report.
+MAX_ROWS = 12
 
 
 def choice_in_words(choice: Choice) -> str:
-    """Return the plan that was chosen, what it needs and takes, and why it is this one, in a line.
+    """Describe the chosen plan, its memory and time, and the reasons for it in one line.
 
-    "slices of 16 rows, in place: 3.1 of 18.0 GB, about 4 min"
+    Example: "slices of 16 rows, in place: 3.1 of 18.0 GB, about 4 min".
     """
     chosen, devices = choice.chosen, choice.machine.devices
-    said = f"{describe_used(choice, chosen)}: {memory_of_free(choice.memory, choice.machine)}"
+    line = f"{describe_used(choice, chosen)}: {memory_of_free(choice.memory, choice.machine)}"
     if chosen.time is not None:
-        said += f", {in_words(chosen.time.total)}{' a step' if choice.job.training else ''}"
+        line += f", {in_words(chosen.time.total)}{' a step' if choice.job.training else ''}"
     if choice.job.keeps_trunk(choice.plan):
-        said += ", with what the trunk makes read from disk"
+        line += ", with the trunk's outputs read from disk"
         if chosen.time is not None and choice.computed is not None:
-            said += f", {choice.computed / chosen.time.total:.1f} times as fast as computing it (reading not counted)"
+            line += f", {choice.computed / chosen.time.total:.1f} times as fast as computing them (reading not counted)"
     if not choice.job.training or devices == 1:
-        return said
+        return line
     reasons = (
         [f"{100 * share:.0f} % of what {devices} devices do alone"] if (share := choice.efficiency(chosen)) else []
     )
@@ -58,34 +60,31 @@ def choice_in_words(choice: Choice) -> str:
         same = f"{busy} device{'s' * (busy > 1)} {'do' if busy > 1 else 'does'} the same"
         idle = f"the {choice.idle} idle one{'s' * (choice.idle > 1)}"
         reasons.append(f"{same}, and more examples a step (optim.accumulate) would use {idle}")
-    return "; ".join([", ".join([said, *reasons[:1]]), *reasons[1:]])
+    return "; ".join([", ".join([line, *reasons[:1]]), *reasons[1:]])
 
 
-def describe_used(choice: Choice, one: Candidate) -> str:
-    """Describe a plan, and how many devices it leaves idle."""
-    devices = choice.machine.devices
-    idle = devices - ranks_of(one.plan)
-    return describe_plan(one.plan, choice.job.training) + (f", {idle} of {devices} devices idle" if idle > 0 else "")
+def describe_used(choice: Choice, candidate: Candidate) -> str:
+    """Describe a plan and the number of devices that it leaves idle."""
+    devices, plan = choice.machine.devices, candidate.plan
+    idle = devices - ranks_of(plan)
+    return describe_plan(plan, choice.job.training) + (f", {idle} of {devices} devices idle" if idle > 0 else "")
 
 
 def why(choice: Choice) -> list[str]:
-    """Return why no other plan was chosen: what is simpler and does not fit, and the next best way to share out."""
-    chosen = choice.chosen
+    """List reasons against other plans: a simpler plan that does not fit, and the time of the next best grid."""
+    chosen, grid = choice.chosen, grid_of(choice.plan)
     too_large = [one for one in choice.considered if one.reason]
-    said = [f"{describe_plan(too_large[0].plan, True)} {too_large[0].reason}"] if too_large else []
-    others = [one for one in choice.considered if one.time and not one.reason and _grid(one) != _grid(chosen)]
+    reasons = [f"{describe_plan(too_large[0].plan, True)} {too_large[0].reason}"] if too_large else []
+    others = [one for one in choice.considered if one.time and not one.reason and grid_of(one.plan) != grid]
     if others and chosen.time:
         least = min(others, key=lambda one: one.time.total if one.time else 0.0)
         assert least.time is not None
-        said.append(f"{describe_grid(least.plan)} would take {least.time.total / chosen.time.total:.2f} times as long")
+        times = least.time.total / chosen.time.total
+        reasons.append(f"{describe_grid(least.plan)} would take {times:.2f} times as long")
     elif chosen.time and (more := [s for s in choice.skipped if ranks_of(s[0]) > ranks_of(chosen.plan)]):
         plan, seconds = min(more, key=lambda skipped: skipped[1])
-        said.append(f"{describe_grid(plan)} would take at least {seconds / chosen.time.total:.2f} times as long")
-    return said
-
-
-def _grid(one: Candidate) -> tuple[int, int, int]:
-    return one.plan.data, one.plan.axial, one.plan.branch
+        reasons.append(f"{describe_grid(plan)} would take at least {seconds / chosen.time.total:.2f} times as long")
+    return reasons
 
 
 def job_report(
@@ -99,10 +98,11 @@ def job_report(
     price: float | None = None,
     tell: Progress = no_progress,
 ) -> dict[str, Any]:
-    """Return the plans of a job, the chosen one marked, as JSON can hold it; seconds, bytes.
+    """Report the plans of a job as a JSON value in seconds and bytes, with the chosen one marked.
 
-    fixed, sync: keys that stay.  price: of a device for an hour.  Where nothing fits it has "refused", which says what
-    would.  Errors: UserError for keys and devices that do not go together.
+    fixed, sync: fixed keys of the plan and of `plan.sync`. price: of one device for an hour. If nothing fits, "refused"
+    is a message with suggestions.
+    Raises UserError for keys that do not fit the devices.
     """
     about: dict[str, Any] = {"name": name, "sizes": vars(job.sizes), "training": job.learns}
     about |= {"examples": examples_of(job), "longest": {}, "course": [], "at_peak": {}, "left_out": []}
@@ -111,17 +111,18 @@ def job_report(
     try:
         choice = choose(job, machine, fixed, sync, cluster, rates, machine.devices == 1, tell=within(tell, 0, 2))
     except NothingFitsError as error:
-        plans = [plan_row(one, None, machine, job, None) for one in error.looked[:SHOWN]]
-        far = all(one.memory is not None and one.memory.at_least for one in error.looked)
-        if not (job.training or far):  # else it is said already what would fit
+        rows = [plan_row(one, None, machine, job, None) for one in error.considered[:MAX_ROWS]]
+        only_bounds = all(one.memory is not None and one.memory.at_least for one in error.considered)
+        # Otherwise the message already says what would fit.
+        if not (job.training or only_bounds):
             about["longest"] = longest_of(job, machine, fixed, within(tell, 1, 2))
-        return about | {"refused": str(error), "plans": plans}
+        return about | {"refused": str(error), "plans": rows}
     except ValueError as error:
         raise UserError(f"{name}: {error}") from error
-    found = list(choice.considered)
+    plans = list(choice.considered)
     if job.training:
-        found.sort(key=lambda one: (bool(one.reason), one.time.total if one.time else math.inf))
-    shown = found[:SHOWN] if choice.chosen in found[:SHOWN] else [choice.chosen, *found[: SHOWN - 1]]
+        plans.sort(key=lambda one: (bool(one.reason), one.time.total if one.time else math.inf))
+    shown = plans[:MAX_ROWS] if choice.chosen in plans[:MAX_ROWS] else [choice.chosen, *plans[: MAX_ROWS - 1]]
     time = choice.chosen.time
     return about | {
         "said": choice_in_words(choice),
@@ -135,46 +136,48 @@ def job_report(
     }
 
 
-def plan_row(one: Candidate, choice: Choice | None, machine: Machine, job: Job, price: float | None) -> dict[str, Any]:
-    """Return a plan, what it needs and what it takes."""
-    hours = None if choice is None or not job.training else choice.device_hours(one)
-    time, memory = one.time, one.memory
+def plan_row(
+    candidate: Candidate, choice: Choice | None, machine: Machine, job: Job, price: float | None
+) -> dict[str, Any]:
+    """Report a plan with its memory, time and cost as a JSON value."""
+    hours = None if choice is None or not job.training else choice.device_hours(candidate)
+    plan, time, memory = candidate.plan, candidate.time, candidate.memory
     speed = None if time is None or not job.training else examples_of(job) / time.total
     return {
-        "title": describe_plan(one.plan, job.training) if choice is None else describe_used(choice, one),
-        "plan": to_dict(one.plan),
-        "chosen": choice is not None and one == choice.chosen,
+        "title": describe_plan(plan, job.training) if choice is None else describe_used(choice, candidate),
+        "plan": to_dict(plan),
+        "chosen": choice is not None and candidate == choice.chosen,
         "bytes": None if memory is None else needed_bytes(memory, machine),
         "host_bytes": None if memory is None else memory.host,
-        "lacks": one.reason,
+        "lacks": candidate.reason,
         "seconds": None if time is None else time.total,
         "hidden_seconds": None if time is None else time.hidden,
         "sent_bytes": None if time is None else time.sent,
         "examples_per_second": speed,
-        "efficiency": None if choice is None else choice.efficiency(one),
+        "efficiency": None if choice is None else choice.efficiency(candidate),
         "device_hours_per_million": hours,
         "cost_per_million": None if price is None or hours is None else price * hours,
     }
 
 
 def left_out(choice: Choice, shown: int) -> list[str]:
-    """Return why other plans are not shown, a line each."""
+    """Explain in one line each why other plans are not shown."""
     job, chosen = choice.job, choice.plan
-    found = [f"{describe_plan(one.plan, True)}: {one.reason}" for one in choice.considered if one.reason]
+    lines = [f"{describe_plan(one.plan, True)}: {one.reason}" for one in choice.considered if one.reason]
     if (more := len(choice.considered) - shown) > 0:
-        found.append(f"{more} more that were looked at take longer")
+        lines.append(f"{more} more plans take longer")
     if job.model.evoformer.outer == "middle":
-        found.append('branch 2: in blocks of outer = "middle" the halves are not independent')
+        lines.append('branch 2: in blocks of outer = "middle" the halves are not independent')
     if job.optim is not None and job.optim.clip == "example":
-        found.append('several examples together: optim.clip = "example" needs the norm of each')
+        lines.append('several examples together: optim.clip = "example" needs the norm of each')
     if choice.cluster.nodes > 1 and data_ranks_on_node(chosen, choice.cluster) is None:
-        found.append("hierarchical sums: they need several data ranks on each of several nodes")
-    return found
+        lines.append("hierarchical sums: they need several data ranks on each of several nodes")
+    return lines
 
 
 def longest_of(job: Job, machine: Machine, fixed: Mapping[str, Any], tell: Progress = no_progress) -> dict[str, int]:
-    """Return how many residues fit: whole, in slices, with z in host memory, shared by all devices."""
-    chunk = max(FEWEST, -(-job.sizes.residues // SLICES[-1]))
+    """Find how many residues fit: whole, in slices, with z in host memory, and shared by all devices."""
+    chunk = max(MIN_CHUNK, -(-job.sizes.residues // SLICE_COUNTS[-1]))
     ways: dict[str, dict[str, Any]] = {
         "whole": {},
         "in slices": {"chunk": chunk, "in_place": True},
@@ -182,9 +185,9 @@ def longest_of(job: Job, machine: Machine, fixed: Mapping[str, Any], tell: Progr
     }
     if machine.devices > 1:
         ways[f"in slices, on {machine.devices} devices"] = {"chunk": chunk, "in_place": True, "axial": machine.devices}
-    found = {}
+    lengths = {}
     for done, (title, keys) in enumerate(ways.items()):
         if all(fixed.get(key, value) == value for key, value in keys.items()):
             plan = Plan(**{**fixed, **keys, "data": 1})
-            found[title] = longest(job, machine, plan, within(tell, done, len(ways), f"{title}: "))
-    return found
+            lengths[title] = longest(job, machine, plan, within(tell, done, len(ways), f"{title}: "))
+    return lengths

@@ -1,4 +1,4 @@
-"""Where a run is in a model, and who owns the tensors that are made there."""
+"""Track the position of a run in a model, and the owners of the tensors that it allocates."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,9 +12,11 @@ from warpfold.cost.recorder import MemoryPiece, Place, Recorder
 from warpfold.model.axial import AxialUpdate, Block, BlockStack
 from warpfold.ops.torch_internals import in_backward
 
-SLICE_METHODS = ("prepare", "update")  # of a layer, that work on a slice; the others make factors
-STACKS = ("extra_stack", "evoformer")  # of the trunk, of which few blocks are run
-# The owners of the tensors that other parts of a model make.
+# Methods of a layer that work on slices. Other methods compute factors.
+SLICE_METHODS = ("prepare", "update")
+# The trunk's stacks, of which only a few blocks are run.
+STACKS = ("extra_stack", "evoformer")
+# Owners of the tensors that other modules allocate.
 OWNERS = {
     **dict.fromkeys(("distogram", "masked_msa", "plddt", "resolved", "pae"), "heads"),
     "templates": "templates",
@@ -25,7 +27,7 @@ OWNERS = {
 
 @dataclass(frozen=True)
 class StateSizes:
-    """The channels of m and z, and the least numbers that they hold: by these they are told from other tensors."""
+    """Channels and least number of elements of m and z, which distinguish them from other tensors."""
 
     c_m: int
     c_z: int
@@ -33,7 +35,7 @@ class StateSizes:
     z: int
 
     def owner(self, shape: Sequence[int]) -> str:
-        """Return the owner of a tensor that the model makes outside of its layers."""
+        """Return the owner of a tensor that the model allocates outside of its layers."""
         numbers = torch.Size(shape).numel()
         if shape and shape[-1] == self.c_z and numbers >= self.z:
             return "z"
@@ -41,14 +43,15 @@ class StateSizes:
 
 
 class Watch:
-    """Tell a recorder where a model is (`place`), and note when each block of a stack began (`begun`)."""
+    """Tell a recorder the position in a model (`place`), and record when each block of a stack began (`begun`)."""
 
     def __init__(self, model: nn.Module, sizes: StateSizes, recorder: Recorder) -> None:
         self.sizes, self.recorder, self.phase = sizes, recorder, MODEL
         recorder.place = self.place
         self.begun: dict[tuple[str, int], int] = {}
         self.backward_from: int | None = None
-        self._places: list[Place] = []  # of the modules that run now, one within another
+        # Places of the running modules, from the outermost to the innermost.
+        self._places: list[Place] = []
         self._block: tuple[str, int] | None = None
         self._made_at = MadeAt[Place]()
         for name, module in model.named_modules():
@@ -58,12 +61,13 @@ class Watch:
                 self._watch(module, Place(name, OWNERS.get(name, "")))
 
     def place(self) -> Place:
-        """Return where the run is now: in the backward pass, where the forward pass made its node."""
+        """Return the present position. In the backward pass, it is where the forward pass created the node."""
         if not in_backward():
             return self._forward_place()
         if self.backward_from is None:
             self.backward_from = self.recorder.moment
-        if self._places:  # a layer is recomputed
+        if self._places:
+            # A layer is being recomputed.
             place = self._places[-1]._replace(backward=True)
         elif (made_at := self._made_at.of_current()) is None:
             place = Place("backward", "gradients", backward=True)
@@ -73,12 +77,12 @@ class Watch:
         return place
 
     def enter_phase(self, name: str) -> None:
-        """Be in a phase outside of the model's parts from now on; it owns the tensors that it makes."""
+        """Start a phase outside of the model's modules, which owns the tensors that it allocates."""
         self.phase = name
         self._entered(self._forward_place())
 
     def owner_of(self, piece: MemoryPiece) -> str:
-        """Return the owner of a piece; a tensor that the forward pass saves for the backward pass is "kept"."""
+        """Return the owner of a memory piece. Tensors that are saved for the backward pass are "kept"."""
         since, place = self.backward_from, piece.place
         is_saved = piece.born < (since or 0) and (piece.died is None or piece.died > (since or 0))
         if since is not None and not place.backward and is_saved:
@@ -89,7 +93,8 @@ class Watch:
         if not self._places:
             return Place(self.phase, "" if self.phase == MODEL else self.phase)
         place = self._places[-1]
-        if self._block is not None and place.name == self._block[0]:  # between the layers of a stack's blocks
+        if self._block is not None and place.name == self._block[0]:
+            # Between the layers of a stack's blocks.
             return place._replace(block=self._block)
         return place
 
@@ -112,7 +117,7 @@ class Watch:
         self._entered(self._forward_place())
 
     def _watch(self, module: nn.Module, place: Place, result_owner: str = "") -> None:
-        """Be at a place while a module is called."""
+        """Be at a place while a module is called. result_owner: owner of its result."""
 
         def leave(_module: nn.Module, _args: Any, out: Any) -> None:
             self._pop()
@@ -141,7 +146,7 @@ class Watch:
                     self._wrap(step.layer, method, within._replace(owner=OWNERS.get(top, "slices")))
 
     def _repeat(self, stack: BlockStack) -> None:
-        """Run a stack once for each kind of arguments, where no gradient is wanted: templates call it many times."""
+        """Without gradients, run a stack once per layout of its arguments, because templates call it many times."""
         forward = stack.forward
 
         def run(*args: Any) -> Any:
@@ -150,7 +155,7 @@ class Watch:
         stack.forward = run
 
     def _wrap(self, layer: AxialUpdate, method: str, place: Place) -> None:
-        """Be at a place while a method of a layer is called; the first method of a block begins the block."""
+        """Be at a place while a method of a layer is called. The first method of a block marks its beginning."""
         function: Callable[..., Any] | None = getattr(layer, method, None)
         if function is None:
             return
