@@ -14,7 +14,7 @@ from tests.helpers import as_multimer, filled_model, tiny_config
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.structure.chain import Chain
 from warpfold.design.losses import Losses, LossShape, LossWeights, TargetStructure, soft_ipsae
-from warpfold.engine.gradient import Seen
+from warpfold.engine.gradient import ModelOutputs
 from warpfold.errors import UserError
 from warpfold.geometry.atoms import CA
 from warpfold.geometry.rigid import Rigid
@@ -29,7 +29,7 @@ CHAINS = [1] * 7 + [2] * 7 + [3] * 6
 def seen_of(
     plddt: Tensor, distogram: Tensor, pae: Tensor | None, positions: Tensor, rotation: Tensor | None = None,
     asym: list[int] | None = None, entity: list[int] | None = None, designed: list[bool] | None = None,
-) -> Seen:  # fmt: skip
+) -> ModelOutputs:  # fmt: skip
     """What a loss sees of these outputs alone."""
     n = len(plddt)
     chain = torch.tensor(asym or [1] * n)
@@ -41,7 +41,7 @@ def seen_of(
     index = torch.cat([torch.arange(int((chain == i).sum())) for i in chain.unique()])
     entities = chain if entity is None else torch.tensor(entity)
     free = torch.tensor(designed or [True] * n)
-    return Seen(output, torch.empty(n, 21), torch.zeros(n).long(), index, chain, entities, free, distogram, pae)
+    return ModelOutputs(output, torch.empty(n, 21), torch.zeros(n).long(), index, chain, entities, free, distogram, pae)
 
 
 def random_outputs(n: int = 20, seed: int = 0) -> list[Tensor]:

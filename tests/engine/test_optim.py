@@ -13,8 +13,8 @@ from tests.mac import mac
 from tests.ranks import RankError, run_ranks
 from warpfold.engine import optim
 from warpfold.engine.optim import (
-    FIRST_SCALE,
-    MOST_SCALE,
+    FIRST_LOSS_SCALE,
+    MAX_LOSS_SCALE,
     RULES,
     LossScale,
     OptimConfig,
@@ -412,7 +412,7 @@ def test_scaling_changes_no_number_and_an_overflow_only_the_scale(clip: Any, nam
         assert not bool(without.overflowed), "there is no scale"
     assert optimizer.step(3) == 0
     assert same(optimizer.state(), before, but="loss_scale")
-    assert optimizer.state()["loss_scale.scale"] == FIRST_SCALE / 2
+    assert optimizer.state()["loss_scale.scale"] == FIRST_LOSS_SCALE / 2
 
 
 def test_a_loss_that_is_not_finite_is_no_overflow() -> None:
@@ -421,20 +421,20 @@ def test_a_loss_that_is_not_finite_is_no_overflow() -> None:
     collect(model, optimizer, 0, math.nan)
     assert not bool(optimizer.overflowed)
     optimizer.step(0)
-    assert optimizer.state()["loss_scale.scale"] == FIRST_SCALE
+    assert optimizer.state()["loss_scale.scale"] == FIRST_LOSS_SCALE
 
 
 def test_the_scale_is_halved_and_doubled_within_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optim, "SCALE_GROWTH", 3)
+    monkeypatch.setattr(optim, "SCALE_GROWTH_STEPS", 3)
     scale, no, yes = LossScale(torch.device("cpu")), torch.tensor(False), torch.tensor(True)
     seen = []
     for overflowed in (no, no, no, no, no, yes, no, no, no):
         scale.update(overflowed)
-        seen.append(float(scale.scale) / FIRST_SCALE)
+        seen.append(float(scale.scale) / FIRST_LOSS_SCALE)
     assert seen == [1, 1, 2, 2, 2, 1, 1, 1, 2]
     for _ in range(60):
         scale.update(no)
-    assert scale.scale == MOST_SCALE
+    assert scale.scale == MAX_LOSS_SCALE
     for _ in range(60):
         scale.update(yes)
     assert scale.scale == 1
@@ -450,7 +450,7 @@ def test_a_checkpoint_holds_the_scale_and_one_without_it_fits() -> None:
     state = state_of(optimizer)
     other = Optimizer(resumed, OptimConfig(), scaling=True)
     other.restore(without.state())
-    assert other.state()["loss_scale.scale"] == FIRST_SCALE
+    assert other.state()["loss_scale.scale"] == FIRST_LOSS_SCALE
     other.restore(state)
     assert same(other.state(), state)
     without.restore(state)
@@ -502,7 +502,7 @@ def test_the_mean_is_over_the_examples_that_any_rank_used() -> None:
             if name.startswith("moment1"):
                 torch.testing.assert_close(both[0][name], value, rtol=1e-5, atol=1e-8)
         assert same(*both)
-        assert way != "scaled" or both[0]["loss_scale.scale"] == FIRST_SCALE / 2
+        assert way != "scaled" or both[0]["loss_scale.scale"] == FIRST_LOSS_SCALE / 2
 
 
 def test_a_step_without_examples_changes_nothing_on_any_rank() -> None:
@@ -545,7 +545,7 @@ def test_model_ranks_agree_on_an_overflow() -> None:
         return overflowed, float(optimizer.state()["loss_scale.scale"])
 
     both = run_ranks(lambda: [on_a_rank("loss"), on_a_rank("gradient")], 2)
-    assert both == [[(False, FIRST_SCALE), (True, FIRST_SCALE / 2)]] * 2
+    assert both == [[(False, FIRST_LOSS_SCALE), (True, FIRST_LOSS_SCALE / 2)]] * 2
 
 
 def test_a_second_optimizer_takes_the_hooks_over_and_a_restore_checks_replicas() -> None:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpfold.cost.observe import Operations
 from warpfold.engine.optim import OptimConfig, Optimizer
-from warpfold.engine.packed import WAITING, PackedWeights, packed_order
+from warpfold.engine.packed import GROUP, PackedWeights, packed_order
 from warpfold.model.evoformer import Evoformer, EvoformerConfig, PairConfig
 from warpfold.model.layers import Linear, joined
 from warpfold.model.pair_bias import AttentionPairBias
@@ -163,8 +163,8 @@ def test_gradients_are_added_many_at_a_time(dtype: torch.dtype) -> None:
             with Operations(lambda func, args, kwargs, out, sums=sums: sums.update([func._opname])):
                 out.backward()
             found.append((sums["_foreach_add_"], sums["clone"], packed.gradient.clone()))
-    assert len(leaves) > WAITING
-    assert [lists for lists, *_ in found] == [-(-len(leaves) // WAITING), 0, -(-len(leaves) // WAITING)]
+    assert len(leaves) > GROUP
+    assert [lists for lists, *_ in found] == [-(-len(leaves) // GROUP), 0, -(-len(leaves) // GROUP)]
     assert len({clones for _, clones, _ in found}) == 1
     assert torch.equal(found[0][2], found[1][2])
     assert torch.equal(found[0][2], found[2][2])

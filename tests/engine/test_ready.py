@@ -37,7 +37,7 @@ from warpfold.device import Uploads
 from warpfold.engine import ready_maker
 from warpfold.engine.epochs import EpochBatch
 from warpfold.engine.ready import Ready
-from warpfold.engine.ready_maker import SHARE, BatchMaker, Costs, ReadyError, find_costs
+from warpfold.engine.ready_maker import COST_BATCH, BatchMaker, Costs, ReadyError, find_costs
 from warpfold.errors import UserError
 
 
@@ -282,7 +282,7 @@ def test_a_cost_of_examples_is_found_once_by_all_ranks_together() -> None:
     assert _costs(1)[1] is None
     make = BatchMaker(Costs(Rows(), len), np.array, 0)
     assert find_costs(make, [], 0).shape == (0,)
-    many = [i % 12 for i in range(2 * SHARE + 5)]
+    many = [i % 12 for i in range(2 * COST_BATCH + 5)]
     assert find_costs(make, many, 0).tolist() == [i + 1 for i in many]
     drawn = BatchMaker(Costs(Numbers(), itemgetter("drawn")), np.array, 0)  # at random, as the examples are
     assert np.array_equal(find_costs(drawn, range(5), 0), find_costs(drawn, range(5), 1))

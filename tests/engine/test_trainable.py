@@ -86,7 +86,7 @@ def test_frozen_weights_lie_packed_in_the_dtype_of_operations(precision: str) ->
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     optimizer = Optimizer(model, OptimConfig(), dtype=dtype)
     loss_of(model).backward()
-    rest = optimizer.packed.rest
+    rest = optimizer.packed.frozen_pack
     assert rest is not None
     assert rest.gradient is None
     assert rest.compute.dtype == dtype

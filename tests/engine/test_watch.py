@@ -63,7 +63,7 @@ def test_a_log_tells_its_watchers_from_beginning_to_end(tmp_path: Path) -> None:
 
 def test_tensorboard_is_optional(tmp_path: Path) -> None:
     if importlib.util.find_spec("tensorboard") is None:
-        with pytest.raises(UserError, match=r"pip install 'warpfold\[tensorboard\]'"):
+        with pytest.raises(UserError, match=r"pip install '\.\[tensorboard\]'"):
             TensorBoard(tmp_path)
         return
     board = TensorBoard(tmp_path)

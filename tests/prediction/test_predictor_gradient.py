@@ -9,7 +9,7 @@ import torch
 from tests.helpers import as_multimer, filled_model, tiny_config, tiny_model
 from tests.ranks import run_ranks
 from warpfold.data.features.choose import SampleConfig
-from warpfold.engine.gradient import Seen, loss_of_every_output
+from warpfold.engine.gradient import ModelOutputs, loss_of_every_output
 from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPES
 from warpfold.model.confidence import pae
@@ -36,7 +36,7 @@ def logits(length: int, seed: int = 0) -> np.ndarray:
 def test_the_gradient_of_logits_is_that_of_differences() -> None:
     """Along the distogram and the aligned error, which see no rotation of the structure module."""
 
-    def loss(seen: Seen) -> dict[str, torch.Tensor]:
+    def loss(seen: ModelOutputs) -> dict[str, torch.Tensor]:
         every = loss_of_every_output(seen)
         return {name: every[name] for name in ("contacts", "pae")}
 
@@ -116,7 +116,7 @@ def test_the_gradient_with_a_chain_gap_is_that_of_differences(alignment: object)
     """Of a loss that tells the chains apart, as `fold` folds them; rows of an alignment share the query's cluster."""
     seen_chains = []
 
-    def loss(seen: Seen) -> torch.Tensor:
+    def loss(seen: ModelOutputs) -> torch.Tensor:
         seen_chains.append((seen.asym_id.tolist(), seen.entity_id.tolist()))
         other = seen.asym_id[:, None] != seen.asym_id
         return pae(seen.pae_logits, pae_breaks(seen.pae_logits.shape[-1]))[other].mean()

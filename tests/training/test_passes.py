@@ -122,7 +122,7 @@ def test_what_memory_ended_begins_again() -> None:
 
 def test_words_come_no_more_often_than_asked() -> None:
     model, seen = tiny_model(), list[PassPlace]()
-    with torch.no_grad(), followed(model, 2, seen.append, often=1e9, clock=ticks()):
+    with torch.no_grad(), followed(model, 2, seen.append, interval=1e9, clock=ticks()):
         model(random_batch(passes=2), recycles=1)
     assert len(seen) == 1
 

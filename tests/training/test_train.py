@@ -203,7 +203,7 @@ def test_a_stage_takes_the_moments_of_the_one_before(
 
 MOMENTS = {
     "no --init": (lambda run: None, {}, "moments are taken from the run of init"),
-    "a file of no run": (lambda run: run.parent / "other/params.safetensors", {}, "checkpoints beside it"),
+    "a file of no run": (lambda run: run.parent / "other/params.safetensors", {}, "checkpoints in the same folder"),
     "another rule": (lambda run: run / "params.safetensors", {"optim.name": "lamb"}, "optim.name=adam, not lamb"),
 }
 
@@ -603,7 +603,7 @@ def test_overflows_are_counted_apart_and_a_resumed_run_is_the_same(
     def config_of(steps: int) -> RunConfig:
         return dataclasses.replace(tiny_run(steps=steps, validation=0.0, save_every=2), plan=Plan(precision="fp16"))
 
-    monkeypatch.setattr(optim, "FIRST_SCALE", 2.0**24)
+    monkeypatch.setattr(optim, "FIRST_LOSS_SCALE", 2.0**24)
     train(config_of(4), store, tmp_path / "unbroken")
     found = rows(tmp_path / "unbroken")
     assert found[0]["overflowed"] > 0

@@ -74,7 +74,7 @@ def test_it_finds_what_the_training_finds(run: Path, store: Store, monkeypatch: 
 
 def test_it_follows_a_run_that_trains(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It begins with the first checkpoint, ends with the last, and changes nothing that is trained."""
-    monkeypatch.setattr(module, "POLL", 0.01)
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
     config, out = config_of(validate_every=0), tmp_path / "run"
     found: list[Any] = []
 

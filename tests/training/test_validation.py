@@ -27,7 +27,7 @@ from warpfold.training.config import TrainConfig
 from warpfold.training.examples import split
 from warpfold.training.train import initial_model, train
 from warpfold.training.validate import validate
-from warpfold.training.validation import Spending, Validation
+from warpfold.training.validation import Judge, Spending, Validation
 
 ROOT = Path(__file__).parents[2]
 
@@ -182,20 +182,22 @@ class Stops(Watcher):
 def test_a_signal_ends_a_validation_which_is_made_up_for(
     store: Store, unbroken: Path, tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folded: list[Any] = []
-    original = Validation._fold
+    completed: list[bool] = []
+    original = Judge.scores
 
-    def noted(validation: Validation, *arguments: Any) -> Any:
-        folded.append(original(validation, *arguments))
-        return folded[-1]
+    def noted(judge: Judge, *arguments: Any) -> Any:
+        completed.append(False)
+        scores = original(judge, *arguments)
+        completed[-1] = True
+        return scores
 
     with monkeypatch.context() as patch:
-        patch.setattr(Validation, "_fold", noted)
+        patch.setattr(Judge, "scores", noted)
         watcher = Stops(step)
         stopped = train(tiny_run(), store, tmp_path / "run", watch=watcher)
     assert (stopped.steps, stopped.finished, stopped.signal) == (step, False, signal.SIGINT)
     assert watcher.answered
-    assert folded[-1] is None  # its example did not come to its end
+    assert completed[-1] is False  # the signal ended the pass
     assert train(tiny_run(), store, tmp_path / "run").finished
     assert rows(tmp_path / "run") == rows(unbroken)
     assert equal_tensors(tmp_path / "run/params.safetensors", unbroken / "params.safetensors")
@@ -279,14 +281,14 @@ def test_the_best_is_kept_and_the_run_ends_where_none_is_better(
     """Validations after steps 0, 3, 6 and 9, two without a better one; also the first weights may be the best."""
     given = dict(zip((0, 3, 6, 9), scores))
     at = {"step": 0}
-    measure = Validation._measure
+    measure = Validation._fold_share
 
     def scored_by_hand(self: Validation, step: int, rounds: int, began: float) -> Any:
         at["step"] = step
         asked, found = measure(self, step, rounds, began)
         return asked, {key: {**one, "lddt_ca": given[step] / 10} for key, one in found.items() if isinstance(one, dict)}
 
-    monkeypatch.setattr(Validation, "_measure", scored_by_hand)
+    monkeypatch.setattr(Validation, "_fold_share", scored_by_hand)
     config, out = tiny_run(steps=9, patience=2, save_every=3, keep=9), tmp_path / "run"
     done = train(config, store, out)
     assert (done.finished, done.steps) == (True, ended or 9)

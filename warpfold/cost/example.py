@@ -16,7 +16,7 @@ from warpfold.batch import FEATURES, Batch, stack
 from warpfold.check.sizes import UNCROPPED, DataSizes
 from warpfold.cost.observe import MODEL
 from warpfold.data.load.examples import Sample
-from warpfold.engine.gradient import Seen, Through, gradient_by_shares, loss_of_every_output
+from warpfold.engine.gradient import ModelOutputs, Through, gradient_by_shares, loss_of_every_output
 from warpfold.engine.learn import DeviceResult, Learner
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.engine.packed import PackedWeights
@@ -375,7 +375,7 @@ def gradient_of_example(
 ) -> None:
     """Compute a gradient by the sequence as a design does: the passes, a loss of all outputs, and the backward pass."""
 
-    def loss(seen: Seen) -> dict[str, Tensor]:
+    def loss(seen: ModelOutputs) -> dict[str, Tensor]:
         enter("losses")
         return loss_of_every_output(seen)
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from warpfold.data.structure.chain import Chain
-from warpfold.engine.gradient import Seen
+from warpfold.engine.gradient import ModelOutputs
 from warpfold.errors import UserError
 from warpfold.geometry.atoms import CA
 from warpfold.geometry.labels import structure_labels
@@ -159,7 +159,7 @@ class Losses:
         if not any(vars(self.weights).values()):
             raise UserError(f"loss: all weights are 0. Set one of {', '.join(vars(self.weights))}.")
 
-    def __call__(self, seen: Seen) -> dict[str, Tensor]:
+    def __call__(self, seen: ModelOutputs) -> dict[str, Tensor]:
         """Compute the weighted terms. Errors: those of `check`."""
         chains, entities = seen.asym_id.unique(), seen.entity_id.unique()
         self.check(seen.pae_logits is not None, len(chains), len(entities) < len(chains))
@@ -171,7 +171,7 @@ class Losses:
 class _Terms:
     """The losses of one forward pass: one method for each field of `LossWeights`."""
 
-    def __init__(self, seen: Seen, shape: LossShape, target: TargetStructure | None) -> None:
+    def __init__(self, seen: ModelOutputs, shape: LossShape, target: TargetStructure | None) -> None:
         self.seen, self.shape, self.target = seen, shape, target
         self.same = seen.asym_id[:, None] == seen.asym_id
         designed = seen.designed

@@ -1,11 +1,20 @@
-"""What any training loop needs, whatever it trains: nothing here knows what a model computes or what an example is.
+"""Parts of training loops: some for any model, some for WarpFold's own training.
+
+For any PyTorch loop:
 
 optim       the optimizer on flat buffers (packed): clipping, the mean over examples and ranks, averages, loss scaling,
-            and its update rules, a class each: Adam, LAMB, LARS
+            and its update rules Adam, LAMB and LARS
 comm_hook   compressed gradients in torch's DistributedDataParallel
-ready       batches of any dataset, made ahead (ready_maker)
-resume      checkpoints of what any loop has: models, optimizers, loaders, random numbers (nested)
-checkpoint  a run's folder: settings, checkpoints, log; whole after a `kill -9` at any moment
-loop        the surroundings of a loop: its timer, its log, its stop signals
-watch       who is told of a run: TensorBoard, Weights & Biases, or whatever a user gives
+ready       a loader that makes the batches of any dataset ahead (epochs, ready_maker)
+resume      checkpoints of models, optimizers, loaders and random numbers (nested)
+
+For WarpFold's training:
+
+learn       forward passes, losses and backward pass of a batch
+trainable   trained parameters and adapters
+trunk       cached outputs of a frozen trunk
+gradient    gradients by a sequence, for design
+checkpoint  a run's folder: settings, checkpoints, log; consistent after a `kill -9`
+loop        the step timer, the log and the stop signals
+watch       watchers of a run: TensorBoard, Weights & Biases, and those of users
 """

@@ -1,17 +1,17 @@
-"""A run's folder: its settings, its checkpoints, its log; whole after a `kill -9` at any moment.
+"""The folder of a run: settings, checkpoints and log, consistent after a `kill -9` at any moment.
 
     DIR/settings.toml                 the resolved settings
     DIR/metrics.jsonl                 one JSON object per line: steps and validations
-    DIR/checkpoints/step-00000100/    state.safetensors (weights, averages, moments), state.json (the rest), and
-                                      checksums.json of both: a damaged checkpoint is skipped
-    DIR/params.safetensors            the averaged weights at the last checkpoint: what `predict --params` takes
-    DIR/params_best.safetensors       those of the best validation
-    DIR/card.md                       of a finished run: origin, data, settings and results (training/card.py)
-    DIR/frozen.safetensors            the parameters that are not trained, which checkpoints do not hold
-    DIR/failures/example-00000042/    what reproduces a loss or gradient that was not finite
+    DIR/checkpoints/step-00000100/    state.safetensors (weights, averages, moments), state.json (other state), and
+                                      checksums.json of both, by which a damaged checkpoint is skipped
+    DIR/params.safetensors            the averaged weights at the last checkpoint, for `predict --params`
+    DIR/params_best.safetensors       the averaged weights of the best validation
+    DIR/card.md                       origin, data, settings and results of a finished run (training/card.py)
+    DIR/frozen.safetensors            the frozen parameters, which checkpoints lack
+    DIR/failures/example-00000042/    batch and weights that reproduce a loss or gradient that was not finite
 
-Of several processes that run together, rank 0 locks the folder and writes; only failures are saved by the process that
-had them.  Every file is written under another name, synced, and renamed into its place.
+If several processes share a run, rank 0 locks the folder and writes the files.  Only a failure is saved by the process
+in which it occurred.  Every file is written under a temporary name, synced, and renamed.
 """
 
 import errno
@@ -46,12 +46,12 @@ FROZEN = "frozen.safetensors"
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint whose files are not what was written."""
+    """The files of a checkpoint do not match their checksums."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a run continues from: steps done, tensors by name, and JSON-able notes."""
+    """The state of a run: steps done, tensors by name, and JSON-able notes."""
 
     step: int
     tensors: dict[str, Tensor]
@@ -59,7 +59,7 @@ class Checkpoint:
 
 
 class StepFolders:
-    """The checkpoints in a folder, by their steps.  place: what a user chose it by, for errors."""
+    """The checkpoints in a folder, by their steps.  place: the option that chooses the folder, for errors."""
 
     place = "folder"
 
@@ -78,7 +78,7 @@ class StepFolders:
         return self.checkpoints / f"step-{step:08d}"
 
     def load(self, step: int) -> Checkpoint:
-        """Return the checkpoint of a step.  Errors: DamagedCheckpoint if it is not, bit for bit, what was written."""
+        """Load the checkpoint of a step.  Errors: DamagedCheckpoint if a bit of it has changed."""
         path = self.step_path(step)
         try:
             sums = json.loads((path / CHECKSUMS).read_text(encoding="utf-8"))
@@ -90,45 +90,46 @@ class StepFolders:
             raise DamagedCheckpoint(f"{path}: damaged ({error})") from error
 
     def load_latest(self) -> Checkpoint | None:
-        """Return the last checkpoint that is whole; None where there is none at all.
+        """Load the last intact checkpoint; None if the folder has no checkpoints.
 
-        Damaged ones after it are renamed, so that the run can write these steps again, and a warning names each.
-        Errors: UserError when all are damaged; then nothing is changed.
+        Damaged checkpoints after it are renamed with a warning, so that the run can write these steps again.
+        Errors: UserError if all checkpoints are damaged.  Nothing is renamed then.
         """
         damaged: dict[int, DamagedCheckpoint] = {}
-        found = None
+        checkpoint = None
         for step in reversed(self.steps()):
             try:
-                found = self.load(step)
+                checkpoint = self.load(step)
                 break
             except DamagedCheckpoint as error:
                 damaged[step] = error
-        if found is None:
+        if checkpoint is None:
             if damaged:
                 raise UserError(
                     f"{self.checkpoints}: no checkpoint is whole (of the last: {damaged[max(damaged)]}); "
                     f"put back a copy, or choose another {self.place}"
                 )
             return None
-        for step, why in damaged.items():
-            aside = self.set_aside(step)
-            logger.warning("%s; kept as %s; the run continues from step %d", why, aside, found.step)
-        return found
+        for step, damage in damaged.items():
+            new_name = self.set_aside(step)
+            logger.warning("%s; kept as %s; the run continues from step %d", damage, new_name, checkpoint.step)
+        return checkpoint
 
     def set_aside(self, step: int) -> str:
-        """Rename a checkpoint, so that no run continues from it; return its new name."""
+        """Rename a damaged checkpoint, so that no run continues from it; return its new name."""
         names = (f"damaged-{self.step_path(step).name}{end}" for end in ("", *(f"-{n}" for n in range(2, 10_000))))
-        aside = next(path for path in map(self.checkpoints.joinpath, names) if not path.exists())
-        self.step_path(step).rename(aside)
-        return aside.name
+        path = next(path for path in map(self.checkpoints.joinpath, names) if not path.exists())
+        self.step_path(step).rename(path)
+        return path.name
 
     def save(self, checkpoint: Checkpoint, keep: int) -> None:
-        """Write a checkpoint whole or not at all, then delete old ones; the last `keep` stay, and those of `spared`.
+        """Write a checkpoint atomically, then delete old checkpoints except for the last `keep` and `spared` ones.
 
-        Errors: UserError if it cannot be written (a full disk); the checkpoints before it are untouched.
+        Errors: UserError if the checkpoint cannot be written, such as on a full disk.  Earlier ones are untouched.
         """
         place = self.step_path(checkpoint.step)
-        if place.exists():  # a resumed run that stops where it began: the same to the bit
+        # A resumed run that stops at its first step has the same bits.
+        if place.exists():
             return
         draft = self.checkpoints / f".partial-{place.name}"
         with self._whole(place, lambda: shutil.rmtree(draft, ignore_errors=True)):
@@ -145,19 +146,19 @@ class StepFolders:
 
     @contextmanager
     def _whole(self, path: Path, clean: Callable[[], object]) -> Iterator[None]:
-        """Have a failure to write be a UserError that says which checkpoint is safe, once its leftovers are removed."""
+        """Convert a failure to write into a UserError that names the last safe checkpoint, after calling `clean`."""
         before = self.latest()
         try:
             yield
         except (OSError, SafetensorError) as error:
             clean()
             kept = "" if before is None else f"step {before} is safe in {self.step_path(before)}"
-            raise cannot_write(path, error, cure(error), kept) from error
+            raise cannot_write(path, error, remedy(error), kept) from error
 
     def lock(self, folder: Path) -> TextIO:
-        """Keep other runs out of a folder, which is made if it is not there; remove what a killed one has left.
+        """Create a folder if needed, lock it against other runs, and remove partial checkpoints of a killed run.
 
-        Errors: UserError where another run is writing there, or the folder cannot be made.
+        Errors: UserError if another run is writing there, or if the folder cannot be created.
         """
         taken = UserError(f"{folder}: another run is writing there; wait for it or choose another {self.place}")
         try:
@@ -173,44 +174,46 @@ class StepFolders:
         return lock
 
     def spared(self, steps: list[int], keep: int) -> set[int]:
-        """Return steps whose checkpoints stay, besides the last ones."""
+        """Return steps whose checkpoints are retained in addition to the last ones."""
         return set()
 
     def prune(self, keep: int) -> None:
-        """Delete old checkpoints, but the last `keep` and those of `spared`."""
+        """Delete old checkpoints except for the last `keep` and the `spared` ones."""
         steps = self.steps()
         for step in sorted({*steps[: -max(1, keep)]} - self.spared(steps, keep)):
             place = self.step_path(step)
+            # A user may have stored other files there.
             if {path.name for path in place.iterdir()} - {*STATE, CHECKSUMS}:
-                continue  # somebody keeps other files there
+                continue
+            # Renamed first, so that a kill never leaves a checkpoint with a missing file.
             doomed = self.checkpoints / f".partial-{step}"
-            place.rename(doomed)  # first, so that a kill never leaves a checkpoint with a file missing
+            place.rename(doomed)
             shutil.rmtree(doomed)
 
 
 def finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by None."""
+    """Replace NaN and infinity by None, since JSON lacks them."""
     if isinstance(value, Mapping):
         return {key: finite(v) for key, v in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def cure(error: Exception) -> str:
-    """Suggest a remedy where something could not be written, and the disk is not known to be the reason."""
+def remedy(error: Exception) -> str:
+    """Suggest a remedy for a failure to write."""
     number = error_number(error)
     if number == errno.ENOENT:
         return "the folder was moved or removed meanwhile: put it back, and start again"
     return f"{'make room' if number == errno.EFBIG else 'see to the disk'}, and start again"
 
 
-MAX_FAILURES = 3
+MAX_FAILURES = 3  # saved for each run
 
 
 class RunFolder(StepFolders):
-    """One run's output folder, locked while it is open (`with`), so that no second run writes into it.
+    """The output folder of a run, locked while it is open (`with`), so that no second run writes into it.
 
-    writes: False in the processes that only read.  score: the key of the number in a validation's row by which
-    checkpoints are compared; higher is better.
+    writes: False in processes that only read.
+    score: the key in a validation's row by which checkpoints are compared; higher is better.
     """
 
     place = "--out"
@@ -222,48 +225,53 @@ class RunFolder(StepFolders):
         self._log: AppendedFile | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
-        self.scores: dict[int, float] = {}  # of the validations in the log, by step, that have the same examples
-        self._judged: frozenset[str] = frozenset()  # these examples
+        # Scores by step, of the validations in the log that have the examples `_compared`.
+        self.scores: dict[int, float] = {}
+        self._compared: frozenset[str] = frozenset()
 
     def __enter__(self) -> "RunFolder":
         if not self._writes:
             return self
-        found = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
-        # A run's folder has a lock; a copy of one may lack it, but has these two.
-        if found and ".lock" not in found and not {"settings.toml", "checkpoints"} <= found:
+        names = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
+        # The folder of a run has a lock.  A copy of it may lack the lock, but has these two.
+        if names and ".lock" not in names and not {"settings.toml", "checkpoints"} <= names:
             raise UserError(f"{self.path}: holds something else, which is left alone; choose another --out")
         self._lock = self.lock(self.path)
-        for leftover in self.path.glob(".partial-*"):  # of a file that was being replaced
+        # A killed run may have left drafts of files.
+        for leftover in self.path.glob(".partial-*"):
             leftover.unlink()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            self._thread.shutdown()  # waits for what is being written
+            # Waits until the checkpoint in progress is written.
+            self._thread.shutdown()
             if kind is None:
                 self._end_writing(wait=True)
             elif self._writing is not None and (lost := self._writing.exception()) is not None:
-                logger.warning("%s", lost)  # the run ends with its own error, but this is to be known, too
+                # The run raises its own error, so this one is only logged.
+                logger.warning("%s", lost)
         finally:
             for file in (self._log, self._lock):
                 if file is not None:
                     file.close()
 
     def write_beside(self, write: Callable[[], None]) -> None:
-        """Begin to write a checkpoint in a thread, when the one before is written.
+        """Wait until the previous checkpoint is written, and begin to write the next one in a thread.
 
-        Until it is written, this process outlives the failure of another one (parallel/heartbeat.py).
-        Errors: what writing that one raised.  What this one raises, the next `write_beside`, `log` or the end raises.
+        Until it is written, this process survives the failure of another one (parallel/heartbeat.py).
+        Errors: those of the previous checkpoint.  Errors of this one are raised by the next `write_beside` or `log`, or
+        at the end.
         """
         self._end_writing(wait=True)
         self._writing = self._thread.submit(saving()(write))
 
     def wait_for_writing(self) -> None:
-        """Return when the last checkpoint is on the disk.  Errors: what writing it raised."""
+        """Wait until the last checkpoint is on the disk.  Errors: those of writing it."""
         self._end_writing(wait=True)
 
     def _end_writing(self, wait: bool) -> None:
-        """Raise what writing beside has raised, once it has ended."""
+        """Raise the error of the writing thread, if it has ended or `wait` is True."""
         if self._writing is not None and (wait or self._writing.done()):
             writing, self._writing = self._writing, None
             writing.result()
@@ -276,7 +284,7 @@ class RunFolder(StepFolders):
     # Settings
 
     def settings_text(self) -> str | None:
-        """Return the text of the settings that a run left here; None in a new folder.
+        """Read the text of the run's settings; None in a new folder.
 
         Errors: UserError for a folder with checkpoints but without settings.
         """
@@ -296,10 +304,10 @@ class RunFolder(StepFolders):
     # Checkpoints
 
     def spared(self, steps: list[int], keep: int) -> set[int]:
-        """Return the last `keep` before which no example was skipped, and the one with the best validation.
+        """Return the last `keep` steps before which no example was skipped, and the step of the best validation.
 
-        So a run in trouble does not replace what was good (notes: skipped).  The best is so as far as the log says: a
-        step is validated after it is saved.
+        A run that skips examples therefore does not delete its sound checkpoints (notes: skipped).  The best step is
+        that of the log so far, since a step is validated after it is saved.
         """
         notes = {step: self.notes(step) for step in steps}
         best = max(self.scores.keys() & notes, key=self.scores.__getitem__, default=None)
@@ -307,7 +315,7 @@ class RunFolder(StepFolders):
         return {*good[-max(1, keep) :], *([] if best is None else [best])}
 
     def notes(self, step: int) -> dict[str, Any]:
-        """Return the notes of a checkpoint, empty where they are damaged (`load` reports that)."""
+        """Read the notes of a checkpoint; empty if they are damaged, which `load` reports."""
         try:
             notes = json.loads((self.step_path(step) / "state.json").read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
@@ -315,9 +323,9 @@ class RunFolder(StepFolders):
         return notes if isinstance(notes, dict) else {}
 
     def replace_file(self, name: str, write: Callable[[Path], object]) -> None:
-        """Replace a file of the folder by what `write` writes, entirely or not at all.
+        """Replace a file of the folder atomically.  write: writes the file at a temporary path.
 
-        Errors: UserError when it cannot be written.
+        Errors: UserError if the file cannot be written.
         """
         path, draft = self.path / name, self.path / f".partial-{name}"
 
@@ -332,9 +340,9 @@ class RunFolder(StepFolders):
             sync_path(self.path)
 
     def write_frozen(self, tensors: Mapping[str, Tensor], again: bool) -> None:
-        """Write the parameters that are not trained, which are the same in the whole run.
+        """Write the frozen parameters, which are the same in the whole run.
 
-        again: also where they are there already, of a run that was stopped before its first checkpoint.
+        again: overwrite an existing file, which a run without a checkpoint has left.
         """
         if again or not (self.path / FROZEN).exists():
             self.replace_file(FROZEN, lambda path: save_file({name: x.cpu() for name, x in tensors.items()}, path))
@@ -342,16 +350,17 @@ class RunFolder(StepFolders):
     def save_failure(
         self, index: int, arrays: Mapping[str, np.ndarray], tensors: Mapping[str, Tensor], notes: Mapping[str, Any]
     ) -> Path:
-        """Save what reproduces a failure: the batch, the weights, and the rest in failure.json; return the folder.
+        """Save the batch, the weights and other data (failure.json) that reproduce a failure; return the folder.
 
-        If a run goes on after failures, only the first MAX_FAILURES are saved.
+        If a run continues after failures, only the first `MAX_FAILURES` are saved.
         """
         folder = self.path / "failures" / f"example-{index:08d}"
         if len(list(self.path.glob("failures/*"))) >= MAX_FAILURES and not folder.exists():
             return folder.parent
         with self._whole(folder, lambda: None):
             folder.mkdir(parents=True, exist_ok=True)
-            np.savez_compressed(folder / "batch.npz", **arrays)  # type: ignore[arg-type]  # mypy: a key might be called allow_pickle
+            # mypy: a key might be called allow_pickle.
+            np.savez_compressed(folder / "batch.npz", **arrays)  # type: ignore[arg-type]
             save_file(dict(tensors), folder / "state.safetensors")
             (folder / "failure.json").write_text(json.dumps(finite(notes), indent=1) + "\n", encoding="utf-8")
         return folder
@@ -359,24 +368,24 @@ class RunFolder(StepFolders):
     # Log
 
     def open_log(self, step: int) -> dict[str, Any] | None:
-        """Begin or continue metrics.jsonl after `step` steps; drop lines of later steps and damaged ones.
+        """Begin or continue metrics.jsonl after `step` steps, without damaged lines and lines of later steps.
 
-        Returns the row of the last validation that stays.
+        Returns the row of the last validation.
         """
         path = self.path / "metrics.jsonl"
         last = None
         if path.exists():
-            kept = [line for line in path.read_bytes().splitlines(keepends=True) if self._belongs(line, step)]
-            self.replace_file(path.name, lambda draft: draft.write_bytes(b"".join(kept)))
-            for row in map(json.loads, kept):
+            lines = [line for line in path.read_bytes().splitlines(keepends=True) if self._is_valid(line, step)]
+            self.replace_file(path.name, lambda draft: draft.write_bytes(b"".join(lines)))
+            for row in map(json.loads, lines):
                 if row.get("kind") == "validation":
                     self._note_score(row)
                     last = row
         self._log = AppendedFile(path)
         return last
 
-    def _belongs(self, line: bytes, step: int) -> bool:
-        """Return whether a line of the log is whole, as far as a run reads it again, and of a step that is done."""
+    def _is_valid(self, line: bytes, step: int) -> bool:
+        """Whether a line of the log is complete, has valid values where a run reads them, and is not after `step`."""
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
@@ -384,32 +393,37 @@ class RunFolder(StepFolders):
         if not line.endswith(b"\n") or not isinstance(row, dict) or type(row.get("step")) is not int:
             return False
         numbers = row.get("seconds"), row.get(self._score)
-        return row["step"] <= step and all(isinstance(one, int | float | None) for one in numbers)
+        return row["step"] <= step and all(isinstance(number, int | float | None) for number in numbers)
 
     def _note_score(self, row: Mapping[str, Any]) -> None:
-        """Note by what checkpoints are compared: validations of all examples but those that failed in each of them.
+        """Add the score of a validation to `scores` if it can be compared with the others.
 
-        Not of one that had no time for all: others are easier.
+        Scores of validations with equal examples are compared.  A validation without time for all examples does not
+        count, since its examples may be easier.  Examples that failed need not be there.
         """
-        named, left_out, of = (row.get(name) for name in ("examples", "left_out", "of"))  # a damaged log has anything
+        # The log may be damaged, so the types are checked.
+        named, left_out, total = (row.get(name) for name in ("examples", "left_out", "of"))
         examples = frozenset(named if isinstance(named, dict) else ())
-        if isinstance(of, int) and len(examples) + (len(left_out) if isinstance(left_out, dict | list) else 0) < of:
+        failed = len(left_out) if isinstance(left_out, dict | list) else 0
+        if isinstance(total, int) and len(examples) + failed < total:
             return
-        if len(examples) > len(self._judged):
-            self.scores, self._judged = {}, examples
-        if examples != self._judged:
+        if len(examples) > len(self._compared):
+            self.scores, self._compared = {}, examples
+        if examples != self._compared:
             return
         if isinstance(score := row.get(self._score), float) and math.isfinite(score):
             self.scores[row["step"]] = score
 
     def best(self) -> tuple[int, int]:
-        """Return the step of the best validation, -1 without any, and how many came after it that were no better."""
-        best = max(self.scores, key=self.scores.__getitem__, default=-1)  # of equal ones the first
+        """Return the step of the best validation, -1 if there is none, and the number of validations after it."""
+        # Of equal scores the first counts.
+        best = max(self.scores, key=self.scores.__getitem__, default=-1)
         return best, sum(step > best for step in self.scores)
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Append one line.  Errors: UserError when the disk is full, also for a checkpoint that was written beside."""
-        # Which checkpoints stay depends on the scores known when one is written: not on how long that takes.
+        """Append one line.  Errors: UserError if the disk is full, also while a thread wrote a checkpoint."""
+        # The scores decide which checkpoints are retained.  A validation waits until the checkpoint in progress is
+        # written, so that the decision does not depend on the time of writing.
         self._end_writing(wait=row.get("kind") == "validation")
         if self._log is None:
             raise RuntimeError("call open_log before log")
@@ -419,7 +433,7 @@ class RunFolder(StepFolders):
 
 
 class AppendedFile:
-    """A text file that is appended to line by line; `write` returns once the system has the line."""
+    """A text file for appending lines.  `write` returns once the operating system has the line."""
 
     def __init__(self, path: Path, header: str = "") -> None:
         """Open `path`, cut off a last line that a kill left incomplete, and write `header` into an empty file."""
@@ -427,7 +441,7 @@ class AppendedFile:
         try:
             with suppress(FileNotFoundError), open(path, "rb+") as file:
                 file.truncate(file.read().rfind(b"\n") + 1)
-            # Unbuffered: what was written survives the process, and a full disk is an error now, not on closing.
+            # Unbuffered, so that written lines survive the process, and a full disk is an error now, not on closing.
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (see close)
         except OSError as error:
             raise cannot_write(path, error) from error
@@ -435,13 +449,13 @@ class AppendedFile:
             self.write(header)
 
     def write(self, line: str) -> None:
-        """Append a line.  Errors: UserError when the disk is full."""
+        """Append a line.  Errors: UserError if the disk is full."""
         data = line.encode()
         try:
             if self._file.write(data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            raise cannot_write(self.path, error, cure(error)) from error
+            raise cannot_write(self.path, error, remedy(error)) from error
 
     def close(self) -> None:
         self._file.close()

@@ -1,4 +1,4 @@
-"""The order of a `Ready` over a dataset: every example once in each epoch, shared by the ranks, from the seed alone."""
+"""The order of a `Ready` loader: every example once in each epoch, shared by the ranks, as a function of the seed."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -18,13 +18,14 @@ from warpfold.keyed import keyed_rng
 
 
 class OrderRecord:
-    """A file with a line "EPOCH STEP" for each batch before it is used; its first line says of which loader.
+    """A file with a line "EPOCH STEP" for each batch, written before the batch is used.
 
-    A run that was killed finds what it had used after its checkpoint, and follows that.
+    The first line identifies the loader.  After a kill a run uses the batches after its checkpoint in the recorded
+    order.
     """
 
     def __init__(self, path: Path, identity: Mapping[str, int]) -> None:
-        """Open the file, or make it.  Errors: UserError for one of another loader, or one that is none."""
+        """Open or create the file.  Errors: UserError for a damaged file or the file of another loader."""
         header = json.dumps(dict(identity))
         self._file = AppendedFile(path, header + "\n")
         self._steps: dict[int, dict[int, None]] = {}
@@ -39,30 +40,30 @@ class OrderRecord:
             self._steps.setdefault(epoch, {})[step] = None
 
     def steps(self, epoch: int) -> list[int]:
-        """Return the steps of an epoch in the order in which their batches were used, as far as they were."""
+        """Return the recorded steps of an epoch in the order in which their batches were used."""
         return list(self._steps.get(epoch, ()))
 
     def add(self, epoch: int, step: int) -> None:
-        """Note that a batch is used next, unless it is known already.  Errors: UserError when the disk is full."""
-        known = self._steps.setdefault(epoch, {})
-        if step not in known:
-            known[step] = None
+        """Record the next batch, unless it is recorded already.  Errors: UserError if the disk is full."""
+        steps = self._steps.setdefault(epoch, {})
+        if step not in steps:
+            steps[step] = None
             self._file.write(f"{epoch} {step}\n")
 
 
 @dataclass(frozen=True)
 class EpochBatch:
-    """A batch that is being made.  place: its number since this iteration began, and the ticket of its job."""
+    """A planned batch.  place: its position since the iteration began, and the ticket of its job."""
 
     place: int
     epoch: int
     step: int
     indices: list[int]
-    fixed: bool  # the record says that it comes here
+    fixed: bool  # its place is recorded
 
     @property
     def kind(self) -> tuple[bool, int]:
-        """Return a key that all batches share with which it may exchange places: those of its epoch."""
+        """A key that this batch shares with the batches with which it may exchange places, those of its epoch."""
         return (True, self.place) if self.fixed else (False, self.epoch)
 
     @property
@@ -73,7 +74,8 @@ class EpochBatch:
 class Epochs:
     """The batches of one rank, epoch after epoch (`BatchOrder`).  The arguments are those of `Ready`.
 
-    size: examples of the dataset.  costs: of each, if they are balanced and known.
+    size: number of examples in the dataset.
+    costs: of each example, if they are balanced; None if they are not known yet.
     """
 
     refusals: tuple[type[Exception], ...] = ()
@@ -97,51 +99,52 @@ class Epochs:
         if self._file is not None and ranks > 1:
             self._file = self._file.with_name(f"{self._file.stem}-{rank}-of-{ranks}{self._file.suffix}")
         self._record: OrderRecord | None = None
-        self.epoch, self._before, self._used = 0, 0, State()  # examples used before `_used`, which counts batches
-        self._begun = False  # whether this iteration has given a batch
+        # `_before` is the number of examples used before the batches that `_used` counts.
+        self.epoch, self._before, self._used = 0, 0, State()
+        self._begun = False  # a batch was handed out
 
     def __len__(self) -> int:
         return self.steps()
 
-    # What comes when
+    # The order
 
     def steps(self, before: int = 0) -> int:
-        """Return the steps left in an epoch once `before` of its examples have been used."""
-        whole = self.batch_size * self.ranks
-        return (self.size - before) // whole if self.drop_last else -(-(self.size - before) // whole)
+        """Count the steps of an epoch after `before` of its examples."""
+        per_step = self.batch_size * self.ranks
+        return (self.size - before) // per_step if self.drop_last else -(-(self.size - before) // per_step)
 
     def indices(self, epoch: int, before: int, step: int) -> list[int]:
         """Return the examples of this rank at a step, in the order of the epoch."""
         order = self._permutation(epoch)
         begin = before + step * self.batch_size * self.ranks
-        part = order[begin : begin + self.batch_size * self.ranks]
-        if missing := -len(part) % self.ranks:
-            part = np.concatenate([part, np.resize(order, missing)])
+        examples = order[begin : begin + self.batch_size * self.ranks]
+        # The last step is filled up from the beginning of the epoch, so that all ranks have equal numbers.
+        if missing := -len(examples) % self.ranks:
+            examples = np.concatenate([examples, np.resize(order, missing)])
         if self.costs is None or self.ranks == 1:
-            return part[self.rank :: self.ranks].tolist()
-        return part[deal(self.costs[part].tolist(), self.ranks)[self.rank]].tolist()
+            return examples[self.rank :: self.ranks].tolist()
+        return examples[deal(self.costs[examples].tolist(), self.ranks)[self.rank]].tolist()
 
     def _permuted(self, epoch: int) -> np.ndarray:
         return keyed_rng(self.seed, "ready", epoch).permutation(self.size) if self.shuffle else np.arange(self.size)
 
     def plan(self) -> Iterator[EpochBatch]:
-        """Yield the batches that are left of this epoch, first those of the record, then all epochs after it."""
+        """Yield the remaining batches of this epoch, the recorded ones first, and then those of all later epochs."""
         if self._file is not None and self._record is None:
             self._record = OrderRecord(self._file, {**self._identity(), "rank": self.rank})
         epoch, before, used, place = self.epoch, self._before, self._used, 0
         while (steps := self.steps(before)) or before:
             early = set(used.early)
             remaining = [step for step in range(used.first, steps) if step not in early]
-            known = self._record.steps(epoch) if self._record is not None else []
-            fixed = [step for step in known if step in set(remaining)]
-            late = set(fixed)
-            for step in (*fixed, *(step for step in remaining if step not in late)):
-                yield EpochBatch(place, epoch, step, self.indices(epoch, before, step), step in late)
+            recorded = self._record.steps(epoch) if self._record is not None else []
+            fixed = dict.fromkeys(step for step in recorded if step in set(remaining))
+            for step in (*fixed, *(step for step in remaining if step not in fixed)):
+                yield EpochBatch(place, epoch, step, self.indices(epoch, before, step), step in fixed)
                 place += 1
             epoch, before, used = epoch + 1, 0, State()
 
     def substitute(self, planned: EpochBatch, failed: Failed) -> EpochBatch:
-        """Raise what a failure is: nothing is made instead of a batch."""
+        """Raise the error of a batch that failed, since no other batch may replace it."""
         if failed.killed:
             raise ReadyError(f"examples {planned.indices} of the dataset: {failed.reason}")
         raise UserError(failed.reason)
@@ -172,7 +175,7 @@ class Epochs:
     def _begin_epoch(self, epoch: int) -> None:
         self.epoch, self._before, self._used, self._begun = epoch, 0, State(), False
 
-    # Going on
+    # State
 
     def _identity(self) -> dict[str, int]:
         return {
@@ -184,33 +187,35 @@ class Epochs:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the examples that this rank has used, JSON-able.  Batches that are ready but unused do not count."""
+        """Return the position of this rank, JSON-able.  Batches that are ready but unused do not count."""
         used = {"epoch": self.epoch, "before": self._before, "first": self._used.first, "early": [*self._used.early]}
         return {**self._identity(), "rank": self.rank, **used}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called; the next iteration yields the rest of that epoch.
+        """Continue where `state_dict` was called: the next iteration yields the remaining batches of that epoch.
 
-        Other numbers of ranks and batches go on with the examples that no rank has used, where none were exchanged
-        within a window.  Errors: UserError for the state of another dataset, seed or order.
+        With another batch size or number of ranks, the examples that no rank has used are left.  This needs a state in
+        which no batches were exchanged within a window.
+        Errors: UserError for the state of another dataset, seed or order.
         """
-        own = self._identity()
-        if missing := sorted({*own, "rank", "epoch", "before", "first", "early"} - {*state}):
+        identity = self._identity()
+        if missing := sorted({*identity, "rank", "epoch", "before", "first", "early"} - {*state}):
             raise UserError(f"Ready: the state lacks {missing[0]}; give what state_dict() of a Ready returned")
         for name in ("examples", "seed", "shuffle"):
-            if state[name] != own[name]:
+            if state[name] != identity[name]:
                 raise UserError(
-                    f"Ready: the state is of {name} = {state[name]}, this loader has {own[name]}; make it as it was"
+                    f"Ready: the state is of {name} = {state[name]}, this loader has {identity[name]}; make it as it "
+                    "was"
                 )
-        alike = all(state[name] == own[name] for name in own)
-        if state["early"] and not (alike and state["rank"] == self.rank):
+        same_batches = all(state[name] == identity[name] for name in identity)
+        if state["early"] and not (same_batches and state["rank"] == self.rank):
             raise UserError(
                 f"Ready: the state is of rank {state['rank']} of {state['ranks']}, which used batches before their "
                 "places; go on with as many ranks, batches as large, and each rank's own state"
             )
         used = State(state["first"], tuple(state["early"]))
         before = state["before"]
-        if not alike:
+        if not same_batches:
             before = min(self.size, before + used.first * state["batch_size"] * state["ranks"])
             used = State()
         self._begin_epoch(state["epoch"])

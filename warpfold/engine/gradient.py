@@ -1,4 +1,4 @@
-"""The gradient of a loss by a sequence that is still being designed (model/soft.py), as a plan runs it."""
+"""Compute the gradient of a loss by a sequence that is being designed (model/soft.py), under the model's plan."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,19 +19,21 @@ from warpfold.model.structure import StructureOutput
 from warpfold.parallel.team import Team
 
 Through = Literal["last", "all", "mean"]
-Loss = Callable[["Seen"], Tensor | Mapping[str, Tensor]]
+Loss = Callable[["ModelOutputs"], Tensor | Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What the loss of a design is computed of: the outputs of a pass, whole on every process, and the sequence.
+class ModelOutputs:
+    """Inputs of a design loss: the outputs of a pass, whole on every process, and the sequence.
 
-    Lengths are in angstrom, logits in fp32 at least.  asym_id: the chain of each residue, from 1; entity_id: equal for
-    copies.  designed: the residues of chains of which any letter is free.
+    Lengths are in angstrom, and logits have fp32 or more.
+    asym_id: the chain of each residue, from 1.
+    entity_id: equal for copies of a chain.
+    designed: True for the residues of chains in which any letter is free.
     """
 
     output: Output
-    shares: Tensor  # [N, 21], of the 20 amino acids and X
+    shares: Tensor  # [N, 21], 20 amino acids and X
     aatype: Tensor  # int64 [N]
     residue_index: Tensor  # int64 [N]
     asym_id: Tensor  # int64 [N]
@@ -58,7 +60,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class SequenceGradient:
-    """A loss, its terms, and its gradient by the shares; what the last pass found, without a gradient."""
+    """A loss, its terms, its gradient by the shares, and the outputs of the last pass without a gradient."""
 
     loss: float
     terms: dict[str, float]
@@ -78,19 +80,22 @@ def gradient_by_shares(
     designed: Tensor | None = None,
     guess: Tensor | None = None,
 ) -> SequenceGradient:
-    """Fold an example whose sequence is shares [N, 21], and return the loss and its gradient by them.
+    """Fold an example whose sequence is shares [N, 21], and compute the loss and its gradient by the shares.
 
-    batch, place: as of `soften`.  recycles: passes before the last.  through: the "last" pass, to which the others hand
-    constants; "all" of them, each of which hands on what has a gradient; or the "mean" of the losses and gradients of
-    all, each by itself.  Rotations carry no gradient between layers of the structure module, as in training.
-    loss: returns a scalar, or terms by name, whose sum is the loss.  designed: as of `Seen`; None: all residues.
-    guess: as of `AlphaFold.first_recycled`.
-    The model runs as its execution says, and its parameters are constants.  Where processes share the example, all of
-    `team` call this, and get the same.
+    batch, place: see `soften`.
+    recycles: the number of passes before the last.
+    through: the "last" pass, with constant inputs from the others; "all" passes, which hand on tensors with a gradient;
+        or the "mean" of the losses and gradients of all passes, each by itself.  As in training, rotations carry no
+        gradient between the layers of the structure module.
+    loss: returns a scalar, or terms by name whose sum is the loss.
+    designed: see `ModelOutputs`; None for all residues.
+    guess: see `AlphaFold.first_recycled`.
+    The model runs under its execution, and its parameters are constants.  If processes share the example, all of `team`
+    call this and get the same result.
     """
     team = Team() if team is None else team
     leaf, recycled = shares.detach().to(model.device).requires_grad_(), model.first_recycled(batch, guess)
-    found: dict[str, Tensor] = {}
+    sums: dict[str, Tensor] = {}
     weight = 1 / (recycles + 1) if through == "mean" else 1.0
     with constant_parameters(model), torch.enable_grad():
         features = soften(batch, leaf, place)
@@ -104,29 +109,30 @@ def gradient_by_shares(
                 continue
             features = soften(batch, leaf, place) if through == "mean" else features
             output = model.last_pass(model.inputs_of_pass(features, index, recycled))
-            terms = _terms(loss(_seen(model, output, features, leaf, designed)))
+            terms = _checked_terms(loss(_model_outputs(model, output, features, leaf, designed)))
             total = weight * torch.stack([*terms.values()]).sum()
-            # Every process computes all of the loss: each counts its part.
+            # Every process computes the whole loss, and the sum over the processes must count it once.
             (total / (model.residues.shards * model.residues.replicas)).backward()
             for name, x in terms.items():
-                found[name] = found.get(name, 0.0) + weight * x.detach()
+                sums[name] = sums.get(name, 0.0) + weight * x.detach()
             output = _detached(output)
             recycled = Recycled(output.msa_first_row, output.pair, output.structure.final_atom37)
-    own = cast(Tensor, leaf.grad)
-    first, *others = team.all_gather_of_example(own.flatten(), "the gradient by the sequence").wait()
-    r = Representations(output.msa, output.pair, output.single, output.msa_first_row)
-    values = {name: float(x) for name, x in found.items()}
+    gradient = cast(Tensor, leaf.grad)
+    # Each process has the gradient through its shard of the model.  All of them need the sum.
+    first, *others = team.all_gather_of_example(gradient.flatten(), "the gradient by the sequence").wait()
+    representations = Representations(output.msa, output.pair, output.single, output.msa_first_row)
+    values = {name: float(x) for name, x in sums.items()}
     return SequenceGradient(
         loss=sum(values.values()),
         terms={name: value for name, value in values.items() if name},
-        by_shares=sum(others, first).view(own.shape),
-        folded=LastPass(r, output.structure, recycles),
+        by_shares=sum(others, first).view(gradient.shape),
+        folded=LastPass(representations, output.structure, recycles),
     )
 
 
-def _terms(found: Any) -> dict[str, Tensor]:
-    """Return the terms of a loss by name; "", the whole, where it has none."""
-    terms = dict(found) if isinstance(found, Mapping) else {"": found}
+def _checked_terms(value: Any) -> dict[str, Tensor]:
+    """Validate the result of a loss, and return its terms by name; a loss without terms is named ""."""
+    terms = dict(value) if isinstance(value, Mapping) else {"": value}
     for name, x in terms.items():
         if not (isinstance(x, Tensor) and x.dim() == 0):
             what = f"{name} = {shown(x)}" if name else shown(x)
@@ -136,13 +142,15 @@ def _terms(found: Any) -> dict[str, Tensor]:
     return terms
 
 
-def _seen(model: AlphaFold, output: Output, batch: Batch, shares: Tensor, designed: Tensor | None) -> Seen:
-    """Return what a loss sees: the logits of pairs are whole on every process."""
+def _model_outputs(
+    model: AlphaFold, output: Output, batch: Batch, shares: Tensor, designed: Tensor | None
+) -> ModelOutputs:
+    """Gather the inputs of a loss: the logits of pairs become whole on every process."""
     residues, n = model.residues, len(shares)
     chains = torch.ones(n, dtype=torch.int64, device=shares.device)
     named = {name: batch.get(name, chains).to(model.device, torch.int64) for name in ("asym_id", "entity_id")}
     named |= {name: batch[name].to(model.device, torch.int64) for name in ("aatype", "residue_index")}
-    return Seen(
+    return ModelOutputs(
         output=output,
         shares=shares,
         designed=(chains > 0) if designed is None else designed.to(model.device),
@@ -153,7 +161,7 @@ def _seen(model: AlphaFold, output: Output, batch: Batch, shares: Tensor, design
 
 
 def _detached(x: Any) -> Any:
-    """Return a dataclass of tensors as constants, of which the graph that made them can go."""
+    """Detach all tensors of a dataclass, so that the autograd graph behind them can be freed."""
     if isinstance(x, Tensor):
         return x.detach()
     if isinstance(x, Output | StructureOutput | Rigid):
@@ -163,7 +171,7 @@ def _detached(x: Any) -> Any:
 
 @contextmanager
 def constant_parameters(model: AlphaFold) -> Iterator[None]:
-    """Have no gradient go to the model's parameters within the context."""
+    """Freeze the model's parameters within the context."""
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         p.requires_grad_(False)
@@ -174,16 +182,16 @@ def constant_parameters(model: AlphaFold) -> Iterator[None]:
             p.requires_grad_(True)
 
 
-def loss_of_every_output(seen: Seen) -> dict[str, Tensor]:
-    """Return a loss that reads all logits and positions: what those of design hold in memory, for plans."""
-    n = len(seen.aatype)
-    distances = seen.distogram_logits.softmax(-1)
-    breaks = distogram_breaks(seen.distogram_logits.shape[-1])
+def loss_of_every_output(outputs: ModelOutputs) -> dict[str, Tensor]:
+    """Compute a loss that reads all logits and positions.  Plans use it to estimate the memory of a design."""
+    n = len(outputs.aatype)
+    distances = outputs.distogram_logits.softmax(-1)
+    breaks = distogram_breaks(outputs.distogram_logits.shape[-1])
     terms = {
-        "plddt": 1 - confidence.plddt(seen.plddt_logits).mean() / 100,
+        "plddt": 1 - confidence.plddt(outputs.plddt_logits).mean() / 100,
         "contacts": -(confidence.contact_probabilities(distances, breaks) + 1e-8).log().mean(),
-        "positions": seen.positions.square().mean().sqrt() / n,
+        "positions": outputs.positions.square().mean().sqrt() / n,
     }
-    if seen.pae_logits is not None:
-        terms["pae"] = confidence.pae(seen.pae_logits, pae_breaks(seen.pae_logits.shape[-1])).mean() / 31
+    if outputs.pae_logits is not None:
+        terms["pae"] = confidence.pae(outputs.pae_logits, pae_breaks(outputs.pae_logits.shape[-1])).mean() / 31
     return terms

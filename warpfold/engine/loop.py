@@ -1,4 +1,4 @@
-"""The surroundings of a training loop: its timer, its log, its stop signals."""
+"""The step timer, the log and the stop signals of a training loop."""
 
 import signal
 import threading
@@ -12,19 +12,21 @@ from warpfold.engine.watch import Phase, PhaseName, Row, Watcher
 
 
 class StepTimer:
-    """Measure how long steps take, and how much of that they wait: the last one, and all since the start."""
+    """Measure the time of steps and the share of it that they wait for examples, for the last step and for all."""
 
     def __init__(self) -> None:
-        self.seconds = self._waited = 0.0  # of the steps before
-        self.count, self.first = 0, 0.0  # of these steps; seconds of the first, in which much is made for the others
+        self.seconds = self._waited = 0.0  # of completed steps
+        self.count = 0
+        # The first step takes longer, since it compiles and allocates.
+        self.first = 0.0
         self.began, self.waited = time.perf_counter(), 0.0
 
     def begin(self) -> None:
-        """Begin a step; the time since the end of the previous one is not counted."""
+        """Begin a step.  The time since the end of the previous step is not counted."""
         self.began, self.waited = time.perf_counter(), 0.0
 
     def end(self) -> tuple[float, float, float]:
-        """End a step; return its seconds, the share of them that it waited, and that share since the start."""
+        """End a step; return its seconds, the share of them spent waiting, and that share of all steps."""
         seconds = time.perf_counter() - self.began
         self.seconds, self.count = self.seconds + seconds, self.count + 1
         self.first = self.first or seconds
@@ -33,7 +35,7 @@ class StepTimer:
 
     @property
     def mean(self) -> float:
-        """Return the mean seconds of a step, the first apart as long as there are others; 0 before it."""
+        """The mean seconds of a step, without the first if there are others; 0 before the first."""
         return (self.seconds - self.first) / (self.count - 1) if self.count > 1 else self.seconds
 
     @contextmanager
@@ -44,20 +46,21 @@ class StepTimer:
 
 
 class Log:
-    """Send rows to metrics.jsonl and rows and phases to the watchers; remember the last step and validation.
+    """Write rows to metrics.jsonl, and send rows and phases to the watchers, which are active within the context.
 
-    run: None in a process that writes nothing.  step: the steps done so far, of `steps`.  Within its context the
-    watchers watch.
+    run: None in a process that writes nothing.
+    step: the number of steps done before, out of `steps`.
+    validation: the row of the last validation, if there is one.
     """
 
     def __init__(
         self, run: RunFolder | None, step: int, steps: int, validation: Row | None, watchers: Sequence[Watcher]
     ) -> None:
         self.run, self.watchers = run, watchers
-        self.validation = validation  # the last one
-        self.step, self.steps = step, steps  # done, and of the whole run
-        self.finished = False  # whether the watchers are to be told so at the end
-        self.on_all = False  # whether others than rank 0 have watchers, so that all ranks need whole rows
+        self.validation = validation
+        self.step, self.steps = step, steps
+        self.finished = False  # passed to the watchers
+        self.on_all = False  # all ranks need whole rows
 
     def __enter__(self) -> "Log":
         for watcher in self.watchers:
@@ -79,21 +82,21 @@ class Log:
             watcher.on_metrics(row)
 
     def phase(self, name: PhaseName, done: int = 0, total: int = 0, left: float | None = None) -> None:
-        """Tell the watchers what the run does now.  left: seconds until it ends."""
-        found = Phase(name=name, step=self.step, steps=self.steps, done=done, total=total, left=left)
+        """Send the watchers the current phase.  left: seconds until the run ends."""
+        phase = Phase(name=name, step=self.step, steps=self.steps, done=done, total=total, left=left)
         for watcher in self.watchers:
-            watcher.on_phase(found)
+            watcher.on_phase(phase)
 
 
 class StopSignals:
-    """Let a step finish: within this context the first SIGINT or SIGTERM is only recorded, in `received`.
+    """Record the first SIGINT or SIGTERM in `received` within this context, so that a step can finish.
 
-    A second SIGINT interrupts as usual.  Outside the main thread, where Python cannot catch signals, it does nothing.
-    answer: called at once with the first one, wherever the program is.
+    A second SIGINT interrupts as usual.  Outside the main thread Python cannot catch signals, and nothing is recorded.
+    answer: called by the handler of the first signal, wherever the program is.
     """
 
     def __init__(self, answer: Callable[[], object] = lambda: None) -> None:
-        self.received = 0  # the signal's number; 0: none
+        self.received = 0  # signal number; 0: none
         self.answer = answer
         self._before: dict[int, object] = {}
 

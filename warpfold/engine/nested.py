@@ -1,7 +1,7 @@
-"""Nested values as plain JSON and a list of arrays: what travels between processes and into checkpoints, unpickled.
+"""Convert nested values to plain JSON and a list of arrays, for messages between processes and for checkpoints.
 
-A value is None, a number, a string, bytes, a tensor, a NumPy array or scalar, or a dict, list or tuple of such.  In the
-JSON, what is no list is itself; a list is a kind and what it holds.
+A value is None, a number, a string, bytes, a tensor, a NumPy array or scalar, or a dict, list or tuple of values.  The
+JSON of a simple value is the value.  The JSON of another value is a list of its kind and its contents.
 """
 
 import base64
@@ -19,25 +19,26 @@ from torch import Tensor, nn
 from warpfold.errors import UserError
 
 Leaf = Tensor | np.ndarray
-PLAIN = {"OrderedDict": OrderedDict, "Counter": Counter}
-BITS = {1: torch.uint8, 2: torch.int16}  # by size, of dtypes that NumPy lacks: bfloat16, and those of 8 bits
+DICT_TYPES = {"OrderedDict": OrderedDict, "Counter": Counter}
+BITS = {1: torch.uint8, 2: torch.int16}  # by bytes, for dtypes that NumPy lacks
 
 
 class Flattening:
-    """Values being flattened: `leaves` are the arrays so far, each once however often it is in a value.
+    """Flatten values: `leaves` collects their arrays, each once even if a value has it several times.
 
-    what: a name for errors.  classes: whether a named tuple, a dataclass or a mapping of any class may be among them,
-    which is rebuilt as such: only where both ends run the same program.
+    what: a name for errors.
+    classes: allow named tuples, dataclasses and mappings of any class, which are rebuilt as such.  This requires that
+        both ends run the same program.
     """
 
     def __init__(self, what: str, classes: bool = False) -> None:
         self.what, self.classes = what, classes
         self.leaves: list[Leaf] = []
-        self.places: list[str] = []  # where each is in the first value that has it
+        self.places: list[str] = []  # of each leaf, in the first value
         self._seen: dict[tuple[Any, ...], int] = {}
 
     def tree(self, value: Any, where: str = "") -> Any:
-        """Return the JSON of a value.  Errors: UserError for what cannot be in one; `where` it is, in the value."""
+        """Convert a value to JSON.  where: the place of the value, for errors.  Errors: UserError for other types."""
         if value is None or type(value) in (bool, int, str):
             return value
         if type(value) is float:
@@ -51,7 +52,7 @@ class Flattening:
             return ["bytes", self._array(np.frombuffer(value, np.uint8), where)]
         if type(value) in (list, tuple, torch.Size):
             return ["list" if type(value) is list else "tuple", self._each(enumerate(value), where)]
-        if type(value) in (dict, *PLAIN.values()):
+        if type(value) in (dict, *DICT_TYPES.values()):
             return [type(value).__name__, self._pairs(value, where)]
         if self.classes and (form := _parts(value)) is not None:
             cls = type(value)
@@ -94,7 +95,7 @@ class Flattening:
 
 
 def _parts(value: Any) -> tuple[str, Any] | None:
-    """Return how to call a value's class for an equal value: the way, and the arguments."""
+    """Return how to call the class of a value for an equal value: "items", "names" or "mapping", and the arguments."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return "items", list(value)
     if is_dataclass(value) and not isinstance(value, type):
@@ -107,9 +108,11 @@ def _parts(value: Any) -> tuple[str, Any] | None:
 def unflatten(
     tree: Any, tensor: Callable[[int], Tensor], array: Callable[[int], np.ndarray], classes: bool = False
 ) -> Any:
-    """Return the value of a tree that `Flattening` made; tensor, array: its leaves by number.
+    """Rebuild the value from the JSON of `Flattening.tree`.
 
-    classes: whether classes are called by the names that stand there.  Errors: ValueError for what is no such tree.
+    tensor, array: return a leaf by its number.
+    classes: call the classes that the JSON names.
+    Errors: ValueError for other JSON.
     """
 
     def _value(tree: Any) -> Any:
@@ -131,30 +134,28 @@ def unflatten(
             case ["tuple", list(items)]:
                 return tuple(_value(item) for item in items)
             case ["dict" | "OrderedDict" | "Counter" as kind, list(pairs)]:
-                return PLAIN.get(kind, dict)({_value(key): _value(held) for key, held in pairs})
+                return DICT_TYPES.get(kind, dict)({_value(key): _value(item) for key, item in pairs})
             case ["class", str(name), way, arguments] if classes:
-                return _called(_class(name), way, _value(arguments))
+                cls, value = _class(name), _value(arguments)
+                if way == "items":
+                    return cls(*value)
+                return cls(**value) if way == "names" else cls(value)
         raise ValueError(f"no nested value: {str(tree)[:80]}")
 
     return _value(tree)
 
 
-def _class(name: str) -> Any:
-    module, _, path = name.partition(":")
-    found: Any = importlib.import_module("__main__" if module == "__mp_main__" else module)
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
-
-
-def _called(cls: Any, way: str, arguments: Any) -> Any:
-    if way == "items":
-        return cls(*arguments)
-    return cls(**arguments) if way == "names" else cls(arguments)
+def _class(qualified_name: str) -> Any:
+    module, _, path = qualified_name.partition(":")
+    # A spawned process runs the user's script as __mp_main__.
+    value: Any = importlib.import_module("__main__" if module == "__mp_main__" else module)
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
 
 
 def to_arrays(leaves: Iterable[Leaf]) -> list[np.ndarray]:
-    """Return leaves in host memory as NumPy arrays; of dtypes that NumPy lacks, their bits."""
+    """Convert leaves in host memory to NumPy arrays; dtypes that NumPy lacks become their bits."""
     arrays = []
     for x in leaves:
         if isinstance(x, Tensor):
@@ -165,15 +166,15 @@ def to_arrays(leaves: Iterable[Leaf]) -> list[np.ndarray]:
 
 
 def portable(value: Any, what: str) -> Any:
-    """Return a value as JSON alone, its arrays as text: for small ones that travel between ranks."""
+    """Convert a value to JSON alone, with its arrays as text, for small values that travel between ranks."""
     flattening = Flattening(what)
     tree = flattening.tree(value)
     arrays = [[x.dtype.str, x.shape, base64.b64encode(x.tobytes()).decode()] for x in to_arrays(flattening.leaves)]
     return [tree, arrays]
 
 
-def unported(told: Any) -> Any:
-    """Return the value that `portable` made JSON of."""
-    tree, arrays = told
+def from_portable(value: Any) -> Any:
+    """Rebuild the value from the JSON of `portable`."""
+    tree, arrays = value
     leaves = [np.frombuffer(base64.b64decode(text), dtype).reshape(shape).copy() for dtype, shape, text in arrays]
     return unflatten(tree, lambda number: torch.from_numpy(leaves[number]), leaves.__getitem__)

@@ -1,8 +1,8 @@
-"""AlphaFold's optimizer (Supp. 1.11.3): each example's gradient is clipped, the mean feeds Adam, weights are averaged.
+"""AlphaFold's optimizer (Supp. 1.11.3): per-example gradient clipping, Adam on the mean, and averaged weights.
 
-All parameters live in one flat buffer (engine/packed.py), and so do their gradients, Adam's moments and the moving
-average.  Clipping, Adam and averaging are then a handful of operations whatever the number of parameters, instead of
-thousands of tiny ones, and gradients of several ranks are summed in few pieces (parallel/reducer.py).
+All parameters are in one flat buffer (engine/packed.py), and so are their gradients, Adam's moments and the moving
+average.  Clipping, Adam and averaging are therefore a few operations instead of thousands of small ones, and the
+gradients of several ranks are summed in a few buckets (parallel/reducer.py).
 """
 
 import hashlib
@@ -26,36 +26,37 @@ from warpfold.parallel.exchange import ALIGN, Segment, SyncConfig
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.reducer import Reducer, check_replicas, row_checksums
 
-FIRST_SCALE = 2.0**16  # of a loss in fp16
-MOST_SCALE = 2.0**24
-SCALE_GROWTH = 2_000  # steps without an overflow, after which the scale is doubled
-DIGEST_CHUNK = 2**22  # elements of a flat buffer in one checksum, for which the device needs 64 MiB of scratch memory
+FIRST_LOSS_SCALE = 2.0**16
+MAX_LOSS_SCALE = 2.0**24
+SCALE_GROWTH_STEPS = 2_000  # without an overflow
+DIGEST_CHUNK = 2**22  # elements per checksum, 64 MiB scratch memory
 
 
 class LossScale:
-    """Scale the loss for gradients in fp16 (Micikevicius et al. 2018, section 3.2): a power of two, on the device.
+    """Scale the loss for gradients in fp16 by a power of two on the device (Micikevicius et al. 2018, section 3.2).
 
-    Below 6e-8 a number is zero in fp16, and above 65,504 infinite.  The loss is multiplied before the backward pass, so
-    that small gradients keep their digits, and the gradients of the parameters, which are summed in fp32, are divided:
-    what is computed stays the same.  The scale is halved after a step in which a gradient overflowed, and doubled after
-    `SCALE_GROWTH` steps in which none did; from 1 to `MOST_SCALE`.
+    In fp16 numbers below 6e-8 are zero, and numbers above 65,504 are infinite.  The loss is multiplied before the
+    backward pass, so that small gradients keep their digits.  The gradients of the parameters, which are summed in
+    fp32, are divided by the scale, which restores the unscaled values.
+    The scale is halved after a step in which a gradient overflowed, and doubled after `SCALE_GROWTH_STEPS` steps
+    without an overflow.  It stays between 1 and `MAX_LOSS_SCALE`.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.scale = torch.full((), FIRST_SCALE, device=device)
-        self.steps = torch.zeros((), device=device)  # since the scale was changed
+        self.scale = torch.full((), FIRST_LOSS_SCALE, device=device)
+        self.steps = torch.zeros((), device=device)  # since the last change
 
     def overflowed(self, norm: Tensor, loss_is_finite: Tensor) -> Tensor:
-        """Tell whether a smaller scale may bring the norm of a gradient below infinity.
+        """Whether a smaller scale may make the norm of a gradient finite, as a bool tensor.
 
-        At a scale of 1, or where the loss itself is not finite, it cannot: that is a failure of the example.
+        At a scale of 1, or if the loss itself is not finite, the example has failed.
         """
         return loss_is_finite & ~norm.isfinite() & (self.scale > 1)
 
     def update(self, overflowed: Tensor) -> None:
-        """End a step; overflowed: whether any gradient of it has."""
-        grown = self.steps + 1 >= SCALE_GROWTH
-        up = torch.where(grown, (2 * self.scale).clamp(max=MOST_SCALE), self.scale)
+        """Update the scale at the end of a step.  overflowed: whether a gradient of the step overflowed."""
+        grown = self.steps + 1 >= SCALE_GROWTH_STEPS
+        up = torch.where(grown, (2 * self.scale).clamp(max=MAX_LOSS_SCALE), self.scale)
         self.scale.copy_(torch.where(overflowed, (self.scale / 2).clamp(min=1), up))
         self.steps.copy_(torch.where(overflowed | grown, 0, self.steps + 1))
 
@@ -64,7 +65,7 @@ class LossScale:
         return {"loss_scale.scale": self.scale, "loss_scale.steps": self.steps}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Bring back a `state`; a run that had no scale so far begins with the first."""
+        """Restore a `state`.  A run without a scale so far begins with the first scale."""
         for name, tensor in self.state().items():
             if name in state:
                 tensor.copy_(state[name])
@@ -72,14 +73,14 @@ class LossScale:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """[optim]: Supp. 1.11.3 and 1.11.7; its counts of samples are steps here, one step being 128 samples there.
+    """[optim]: Supp. 1.11.3 and 1.11.7.  Counts are in steps of 128 samples.
 
-    name: one of RULES; "lamb" and "lars" are for large batches and use weight_decay.
-    decay: how the rate falls to decay_factor of itself: at once, at decay_after_steps (the paper's), or from there on,
-        over decay_steps, by a line or half a cosine; then it stays.
-    clip: what clip_norm bounds, each "example"'s gradient (the paper's), or the "step"'s, the mean over all examples.
-    average: of weights: "exponential" (the paper's), of which average_decay stays at each step; or from average_from
-        steps on "uniform", the mean of the weights after each step since (Izmailov et al. 2018).
+    name: the update rule, one of `RULES`.  "lamb" and "lars" are for large batches and use weight_decay.
+    decay: how the learning rate falls to decay_factor of its value.  "step" (the paper's): at once at
+        decay_after_steps.  "linear" and "cosine": over the decay_steps after it.
+    clip: the gradient that clip_norm bounds, that of each "example" (the paper's), or the mean of a "step".
+    average: the average of the weights.  "exponential" (the paper's): with average_decay.  "uniform": the mean of the
+        weights after each step from average_from on (Izmailov et al. 2018).
     """
 
     name: str = "adam"
@@ -93,13 +94,15 @@ class OptimConfig:
     beta2: float = 0.999
     eps: float = 1e-6
     weight_decay: float = 0.0
-    trust: float = 0.001  # lars: the share of a parameter's norm that a step of rate 1 may change
+    # With lars, the share of a parameter's norm that a step of rate 1 may change.
+    trust: float = 0.001
     clip: Literal["example", "step"] = "example"
     clip_norm: float = 0.1
     average: Literal["exponential", "uniform"] = "exponential"
     average_decay: float = 0.999
     average_from: int = 0
-    accumulate: int = 1  # examples per step; data ranks share them, the first have one more where they must
+    # Examples per step.  Data ranks share them, and the first ranks have one more if the division has a remainder.
+    accumulate: int = 1
     compression: CompressionConfig = field(default_factory=CompressionConfig)
 
     def __post_init__(self) -> None:
@@ -125,19 +128,19 @@ class OptimConfig:
 
 
 class Rule(ABC):
-    """One way to change the flat part of the weights that this rank owns by a gradient.
+    """Base class of update rules, which apply a gradient to the flat shard of the weights that this rank owns.
 
-    A new rule is a subclass of `PlainRule` with its name in `RULES`.  `optim.name` then finds it, checkpoints hold its
-    state, and tests/engine/test_optim.py runs it against its definition once that is written there.
-    A rule may keep two kinds of state; checkpoints hold both, and fit any number of ranks:
+    To add a rule, write a subclass of `PlainRule`, name it in `RULES`, and write its definition in
+    tests/engine/test_optim.py.  `optim.name` then finds it, and checkpoints include its state.
+    A rule may have two kinds of state, which checkpoints store for any number of ranks:
 
-    moments     flat tensors of the shard's size, sharded as the weights are; in checkpoints "moment1.PARAMETER" ...
-    replicated  tensors of any shape, the same on every rank: the steps taken, a number for each parameter, factors of
-                a moment by row and by column (summed over the shards); in checkpoints under their own names
+    moments     flat tensors of the shard's size, sharded like the weights; in checkpoints "moment1.PARAMETER" ...
+    replicated  tensors of any shape, equal on all ranks, such as the number of steps, a number for each parameter, or
+                factors of a moment by row and column (summed over the shards); in checkpoints under their own names
     """
 
-    kept: ClassVar[tuple[str, ...]] = ()  # names of its moments
-    decays_weights: ClassVar[bool] = True  # whether it uses optim.weight_decay
+    moment_names: ClassVar[tuple[str, ...]] = ()
+    decays_weights: ClassVar[bool] = True  # uses optim.weight_decay
 
     def __init__(
         self,
@@ -147,19 +150,20 @@ class Rule(ABC):
         names: Sequence[str],
         sum_shards: Callable[[Tensor], Tensor],
     ) -> None:
-        """weights: the shard.  segments: where in it which part of which parameter lies.  names: of all parameters.
+        """weights: the shard.  segments: the parts of parameters in the shard.  names: of all parameters.
 
-        sum_shards: sums a tensor over the ranks that hold the other shards, in place.
+        sum_shards: sums a tensor in place over the ranks that own the other shards.
         """
         self.config, self.weights, self._sum_shards, self._names = config, weights, sum_shards, len(names)
-        # A uniform average depends on the step; the optimizer updates it after the rule, which leaves it alone.
+        # A uniform average depends on the step, so the optimizer updates it after the rule.
         self.average_decay = config.average_decay if config.average == "exponential" else 1.0
-        self.moments = {name: torch.zeros_like(weights) for name in self.kept}
-        self.steps = torch.zeros((), device=weights.device)  # float32, as torch's fused Adam wants it
+        self.moments = {name: torch.zeros_like(weights) for name in self.moment_names}
+        # float32, as torch's fused Adam requires.
+        self.steps = torch.zeros((), device=weights.device)
         self.replicated = {"steps": self.steps}
         number = {name: i for i, name in enumerate(names)}
-        # Runs of rows of ALIGN elements: parameters begin at multiples of ALIGN, so no row has two.  What lies between
-        # parameters belongs to one more, after the last.
+        # Runs of rows of ALIGN elements.  Parameters begin at multiples of ALIGN, so a row never has two of them.  The
+        # padding between parameters belongs to an additional owner with the last number.
         owners, lengths, end = [], [], 0
         for segment in segments:
             start, stop = segment.where.start // ALIGN, -(-segment.where.stop // ALIGN)
@@ -175,38 +179,40 @@ class Rule(ABC):
     def take(
         self, gradient: Tensor, scale: Tensor, used: Tensor, rate: Tensor, average: Tensor, packed: Tensor | None
     ) -> None:
-        """Change the weights in place, their moving average, and their packed copy in another dtype.
+        """Update the weights, their moving average, and their packed copy in another dtype in place.
 
-        gradient: this rank's shard, which may be written over; times `scale` it is the mean.  used: whether to take the
-        step at all: where not, nothing changes, whatever the gradient holds.  Numbers are tensors on the device, which
-        the host does not wait for.
+        gradient: this rank's shard, which may be overwritten.  The mean gradient is `gradient * scale`.
+        used: if False, nothing changes, whatever the gradient contains.
+        All numbers are tensors on the device, so that the host does not wait.
         """
 
     def norms(self, flat: Tensor) -> Tensor:
-        """Compute the norm of each parameter, [parameters], of a flat vector of which this rank's shard is `flat`."""
+        """Compute the norm of each parameter, [parameters], in a flat vector.  flat: this rank's shard of it."""
         rows = widen(flat.view(-1, ALIGN).square().sum(1))
         squares = rows.new_zeros(self._names + 1)
-        if flat.device.type == "mps":  # which has no segment_reduce; this adds in no fixed order
+        if flat.device.type == "mps":
+            # MPS lacks segment_reduce.  index_add_ adds in no fixed order.
             owners = self._owners.repeat_interleave(self._lengths, output_size=self._rows)
             return self._sum_shards(squares.index_add_(0, owners, rows))[:-1].sqrt().to(flat.dtype)
-        # unsafe: the check of the lengths would wait for the device.
+        # unsafe skips a check of the lengths that would wait for the device.
         sums = torch.segment_reduce(rows, "sum", lengths=self._lengths, unsafe=True)
-        squares[self._owners[1::2]] = sums[1::2]  # a shard has at most one part of a parameter
+        # A shard has at most one part of each parameter.
+        squares[self._owners[1::2]] = sums[1::2]
         return self._sum_shards(squares)[:-1].sqrt().to(flat.dtype)
 
     def per_row(self, numbers: Tensor) -> Tensor:
-        """Repeat a number for each parameter over its rows of `ALIGN` elements, [rows, 1]; 1 between parameters."""
+        """Repeat a number per parameter over its rows of `ALIGN` elements, [rows, 1]; 1 for padding."""
         padded = torch.cat([numbers, numbers.new_ones(1)])
         return padded[self._owners].repeat_interleave(self._lengths, output_size=self._rows)[:, None]
 
 
 class PlainRule(Rule):
-    """A rule that is written in plain torch, as `step`, and undone where the step is not used."""
+    """A rule whose `step` is written in plain torch, and is undone if the step is not used."""
 
     def take(
         self, gradient: Tensor, scale: Tensor, used: Tensor, rate: Tensor, average: Tensor, packed: Tensor | None
     ) -> None:
-        """Take the rule's step; then put back what it changed, where the step is not used."""
+        """Take the rule's step, and restore all state if the step is not used."""
         changing = [self.weights, *self.moments.values(), *self.replicated.values()]
         before = [tensor.clone() for tensor in changing]
         self.steps += 1
@@ -219,13 +225,13 @@ class PlainRule(Rule):
 
     @abstractmethod
     def step(self, rate: Tensor, gradient: Tensor) -> None:
-        """Change the shard's weights in place; gradient: the mean, this rank's shard of it; `steps` counts this one."""
+        """Update the shard's weights in place.  gradient: this rank's shard of the mean.  `steps` includes this one."""
 
 
 class Adam(Rule):
-    """Adam (Kingma and Ba 2015, algorithm 1): one operation, one pass over the buffers."""
+    """Adam (Kingma and Ba 2015, algorithm 1) as one operation with one pass over the buffers."""
 
-    kept = ("moment1", "moment2")
+    moment_names = ("moment1", "moment2")
     decays_weights = False
 
     def take(
@@ -239,20 +245,21 @@ class Adam(Rule):
 
 
 class Lamb(PlainRule):
-    """LAMB (You et al. 2020, algorithm 2): Adam's step, scaled in each parameter to the norm of its weights.
+    """LAMB (You et al. 2020, algorithm 2): Adam's step, scaled for each parameter to the norm of its weights.
 
-    The scaling function of norms is the identity; a parameter that is zero, or whose step is, is not scaled.
+    The scaling function of norms is the identity.  If a parameter or its step is zero, the step is not scaled.
     """
 
-    kept = ("moment1", "moment2")
+    moment_names = ("moment1", "moment2")
 
     def step(self, rate: Tensor, gradient: Tensor) -> None:
-        """Update the moments; subtract their unbiased ratio plus weight decay, scaled."""
+        """Update the moments, and subtract their scaled unbiased ratio plus weight decay."""
         c, weights = self.config, self.weights
         m, v = self.moments["moment1"], self.moments["moment2"]
         m.lerp_(gradient, 1 - c.beta1)
         v.mul_(c.beta2).addcmul_(gradient, gradient, value=1 - c.beta2)
-        steps = widen(self.steps)  # stays on the device: reading it would make the host wait
+        # A tensor, since the host would wait for a number.
+        steps = widen(self.steps)
         root = (v / (1 - c.beta2**steps)).sqrt_().add_(c.eps)
         update = (m / (1 - c.beta1**steps)).div_(root).add_(weights, alpha=c.weight_decay)
         have, want = self.norms(weights), self.norms(update)
@@ -261,12 +268,12 @@ class Lamb(PlainRule):
 
 
 class Lars(PlainRule):
-    """LARS (You et al. 2017, algorithm 1): momentum SGD whose rate in each parameter is trust |w| / (|g| + decay |w|).
+    """LARS (You et al. 2017, algorithm 1): momentum SGD with the rate trust |w| / (|g| + decay |w|) per parameter.
 
-    A parameter that is zero, or has no gradient, keeps the global rate.  The momentum is beta1.
+    If a parameter or its gradient is zero, the global rate applies.  The momentum is beta1.
     """
 
-    kept = ("moment1",)
+    moment_names = ("moment1",)
 
     def step(self, rate: Tensor, gradient: Tensor) -> None:
         c, weights = self.config, self.weights
@@ -280,7 +287,7 @@ RULES: dict[str, type[Rule]] = {"adam": Adam, "lamb": Lamb, "lars": Lars}
 
 
 def learning_rate(config: OptimConfig, step: int) -> float:
-    """Return the rate of step 0, 1, ...: a linear rise, then constant, then lower (Supp. 1.11.3; `OptimConfig`)."""
+    """Compute the rate of step 0, 1, ...: a linear rise, then constant, then lower (Supp. 1.11.3; `OptimConfig`)."""
     rise = min(1.0, (step + 1) / max(1, config.warmup_steps))
     if config.decay == "step":
         fallen = float(step >= config.decay_after_steps)
@@ -291,7 +298,7 @@ def learning_rate(config: OptimConfig, step: int) -> float:
 
 
 def unsupported_batch(config: OptimConfig, data: int, batch: int) -> str | None:
-    """Say why `data` ranks cannot take their shares of a step's examples `batch` at a time; None if they can."""
+    """Return the reason why `data` ranks cannot process a step's examples in batches of `batch`; None if they can."""
     if batch > 1 and config.clip == "example":
         return (
             f"plan.batch = {batch}: one backward pass yields the sum of its examples' gradients, and optim.clip = "
@@ -306,14 +313,14 @@ def unsupported_batch(config: OptimConfig, data: int, batch: int) -> str | None:
 
 
 class Optimizer:
-    """Apply a rule to the mean of clipped per-example gradients, and keep the moving average of the weights.
+    """Apply an update rule to the mean of clipped per-example gradients, and average the weights.
 
     Call `collect(loss)` after each example's `loss.backward()`, and `step(i)` after `share` of them.
-    The model's parameters (of one dtype, on one device) become views of one buffer, so do not move the model
-    afterwards.  A second Optimizer of a model takes over its parameters, and the first then raises an error.
-    With several ranks, all of them call everything here, at the same times; but where shares differ, one that has an
-    example less leaves out the first `collect`, in which data ranks tell each other nothing.  Each updates the shard
-    that it owns, and the weights are complete again after `step`.
+    The model's parameters, of one dtype and on one device, become views of one buffer, so the model must not be moved
+    afterwards.  A second Optimizer for the model takes over its parameters, and the first then raises an error.
+    With several ranks, all must call every method in the same order.  If shares differ, a rank with one example less
+    skips the first `collect`, in which data ranks do not communicate.  Each rank updates its own shard, and the weights
+    are complete again after `step`.
     """
 
     def __init__(
@@ -331,13 +338,15 @@ class Optimizer:
     ) -> None:
         """Move the parameters of `model` into one buffer.
 
-        mesh: None for one process.  ranks_per_node: needed by hierarchical sums; torchrun's LOCAL_WORLD_SIZE.
-        dtype: that operations compute in; None: that of the parameters.
-        scaling: scale losses (`scaled`) for gradients in fp16.  batch: examples of each backward pass.
-        records: whether passes are recorded as graphs.
-        whole: an example that is not finite leaves the whole step undone; else it is left out alone.
-        Errors: UserError for `sync` settings, a batch or a number of examples that do not fit the ranks, ReplicaError
-        where their first weights differ.
+        mesh: None for one process.
+        ranks_per_node: needed for hierarchical sums; torchrun's LOCAL_WORLD_SIZE.
+        dtype: of the operations; None for the dtype of the parameters.
+        scaling: scale losses (`scaled`) for gradients in fp16.
+        batch: examples per backward pass.
+        records: passes are recorded as graphs.
+        whole: skip the whole step if an example is not finite.  Otherwise only the example is skipped.
+        Errors: UserError for `sync` settings, a batch or a number of examples that do not fit the ranks; ReplicaError
+        if the first weights of the ranks differ.
         """
         self.config, self.mesh, self.sync = config, mesh or Mesh(), sync or SyncConfig()
         data = self.mesh.data
@@ -348,28 +357,32 @@ class Optimizer:
             )
         if reason := unsupported_batch(config, data.size, batch):
             raise UserError(reason)
-        self.share = share_of(config.accumulate, data.size, data.rank)  # examples per step of this rank
-        self.most = share_of(config.accumulate, data.size, 0)  # and of the first, which no other has more than
+        # Examples per step of this rank, and of the first rank, which has the most.
+        self.share = share_of(config.accumulate, data.size, data.rank)
+        self.most = share_of(config.accumulate, data.size, 0)
         self.batch, self.whole = batch, whole
         bucket_bytes = self.sync.bucket_bytes(self.mesh.data.size)
         self.packed = packed = PackedWeights(model, dtype, True, bucket_bytes, self.mesh.world.size)
         self.layout, self.weights, named = packed.layout, packed.weights, packed.parameters
         assert packed.gradient is not None
-        self.gradient = packed.gradient  # of the current example; every p.grad is a view of it
+        # The gradient of the current example.  Every p.grad is a view of it.
+        self.gradient = packed.gradient
+        # Collective: different first weights would diverge silently.
         check_replicas(self.weights, self.layout, self.mesh.world, "at the start")
         compression = config.compression
-        ways = self.sync, compression, ranks_per_node, records
-        self.reducer = Reducer(named, self.gradient, self.layout, self.mesh, *ways)
+        self.reducer = Reducer(
+            named, self.gradient, self.layout, self.mesh, self.sync, compression, ranks_per_node, records
+        )
         packed.watch, self.reducer.settle = self.reducer.watch, packed.settle
         self.measured = self.reducer.choose(hidden=self.most == 1 or config.clip == "step")
-        self.total = torch.zeros_like(self.reducer.summed)  # of the clipped gradients since the last step
-        self.owned = self.reducer.local_shard(self.weights)  # this rank's shard
+        self.total = torch.zeros_like(self.reducer.summed)  # clipped gradients of this step
+        self.owned = self.reducer.local_shard(self.weights)
         self.average = self.owned.clone()
+        # Graphs record the addresses of the following tensors, so these are only written in place.
         self.rate = widen(torch.zeros((), device=self.weights.device))
-        self.newest = self.owned.new_zeros(())  # the share that a uniform average takes of the newest weights
-        self.used, self.overflows = torch.zeros_like(self.rate), torch.zeros_like(self.rate)
-        # Of the last example's gradient, always in the same memory: no first call of a graph is to leave a new tensor.
-        self.overflowed = torch.zeros_like(self.rate, dtype=torch.bool)
+        self.newest = self.owned.new_zeros(())  # weight of the newest weights in a uniform average
+        self.used, self.overflows = torch.zeros_like(self.rate), torch.zeros_like(self.rate)  # example counts
+        self.overflowed = torch.zeros_like(self.rate, dtype=torch.bool)  # the last example
         self.loss_scale = LossScale(self.weights.device) if scaling else None
         segments = self.layout.segments(self.reducer.shards, self.reducer.shard_index)
         self.rule = RULES[config.name](
@@ -378,65 +391,65 @@ class Optimizer:
         self._prepare(self.most - self.share)
 
     def _clear_counts(self) -> None:
-        self.used.zero_()  # how many of the examples were added; both keep their memory, which graphs have recorded
-        self.overflows.zero_()  # and how many have overflowed
+        self.used.zero_()
+        self.overflows.zero_()
 
     def _prepare(self, examples: int) -> None:
-        """Get ready for one more backward pass; the rank that has most has collected `examples` since the last step,
-        so that all ranks' last ones come together.
+        """Prepare the next backward pass.  examples: collected since the last step by the rank that has the most.
 
-        The data ranks may begin to exchange gradients during the last example's backward pass, unless its clipping
-        factor has to be known first.  With one example per rank it need not be: what arrives is one example's gradient
-        and can be scaled afterwards.
+        Ranks with smaller shares start at a higher number, so that all ranks reach their last example together.
+        The data ranks may begin to exchange gradients during the backward pass of the last example, unless its clipping
+        factor must be known first.  With one example per rank the gradient can be scaled after its arrival.
         """
         self.examples = examples
         self.packed.release()
-        alone = self.most == self.batch
-        weighed_late = alone and self.reducer.exchange.late_factors
-        early = examples == self.most - self.batch and (self.config.clip == "step" or weighed_late)
-        self.reducer.begin(early, add_to=None if alone else self.total)
+        is_only_pass = self.most == self.batch
+        scales_later = is_only_pass and self.reducer.exchange.late_factors
+        early = examples == self.most - self.batch and (self.config.clip == "step" or scales_later)
+        self.reducer.begin(early, add_to=None if is_only_pass else self.total)
 
     @property
     def sends(self) -> bool:
-        """Whether data ranks begin to exchange gradients in the backward pass that comes next."""
+        """Whether data ranks exchange gradients during the next backward pass."""
         return self.reducer.early
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Multiply the loss by the loss scale, where there is one: call `backward` of the result."""
+        """Multiply the loss by the loss scale, if there is one.  Call `backward` of the result."""
         return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
     def collect(self, loss: Tensor | None = None) -> Tensor:
-        """Clip the gradient of one example by its global norm, add it to the step's sum, and clear it.
+        """Clip the gradient of an example by its global norm, add it to the step's sum, and clear it.
 
-        Or that of a batch, whose `loss` is the sum of the examples' losses; only with clip = "step".
+        With clip = "step" the gradient may be that of a batch, and `loss` is the sum of its losses.
 
-        Returns the norm before clipping, the same on all ranks that share the example; NaN where the `loss` (not the
-        scaled one), or any rank's part of it, is not finite.  An example whose norm is not finite adds nothing and does
-        not count in the mean.  With clip = "step" nothing is clipped here, and one such example makes the whole step
-        change nothing.
-        The norm is a tensor on the device: only reading it waits for the device.
-        Errors: RuntimeError where parameters or their gradients no longer lie in this optimizer's buffers.
+        Returns the norm before clipping, equal on all ranks that share the example.  It is NaN if the unscaled `loss`,
+        or any rank's part of it, is not finite.  An example whose norm is not finite adds nothing and does not count in
+        the mean.  With clip = "step" nothing is clipped here, and one such example makes the whole step change nothing.
+        The norm is a tensor on the device, and the host waits only if it reads the norm.
+        Errors: RuntimeError if parameters or gradients are no longer in this optimizer's buffers.
         """
         norm = self.add(loss)
         self.end_example()
         return norm
 
     def add(self, loss: Tensor | None = None) -> Tensor:
-        """Do of `collect` what the device does.
+        """Device part of `collect`.
 
-        A graph can hold it, unless gradients are exchanged in the pass before (`sends`), or ranks share the example.
+        A graph can hold it, unless gradients were exchanged in the pass (`sends`), or ranks share the example.
         """
         if not self.packed.in_place:
             raise RuntimeError(
-                "weights or gradients are not in this Optimizer's buffers any more: another Optimizer took the model "
-                "over, or a Predictor; the model was moved, to a device or dtype; or a grad was set to None (leave "
-                "zero_grad out: collect does it)"
+                "weights or gradients are not in this Optimizer's buffers any more: another Optimizer or a Predictor "
+                "took over the model, the model was moved to another device or dtype, or a grad was set to None. Do "
+                "not call zero_grad: collect clears the gradients."
             )
+        # Waits until the sums of this gradient over the ranks that share the example have arrived.
         gradient = self.reducer.finish()
         norm = self.reducer.norm(gradient, data=False, loss=loss) * self._unscale
         used = norm.isfinite()
         self.overflowed.zero_()
-        if self.loss_scale is not None:  # whether the loss itself is finite, of all ranks' parts
+        if self.loss_scale is not None:
+            # The norm of a zero gradient tells whether all ranks' parts of the loss are finite.
             finite = self.reducer.norm(norm.new_zeros(1), data=False, loss=loss).isfinite()
             self.overflowed.copy_(self.loss_scale.overflowed(norm, finite))
         self.overflows.add_(self.overflowed)
@@ -447,63 +460,68 @@ class Optimizer:
         elif self.reducer.early:
             self.reducer.set_clip_factor(factor)
         else:
-            gradient.masked_fill_(~used, 0)  # NaN times zero would be NaN
+            # A NaN would survive the multiplication by a factor of zero.
+            gradient.masked_fill_(~used, 0)
             self.total.addcmul_(gradient, factor.to(gradient.dtype))
         self.gradient.zero_()
         self.used.add_(used, alpha=self.batch)
         return norm
 
     def end_example(self) -> None:
-        """Do the rest of `collect`, on the host: after a step's last example its exchange may begin."""
+        """Host part of `collect`.  After the last example of a step, the exchange of the number of examples begins."""
         self._prepare(self.examples + self.batch)
         if self.examples == self.most:
             self.reducer.count(self.used)
 
     def step(self, step: int, update: Callable[[], Tensor] | None = None) -> Tensor:
-        """Apply the rule to the mean over the examples that were used, update the average; return the learning rate.
+        """Apply the rule to the mean over the used examples, update the average, and return the learning rate.
 
-        Where no example was used nothing changes, neither weights nor moments nor average, and the rate is 0.  That is
-        decided on the device, and the rate is a tensor there: the host waits for nothing.
-        update: calls the method `update` in another way; it may have been recorded.
-        Errors: ReplicaError, every `sync.check_every` steps, if the ranks' weights have come to differ.
+        If no example was used, weights, moments and average do not change, and the rate is 0.  The device decides this,
+        and the rate is a tensor on the device, so that the host does not wait.
+        update: called instead of the method `update`, such as a recorded graph of it.
+        Errors: ReplicaError if the ranks' weights differ, checked every `sync.check_every` steps.
         """
         self.rate.fill_(learning_rate(self.config, step))
-        averaged = step + 1 - self.config.average_from  # weights, with those of this step
+        averaged = step + 1 - self.config.average_from  # weights, including this step's
         self.newest.fill_(1 / averaged if averaged > 0 else 1 - self.config.average_decay)
         taken = self.update() if update is None else update()
         self._prepare(self.most - self.share)
+        # Collective: the ranks compare checksums of their weights.
         if self.sync.check_every and (step + 1) % self.sync.check_every == 0:
             check_replicas(self.weights, self.layout, self.mesh.world, f"after step {step + 1}")
         return taken
 
     def update(self) -> Tensor:
-        """Take a step at the rate that lies in `rate`; return that rate, or 0 where nothing was changed.
+        """Take a step at the rate in the tensor `rate`; return that rate, or 0 if nothing changed.
 
-        Nothing here depends on a number of the host, so that a graph of the device can hold it.
+        No number of the host is used, so a graph of the device can hold this.
         """
-        used = self.reducer.used(self.used)  # summed over all ranks
+        # The number of used examples of all data ranks, and the mean of their gradients, whose sums were begun before.
+        used = self.reducer.used(self.used)
         gradient, scale = self.reducer.mean(self.total, used / self.mesh.data.size)
         overflows = None if self.loss_scale is None else self.reducer.sum_over_data(self.overflows)
-        good = used > 0
+        is_taken = used > 0
         if self.whole:
-            good &= used + (0 if overflows is None else overflows) == self.config.accumulate
+            is_taken &= used + (0 if overflows is None else overflows) == self.config.accumulate
         if self.config.clip == "step":
             scale = scale * self._unscale
             norm = self.reducer.norm(gradient, data=True) * scale
             scale = scale * self._factor(norm)
-            good = (used == self.config.accumulate) & norm.isfinite()
-        alone = self.owned is self.weights
-        self.rule.take(gradient, scale, good, self.rate, self.average, self.packed.copy if alone else None)
-        if self.config.average == "uniform":  # weights that a step left as they were count once more
+            is_taken = (used == self.config.accumulate) & norm.isfinite()
+        owns_all = self.owned is self.weights
+        self.rule.take(gradient, scale, is_taken, self.rate, self.average, self.packed.copy if owns_all else None)
+        if self.config.average == "uniform":
+            # Weights that a skipped step left unchanged count once more.
             self.average.lerp_(self.owned, self.newest)
-        if not alone:
+        if not owns_all:
+            # Each rank has updated its own shard.
             self.reducer.all_gather(self.owned, self.weights)
             self.packed.refresh()
         if self.loss_scale is not None and overflows is not None:
             self.loss_scale.update(overflows > 0)
         self.total.zero_()
         self._clear_counts()
-        return torch.where(good, self.rate, 0)
+        return torch.where(is_taken, self.rate, 0)
 
     def digest(self) -> Tensor:
         """Compute the SHA-256 digest of this rank's weights and optimizer state: its 32 bytes as int64 [4], on the CPU.
@@ -519,17 +537,17 @@ class Optimizer:
         return torch.frombuffer(bytearray(hashlib.sha256(sums.cpu().numpy().tobytes()).digest()), dtype=torch.int64)
 
     def _factor(self, norm: Tensor) -> Tensor:
-        """Return the factor that brings a gradient of this norm within clip_norm, at most 1; widened."""
+        """Compute the factor, at most 1, that limits a gradient of this norm to clip_norm; widened."""
         return (self.config.clip_norm / widen(norm).clamp(min=1e-12)).clamp(max=1.0)
 
     @property
     def _unscale(self) -> Tensor | float:
-        """What gradients are multiplied by to undo the loss scale, a power of two."""
+        """The factor that undoes the loss scale, a power of two."""
         return 1.0 if self.loss_scale is None else 1 / self.loss_scale.scale
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Give the model the averaged weights within the block (for validation and for the saved parameters)."""
+        """Replace the model's weights by their average within the context.  All ranks enter it together."""
         trained = self.weights.clone()
         self.reducer.all_gather(self.average, self.weights)
         self.packed.refresh()
@@ -540,16 +558,16 @@ class Optimizer:
             self.packed.refresh()
 
     def named_weights(self, weights: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the part "weights.NAME" of `state`; a rank may ask for it alone.  weights: a copy of earlier ones."""
+        """Return the entries "weights.NAME" of `state`, without communication.  weights: a copy of earlier weights."""
         flat = self.weights if weights is None else weights
         return {f"weights.{name}": self.layout.view(flat, name) for name in self.layout.places}
 
     def state(self) -> dict[str, Tensor]:
-        """Return the tensors of a checkpoint: "weights.NAME", "average.NAME", "moment1.NAME", "moment2.NAME", "steps",
-        and what the loss scale and the reducer add.
+        """Gather the tensors of a checkpoint: "weights.NAME", "average.NAME", moments such as "moment1.NAME", "steps",
+        and the state of the loss scale and the reducer.
 
-        The moments are those of Adam, other rules keep others.  Tensors are whole, however they lie on the ranks: a
-        checkpoint fits any number of them.  World rank 0 has all.
+        The shards are joined, so a checkpoint fits any number of ranks.  All ranks call this, and world rank 0 gets all
+        tensors.
         """
         named = self.named_weights()
         for kind, shard in self._sharded().items():
@@ -559,10 +577,10 @@ class Optimizer:
         return {**named, **self.rule.replicated, **scale, **self.reducer.state()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Bring back a `state`, exact to the bit on as many ranks as it was saved on.
+        """Restore a `state`.  All bits are restored if the number of ranks is that of the saved state.
 
-        Errors: KeyError for a missing name, RuntimeError for one of another shape, ReplicaError where the ranks were
-        given different weights.
+        Errors: KeyError for a missing name, RuntimeError for a tensor of another shape, ReplicaError if the ranks get
+        different weights.
         """
         self.reducer.restore(state)
         for kind, shard in {"weights": self.owned, **self._sharded()}.items():
@@ -582,17 +600,18 @@ class Optimizer:
         check_replicas(self.weights, self.layout, self.mesh.world, "after reading a checkpoint")
 
     def take_moments(self, state: Mapping[str, Tensor]) -> list[str]:
-        """Take moments, and how many steps they are of, from the `state` of another run with the same rule.
+        """Load moments and their number of steps from the `state` of another run with the same rule.
 
-        Returns the names of the parameters that have none there, or another shape; they keep zeros.
+        Returns the names of the parameters whose moments are missing there or have another shape.  Their moments stay
+        zero.
         """
         lacking = dict[str, None]()
         for kind, shard in self.rule.moments.items():
             whole = torch.zeros_like(self.weights)
             for name in self.layout.places:
-                view, given = self.layout.view(whole, name), state.get(f"{kind}.{name}")
-                if given is not None and given.shape == view.shape:
-                    view.copy_(given)
+                view, moment = self.layout.view(whole, name), state.get(f"{kind}.{name}")
+                if moment is not None and moment.shape == view.shape:
+                    view.copy_(moment)
                 else:
                     lacking[name] = None
             shard.copy_(self.reducer.local_shard(whole))

@@ -1,7 +1,7 @@
-"""A loader for any map-style dataset, whose batches are ready before the step asks for them: docs/howto/kit.md.
+"""A loader for any map-style dataset that prepares batches before a step needs them: docs/howto/kit.md.
 
-Processes that stay make the batches ahead of time, also over the end of an epoch; the examples of a step are shared
-over the ranks by their cost; what comes when follows from the seed alone.
+Persistent worker processes make batches ahead of time, also across the end of an epoch.  The examples of a step are
+balanced over the ranks by their cost.  The order is a function of the seed.
 """
 
 import weakref
@@ -35,29 +35,30 @@ Cost = Callable[[Any], float] | Sequence[float] | np.ndarray | torch.Tensor
 
 
 class Ready:
-    """The batches of a map-style dataset, an epoch for each iteration, made ahead by processes that stay.
+    """Load the batches of a map-style dataset, one epoch per iteration, with persistent worker processes.
 
-    dataset: has `__len__` and `__getitem__` (or `__getitems__`); multiprocessing pickles it once for each process.
-    batch_size: examples of a batch of this rank.
-    workers: processes; with 0 this one makes each batch when it is needed.
-    cost: what is balanced over the ranks in each step: a number per example, in the order of the dataset; or a function
-    of an example, such as `len`, for which every example is made once before the first batch (only with several ranks).
-    shuffle: a new permutation in each epoch, of `seed` and the epoch's number.
-    collate: makes a batch of a list of examples, in the worker.
-    drop_last: leave out the last batch of an epoch where it is smaller; otherwise examples from the epoch's beginning
-    fill it up to equally many on each rank.
-    window: how many places a batch that is ready may overtake a slow one; 0: all come as planned.
-    record: a file that says in which order batches were used where `window` allows others, and that a run which
-    continues follows; with several ranks one each.
+    dataset: has `__len__` and `__getitem__` (or `__getitems__`).  multiprocessing pickles it once for each process.
+    batch_size: examples per batch of this rank.
+    workers: number of processes.  With 0 the calling process makes each batch when it is needed.
+    cost: balanced over the ranks in each step.  Either a number per example, in the order of the dataset, or a function
+        of an example, such as `len`.  With several ranks a function is called once for every example before the first
+        batch.
+    seed: of the permutations, and of the random numbers of the dataset.
+    shuffle: a new permutation in each epoch.
+    collate: makes a batch from a list of examples, in the worker.
+    drop_last: leave out a smaller last batch of an epoch.  Otherwise examples from the beginning of the epoch fill it
+        up, so that all ranks have equal numbers.
+    window: number of places by which a ready batch may overtake a slow one.  0: strictly in order.
+    record: a file that records the order of the batches if `window` allows several.  A resumed run follows it.  With
+        several ranks each has its own file.
     rank, ranks: by default those of torch.distributed.
-    device: where tensors go, copied while the step before computes; None: host memory, pinned where there is a GPU.
-    ahead: how many batches per worker are made ahead at most.
-    order: an object that says what comes next, instead of epochs (`BatchOrder`).  It decides batches and ranks, so
-    `batch_size`, `cost`, `shuffle`, `drop_last`, `record`, `rank` and `ranks` are not given with it.  Our own training
-    gives one (`data.load.examples.RunOrder`).
+    device: of the tensors, which are copied during the previous step.  None: host memory, pinned if there is a GPU.
+    ahead: maximum number of batches per worker that are made ahead.
+    order: an object that decides the batches instead of epochs (`BatchOrder`).  It excludes `batch_size`, `cost`,
+        `shuffle`, `drop_last`, `record`, `rank` and `ranks`.  WarpFold's training passes `data.load.examples.RunOrder`.
 
-    Before an example is made, the random numbers of Python, NumPy and torch are seeded by `seed`, epoch and index: they
-    depend neither on workers nor on ranks (with `__getitems__`, by the first index of the batch).
+    Before an example is made, the random numbers of Python, NumPy and torch are seeded by `seed`, epoch and index, so
+    that they do not depend on workers or ranks.  With `__getitems__` the first index of the batch is used.
     Errors: UserError for bad input; while iterating, ReadyError for an example that cannot be made.
     """
 
@@ -92,9 +93,9 @@ class Ready:
         if order is None:
             self._size = _size(dataset)
             costs, path = _given_costs(cost, self._size), None if record is None else Path(record)
-            shares = self._size, batch_size, self.rank, self.ranks
-            order = self._epochs = Epochs(*shares, self.seed, shuffle, drop_last, costs, path)
-        elif batch_size != 1 or drop_last or any(one is not None for one in (cost, record, rank, ranks)):
+            sizes = self._size, batch_size, self.rank, self.ranks
+            order = self._epochs = Epochs(*sizes, self.seed, shuffle, drop_last, costs, path)
+        elif batch_size != 1 or drop_last or any(value is not None for value in (cost, record, rank, ranks)):
             raise UserError(
                 "Ready: order is given with batch_size, cost, drop_last, record, rank or ranks. Leave these out."
             )
@@ -109,7 +110,7 @@ class Ready:
         self._ahead: Ahead[Any] = Ahead(None, order.substitute, window)
         self._on_way: tuple[Any, Upload | None, Made] | None = None
 
-    # What comes when, where no order was given
+    # The order of epochs, without `order`
 
     def _own_order(self) -> Epochs:
         if self._epochs is None:
@@ -118,26 +119,27 @@ class Ready:
 
     @property
     def epoch(self) -> int:
-        """Return the number of the epoch that is under way, or of the next one: where a loop over epochs begins."""
+        """The number of the current epoch, or of the next one between epochs."""
         return self._own_order().epoch
 
     def __len__(self) -> int:
-        """Return the number of batches of a whole epoch, the same on every rank."""
+        """Count the batches of a whole epoch; the number is equal on all ranks."""
         return len(self.order)
 
     def batches(self, epoch: int) -> list[list[int]]:
-        """Return the indices of each batch of this rank in an epoch: also what `DataLoader(batch_sampler=)` takes."""
+        """Return the indices of each batch of this rank in an epoch, as `DataLoader(batch_sampler=)` takes them."""
         return [self._own_order().indices(epoch, 0, step) for step in range(len(self))]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the examples that this rank has used, JSON-able.  Batches that are ready but unused do not count."""
+        """Return the position of this rank, JSON-able.  Batches that are ready but unused do not count."""
         return self._own_order().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called; the next iteration yields the rest of that epoch.
+        """Continue where `state_dict` was called: the next iteration yields the remaining batches of that epoch.
 
-        Other numbers of ranks and batches go on with the examples that no rank has used, where none were exchanged
-        within a window.  Errors: UserError for the state of another dataset, seed or order.
+        With another batch size or number of ranks, the examples that no rank has used are left.  This needs a state in
+        which no batches were exchanged within a window.
+        Errors: UserError for the state of another dataset, seed or order.
         """
         self._own_order().load_state_dict(state)
         self._forget()
@@ -146,9 +148,9 @@ class Ready:
     # Iterating
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of an epoch: the next one, or after `load_state_dict` the rest of the one under way.
+        """Yield the batches of the next epoch, or after `load_state_dict` the remaining batches of the current one.
 
-        An iteration that is left early is over: the next one begins the next epoch.
+        After an iteration that was left early, the next iteration begins the next epoch.
         """
         if not self._given_ranks and world().size > self.ranks:
             raise UserError("Ready: torch.distributed was initialised after this loader was made; make it afterwards")
@@ -169,8 +171,9 @@ class Ready:
 
     def _next(self) -> Any:
         self._start()
-        with ExitStack() as if_it_fails:
-            if_it_fails.callback(self.close)
+        # The processes end if a batch fails.
+        with ExitStack() as on_failure:
+            on_failure.callback(self.close)
             if self._workers is None:
                 planned, batch = self._make_here(self._ahead.first())
             else:
@@ -180,12 +183,13 @@ class Ready:
                 batch = read_batch(made, upload.wait() if upload is not None else None)
             self.order.hand_out(planned)
             self._plan_more()
+            # The copy of the next batch to the device overlaps with the step on this one.
             self._on_way = self._take(wait=False) if self._moves else None
-            if_it_fails.pop_all()
+            on_failure.pop_all()
         return batch
 
     def _start(self) -> None:
-        """Start the processes, if there are none yet, and plan the first batches."""
+        """Start the processes unless they run, and plan the first batches."""
         if self._plan is not None:
             return
         if self._epochs is not None and self._epochs.costs is None and self._cost is not None and self.ranks > 1:
@@ -203,7 +207,7 @@ class Ready:
         return self._workers.processes() if self._workers is not None else []
 
     def close(self) -> None:
-        """End the processes; another iteration starts them again."""
+        """End the processes.  Another iteration starts them again."""
         if self._workers is not None:
             self._ending()
         self._workers = self._plan = self._on_way = None
@@ -215,7 +219,7 @@ class Ready:
         self.close()
 
     def _forget(self) -> None:
-        """Drop what was planned."""
+        """Drop the planned batches."""
         self._plan = self._on_way = None
         if self._workers is not None:
             self._workers.drop()
@@ -255,16 +259,17 @@ class Ready:
         return planned, unflatten(tree, tensor, lambda number: np.asarray(flattening.leaves[number]), classes=True)
 
     def _find_costs(self, cost: Callable[[Any], float]) -> np.ndarray:
-        """Return the cost of each example: each rank makes its share of them, once."""
+        """Compute the cost of each example.  Each rank makes its share of the examples once."""
         group = world()
-        shared = group.size == self.ranks
-        own = range(self._size)[self.rank :: self.ranks] if shared else range(self._size)
-        found = find_costs(BatchMaker(Costs(self.dataset, cost), np.array, self.seed), own, self.num_workers)
-        if not shared:
-            return found
+        # If `ranks` is not the number of processes, the others cannot take a share.
+        is_shared = group.size == self.ranks
+        indices = range(self._size)[self.rank :: self.ranks] if is_shared else range(self._size)
+        own_costs = find_costs(BatchMaker(Costs(self.dataset, cost), np.array, self.seed), indices, self.num_workers)
+        if not is_shared:
+            return own_costs
         costs = np.empty(self._size)
-        for rank, part in enumerate(all_gather_object(found.tolist(), group, "the costs of examples")):
-            costs[rank :: self.ranks] = part
+        for rank, rank_costs in enumerate(all_gather_object(own_costs.tolist(), group, "the costs of examples")):
+            costs[rank :: self.ranks] = rank_costs
         return costs
 
 
@@ -294,7 +299,7 @@ def _check(**settings: tuple[int, int]) -> None:
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """Return the device by its number: the current one of another thread may be another."""
+    """Add the device index, since the current device differs between threads."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

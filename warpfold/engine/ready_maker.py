@@ -1,4 +1,4 @@
-"""What the processes of `Ready` do: make examples and batches, with random numbers of their own; and costs."""
+"""Make examples, batches and costs in the worker processes of `Ready`, with keyed random numbers."""
 
 import json
 import random
@@ -18,15 +18,16 @@ from warpfold.engine.nested import Flattening, to_arrays, unflatten
 from warpfold.errors import UserError
 from warpfold.keyed import keyed_hash
 
-TREE = "tree"  # the name of the JSON among a batch's arrays
-FAILED = "failed"  # of the JSON of an error: it is raised when it is the batch's turn
-SHARE = 64  # examples whose costs are found together
+TREE = "tree"  # name of a batch's JSON
+# Name of the JSON of an error, which is raised when the batch is used.
+FAILED = "failed"
+COST_BATCH = 64  # examples per job
 
 # ruff: noqa: NPY002 (the global generator is the one that datasets of others use)
 
 
 class ReadyError(RuntimeError):
-    """An example that could not be made: which, why, and the worker's traceback."""
+    """An example could not be made.  The message has its index, the reason, and the worker's traceback."""
 
 
 class _About:
@@ -40,14 +41,14 @@ class _About:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if isinstance(error, Exception) and not isinstance(error, self._refusals):
-            said = str(error).partition("\n")[0]
-            raise ReadyError(f"{self._what}: {type(error).__name__}{': ' * bool(said)}{said}") from error
+            message = str(error).partition("\n")[0]
+            raise ReadyError(f"{self._what}: {type(error).__name__}{': ' * bool(message)}{message}") from error
 
 
 class BatchMaker:
-    """Make batches of a dataset; an object that processes get, with the dataset.
+    """Make batches of a dataset.  Each worker process gets a copy of this object.
 
-    refusals: exceptions of the dataset that say that an example cannot be used (`BatchOrder`).
+    refusals: exceptions of the dataset for examples that cannot be used (`BatchOrder`).
     """
 
     def __init__(
@@ -60,10 +61,11 @@ class BatchMaker:
         self.dataset, self.collate, self.seed, self.refusals = dataset, collate, seed, refusals
 
     def __call__(self, epoch: int, indices: list[Any]) -> Mapping[str, np.ndarray]:
-        """Return a batch as arrays by number, and the JSON that says what they are, as bytes.
+        """Make a batch as arrays by number, and its structure as bytes of JSON.
 
-        Errors: those of `refusals`; any other becomes the batch, and is raised where the batch is used.
+        Errors: those of `refusals`.  Any other error becomes the batch, and is raised when the batch is used.
         """
+        # The worker processes run side by side on the cores.
         torch.set_num_threads(1)
         flattening = Flattening("Ready: the batch", classes=True)
         try:
@@ -77,7 +79,7 @@ class BatchMaker:
         return {TREE: _json(tree), **arrays}
 
     def batch(self, epoch: int, indices: list[Any]) -> Any:
-        """Make examples, and `collate` them."""
+        """Make and collate examples."""
         many = getattr(self.dataset, "__getitems__", None)
         if many:
             self._seed(epoch, indices[0])
@@ -101,7 +103,7 @@ class BatchMaker:
 
 
 class Costs:
-    """A dataset whose examples are the costs of another's, as they are drawn for the first epoch."""
+    """A dataset of the costs of another dataset's examples, as they are drawn for the first epoch."""
 
     def __init__(self, dataset: Any, cost: Callable[[Any], float]) -> None:
         self.dataset, self.cost = dataset, cost
@@ -117,19 +119,23 @@ def _json(value: Any) -> np.ndarray:
 
 
 def find_costs(make: BatchMaker, indices: Sequence[int], workers: int) -> np.ndarray:
-    """Find the costs of examples, [n] float64, with `workers` processes (0: here); make: of a dataset of `Costs`."""
-    jobs = [list(indices[begin : begin + SHARE]) for begin in range(0, len(indices), SHARE)]
+    """Compute the costs of examples, [n] float64, with `workers` processes, or in this process with 0.
+
+    make: makes batches of a `Costs` dataset.
+    """
+    jobs = [list(indices[begin : begin + COST_BATCH]) for begin in range(0, len(indices), COST_BATCH)]
     if not workers:
         with kept_random():
             return np.concatenate([np.empty(0), *(make.batch(0, job) for job in jobs)])
-    with start_workers(make, max(min(workers, len(jobs)), 1), None) as those:
+    with start_workers(make, max(min(workers, len(jobs)), 1), None) as processes:
         for number, job in enumerate(jobs):
-            those.submit(number, (0, job))
-        with those.changed:
-            while len(those.outcomes) < len(jobs):
-                those.wait()
-            outcomes = [those.outcomes[number] for number in range(len(jobs))]
-    costs = [np.empty(0)]  # a rank may have none, where there are more of them than examples
+            processes.submit(number, (0, job))
+        with processes.changed:
+            while len(processes.outcomes) < len(jobs):
+                processes.wait()
+            outcomes = [processes.outcomes[number] for number in range(len(jobs))]
+    # A rank has no jobs if there are more ranks than examples.
+    costs = [np.empty(0)]
     for outcome in outcomes:
         if not isinstance(outcome, Made):
             raise ReadyError(f"the costs of examples: {outcome.reason}")
@@ -138,21 +144,22 @@ def find_costs(make: BatchMaker, indices: Sequence[int], workers: int) -> np.nda
 
 
 def read_batch(made: Made, on_device: Tensor | None) -> Any:
-    """Return the batch that a worker made; its tensors are views of what lies on the device, if anything does.
+    """Rebuild the batch of a worker.
 
-    Errors: what the worker raised, with its traceback.
+    on_device: the copy of the batch's buffer on the device, of which the tensors are views.  None: of the buffer.
+    Errors: those of the worker, with its traceback.
     """
     host = torch.as_tensor(made.buffer)
     (name, dtype, shape, offset), *others = made.layout
     tree = json.loads(view(host, dtype, shape, offset).numpy().tobytes())
     if name == FAILED:
-        said, trace = tree
-        raise ReadyError(f"{said}\n\nIn the worker:\n{trace}") if trace else UserError(said)
-    whole = host if on_device is None else on_device
+        message, trace = tree
+        raise ReadyError(f"{message}\n\nIn the worker:\n{trace}") if trace else UserError(message)
+    buffer = host if on_device is None else on_device
 
     def tensor(number: int) -> Tensor:
         _, dtype, shape, offset = others[number]
-        return view(whole, dtype, shape, offset)
+        return view(buffer, dtype, shape, offset)
 
     def array(number: int) -> np.ndarray:
         _, dtype, shape, offset = others[number]
@@ -162,7 +169,7 @@ def read_batch(made: Made, on_device: Tensor | None) -> Any:
 
 
 def start_workers(make: BatchMaker, count: int, buffer: Callable[[int], Any] | None) -> Workers:
-    """Start processes.  Errors: UserError where what they need cannot be sent to them."""
+    """Start worker processes.  Errors: UserError if the dataset cannot be sent to them."""
 
     def refused(kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if isinstance(error, AttributeError | TypeError) or type(error).__name__ == "PicklingError":
@@ -172,9 +179,10 @@ def start_workers(make: BatchMaker, count: int, buffer: Callable[[int], Any] | N
             ) from error
 
     dataset = make.dataset.dataset if isinstance(make.dataset, Costs) else make.dataset
-    # A dataset of ours leaves the work to its `make`, whose module the processes are to share as well.
-    parts = (dataset, getattr(dataset, "make", dataset))
-    preload = [module for module in dict.fromkeys(type(part).__module__ for part in parts) if module != "__main__"]
+    # The dataset of WarpFold's training delegates to its attribute `make`.  Both modules are imported once, before the
+    # processes are forked.
+    makers = (dataset, getattr(dataset, "make", dataset))
+    preload = [module for module in dict.fromkeys(type(maker).__module__ for maker in makers) if module != "__main__"]
     with ExitStack() as stack:
         stack.push(refused)
         return Workers(make, count, buffer, preload)
@@ -183,7 +191,7 @@ def start_workers(make: BatchMaker, count: int, buffer: Callable[[int], Any] | N
 
 @contextmanager
 def kept_random() -> Iterator[None]:
-    """Leave the generators of the host as they were, whatever is drawn within."""
+    """Restore the states of the host's generators at the end of the context."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

@@ -1,7 +1,7 @@
 """Checkpoints of a loop that a user wrote: what it needs to continue to the bit, in one call: docs/howto/kit.md.
 
-FOLDER/step-00000100/    as in engine/checkpoint.py: tensors by name, such as model.0.weight, in
-                         state.safetensors; how they belong together, and all else, in state.json
+FOLDER/step-00000100/    the files of engine/checkpoint.py: state.safetensors has tensors by name, such as
+                         model.0.weight, and state.json has their structure and all other values
 """
 
 import logging
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from warpfold.engine.checkpoint import Checkpoint, DamagedCheckpoint, StepFolders
-from warpfold.engine.nested import Flattening, Leaf, portable, unflatten, unported
+from warpfold.engine.nested import Flattening, Leaf, from_portable, portable, unflatten
 from warpfold.errors import UserError
 from warpfold.parallel.mesh import world
 from warpfold.parallel.messages import all_gather_object
@@ -29,17 +29,18 @@ logger = logging.getLogger("warpfold")
 
 
 class Resumed(NamedTuple):
-    """Say where a loop goes on: the steps that were done, and the plain values that were saved in `more`."""
+    """The state of a resumed loop: the number of steps done, and the plain values saved in `more`."""
 
     step: int
     more: dict[str, Any]
 
 
 class Checkpoints:
-    """The checkpoints of a run in a folder, whole after a `kill -9` at any moment; no pickle.
+    """The checkpoints of a run in a folder, consistent after a `kill -9` at any moment, without pickle.
 
-    keep: how many of the last ones stay.  Of several ranks, rank zero writes, and all must call `save` and
-    `load_latest`; all read the folder.  One run at a time writes to a folder.
+    keep: number of last checkpoints to retain.
+    With several ranks, all must call `save` and `load_latest`.  Rank 0 writes, and all read the folder.  One run at a
+    time writes to a folder.
     """
 
     def __init__(self, folder: Path | str, keep: int = 3) -> None:
@@ -47,7 +48,7 @@ class Checkpoints:
             raise UserError(f"Checkpoints: keep = {keep}; give a whole number of at least 1")
         self.folder = Path(folder)
         self._keep, self._folders, self._locked = keep, StepFolders(self.folder), False
-        self._done: int | None = None  # the step that was saved or loaded last
+        self._last_step: int | None = None  # last saved or loaded
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, ascending."""
@@ -63,13 +64,14 @@ class Checkpoints:
         scheduler: Any = None,
         more: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Save what was given, and the random numbers of Python, NumPy, torch and the GPU; return the folder.
+        """Save the states of objects, and the random states of Python, NumPy, torch and the GPU; return the folder.
 
-        Each has `state_dict`; of `more`, by names, also plain values: tensors, arrays, numbers, strings, and dicts,
-        lists and tuples of them.  With several ranks, each has random numbers and a loader of its own; the others are
-        rank zero's.
-        Errors: UserError for what a checkpoint cannot hold, where it cannot be written (what was saved before is
-        untouched), for a step that is there already, and where another run writes to the folder.
+        model, optimizer, loader, scheduler: objects with `state_dict`.
+        more: by name, objects with `state_dict`, or plain values: tensors, arrays, numbers, strings, and dicts, lists
+            and tuples of them.
+        With several ranks, the random states and the loader of each are saved, and other states of rank 0.
+        Errors: UserError for a value that a checkpoint cannot hold, for a failure to write, for a step that exists, and
+        if another run writes to the folder.  Earlier checkpoints are untouched.
         """
         parts = _named(model, optimizer, scheduler)
         state: dict[str, Any] = {name: _state(f"Checkpoints: {name}", part) for name, part in parts.items()}
@@ -77,18 +79,19 @@ class Checkpoints:
             name: [True, _state(f"Checkpoints: more[{name!r}]", part)] if _has_state(part) else [False, part]
             for name, part in (more or {}).items()
         }
-        own = {"random": random_state(), "loader": None if loader is None else loader.state_dict()}
+        rank_state = {"random": random_state(), "loader": None if loader is None else loader.state_dict()}
         group = world()
-        gathered = all_gather_object(portable(own, "Checkpoints: loader"), group, f"a checkpoint of step {step}")
-        state["ranks"] = [unported(one) for one in gathered]
+        # Rank 0 writes the states of all ranks.
+        gathered = all_gather_object(portable(rank_state, "Checkpoints: loader"), group, f"a checkpoint of step {step}")
+        state["ranks"] = [from_portable(value) for value in gathered]
         refusal = None
         if group.rank == 0:
             try:
                 self._write(step, state)
             except UserError as error:
                 refusal = str(error)
-        self._raise_of_rank_zero(refusal)
-        self._done = step
+        self._raise_error_of_rank_zero(refusal)
+        self._last_step = step
         return self._folders.step_path(step)
 
     def _write(self, step: int, state: dict[str, Any]) -> None:
@@ -96,8 +99,9 @@ class Checkpoints:
         tree = flattening.tree(state)
         self._lock()
         if step in self.steps():
-            if step == self._done:
-                return  # a loop that ends where it began
+            # A loop that ends where it began saves the same state again.
+            if step == self._last_step:
+                return
             raise UserError(
                 f"{self._folders.step_path(step)}: exists already; call load_latest() to continue from what is there, "
                 "or choose another folder"
@@ -115,77 +119,75 @@ class Checkpoints:
         scheduler: Any = None,
         more: Mapping[str, Any] | None = None,
     ) -> Resumed:
-        """Continue from the last checkpoint that is whole: everything given gets its state, and random numbers theirs.
+        """Restore the states of objects and random numbers from the last intact checkpoint.
 
-        Return its step and the plain values of `more`; without a checkpoint (0, {}), and nothing is changed.
-        A damaged checkpoint is renamed, with a warning.
-        Errors: UserError where all are damaged, or the checkpoint lacks what is asked for.
+        Returns its step and the plain values of `more`.  Without a checkpoint it returns (0, {}), and changes nothing.
+        A damaged checkpoint is renamed with a warning.
+        Errors: UserError if all checkpoints are damaged, or if the last one lacks the state of an object.
         """
-        found = self._find()
-        if found is None:
+        checkpoint = self._load_on_all_ranks()
+        if checkpoint is None:
             return Resumed(0, {})
-        path = self._folders.step_path(found.step)
+        path = self._folders.step_path(checkpoint.step)
         try:
-            names, tree = found.notes["tensors"], found.notes["state"]
-            leaves = [found.tensors[name] for name in names]
+            names, tree = checkpoint.notes["tensors"], checkpoint.notes["state"]
+            leaves = [checkpoint.tensors[name] for name in names]
             state = unflatten(tree, leaves.__getitem__, lambda number: leaves[number].numpy())
             ranks, others = state["ranks"], state["more"]
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise UserError(f"{path}: is no checkpoint of this kind ({error!r}); choose another folder") from error
         objects = {name: part for name, part in (more or {}).items() if _has_state(part)}
-        asked = _named(model, optimizer, scheduler)
-        for name in (*asked, *objects):
-            if name not in (state if name in asked else others):
+        main = _named(model, optimizer, scheduler)
+        for name in (*main, *objects):
+            if name not in (state if name in main else others):
                 raise UserError(f"{path}: has no {name}; leave it out, or choose another folder")
-        for name, part in asked.items():
+        for name, part in main.items():
             part.load_state_dict(_restored(state[name]))
         for name, part in objects.items():
             part.load_state_dict(_restored(others[name][1]))
-        self._load_own(path, ranks, loader)
-        self._done = found.step
-        return Resumed(found.step, {name: value for name, (has_state, value) in others.items() if not has_state})
-
-    def _load_own(self, path: Path, ranks: list[dict[str, Any]], loader: Any) -> None:
-        """Give this rank its own loader's state and random numbers."""
+        # A loader and random numbers belong to a rank.  Additional ranks take the loader of the last one.
         group = world()
-        own = ranks[min(group.rank, len(ranks) - 1)]
+        rank_state = ranks[min(group.rank, len(ranks) - 1)]
         if loader is not None:
-            if own["loader"] is None:
+            if rank_state["loader"] is None:
                 raise UserError(f"{path}: has no loader; leave it out, or choose another folder")
-            loader.load_state_dict(own["loader"])
+            loader.load_state_dict(rank_state["loader"])
         if group.size != len(ranks) and group.rank == 0:
             logger.warning("%s: is of %d ranks, now there are %d: not to the bit", path, len(ranks), group.size)
         if group.rank < len(ranks):
-            set_random_state(own["random"])
+            set_random_state(rank_state["random"])
+        self._last_step = checkpoint.step
+        return Resumed(checkpoint.step, {name: value for name, (has_state, value) in others.items() if not has_state})
 
-    def _find(self) -> Checkpoint | None:
-        """Return the last checkpoint that is whole, the same on every rank."""
+    def _load_on_all_ranks(self) -> Checkpoint | None:
+        """Load the last intact checkpoint, the same one on every rank."""
         group = world()
-        found, refusal = None, None
+        checkpoint, refusal = None, None
         if group.rank == 0 and self.folder.is_dir():
             try:
-                found = self._folders.load_latest()
+                checkpoint = self._folders.load_latest()
             except UserError as error:
                 refusal = str(error)
-        self._raise_of_rank_zero(refusal)
-        step = all_gather_object(None if found is None else found.step, group, "the last checkpoint")[0]
+        self._raise_error_of_rank_zero(refusal)
+        # Rank 0 may have renamed damaged checkpoints, so it chooses the step.
+        step = all_gather_object(None if checkpoint is None else checkpoint.step, group, "the last checkpoint")[0]
         if group.rank == 0 or step is None:
-            return found
+            return checkpoint
         try:
             return self._folders.load(step)
         except DamagedCheckpoint as error:
             raise UserError(f"{error}; every rank reads the folder: put it where all can") from error
 
     def _lock(self) -> None:
-        """Keep other runs out, as long as this object is there."""
+        """Lock the folder against other runs for the lifetime of this object."""
         if self._locked:
             return
         weakref.finalize(self, self._folders.lock(self.folder).close)
         self._locked = True
 
     @staticmethod
-    def _raise_of_rank_zero(refusal: str | None) -> None:
-        """Raise on every rank what rank zero was refused, so that none waits for it."""
+    def _raise_error_of_rank_zero(refusal: str | None) -> None:
+        """Raise the error of rank 0 on every rank, so that no rank waits for it."""
         if refusal := all_gather_object(refusal, world(), "rank zero's checkpoint")[0]:
             raise UserError(refusal)
 
@@ -200,7 +202,7 @@ def _has_state(part: Any) -> bool:
 
 
 def _state(what: str, part: Any) -> dict[str, Any]:
-    """Return an object's state, with what a module notes of its versions."""
+    """Return an object's state, with the version metadata of a module."""
     if not _has_state(part):
         raise UserError(f"{what} is a {type(part).__name__} without state_dict and load_state_dict; give one with them")
     state = part.state_dict()
@@ -216,7 +218,7 @@ def _restored(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def _names(places: list[str]) -> list[str]:
-    """Return names of tensors such as model.0.weight for their places such as ['model']['state']['0.weight']."""
+    """Convert places of tensors such as ['model']['state']['0.weight'] to unique names such as model.0.weight."""
     names: dict[str, None] = {}
     for number, place in enumerate(places):
         keys = [key.strip("'") for key in re.findall(r"\[([^\]]*)\]", place)]
@@ -226,7 +228,7 @@ def _names(places: list[str]) -> list[str]:
 
 
 def _on_host(name: str, leaf: Leaf) -> Tensor:
-    """Return a tensor of its own memory to be written."""
+    """Copy a leaf to a contiguous tensor in host memory that shares no storage with other tensors."""
     if isinstance(leaf, np.ndarray):
         try:
             return torch.from_numpy(leaf.copy())
@@ -239,7 +241,7 @@ def _on_host(name: str, leaf: Leaf) -> Tensor:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the state of all generators, that of the current GPU too: nested values, with arrays."""
+    """Return the states of all generators, including the current GPU's: nested values with arrays."""
     state = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -247,7 +249,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Go on with a state that `random_state` returned; that of a GPU where there is one."""
+    """Restore the result of `random_state`.  The state of a GPU is ignored if there is none."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -1,7 +1,7 @@
-"""What of a model is trained: parameters by name, and adapters of low rank on its projections.
+"""Select the trained parameters of a model by name, and add low-rank adapters to its projections.
 
-What is not trained requires no gradient.  So autograd stops below the first layer that is, and the optimizer, the
-exchange of gradients and checkpoints see the trained parameters alone.
+Frozen parameters require no gradient.  Autograd therefore stops below the first trained layer, and the optimizer, the
+exchange of gradients and the checkpoints contain the trained parameters alone.
 """
 
 import difflib
@@ -20,7 +20,7 @@ from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.layers import AdaptedLinear, Linear
 from warpfold.model.losses import LossConfig
 
-# The heads, and the weight of the loss that each of them alone learns from.
+# Head -> the weight of the loss from which this head alone learns.
 HEADS = {
     "distogram": "distogram",
     "masked_msa": "masked_msa",
@@ -34,11 +34,12 @@ ADAPTER = ("adapter_a", "adapter_b")  # parameters
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """[finetune.adapters]: a projection's weight is W + scale B A, of which only A and B are trained.
+    """[finetune.adapters]: a projection's weight is W + scale B A, and only A and B are trained.
 
-    on: names or patterns of projections.  rank: of B A.  scale: alpha / r of Hu et al. 2021 (section 4.1): given so, it
-    need not change with the rank.  A begins with normal numbers of variance 1 / c_in, B with zeros, so that a model
-    begins as it was.
+    on: names or patterns of projections.
+    rank: of B A.
+    scale: alpha / r of Hu et al. 2021 (section 4.1), which does not depend on the rank.
+    A is initialised with normal numbers of variance 1 / c_in and B with zeros, so the model is unchanged at first.
     """
 
     on: tuple[str, ...] = ()
@@ -52,13 +53,14 @@ class AdapterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig:
-    """[finetune]: what is trained, and how often what is drawn of an example comes again.
+    """[finetune]: which parameters are trained, and how many random draws each example has.
 
     trainable: "all", "heads", or names or patterns of parameters or modules ("structure", "evoformer.blocks.4?.*"); []
-    with adapters alone.  draws: how many different draws there are of each example, of its crop, alignment rows,
-    recycles, and of dropout in a trunk that is not trained; 0: a new one every time.  trunk: what a trunk that is not
-    trained makes of an example is "computed" each time; "cached" in the run's folder, per draw; "auto": cached where
-    that is possible.
+        to train adapters alone.
+    draws: number of different draws of each example.  A draw decides the crop, alignment rows, recycles, and the
+        dropout of a frozen trunk.  0: a new draw every time.
+    trunk: the outputs of a frozen trunk are "computed" each time or "cached" in the run's folder, for each draw.
+        "auto": cached if possible.
     """
 
     trainable: tuple[str, ...] = ("all",)
@@ -72,7 +74,7 @@ class FinetuneConfig:
         if self.draws < 0:
             raise ValueError("draws must not be negative; 0 draws each example anew every time")
         if self.trunk == "cached" and not self.draws:
-            raise ValueError('trunk = "cached" needs draws above 0: of each example so many are kept')
+            raise ValueError('trunk = "cached" needs draws above 0, the number of samples cached for each example')
 
     @property
     def freezes(self) -> bool:
@@ -80,7 +82,7 @@ class FinetuneConfig:
         return self.trainable != ("all",) or bool(self.adapters.on)
 
     def draw(self, index: int, examples: int) -> int:
-        """Return which draw example `index` is, where steps have so many examples: all of a step have the same."""
+        """Return the number of the draw of example `index`, which all `examples` of a step share."""
         return index // examples % self.draws if self.draws else index
 
 
@@ -88,14 +90,14 @@ class Trained:
     """The names of a model's parameters that are trained, and of the projections that have an adapter."""
 
     def __init__(self, model: nn.Module, config: FinetuneConfig) -> None:
-        """Errors: UserError for a pattern that matches nothing, and where an adapter's projection is itself trained."""
+        """Errors: UserError for a pattern without a match, and if the projection of an adapter is itself trained."""
         self.config = config
         linears = [name for name, module in model.named_modules() if isinstance(module, Linear)]
         parameters = [name for name, _ in model.named_parameters()]
         self.adapted = _matching(config.adapters.on, linears, "finetune.adapters.on", "a projection")
-        patterns = [one for name in config.trainable for one in (HEADS if name == "heads" else (name,))]
+        patterns = [pattern for name in config.trainable for pattern in (HEADS if name == "heads" else (name,))]
         if "heads" in config.trainable:
-            patterns = [one for one in patterns if one not in HEADS or getattr(model, one, None) is not None]
+            patterns = [p for p in patterns if p not in HEADS or getattr(model, p, None) is not None]
         plain = (
             parameters
             if "all" in config.trainable
@@ -110,16 +112,16 @@ class Trained:
 
     @property
     def trunk(self) -> bool:
-        """Whether anything of the trunk is trained."""
+        """Whether a parameter of the trunk is trained."""
         return not all(name.split(".")[0] in BEHIND_TRUNK for name in self.names)
 
     @property
     def has_masked_msa(self) -> bool:
-        """Whether the head of the masked alignment is trained, which reads all of it."""
+        """Whether the masked-MSA head is trained, which reads whole alignments."""
         return any(name.startswith("masked_msa.") for name in self.names)
 
     def check_losses(self, loss: LossConfig) -> None:
-        """Raise UserError where only heads are trained whose losses have no weight."""
+        """Raise UserError if only heads are trained and their losses have no weight."""
         tops = {name.split(".")[0] for name in self.names}
         if all(top in HEADS and not getattr(loss, HEADS[top]) for top in tops):
             weights = " and ".join(f"loss.{HEADS[top]}" for top in sorted(tops))
@@ -137,7 +139,7 @@ class Trained:
             )
 
     def why_not_cached(self) -> str | None:
-        """Say why nothing that the trunk makes can be kept; None where it can."""
+        """Return the reason why outputs of the trunk cannot be cached; None if they can."""
         if self.trunk:
             name = next(name for name in self.names if name.split(".")[0] not in BEHIND_TRUNK)
             return f"{name} is trained"
@@ -147,46 +149,47 @@ class Trained:
 
 
 def _matching(patterns: Sequence[str], names: Sequence[str], setting: str, what: str) -> list[str]:
-    """Return the names that patterns name, themselves or by a module that they are in, in their order."""
-    found: set[str] = set()
+    """Return the names that match a pattern, or that are in a module that matches one, in the order of `names`."""
+    matches: set[str] = set()
     for pattern in patterns:
-        some = {name for name in names if fnmatchcase(name, pattern) or _within(name, pattern)}
-        if not some:
+        # The pattern may match the first parts of a name, which are a module.
+        depth = pattern.count(".") + 1
+        new = {
+            name
+            for name in names
+            if fnmatchcase(name, pattern)
+            or (name.count(".") >= depth and fnmatchcase(".".join(name.split(".")[:depth]), pattern))
+        }
+        if not new:
             modules = dict.fromkeys(
                 ".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 1)
             )
             near = difflib.get_close_matches(pattern, [*modules, *names], n=3, cutoff=0.5)
             tops = dict.fromkeys(name.split(".")[0] for name in names)
-            cure = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(tops)}"
-            raise UserError(f'{setting}: "{pattern}" is not the name of {what} of this model; {cure}')
-        found |= some
-    return [name for name in names if name in found]
-
-
-def _within(name: str, pattern: str) -> bool:
-    """Return whether a name begins with the parts of a pattern."""
-    count = pattern.count(".") + 1
-    return name.count(".") >= count and fnmatchcase(".".join(name.split(".")[:count]), pattern)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(tops)}"
+            raise UserError(f'{setting}: "{pattern}" is not the name of {what} of this model; {hint}')
+        matches |= new
+    return [name for name in names if name in matches]
 
 
 @lru_cache(maxsize=16)
 def trained_parts(model: ModelConfig, config: FinetuneConfig) -> Trained:
-    """Return what would be trained of a model that settings describe.  Errors: as of `Trained`."""
+    """Select the trained parameters of the model of these settings, without memory.  Errors: see `Trained`."""
     with torch.device("meta"):
         return Trained(AlphaFold(model), config)
 
 
 def freeze(model: nn.Module, config: FinetuneConfig, seed: int = 0) -> Trained:
-    """Have only those parameters require a gradient that settings name, and put adapters on projections.
+    """Freeze all parameters that the settings do not name, and add adapters to projections.
 
-    Call it before the model's weights are packed.  seed: of the adapters, with their names.
-    Errors: as of `Trained`; the model is then as it was.
+    Call it before the model's weights are packed.  seed: adapters are keyed by it and by their names.
+    Errors: see `Trained`; the model is then unchanged.
     """
     trained = Trained(model, config)
     for name in trained.adapted:
         linear = model.get_submodule(name)
         assert isinstance(linear, Linear)
-        _adapt(linear, config.adapters, seed, name)
+        _add_adapter(linear, config.adapters, seed, name)
     names = set(trained.names)
     for name, p in model.named_parameters():
         p.requires_grad_(name in names)
@@ -195,8 +198,8 @@ def freeze(model: nn.Module, config: FinetuneConfig, seed: int = 0) -> Trained:
     return trained
 
 
-def _adapt(linear: Linear, config: AdapterConfig, seed: int, name: str) -> None:
-    """Make a linear layer an adapted one."""
+def _add_adapter(linear: Linear, config: AdapterConfig, seed: int, name: str) -> None:
+    """Convert a linear layer to an `AdaptedLinear` in place."""
     weight = linear.weight
     outputs, inputs = weight.shape
     a = weight.new_empty(config.rank, inputs, requires_grad=False)
@@ -211,7 +214,7 @@ def _adapt(linear: Linear, config: AdapterConfig, seed: int, name: str) -> None:
 
 
 def merged_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's state by its usual names: adapters are added to their weights."""
+    """Return a model's state by its usual names, with adapters merged into their weights."""
     state = model.state_dict()
     for name, module in model.named_modules():
         if isinstance(module, AdaptedLinear):
@@ -227,5 +230,5 @@ def adapters_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def frozen_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters that are not trained: what a checkpoint of the trained ones lacks."""
+    """Return the frozen parameters, which checkpoints lack."""
     return {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}

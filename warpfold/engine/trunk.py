@@ -1,12 +1,12 @@
-"""What a trunk of which nothing is trained makes of an example: once for each of its draws, and kept in a folder.
+"""Outputs of a frozen trunk, computed for each draw of an example and cached in a folder.
 
-    RUN/trunk/trunk.json            what the entries were made with: with anything else they are made again
-    RUN/trunk/HASH.safetensors      of one example and draw: single, pair, the first row of the alignment, the logits of
-                                    the masked-MSA head, and the features of the residues and labels
+    RUN/trunk/trunk.json            identifies weights and settings; entries made with others are deleted
+    RUN/trunk/HASH.safetensors      for one example and draw: single, pair, the first row of the alignment, the logits
+                                    of the masked-MSA head, and the features of the residues and labels
 
-An entry is made when its example first comes, and appears whole or not at all.  The trunk is not trained, but the
-positions that a pass hands to the next are the structure module's: so the passes before the last take its first
-weights, whether entries are kept or not.
+An entry is written atomically when its example is first used.
+The trunk is frozen, but each pass recycles positions of the structure module, which may be trained.  The passes before
+the last therefore use the first weights of the structure module, whether entries are cached or not.
 """
 
 import copy
@@ -37,38 +37,31 @@ log = logging.getLogger("warpfold")
 
 ABOUT = "trunk.json"
 # Features that only the trunk reads.
-OF_TRUNK = {
+TRUNK_FEATURES = {
     *("target_feat", "msa_feat", "msa_mask", "extra_msa", "extra_has_deletion", "extra_deletion_value"),
     *("extra_msa_mask", "alignment", "alignment_mask", "alignment_deletions", "centre_rows", "extra_rows"),
-    *(
-        "soft_alignment",
-        "soft_extra",
-        "masked_msa",
-        "template_aatype",
-        "template_all_atom_positions",
-        "template_all_atom_masks",
-    ),
-    *("template_pseudo_beta", "template_pseudo_beta_mask", "template_mask"),
+    *("soft_alignment", "soft_extra", "masked_msa", "template_aatype", "template_all_atom_positions"),
+    *("template_all_atom_masks", "template_pseudo_beta", "template_pseudo_beta_mask", "template_mask"),
 }
 
 
 @dataclass(frozen=True)
 class TrunkStore:
-    """The entries in a folder."""
+    """The cached entries in a folder."""
 
     folder: Path
 
     def path(self, source: int, key: str, draw: int) -> Path:
-        """Return where the entry of a draw of a source's key is, or will be."""
+        """Return the path of the entry of a draw of a source's key."""
         name = hashlib.blake2b(repr((source, key, draw)).encode(), digest_size=16).hexdigest()
         return self.folder / f"{name}.safetensors"
 
     def begin(self, about: str) -> None:
-        """Make the folder; entries that were made with something else are removed, and what a kill left."""
+        """Create the folder; delete partial entries and entries that were made with other weights or settings."""
         text = json.dumps(about)
         self.folder.mkdir(exist_ok=True)
-        for left in self.folder.glob("*.partial"):
-            left.unlink()
+        for leftover in self.folder.glob("*.partial"):
+            leftover.unlink()
         path = self.folder / ABOUT
         if path.is_file() and path.read_text(encoding="utf-8") == text:
             return
@@ -77,7 +70,7 @@ class TrunkStore:
         path.write_text(text, encoding="utf-8")
 
     def read(self, path: Path, device: torch.device) -> Batch | None:
-        """Return an entry; None where there is none, or a damaged one, which is made again."""
+        """Load an entry; None if it is missing or damaged, so that it is made again."""
         try:
             check_tensors(path, always=True)
             with safe_open(path, framework="pt", device=str(device)) as file:
@@ -89,7 +82,7 @@ class TrunkStore:
             return None
 
     def features(self, path: Path) -> Arrays | None:
-        """Return the features of an entry alone; None as of `read`."""
+        """Load only the features of an entry; None if it is missing or damaged."""
         try:
             check_tensors(path, always=True)
             with safe_open(path, framework="numpy") as file:
@@ -98,7 +91,7 @@ class TrunkStore:
             return None
 
     def write(self, path: Path, tensors: Batch) -> None:
-        """Write an entry.  Errors: UserError where the disk is full."""
+        """Write an entry atomically.  Errors: UserError if the disk is full."""
         partial = path.with_name(f"{path.name}.{uuid4().hex}.partial")
         try:
             with open(partial, "wb") as file:
@@ -113,14 +106,14 @@ class TrunkStore:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all entries that there are."""
+        """The size of all entries."""
         return sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
 
     def check_room(self, needed: int, entries: int) -> str:
-        """Say how large the store may get.  Errors: UserError where the disk has less room than what is lacking."""
-        free, there = shutil.disk_usage(self.folder.parent).free, self.bytes if self.folder.is_dir() else 0
+        """Describe the maximum size of the store.  Errors: UserError if the disk has too little room for it."""
+        free, existing = shutil.disk_usage(self.folder.parent).free, self.bytes if self.folder.is_dir() else 0
         size = f"up to {needed / 1e9:.2g} GB for {entries:,} draws of examples"
-        if needed - there > free:
+        if needed - existing > free:
             raise UserError(
                 f"{self.folder}: what the trunk makes needs {size}, and {free / 1e9:.2g} GB are free; lower "
                 'finetune.draws or data.crop, make room, or set finetune.trunk to "computed"'
@@ -137,15 +130,16 @@ def largest_store(
     rows: int,
     dtype: torch.dtype,
 ) -> tuple[int, int]:
-    """Return the bytes that a run's entries need at most, about, and how many there are.
+    """Estimate the maximum bytes of a run's entries; return them and the number of entries.
 
     draws: of each example.  examples: of the whole run.  rows: of the alignment.  dtype: of the trunk.
     """
     lengths = [length for source in sources for length in source.column("length")]
     sizes = sorted((_entry_bytes(min(n, crop or n), model, rows, dtype) for n in lengths), reverse=True)
     entries = min(draws * len(sizes), examples)
-    whole, rest = divmod(entries, draws)
-    return draws * sum(sizes[:whole]) + rest * sum(sizes[whole : whole + 1]), entries
+    # A short run may use the largest examples only.
+    complete, remaining = divmod(entries, draws)
+    return draws * sum(sizes[:complete]) + remaining * sum(sizes[complete : complete + 1]), entries
 
 
 def _entry_bytes(n: int, model: ModelConfig, rows: int, dtype: torch.dtype) -> int:
@@ -153,7 +147,7 @@ def _entry_bytes(n: int, model: ModelConfig, rows: int, dtype: torch.dtype) -> i
     features = sum(
         np.dtype(feature.dtype).itemsize * int(np.prod([axes[a] if isinstance(a, str) else a for a in feature.axes]))
         for name, feature in FEATURES.items()
-        if name not in OF_TRUNK
+        if name not in TRUNK_FEATURES
     )
     return (
         features + dtype.itemsize * n * (n * model.c_z + model.c_s + model.c_m) + 4 * rows * n * model.heads.msa_classes
@@ -162,9 +156,9 @@ def _entry_bytes(n: int, model: ModelConfig, rows: int, dtype: torch.dtype) -> i
 
 @dataclass(frozen=True)
 class DrawnMaker:
-    """Make the features of examples of which each has few draws; of an entry that is kept, what is left to read.
+    """Make the features of examples that have few draws, or load the remaining features of a cached entry.
 
-    make: of a new draw every time.  examples: of a step.
+    make: makes a new draw every time.  examples: of a step.
     """
 
     make: Maker
@@ -173,17 +167,19 @@ class DrawnMaker:
     store: TrunkStore | None = None
 
     def __call__(self, source: int, key: str, index: int, passes: int) -> Arrays:
-        """Return the features of a store's entry `key`, of the draw of example `index`.  Errors: as of `Maker`."""
+        """Make the features of a store's entry `key` for the draw of example `index`.  Errors: see `Maker`."""
         draw = self.finetune.draw(index, self.examples)
-        kept = None if self.store is None else self.store.features(self.store.path(source, key, draw))
-        return kept or self.make(source, key, draw, passes)
+        cached = None if self.store is None else self.store.features(self.store.path(source, key, draw))
+        return cached or self.make(source, key, draw, passes)
 
 
 class FrozenTrunk:
-    """Runs the trunk of a model on examples, or reads what it made of them before.
+    """Compute the outputs of a model's trunk, or load them from a store.
 
-    draw: of an example's number, which draw it is.  recycles: of a draw, how often it is recycled.  msa: the masked-MSA
-    head is trained, and reads the alignment.  store: of the entries that are kept; None: everything is computed.
+    draw: maps the number of an example to the number of its draw.
+    recycles: maps the number of a draw to its number of recycles.
+    msa: include the whole MSA representation, which a trained masked-MSA head reads.
+    store: the cached entries; None to compute all.
     """
 
     def __init__(
@@ -195,27 +191,27 @@ class FrozenTrunk:
         msa: bool = False,
         store: TrunkStore | None = None,
     ) -> None:
-        """Copy the structure module: as its weights are now, passes before the last take them."""
+        """Copy the structure module with its current weights, for the passes before the last."""
         first = copy.deepcopy(model.structure, {id(model.noise): model.noise}).requires_grad_(False)
         self._early, self._last = partial(model.early_pass, structure_module=first), partial(model.trunk_pass, msa=msa)
         self.model, self.seed, self.draw, self.recycles, self.store = model, seed, draw, recycles, store
 
     def inputs(self, examples: Sequence[Sample]) -> Batch:
-        """Return what `AlphaFold.last_pass` needs of examples that go through the model together, the key apart."""
-        one, model = examples[0], self.model
-        draw = self.draw(one.index)
-        path = None if self.store is None else self.store.path(one.source, one.key, draw)
-        if self.store is not None and path is not None and (kept := self.store.read(path, model.device)) is not None:
-            return kept
-        features = one.features if len(examples) == 1 else stack([example.features for example in examples])
+        """Compute or load the inputs of `AlphaFold.last_pass` for a batch of examples, without the dropout key."""
+        first, model = examples[0], self.model
+        draw = self.draw(first.index)
+        path = None if self.store is None else self.store.path(first.source, first.key, draw)
+        if self.store is not None and path is not None and (cached := self.store.read(path, model.device)) is not None:
+            return cached
+        features = first.features if len(examples) == 1 else stack([example.features for example in examples])
         keys = [(self.seed, draw)] * len(examples)
         model.noise.seed(*keys[0]) if len(keys) == 1 else model.noise.seed_batch(keys)
         with torch.no_grad():
             recycled, done = model.recycle(features, self.recycles(draw), early=self._early)
-            found = model.execution.call(model, self._last, model.inputs_of_pass(features, done, recycled))
+            outputs = model.execution.call(model, self._last, model.inputs_of_pass(features, done, recycled))
         count = model.config.ensemble
-        left = on_device(passes(features, done * count, count), model.device)
-        found = {name: x for name, x in left.items() if name not in OF_TRUNK} | found
+        last = on_device(passes(features, done * count, count), model.device)
+        inputs = {name: x for name, x in last.items() if name not in TRUNK_FEATURES} | outputs
         if self.store is not None and path is not None:
-            self.store.write(path, found)
-        return found
+            self.store.write(path, inputs)
+        return inputs

@@ -1,4 +1,4 @@
-"""Watch a training run: the interface of watchers, and TensorBoard and Weights & Biases as watchers."""
+"""Watchers of a training run: their interface, TensorBoard, and Weights & Biases."""
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
@@ -16,75 +16,74 @@ PhaseName = Literal["starting", "compiling", "training", "validating", "saving",
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """What a run is doing at the moment."""
+    """The current activity of a run."""
 
     name: PhaseName
     step: int  # steps done
     steps: int  # of the whole run
-    done: int = 0  # in this phase, of `total`: held-out examples
+    done: int = 0  # held-out examples in this phase
     total: int = 0  # 0: nothing is counted
-    left: float | None = None  # seconds until the run ends, validations included; None: not known yet
+    left: float | None = None  # seconds until the end; None: unknown
 
 
 class Watcher:
-    """Listen to a training run: override what you want to know; `train(watch=...)` takes one, several, or a function.
+    """Base class of watchers; override the methods of interest.
 
-    The process that it was given to calls it, from the loop: what takes long here makes the run slow, and an exception
-    ends the run (whose last checkpoint stays).
+    `train(watch=...)` takes a watcher, several, or a function of a row.  The training loop calls them in its process,
+    so a slow method slows the run, and an exception ends it.  The last checkpoint stays.
     """
 
     def on_begin(self, step: int) -> None:
-        """Begin to watch, after `step` steps: rows of later steps that an earlier process reported come again."""
+        """Called first, after `step` steps.  Rows of later steps that an earlier process reported come again."""
 
     def on_metrics(self, row: Row) -> None:
-        """Take a row of metrics.jsonl.
+        """Called with each row of metrics.jsonl.
 
         Its "kind" is "step", "validation", "quarantine", "end", or with `train.digest_every` "session" or "digest".
         """
 
     def on_phase(self, phase: Phase) -> None:
-        """Take what the run does now.  A signal handler may call it ("stopping"), at any moment."""
+        """Called when the phase changes.  A signal handler may call it at any time with the phase "stopping"."""
 
     def on_end(self, finished: bool) -> None:
-        """End; finished: False where the run was stopped or failed, so that the same command would continue it."""
+        """Called last.  finished: False if the run was stopped or failed, so that the same command continues it."""
 
 
 Watching = Watcher | Callable[[Row], object] | Sequence[Watcher | Callable[[Row], object]]
 
 
 def as_watchers(watch: Watching | None) -> list[Watcher]:
-    """Return the watchers that were given: one or several, each a `Watcher` or a function that is called with each row.
+    """Convert watchers and functions of a row, one or several, to a list of watchers.
 
-    Errors: UserError for anything else, such as a class that was not called.
+    Errors: UserError for other objects, such as a class that was not called.
     """
     if watch is None:
         return []
-    every = list(watch) if isinstance(watch, Sequence) and not isinstance(watch, str) else [watch]
-    found: list[Watcher] = []
-    for one in every:
-        if isinstance(one, Watcher):
-            found.append(one)
-        elif callable(one) and not isinstance(one, type):
+    watchers: list[Watcher] = []
+    for item in list(watch) if isinstance(watch, Sequence) and not isinstance(watch, str) else [watch]:
+        if isinstance(item, Watcher):
+            watchers.append(item)
+        elif callable(item) and not isinstance(item, type):
             watcher = Watcher()
-            watcher.on_metrics = one  # type: ignore[assignment]
-            found.append(watcher)
+            watcher.on_metrics = item  # type: ignore[assignment]
+            watchers.append(watcher)
         else:
-            raise UserError(f"watch: {one!r} is neither a Watcher nor a function of a row; give one of them")
-    return found
+            raise UserError(f"watch: {item!r} is neither a Watcher nor a function of a row; give one of them")
+    return watchers
 
 
-def numbers_of(row: Row) -> Iterator[tuple[str, float]]:
-    """Yield what is a number in a row, its loss terms included, by name; its step and its time apart."""
+def numbers_in_row(row: Row) -> Iterator[tuple[str, float]]:
+    """Yield the names and numbers of a row and of its loss terms, without its step and time."""
     for name, value in [*row.items(), *row.get("terms", {}).items()]:
         if isinstance(value, int | float) and name not in ("step", "time"):
             yield name, value
 
 
 class TensorBoard(Watcher):
-    """Writes every number of a row as a curve, for TensorBoard."""
+    """Write every number of a row as a curve for TensorBoard."""
 
     def __init__(self, folder: Path | str) -> None:
-        """folder: for TensorBoard's files.  Errors: UserError where the package is missing."""
+        """folder: for TensorBoard's files.  Errors: UserError if the package is missing."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -98,7 +97,7 @@ class TensorBoard(Watcher):
     def on_metrics(self, row: Row) -> None:
         if self._writer is None:
             self.on_begin(0)
-        for name, value in numbers_of(row):
+        for name, value in numbers_in_row(row):
             self._writer.add_scalar(f"{row['kind']}/{name}", value, row["step"])
         self._writer.flush()
 
@@ -108,22 +107,24 @@ class TensorBoard(Watcher):
 
 
 class WeightsAndBiases(Watcher):
-    """Gives every number of a row to Weights & Biases: into files of the run's folder, or to a server if asked to."""
+    """Log every number of a row with Weights & Biases, in files of the run's folder or on a server."""
 
     def __init__(
         self, folder: Path | str, online: bool = False, name: str | None = None, settings: Row | None = None
     ) -> None:
-        """folder: of the run; W&B's files go to its `wandb`, for `wandb sync`, and its name is the run's there.
+        """folder: of the run.  W&B's files go to its subfolder `wandb`, for `wandb sync`.
 
-        online: send them as W&B itself is set up (WANDB_MODE, `wandb login`); else nothing leaves this machine.
-        settings: shown beside the curves.
-        Errors: UserError where the package is missing, or would look for its server though it is to stay offline.
+        online: follow the setup of W&B (WANDB_MODE, `wandb login`).  Otherwise no data leaves this machine.
+        name: of the run in W&B; default: the name of the folder.
+        settings: shown with the curves.
+        Errors: UserError if the package is missing, or if it would contact its server although `online` is False.
         """
         try:
             self._wandb = importlib.import_module("wandb")
         except ImportError as error:
             raise UserError("train.wandb: the package is missing; pip install wandb") from error
-        if not online and self._wandb.env.error_reporting_enabled():  # seen: it looks for a server to report crashes to
+        # W&B contacts a server to report its own crashes even when it is offline.
+        if not online and self._wandb.env.error_reporting_enabled():
             raise UserError(
                 "train.wandb: W&B would look for its server even offline, to report its own crashes; "
                 "set WANDB_ERROR_REPORTING=false (`warpfold train` does), or ask for online"
@@ -138,19 +139,21 @@ class WeightsAndBiases(Watcher):
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, uuid4().hex[:12])
-        own = self._wandb.Settings(console="off", disable_git=True, disable_code=True, silent=True)
-        mode = None if self.online else "offline"  # None: as W&B is set up
+        options = self._wandb.Settings(console="off", disable_git=True, disable_code=True, silent=True)
+        # None follows the setup of W&B.
+        mode = None if self.online else "offline"
         self._run = self._wandb.init(
             project="warpfold", name=self.name, dir=str(self.folder), mode=mode, id=path.read_text(encoding="utf-8"),
-            resume="allow", config=self.settings, settings=own,
+            resume="allow", config=self.settings, settings=options,
         )  # fmt: skip
+        # W&B's own step counter would refuse the repeated steps of a run that continues from a checkpoint.
         self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")  # W&B's own count would refuse steps that come again
+        self._run.define_metric("*", step_metric="step")
 
     def on_metrics(self, row: Row) -> None:
         if self._run is None:
             self.on_begin(0)
-        self._run.log({"step": row["step"]} | {f"{row['kind']}/{name}": value for name, value in numbers_of(row)})
+        self._run.log({"step": row["step"]} | {f"{row['kind']}/{name}": value for name, value in numbers_in_row(row)})
 
     def on_end(self, finished: bool) -> None:
         if self._run is not None:

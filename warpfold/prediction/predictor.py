@@ -411,9 +411,9 @@ class Predictor:
         soft, temperature, hard: the sequence that enters is soft * softmax(logits / temperature) + (1 - soft) * logits;
         of which `hard` is moved to the most likely letters, and the gradient goes on as if it were not.  These letters
         decide which atoms there are.  Nothing of the alignment is masked.
-        loss: a function of `warpfold.engine.gradient.Seen`, such as `warpfold.design.losses.Losses`, that returns a
-        scalar, or terms by name.  recycles: passes before the last; through: the "last" pass, "all", or the "mean" of
-        the loss and the gradient of each.
+        loss: a function of `warpfold.engine.gradient.ModelOutputs`, such as `warpfold.design.losses.Losses`, that
+        returns a scalar, or terms by name.  recycles: passes before the last.
+        through: the "last" pass, "all", or the "mean" of the loss and the gradient of each.
         alignment, templates, initial_guess: as of `fold`; the rows of a chain with free positions fit it column by
         column.
         Errors: UserError as of `fold`, for logits and letters that do not fit, and as the loss raises it.

@@ -1,6 +1,16 @@
-"""Train: the loop and what is around it.
+"""Training of AlphaFold models.
 
-train.py: the loop; config.py, examples.py (which come next), ledger.py (which were used), results.py (the log),
-validation.py, validate.py (from outside), watching.py (progress), ranks.py (several processes),
-planning.py (before it runs), passes.py (where in a forward pass a model is), card.py (of the parameters).
+train.py        the loop, from setup to the model card
+config.py       the settings of a run
+examples.py     held-out examples, used examples, and their loader
+ledger.py       the record of used and unusable examples
+frozen_trunk.py setup of fine-tuning behind a frozen trunk
+validation.py   validations during training
+validate.py     validations by a separate process
+replay.py       recomputation of steps, to find wrong ones
+planning.py     plans for the memory that is free
+processes.py    several processes on one machine
+passes.py       progress of a forward pass
+watching.py     progress of a run in a terminal
+card.py         the card of trained parameters
 """

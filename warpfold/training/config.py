@@ -1,4 +1,4 @@
-"""All settings of a run: what a TOML file in settings/ may contain."""
+"""All settings of a run, as a TOML file in settings/ gives them."""
 
 import os
 from collections.abc import Collection, Iterable, Mapping
@@ -23,39 +23,61 @@ FIXED_TRAIN_KEYS = ("seed", "order", "validation", "test", "related_identity")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """[train]: how long to train, on what, what to save and validate, and what to do when something goes wrong."""
+    """[train]: length of the training, held-out examples, checkpoints, handling of failures, and logs."""
 
-    steps: int = 78_125  # Supp. table 4: about 10 million samples, 128 per step
-    seed: int = 0  # of the first weights, the order of the examples, and everything random
-    order: Weights = "paper"  # Supp. 1.2.5; "uniform": each example once per epoch
-    validation: float | tuple[str, ...] | str = 0.02  # share of the store or keys, held out; or another store's folder
-    test: tuple[str, ...] = ()  # entries of any of the stores that the run never sees, neither trained on nor validated
-    # Identity, 0 to 1, from which an entry of any store counts as related to one that tests or validates.  Related
-    # entries are not trained on if there are several stores, or a test; 0: they are.
+    # Optimizer steps (Supp. table 4: about 10 million samples, 128 per step).
+    steps: int = 78_125
+    # Seed of the first weights, the order of the examples, and all other random numbers.
+    seed: int = 0
+    # "paper": weights of Supp. 1.2.5.  "uniform": each example once per epoch.
+    order: Weights = "paper"
+    # Held-out validation data: a share of the store, keys, or the folder of another store.
+    validation: float | tuple[str, ...] | str = 0.02
+    # Entries of any store that are neither trained on nor validated.
+    test: tuple[str, ...] = ()
+    # Identity, 0 to 1, from which an entry counts as related to an entry of the test or the validation.  With several
+    # stores or a test, related entries are not trained on.  0: they are.
     related_identity: float = 0.3
-    validation_examples: int = 64  # at most this many of them, one for each cluster (but all that are named)
-    validation_residues: int = 512  # at most so many of each: of an assembly those around an interface
-    validate_every: int = 1_000  # steps; 0: at the beginning and the end only
-    validation_share: float = 0.1  # of the time, at most; what there is no time for is left out; 1: all is validated
-    save_every: int = 500  # steps
-    patience: int = 0  # validations in a row without a better one after which the run ends; 0: it never ends early
-    keep: int = 2  # how many last checkpoints stay; the best stays too
-    idle: int = 0  # processes that a chosen plan leaves over: the run notes it, to go on with its plan on as many
-    # With --init: heads that the file lacks begin at random, and those that the settings lack are left out.
+    # Maximum number of validation examples, one for each cluster.  Named entries all count.
+    validation_examples: int = 64
+    # Maximum residues of each validation example; of an assembly those around an interface.
+    validation_residues: int = 512
+    # Steps between validations.  0: at the beginning and the end only.
+    validate_every: int = 1_000
+    # Maximum share of the time for validations.  Validations beyond it are left out.  1: no limit.
+    validation_share: float = 0.1
+    # Steps between checkpoints.
+    save_every: int = 500
+    # Validations in a row without an improvement after which the run ends.  0: the run never ends early.
+    patience: int = 0
+    # Number of last checkpoints to retain, in addition to the best.
+    keep: int = 2
+    # Processes that a chosen plan leaves idle.  The run notes it, to continue with its plan on an equal number.
+    idle: int = 0
+    # With --init: heads that the file lacks begin at random, and heads that the settings lack are left out.
     new_heads: bool = False
-    # With --init: the optimizer's moments are those of the last checkpoint of the run in whose folder that file is.
+    # With --init: begin with the optimizer's moments in the last checkpoint of the run whose folder has that file.
     moments: bool = False
-    on_nonfinite: Literal["stop", "skip"] = "stop"  # what to do about a loss or gradient that is not finite
-    max_skipped: int = 10  # examples of any 1,000 in a row that "skip" may leave out before the run stops
-    # Steps between two digests of parameters and optimizer state in the log, for `doctor --replay`; 0: none.
+    # Reaction to a loss or gradient that is not finite: stop the run, or skip the example.
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    # Maximum number of skipped examples among any 1,000 in a row, before the run stops.
+    max_skipped: int = 10
+    # Steps between two digests of parameters and optimizer state in the log, for `doctor --replay`.  0: none.
     digest_every: int = 0
-    workers: int | None = None  # processes that prepare examples, 0: this one; None: up to 8 per GPU, 0 on a CPU
-    ahead: int = 4  # examples per worker that are prepared ahead
-    window: int = 0  # positions by which a ready example may come early, or a slow one late; 0: in order
-    quarantine: float = 0.01  # share of the data that may turn out unusable before the run stops
-    tensorboard: bool = False  # curves in the run's folder, for TensorBoard
-    wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases: in the folder; or as W&B is set up
-    report_every: float = 30.0  # seconds between lines of progress, where there is no terminal
+    # Processes that prepare examples.  0: the training process.  None: up to 8 per GPU, 0 on a CPU.
+    workers: int | None = None
+    # Examples per worker that are prepared in advance.
+    ahead: int = 4
+    # Positions by which a ready example may come early, or a slow one late.  0: in order.
+    window: int = 0
+    # Share of the data that may be unusable before the run stops.
+    quarantine: float = 0.01
+    # Write curves for TensorBoard into the run's folder.
+    tensorboard: bool = False
+    # Weights & Biases: "offline" writes into the run's folder, "online" follows the setup of W&B.
+    wandb: Literal["off", "offline", "online"] = "off"
+    # Seconds between two lines of progress, if the output is not a terminal.
+    report_every: float = 30.0
 
     def __post_init__(self) -> None:
         if min(self.steps, self.save_every, self.keep) < 1:
@@ -129,10 +151,10 @@ def fixed_settings(values: settings.Mapped) -> settings.Mapped:
 
 @dataclass(frozen=True)
 class GivenSettings:
-    """The values of settings, and which keys of their plan stay as they are where a planner chooses the others.
+    """The values of settings, and the keys of their plan that a planner must not change.
 
-    own: keys of the plan that the user gave; of a preset, what the planner chooses is only a suggestion for who runs
-    without one.  auto: whether there is anything to choose.
+    own: keys of the plan that the user gave.  The planner may replace the other keys of a preset's plan.
+    auto: whether the planner chooses any keys.
     """
 
     source: str
@@ -141,19 +163,19 @@ class GivenSettings:
     auto: bool
 
     def config(self, **plan: Any) -> RunConfig:
-        """Return the settings of a run, with some keys of the plan changed.  Errors: as of `settings.build`."""
+        """Build the settings of a run, with some keys of the plan changed.  Errors: see `settings.build`."""
         values = self.values | {"plan": {**self.values.get("plan", {}), **settings.plain(plan)}}
         return settings.build(RunConfig, values, self.source)
 
     def fixed(self, chosen: Collection[str]) -> dict[str, Any]:
-        """Return the keys of the plan that stay, where the planner chooses among some."""
+        """Return the keys of the plan that are fixed if the planner chooses the keys in `chosen`."""
         plan: settings.Mapped = self.values.get("plan", {})
         keys = [key for key in plan if key in self.own or key not in chosen]
         built = settings.build(Plan, {key: plan[key] for key in keys}, self.source, "plan.")
         return {key: getattr(built, key) for key in keys}
 
     def fixed_on_ranks(self, chosen: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the keys of the plan that stay, those of `plan.sync` apart, each of which may stay by itself."""
+        """Return the fixed keys of the plan, and separately the fixed keys of `plan.sync`."""
         fixed = self.fixed(chosen)
         sync = fixed.pop("sync", None)
         given = {} if sync is None else self.values["plan"]["sync"]
@@ -164,11 +186,12 @@ SettingsLike = str | os.PathLike[str] | Mapping[str, Any] | RunConfig | GivenSet
 
 
 def load_settings(name: SettingsLike, changes: Iterable[str] = ()) -> GivenSettings:
-    """Read settings in which the plan may be left to the planner: `plan = "auto"`, or keys that are not there.
+    """Load settings in which the plan may be left to the planner, by `plan = "auto"` or by missing keys.
 
-    name: a preset's, a file, the values of one, or settings that are built already, whose plan stays as it is; settings
-    that have been read so stay as they are.  `plan.auto = false`: what is not there has the default of `Plan`.
-    Errors: UserError as of `settings.load`, and for what is none of these.
+    name: the name of a preset, a file, a mapping of values, a `RunConfig`, whose plan is fixed, or `GivenSettings`,
+        which are returned unchanged.
+    changes: assignments such as "train.steps=10".  With `plan.auto = false` missing keys have the defaults of `Plan`.
+    Errors: UserError of `settings.load`, and for a value of another type.
     """
     changes = list(changes)
     if isinstance(name, GivenSettings):

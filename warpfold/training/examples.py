@@ -1,4 +1,4 @@
-"""Choose the examples of a run: which are held out, which it has used, and which come next."""
+"""Choose the examples of a run: the held-out ones, those used before a checkpoint, and the next ones."""
 
 import hashlib
 import logging
@@ -7,7 +7,6 @@ from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -40,9 +39,9 @@ log = logging.getLogger("warpfold")
 
 
 def fingerprint_origin(sources: Sequence[Source], init: Path | None, team: Team) -> dict[str, str]:
-    """Return fingerprints of the data and of the first weights; a store's `checksum` covers its contents.
+    """Compute fingerprints of the data and of the first weights.  The `checksum` of a store covers its contents.
 
-    Rank 0 alone reads `init`.
+    Rank 0 alone reads `init`.  All ranks call this.
     """
     data = b"".join(source.store.checksum.encode() for source in sources)
     if len(sources) > 1:
@@ -56,15 +55,15 @@ def fingerprint_origin(sources: Sequence[Source], init: Path | None, team: Team)
 
 
 def fingerprint(data: bytes) -> str:
-    """Return a short hash."""
+    """Compute a hash of 16 hexadecimal digits."""
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def hold_out(data: Store | Sequence[Source], config: RunConfig) -> tuple[list[Source], list[tuple[Store, str]]]:
-    """Return the sources to train on, and the examples held out of the first for validation.
+    """Hold validation examples out of the first source; return the sources to train on, and the held-out examples.
 
-    A multimer is trained on the assemblies of the stores, or on chains where a store has none; a monomer on chains.
-    Of a source with keys of its own no other entry is trained on.
+    A multimer is trained on the assemblies of a store, or on its chains if it has no assemblies.  A monomer is trained
+    on chains.  If a source selects keys, other entries are not trained on.
     """
     assemblies, test = config.model.multimer is not None, set(config.train.test)
     first, *others = [Source(data, assemblies=assemblies)] if isinstance(data, Store) else data
@@ -73,78 +72,80 @@ def hold_out(data: Store | Sequence[Source], config: RunConfig) -> tuple[list[So
     kinds = (entry_keys(first.store, assemblies=kind) for kind in (False, True))
     restricted = not any(np.array_equal(first.keys.rows, every.rows) for every in kinds)
     training, held_out = split(first.store, config, first.keys if restricted else None)
-    others = [Source(one.store, one.keys.without(test), one.weight) for one in others]
+    others = [Source(source.store, source.keys.without(test), source.weight) for source in others]
     return [Source(first.store, training, first.weight), *others], held_out
 
 
 def without_relatives(
     sources: Sequence[Source], held_out: Sequence[tuple[Store, str]], config: RunConfig, team: Team
 ) -> tuple[list[Source], list[tuple[Store, str]]]:
-    """Leave out entries that are related to the test or the validation, and validated ones related to the test.
+    """Remove training entries related to the test or the validation, and validation entries related to the test.
 
-    That is done for several stores, and where there is a test.  Of one store without a test whole clusters are held
-    out.  Rank 0 searches; all call this.
+    Nothing is done for one store without a test, of which whole clusters are held out.
+    Rank 0 searches for related entries.  All ranks call this.
     """
     limit, test = config.train.related_identity, set(config.train.test)
     if not limit or not (test or (held_out and len(sources) > 1)):
         return list(sources), list(held_out)
     stores = dict.fromkeys(source.store for source in sources)
     tested = [(store, key) for store in stores for key in sorted(test) if key in store]
-    found: list[Any] = []
+    # The first list has indices of held-out examples, and the others have indices of the keys of each source.
+    related: list[list[int]] = []
     if team.is_rank_zero:
         threads = cores()
-        found.append([])
+        related.append([])
         for store in dict.fromkeys(store for store, _ in held_out):
-            numbers = [n for n, one in enumerate(held_out) if one[0] is store]
-            places = related_entries(Source(store, [held_out[n][1] for n in numbers]), tested, limit, threads)
-            found[0] += [numbers[place] for place in places.tolist()]
-        kept = [*tested, *(one for n, one in enumerate(held_out) if n not in found[0])]
-        found += [related_entries(source, kept, limit, threads).tolist() for source in sources]
-    validated, *left_out = team.broadcast(found, "the relatives of held-out entries")
+            numbers = [n for n, (other, _) in enumerate(held_out) if other is store]
+            indices = related_entries(Source(store, [held_out[n][1] for n in numbers]), tested, limit, threads)
+            related[0] += [numbers[i] for i in indices.tolist()]
+        references = [*tested, *(example for n, example in enumerate(held_out) if n not in related[0])]
+        related += [related_entries(source, references, limit, threads).tolist() for source in sources]
+    validated, *left_out = team.broadcast(related, "the relatives of held-out entries")
     if count := sum(map(len, left_out)):
         log.info(
             "%s",
-            f"{count:,} of {sum(len(one.keys) for one in sources):,} entries left out: related to the test or the "
-            f"validation at {limit:.0%} identity or more (train.related_identity)",
+            f"{count:,} of {sum(len(source.keys) for source in sources):,} entries left out: related to the test or "
+            f"the validation at {limit:.0%} identity or more (train.related_identity)",
         )
     if validated:
         log.info("%s", f"{len(validated)} of {len(held_out)} validated entries left out: related to the test")
-    remaining = [
-        Source(one.store, one.keys.take(np.setdiff1d(np.arange(len(one.keys)), there)), one.weight)
-        for one, there in zip(sources, left_out)
-    ]
-    return remaining, [one for n, one in enumerate(held_out) if n not in set(validated)]
+    remaining = []
+    for source, indices in zip(sources, left_out):
+        keys = source.keys.take(np.setdiff1d(np.arange(len(source.keys)), indices))
+        remaining.append(Source(source.store, keys, source.weight))
+    return remaining, [example for n, example in enumerate(held_out) if n not in set(validated)]
 
 
 def split(store: Store, config: RunConfig, keys: Keys | None = None) -> tuple[Keys, list[tuple[Store, str]]]:
-    """Return the keys to train on, and the examples held out for validation.
+    """Split a store; return the keys to train on, and the examples held out for validation.
 
-    One example for each cluster, or for each set of clusters that meet in an assembly: of a family that is held out
-    every chain would say the same.  What the settings name is all validated, at most `validation_examples`.
-    keys: the entries that may be trained on, of which a share is held out; None: all.
+    One example is held out for each cluster, or for each set of clusters in an assembly, since the chains of a cluster
+    would repeat the result.  Of the entries that the settings name all are validated.  There are at most
+    `validation_examples`.
+    keys: the entries to train on, of which a share is held out; None for all of the store.
     """
-    wanted, assemblies, test = config.train.validation, config.model.multimer is not None, set(config.train.test)
+    chosen, assemblies, test = config.train.validation, config.model.multimer is not None, set(config.train.test)
     every = entry_keys(store, assemblies)
     entries = (every if keys is None else keys).without(test)
     held: Sequence[str]
-    if isinstance(wanted, str):
-        training, other = entries, Store(wanted)
+    if isinstance(chosen, str):
+        training, other = entries, Store(chosen)
         held = entry_keys(other, assemblies)
-    elif isinstance(wanted, float):
+    elif isinstance(chosen, float):
         other = store
-        parts = split_keys(store, math.ceil(wanted * len(entries)), config.train.seed, assemblies, keys)
+        parts = split_keys(store, math.ceil(chosen * len(entries)), config.train.seed, assemblies, keys)
         training, held = (part.without(test) for part in parts)
     else:
-        if unknown := [key for key in wanted if key not in store]:
+        if unknown := [key for key in chosen if key not in store]:
             raise UserError(f"train.validation: {unknown[0]} is not in {store.path}")
-        if both := sorted(test & set(wanted)):
+        if both := sorted(test & set(chosen)):
             raise UserError(f"train.validation and train.test both name {both[0]}; leave it out of one of them")
-        if not assemblies and (wrong := [key for key in wanted if key not in every]):
+        if not assemblies and (wrong := [key for key in chosen if key not in every]):
             raise UserError(f"train.validation: {wrong[0]} is an assembly; give chains, or train a multimer")
-        other, held = store, list(wanted)
-        training = entries.without(wanted)
+        other, held = store, list(chosen)
+        training = entries.without(chosen)
     drawn = keyed_rng(config.train.seed, "validation").permutation(len(held)).tolist()
-    if isinstance(wanted, float | str):
+    if isinstance(chosen, float | str):
         counts, chains = Source(other, held).members() if held else (np.empty(0, np.int64), np.empty(0, np.int64))
         each = np.split(other.column("cluster").values[chains], np.cumsum(counts)[:-1])
         first: dict[frozenset[int], int] = {}
@@ -156,56 +157,53 @@ def split(store: Store, config: RunConfig, keys: Keys | None = None) -> tuple[Ke
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A held-out example, or the part of it that is validated, which is always the same."""
+    """A held-out example, or a fixed crop of it."""
 
     key: str
     features: Arrays
-    residues: int  # of the whole
-    reason: str = ""  # why there are no features: the entry is damaged, or too large for the memory
+    residues: int  # before cropping
+    reason: str = ""  # for missing features: a damaged entry, too little memory
 
 
 def held_out_features(held_out: Sequence[tuple[Store, str]], config: RunConfig) -> Generator[HeldOut, None, None]:
-    """Yield the held-out examples: of a long chain the first residues, of a large assembly those around an interface.
+    """Yield the held-out examples, cropped to `train.validation_residues`.
 
-    One that cannot be made has the reason, and no other takes its place.
-    A thread makes the features of the next one while the caller uses these.
+    Long chains keep their first residues, and large assemblies keep residues around an interface.
+    An example that cannot be made has the reason, and is not replaced by another.
+    A thread makes the features of the next example while the caller uses the current one.
     """
     passes, most = (config.model.recycles + 1) * config.model.ensemble, config.train.validation_residues
 
-    def make(one: tuple[Store, str]) -> HeldOut:
-        """Read an example, cut it, and make its features."""
-        store, key = one
+    def make(entry: tuple[Store, str]) -> HeldOut:
+        """Read an example, crop it, and make its features."""
+        store, key = entry
         try:
-            return made(store, key)
+            example: StoredExample | RawExample | Assembly = open_entry(store, key, config.model.multimer is not None)
+            length, crops = example.length, None
+            if isinstance(example, Assembly):
+                crops = fixed_crop(example, most, config.data.interface_distance)
+            elif length > most:
+                example = example.take(slice(most))
+            seed, place = config.train.seed, (key, "validation")
+            return HeldOut(key, make_features(example, config.data, seed, place, passes, crops=crops), length)
         except StorageError:
             raise
         except (UserError, MemoryError) as error:
             return HeldOut(key, {}, 0, str(error) or "too little memory")
 
-    def made(store: Store, key: str) -> HeldOut:
-        """Read, cut and make, whatever is wrong."""
-        part: StoredExample | RawExample | Assembly = open_entry(store, key, config.model.multimer is not None)
-        whole, crops = part.length, None
-        if isinstance(part, Assembly):
-            crops = fixed_crop(part, most, config.data.interface_distance)
-        elif whole > most:
-            part = part.take(slice(most))
-        drawn = config.train.seed, (key, "validation")
-        features = make_features(part, config.data, *drawn, passes, crops=crops)
-        return HeldOut(key, features, whole)
-
     with ThreadPoolExecutor(1, "held-out") as thread:
         try:
             yield from in_order(make, held_out, thread, ahead=2)
         finally:
-            thread.shutdown(wait=False, cancel_futures=True)  # where the caller wants no more
+            # The caller may stop early.
+            thread.shutdown(wait=False, cancel_futures=True)
 
 
 def draw_recycles(config: RunConfig, step: int) -> int:
-    """Draw the number of recycles of a step's examples, uniform from 0 to the model's number; all have the same.
+    """Draw the number of recycles of all examples of a step, uniform from 0 to the model's number.
 
-    With `finetune.draws` the same few draws come for ever, so their numbers are stratified: the first has the model's
-    number, with which validation and prediction run, and the others are spread evenly over the smaller ones.
+    With `finetune.draws` the same few draws are repeated, so their numbers of recycles are stratified.  The first has
+    the model's number, which validation and prediction use, and the others are spread evenly over smaller numbers.
     """
     if draws := config.finetune.draws:
         return config.model.recycles - config.finetune.draw(step, 1) * (config.model.recycles + 1) // draws
@@ -215,15 +213,16 @@ def draw_recycles(config: RunConfig, step: int) -> int:
 def open_ledger(
     run: RunFolder, config: RunConfig, state: Checkpoint, origin: Mapping[str, str], replay: Path | None, team: Team
 ) -> Ledger:
-    """Open the record of the examples used so far; those after the last checkpoint, or `replay`, are used again."""
-    decides = [origin["store"], config.train.seed, config.train.order, config.train.validation]
-    decides += [config.train.test] if config.train.test else []
+    """Open the record of used examples.  Those after the last checkpoint, or those of `replay`, are used again."""
+    # Two runs with equal values give the same entry to each example.
+    data = [origin["store"], config.train.seed, config.train.order, config.train.validation]
+    data += [config.train.test] if config.train.test else []
     place = state.step * share_of(config.optim.accumulate, team.mesh.data.size, team.mesh.data.rank)
-    return Ledger(run.path, fingerprint(repr(decides).encode()), place, used(config, state), replay, team)
+    return Ledger(run.path, fingerprint(repr(data).encode()), place, used(config, state), replay, team)
 
 
 def used(config: RunConfig, state: Checkpoint) -> State:
-    """Return which examples a run had used at a checkpoint."""
+    """Return the examples that a run had used at a checkpoint."""
     notes = state.notes.get("loader", {"first": state.step * config.optim.accumulate, "early": ()})
     return State(notes["first"], tuple(notes["early"]))
 
@@ -238,11 +237,10 @@ def load(
     team: Team,
     store: TrunkStore | None = None,
 ) -> tuple[RunOrder, Ready]:
-    """Return the order of this rank's examples of the steps that remain, and their loader.
+    """Build the order of this rank's examples for the remaining steps, and their loader.
 
-    The loader yields `Sample`s on the device.  Ranks that share examples make the same.
-
-    store: of what a trunk that is not trained has made of them.
+    The loader yields `Sample`s on the device.  Ranks that share an example each make it.
+    store: the cached outputs of a frozen trunk.
     """
     order = Order(sources, config.train.seed, config.train.order)
     ranks, steps = team.mesh.data, max(0, config.train.steps - state.step)
@@ -261,7 +259,8 @@ def load(
         log({"kind": "quarantine", "step": log.step, "example": name, "reason": reason})
 
     def passes(step: int) -> int:
-        if not config.data.resample_msa:  # one sample serves every pass
+        # Without resampling all passes use one sample of the alignment.
+        if not config.data.resample_msa:
             return 1
         return (draw_recycles(config, state.step + step) + 1) * config.model.ensemble
 

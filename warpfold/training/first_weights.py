@@ -1,4 +1,4 @@
-"""Start a training from parameters in a file, and from the moments of its run: what must fit, and what makes it fit."""
+"""Start a training from the parameters in a file and the moments of its run, after checking that they fit."""
 
 import logging
 from pathlib import Path
@@ -17,66 +17,71 @@ from warpfold.settings import differences, to_dict
 
 log = logging.getLogger("warpfold")
 
-# Settings of a model that no parameter depends on: those that change what it computes with them, and the others.
-COMPUTES = {"layers", "position_scale", "order", "outer", "unit_vectors", "activation"}
-FREE = {"recycles", "recycle_tolerance", "ensemble", "rate", "dropout", *COMPUTES}
+# Settings of a model on which no parameter's shape depends.  The first ones change its results for equal parameters.
+RESULT_KEYS = {"layers", "position_scale", "order", "outer", "unit_vectors", "activation"}
+SHAPELESS_KEYS = {"recycles", "recycle_tolerance", "ensemble", "rate", "dropout", *RESULT_KEYS}
 HEADS = ("distogram", "masked_msa", "plddt", "resolved", "pae")
 
 
 def check_first(config: ModelConfig, init: Path, new_heads: bool = False) -> None:
-    """Raise what `start_from` would, for the model that settings describe, by sizes alone: nothing is allocated."""
-    given = without_memory(load_config(init), str(init))
-    _in_common(without_memory(config, "the settings"), given, str(init), new_heads)
+    """Raise the errors of `start_from` for the model of these settings, without allocating it."""
+    file_model = without_memory(load_config(init), str(init))
+    _first_tensors(without_memory(config, "the settings"), file_model, str(init), new_heads)
 
 
-def start_from(model: AlphaFold, given: AlphaFold, source: str, new_heads: bool = False) -> None:
-    """Load the parameters of a model that was read from `source` into one that settings describe.
+def start_from(model: AlphaFold, file_model: AlphaFold, source: str, new_heads: bool = False) -> None:
+    """Load the parameters of a model that was read from `source` into the model of a run.
 
-    new_heads: a head that only one of them has stays as it is drawn, or is left out.
-    Errors: UserError that names the heads that are missing or surplus, or the settings that differ, and the cure.
+    new_heads: a head that only the run's model has keeps its random weights, and one that only the file has is left
+        out.
+    Errors: UserError that names the missing or surplus heads, or the settings that differ, with the remedy.
     """
-    load_state(model, _in_common(model, given, source, new_heads), source)
-    if other := [one for one in _differing(model, given) if _key(one) in COMPUTES]:
+    load_state(model, _first_tensors(model, file_model, source, new_heads), source)
+    if other := [difference for difference in _differences(model, file_model) if _key(difference) in RESULT_KEYS]:
         log.warning("%s: its parameters were of a model with %s", source, listed(other, between="; "))
 
 
-def _in_common(model: AlphaFold, given: AlphaFold, source: str, new_heads: bool) -> dict[str, Tensor]:
-    """Return the tensors that `model` starts with.  Errors: as in `start_from`."""
-    own, found = model.state_dict(), given.state_dict()
-    missing = [head for head in _heads(model) if head not in _heads(given)]
-    surplus = [head for head in _heads(given) if head not in _heads(model)]
+def _first_tensors(model: AlphaFold, file_model: AlphaFold, source: str, new_heads: bool) -> dict[str, Tensor]:
+    """Select the tensors that `model` starts with.  Errors: see `start_from`."""
+    model_state, file_state = model.state_dict(), file_model.state_dict()
+    missing = [head for head in _heads(model) if head not in _heads(file_model)]
+    surplus = [head for head in _heads(file_model) if head not in _heads(model)]
     if (missing or surplus) and new_heads:
-        ours = {name: tensor for name, tensor in own.items() if name.split(".")[0] in missing}
-        found = {name: tensor for name, tensor in found.items() if name.split(".")[0] not in surplus} | ours
+        random = {name: x for name, x in model_state.items() if name.split(".")[0] in missing}
+        file_state = {name: x for name, x in file_state.items() if name.split(".")[0] not in surplus} | random
         missing, surplus = [], []
-    names = {name for head in (*missing, *surplus) for name in own.keys() | found.keys() if name.startswith(f"{head}.")}
-    shapes = [{name: x.shape for name, x in state.items() if name not in names} for state in (own, found)]
-    if shapes[0] != shapes[1] and (differ := [one for one in _differing(model, given) if _key(one) not in FREE]):
+    names = model_state.keys() | file_state.keys()
+    in_heads = {name for head in (*missing, *surplus) for name in names if name.startswith(f"{head}.")}
+    states = (model_state, file_state)
+    shapes = [{name: x.shape for name, x in state.items() if name not in in_heads} for state in states]
+    differ = [difference for difference in _differences(model, file_model) if _key(difference) not in SHAPELESS_KEYS]
+    if shapes[0] != shapes[1] and differ:
         raise UserError(
             f"{source}: parameters of another model than that of the settings (in the file {listed(differ, 4, '; ')}); "
             f"`warpfold params {source} --toml` prints its settings"
         )
     if missing or surplus:
-        said = [f"lacks the head {head}, which the settings have" for head in missing]
-        said += [f"has the head {head}, which the settings lack" for head in surplus]
+        problems = [f"lacks the head {head}, which the settings have" for head in missing]
+        problems += [f"has the head {head}, which the settings lack" for head in surplus]
         changes = [f"--set model.heads.{head}=false" for head in missing]
         changes += [f"--set model.heads.{head}=true" for head in surplus]
         # The presets without the PAE head give its loss no weight.
         changes += ["--set loss.predicted_aligned_error=0.1"] if "pae" in surplus else []
         new = "begins it at random" if missing else "leaves it out"
         raise UserError(
-            f"{source}: {' and '.join(said)}; {' '.join(changes)} follows the file, --set train.new_heads=true {new}"
+            f"{source}: {' and '.join(problems)}; {' '.join(changes)} follows the file, "
+            f"--set train.new_heads=true {new}"
         )
-    return found
+    return file_state
 
 
 def _heads(model: nn.Module) -> list[str]:
     return [head for head in HEADS if getattr(model, head) is not None]
 
 
-def _differing(model: AlphaFold, given: AlphaFold) -> list[str]:
-    """Return the settings in which two models differ, that of the file first."""
-    return differences(to_dict(given.config), to_dict(model.config), "model.")
+def _differences(model: AlphaFold, file_model: AlphaFold) -> list[str]:
+    """List the settings in which two models differ, with the value of the file first."""
+    return differences(to_dict(file_model.config), to_dict(model.config), "model.")
 
 
 def _key(difference: str) -> str:
@@ -85,9 +90,9 @@ def _key(difference: str) -> str:
 
 
 def check_moments(rule: str, init: Path | None) -> int:
-    """Return the step of the checkpoint that has the moments of the parameters in `init`, the last one beside them.
+    """Find the checkpoint with the moments of the parameters in `init`, the last one in their folder; return its step.
 
-    rule: optim.name.  Errors: UserError where there is none, or one of a run with another rule.
+    rule: optim.name.  Errors: UserError if there is no checkpoint, or if its run has another rule.
     """
     off = "or set train.moments=false"
     if init is None:
@@ -97,7 +102,7 @@ def check_moments(rule: str, init: Path | None) -> int:
     step = StepFolders(init.parent / "checkpoints").latest()
     if step is None:
         raise UserError(
-            f"{init}: train.moments needs a run's checkpoints beside it; give RUN/params.safetensors, {off}"
+            f"{init}: train.moments needs a run's checkpoints in the same folder; give RUN/params.safetensors, {off}"
         )
     before = settings.load(init.parent / "settings.toml").get("optim", {}).get("name", "adam")
     if before != rule:
@@ -106,19 +111,19 @@ def check_moments(rule: str, init: Path | None) -> int:
 
 
 def take_moments(optimizer: Optimizer, init: Path | None, team: Team) -> None:
-    """Take the moments of the run in whose folder the parameters `init` are.  Errors: as of `check_moments`.
+    """Load the moments of the run whose folder has the parameters `init`.  Errors: see `check_moments`.
 
-    Rank 0 alone reads them; all call this.  Adapters, which begin anew, and parameters new to the model have none.
+    Rank 0 alone reads them.  All ranks call this.  Adapters, which begin anew, and new parameters have zero moments.
     """
-    found = None
+    moments = None
     if team.is_rank_zero:
         step = check_moments(optimizer.config.name, init)
         assert init is not None
-        found = StepFolders(init.parent / "checkpoints").load(step).tensors
-        found = {
+        tensors = StepFolders(init.parent / "checkpoints").load(step).tensors
+        moments = {
             name: x
-            for name, x in found.items()
+            for name, x in tensors.items()
             if name == "steps" or (name.startswith(tuple(optimizer.rule.moments)) and not name.endswith(ADAPTER))
         }
-    if lacking := optimizer.take_moments(team.broadcast_tensors(found, "the moments to start from")):
+    if lacking := optimizer.take_moments(team.broadcast_tensors(moments, "the moments to start from")):
         log.info("parameters without moments in the run of %s: %s", init, listed(lacking, 4))

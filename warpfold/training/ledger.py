@@ -1,15 +1,15 @@
-"""What a run remembers of its examples: the order in which it used them, and the entries that it could not use.
+"""Record the examples of a run in the order in which they are used, and the entries that cannot be used.
 
     DIR/order.txt           "PLACE EXAMPLE AGAIN" for each example, written before it is used: its position, its
-                            number, how often its entry was drawn again; of equal positions the last line counts.
-                            With D data ranks each has its own file, order-0-of-D.txt ...
-    DIR/quarantine.jsonl    the entries that were set aside, with the reason
+                            number, and how often its entry was drawn again.  If a position has several lines, the last
+                            one counts.  Each of D data ranks has its own file, order-0-of-D.txt ...
+    DIR/quarantine.jsonl    the entries that cannot be used, with the reasons
 
-Both are only appended to, so that a `kill -9` loses no example that was used.
+Both files are only appended to, so that a `kill -9` loses no example that was used.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import count, takewhile
 from pathlib import Path
 
@@ -22,10 +22,11 @@ HEADER = "# warpfold order 1 "
 
 
 class Ledger:
-    """The files of the run in `folder`; each data rank has used `place` examples, all together those in `state`.
+    """The record of the run in `folder`.  Each data rank has used `place` examples, and all together those in `state`.
 
-    data: a fingerprint of all that decides which entry an example is.  replay: another run's order.txt to follow; with
-    several data ranks, each follows its own file beside it.  All processes of `team` must make theirs at the same time.
+    data: a fingerprint of everything that decides which entry an example is.
+    replay: order.txt of another run to follow.  With several data ranks each follows its own file in the same folder.
+    All processes of `team` create their ledgers at the same time.
     Errors: UserError for an order of other data, or a `replay` that does not continue this run.
     """
 
@@ -37,72 +38,69 @@ class Ledger:
         self._path = folder / ("order.txt" if ranks.size == 1 else f"order-{ranks.rank}-of-{ranks.size}.txt")
         self._place = place
         self._order = AppendedFile(self._path, HEADER + data + "\n") if team.is_example_leader else None
-        self._aside = AppendedFile(folder / "quarantine.jsonl") if team.is_rank_zero else None
-        self._known = dict(_lines(self._path, data, place)) if team.is_example_leader else {}
+        self._quarantine = AppendedFile(folder / "quarantine.jsonl") if team.is_rank_zero else None
+        self._recorded = dict(_read_order(self._path, data, place)) if team.is_example_leader else {}
         if replay is not None and ranks.size > 1:
             replay = replay.with_name(self._path.name)
-        ahead = self._known if replay is None else dict(_lines(replay, data, place))
-        own = list(takewhile(lambda draw: draw is not None, map(ahead.get, count(place))))  # without a gap
-        aside: list[str] = []
+        draws = self._recorded if replay is None else dict(_read_order(replay, data, place))
+        # Only the draws before the first gap can be repeated.
+        own_draws = list(takewhile(lambda draw: draw is not None, map(draws.get, count(place))))
+        quarantined: list[str] = []
         if team.is_rank_zero:
             path = folder / "quarantine.jsonl"
             try:
                 entries = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-                aside = list(dict.fromkeys(entry["name"] for entry in entries))
+                quarantined = list(dict.fromkeys(entry["name"] for entry in entries))
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise UserError(f"{path}: damaged; remove it, and its entries are tried again") from error
-        said = team.all_gather_object([own, aside], "reading what the run has used")
-        self.quarantined: list[str] = said[0][1]
-        self.replay = [
-            [Draw(*draw) for draw in draws] for draws, _ in team.of_example_leaders(said)
-        ]  # of every data rank
-        if not _follows(self.replay, state):
+        # Every rank needs the draws of all data ranks, to know the examples that are left.
+        gathered = team.all_gather_object([own_draws, quarantined], "reading what the run has used")
+        self.quarantined: list[str] = gathered[0][1]
+        # For each data rank, the draws that it uses again.
+        self.replay = [[Draw(*draw) for draw in draws] for draws, _ in team.of_example_leaders(gathered)]
+        numbers = [draw.number for rank_draws in self.replay for draw in rank_draws]
+        used = any(number < state.first or number in state.early for number in numbers)
+        if used or len(set(numbers)) < len(numbers):
             if replay is not None:
                 raise UserError(f"{replay}: has examples twice, or some that this run has used already")
-            self.replay = []  # the files are from when the run had other ranks
-        self._unshared: list[tuple[str, int, str]] = []  # set aside here; the other ranks do not know yet
+            # The files were written when the run had another number of ranks.
+            self.replay = []
+        self._unshared: list[tuple[str, int, str]] = []  # entries that other ranks do not know yet
 
     def __enter__(self) -> "Ledger":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for file in (self._order, self._aside):
+        for file in (self._order, self._quarantine):
             if file is not None:
                 file.close()
 
     def use(self, draw: Draw) -> None:
-        """Note that this is the next example."""
-        if self._order is not None and self._known.get(self._place) != draw:
+        """Record the next example."""
+        if self._order is not None and self._recorded.get(self._place) != draw:
             self._order.write(f"{self._place} {draw.number} {draw.again}\n")
         self._place += 1
 
     def set_aside(self, name: str, index: int, reason: str) -> None:
-        """Note an entry that cannot be used; `index` is the example that it was to be."""
-        if self._aside is not None:
-            self._aside.write(json.dumps({"name": name, "example": index, "reason": reason}) + "\n")
+        """Record an entry that cannot be used; `index` is the number of its example."""
+        if self._quarantine is not None:
+            self._quarantine.write(json.dumps({"name": name, "example": index, "reason": reason}) + "\n")
         self.quarantined.append(name)
         self._unshared.append((name, index, reason))
 
     @property
     def unshared(self) -> int:
-        """The number of entries that were set aside since the last `take_unshared`."""
+        """The number of entries recorded since the last `take_unshared`."""
         return len(self._unshared)
 
     def take_unshared(self) -> list[tuple[str, int, str]]:
-        """Return the entries that were set aside since the last call: name, index, reason."""
+        """Return the entries recorded since the last call: name, index, reason."""
         taken, self._unshared = self._unshared, []
         return taken
 
 
-def _follows(replay: Sequence[Sequence[Draw]], state: State) -> bool:
-    """Return whether a run that has used what is in `state` can use these next."""
-    numbers = [draw.number for draws in replay for draw in draws]
-    used = (number for number in numbers if number < state.first or number in state.early)
-    return len(set(numbers)) == len(numbers) and next(used, None) is None
-
-
-def _lines(path: Path, data: str, place: int) -> Iterator[tuple[int, Draw]]:
-    """Yield what was used from `place` on, position by position."""
+def _read_order(path: Path, data: str, place: int) -> Iterator[tuple[int, Draw]]:
+    """Yield the positions from `place` on, with their draws."""
     try:
         with open(path, encoding="ascii") as file:
             header = file.readline()
@@ -112,9 +110,9 @@ def _lines(path: Path, data: str, place: int) -> Iterator[tuple[int, Draw]]:
                 raise UserError(f"{path}: the order of a run with other data, another seed or another split")
             for line in file:
                 if line.endswith("\n"):
-                    at, index, again = map(int, line.split())
-                    if at >= place:
-                        yield at, Draw(index, again)
+                    position, number, again = map(int, line.split())
+                    if position >= place:
+                        yield position, Draw(number, again)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Plans as they are made when the command line folds or trains: for what is free at that moment, and said in a line."""
+"""Choose plans for the memory that is free when a command folds or trains, and log each choice in one line."""
 
 import logging
 import math
@@ -54,23 +54,27 @@ from warpfold.training.config import GivenSettings, RunConfig
 
 log = logging.getLogger("warpfold.plan")
 
-TELL_EVERY = 5.0  # seconds between two lines about kernels that are being compiled
-# A prediction is recorded where so many times the memory that it needs is free.  The graphs' pool holds the peak of the
-# trunk and what shorter proteins left there; the structure module and the heads take memory outside of the pool.
+COMPILE_LOG_SECONDS = 5.0  # between two lines about kernels that are being compiled
+# A prediction is recorded as a graph if the free memory is at least this multiple of the memory that it needs.  The
+# pool of the graphs holds the peak of the trunk and the pools of shorter proteins.  The structure module and the heads
+# take memory outside of the pool.
 GRAPHS_HOLD = 4
-SAID = ("chunk", "in_place", "offload", "axial", "branch")  # keys of a plan that a summary names
+SUMMARY_KEYS = ("chunk", "in_place", "offload", "axial", "branch")  # of a plan
 
 
 @dataclass(frozen=True)
 class FoldPlan:
-    """How an example is folded, and how that came about.
+    """The plan by which an example is folded.
 
-    said: in words.  details: for the summary.  residues: of the example.  choice: where this process made it itself.
+    description: the plan in words.
+    details: numbers for the summary.
+    residues: of the example.
+    choice: None if another process made the choice.
     ran_out: the plans that were tried before and ran out of memory.
     """
 
     plan: Plan
-    said: str
+    description: str
     details: Mapping[str, Any]
     residues: int
     choice: Choice | None = None
@@ -79,20 +83,25 @@ class FoldPlan:
     @classmethod
     def of(cls, choice: Choice, ran_out: tuple[str, ...] = ()) -> "FoldPlan":
         """Describe a choice in words and in numbers."""
-        keys = {name: getattr(choice.plan, name) for name in SAID}
-        numbers = {"bytes": needed_bytes(choice.memory, choice.machine), "free": choice.machine.free}
-        time, said = choice.chosen.time, choice_in_words(choice)
-        seconds = None if time is None else round(time.total, 1)
-        details = {**keys, **numbers, "seconds": seconds, "said": said, "ran_out": list(ran_out)}
-        return cls(choice.plan, said, details, choice.job.sizes.residues, choice, ran_out)
+        time, description = choice.chosen.time, choice_in_words(choice)
+        details = {
+            **{name: getattr(choice.plan, name) for name in SUMMARY_KEYS},
+            "bytes": needed_bytes(choice.memory, choice.machine),
+            "free": choice.machine.free,
+            "seconds": None if time is None else round(time.total, 1),
+            "said": description,
+            "ran_out": list(ran_out),
+        }
+        return cls(choice.plan, description, details, choice.job.sizes.residues, choice, ran_out)
 
 
 class FoldPlanner:
-    """Chooses how each example is folded, and remembers what ran out of memory.
+    """Choose a plan for each example, and remember the sizes at which memory ran out.
 
-    fixed: keys of the plan that stay.  memory: bytes that may be used on the device at most.  team: all ranks that
-    share an example call everything here, and get the plan that suits the one with the least memory.  graphs: whether
-    the trunk is recorded as a graph where the device has graphs and enough memory.
+    fixed: keys of the plan that are not chosen.
+    memory: the largest number of bytes to use on the device.
+    team: all ranks that share an example call every method, and get the plan for the rank with the least memory.
+    graphs: record the trunk as a graph if the device has graphs and enough memory.
     """
 
     def __init__(
@@ -107,10 +116,12 @@ class FoldPlanner:
         self.graphs = graphs
         self.model, self.device, self.fixed, self.memory = model, torch.device(device), dict(fixed or {}), memory
         self.team = team or Team()
-        self._unrecorded = math.inf  # residues from which memory ran out with graphs
-        self._limits: list[tuple[int, int]] = []  # residues, and bytes that were not there though they were said to be
-        self._last = ""
-        self._kept: Choice | None = None
+        # Examples of this many residues or more ran out of memory with graphs.
+        self._unrecorded = math.inf
+        # Residues of an example, and the bytes that it did not get although they were reported as free.
+        self._limits: list[tuple[int, int]] = []
+        self._last_logged = ""
+        self._last_choice: Choice | None = None
 
     def choose(
         self,
@@ -120,16 +131,19 @@ class FoldPlanner:
         representations: bool = False,
         gradient: Through | None = None,
     ) -> FoldPlan:
-        """Return the plan as `check` does, and say it where it is another than the last; nothing of small ones."""
-        found = self.check(sizes, recycles, ensemble, representations, gradient)
+        """Choose a plan as `check` does, compile its kernels, and log the plan when it changes.
+
+        Plans of examples that trivially fit are not logged until another plan was.
+        """
+        fold_plan = self.check(sizes, recycles, ensemble, representations, gradient)
         job = Job(model=replace(self.model, ensemble=ensemble), sizes=sizes, recycles=recycles, gradient=gradient)
-        compile_kernels(job, found.plan, self.device)
-        evident = found.choice is not None and found.choice.trivially_fits
-        plan = describe_plan(found.plan) + (", graphs" if found.plan.graph is True else "")
-        if plan != self._last and not (evident and not self._last):
-            self._last = plan
-            log.info("plan for %d residues: %s", sizes.residues, found.said)
-        return found
+        compile_kernels(job, fold_plan.plan, self.device)
+        trivially_fits = fold_plan.choice is not None and fold_plan.choice.trivially_fits
+        plan = describe_plan(fold_plan.plan) + (", graphs" if fold_plan.plan.graph is True else "")
+        if plan != self._last_logged and not (trivially_fits and not self._last_logged):
+            self._last_logged = plan
+            log.info("plan for %d residues: %s", sizes.residues, fold_plan.description)
+        return fold_plan
 
     def check(
         self,
@@ -139,68 +153,71 @@ class FoldPlanner:
         representations: bool = False,
         gradient: Through | None = None,
     ) -> FoldPlan:
-        """Return the plan for an example of these sizes, for what is free now, and say nothing.
+        """Choose a plan for an example of these sizes and the memory that is free now, without logging it.
 
-        gradient: by the sequence, through so many passes; None: it is folded alone.
-        Errors: UserError where nothing fits, saying what would, or for keys that no plan can have together.
+        gradient: the passes through which the gradient by the sequence goes; None if there is no gradient.
+        Errors: UserError if no plan fits, with the remedy, or for keys that exclude each other.
         """
         model = replace(self.model, ensemble=ensemble)
         job = Job(model=model, sizes=sizes, recycles=recycles, representations=representations, gradient=gradient)
         machine = this_machine(self.device, loaded=True, memory=self.memory)
-        # Where a shorter one has met less, that is what there is.
+        # A shorter example that ran out of memory limits the memory of longer ones.
         free = min([machine.free, *(limit for shorter, limit in self._limits if shorter <= sizes.residues)])
         machine = replace(machine, free=free, devices=self.team.mesh.model.size)
         if self.team.mesh.model.size == 1:
             choice = self._choose(job, machine)
-            found = FoldPlan.of(choice)
+            fold_plan = FoldPlan.of(choice)
             recorded = replace(choice.plan, graph=True)
             if not self.graphs or gradient is not None or choice.plan.chunk is not None:
-                return found
+                return fold_plan
             if recorded.why_no_graphs(machine.kind) is not None or sizes.residues >= self._unrecorded:
-                return found
+                return fold_plan
             if GRAPHS_HOLD * needed_bytes(choice.memory, choice.machine) > machine.free:
-                return found
-            said = f"{found.said}; the trunk is recorded as a CUDA graph"
-            return replace(found, plan=recorded, said=said, details={**found.details, "said": said, "graphs": True})
+                return fold_plan
+            description = f"{fold_plan.description}; the trunk is recorded as a CUDA graph"
+            details = {**fold_plan.details, "said": description, "graphs": True}
+            return replace(fold_plan, plan=recorded, description=description, details=details)
+        # The first of the ranks that share the example chooses a plan for the least free memory of any of them.
         free = min(self.team.all_gather_object_of_example(machine.free, "free memory"))
-        told: dict[str, Any] = {}
-        if self.team.is_example_leader:  # the first of the ranks that share the example chooses, and tells the others
+        message: dict[str, Any] = {}
+        if self.team.is_example_leader:
             try:
-                own = FoldPlan.of(self._choose(job, replace(machine, free=free)))
-                told = {"plan": to_dict(own.plan), "details": own.details}
+                fold_plan = FoldPlan.of(self._choose(job, replace(machine, free=free)))
+                message = {"plan": to_dict(fold_plan.plan), "details": fold_plan.details}
             except UserError as error:
-                told = {"refused": str(error)}
-        told = self.team.all_gather_object_of_example(told, "the plan")[0]
-        if "refused" in told:
-            raise UserError(told["refused"])
-        return FoldPlan(build(Plan, told["plan"], "plan"), told["details"]["said"], told["details"], sizes.residues)
+                message = {"refused": str(error)}
+        message = self.team.all_gather_object_of_example(message, "the plan")[0]
+        if "refused" in message:
+            raise UserError(message["refused"])
+        details = message["details"]
+        return FoldPlan(build(Plan, message["plan"], "plan"), details["said"], details, sizes.residues)
 
     def _choose(self, job: Job, machine: Machine) -> Choice:
-        """Choose, or go on as with the last example: one like it, which needs no more than half of what is free.
+        """Choose a plan, or reuse the last choice for an equal job that needs at most half of the free memory.
 
-        To choose takes some 10 ms, of which thousands of small designs would notice each.
+        A choice takes about 10 ms, which is noticeable for thousands of small designs.
         """
-        if (kept := self._kept) is not None and kept.job == job:
-            needed = needed_bytes(kept.memory, kept.machine)
-            alike = replace(kept.machine, free=machine.free, host=machine.host) == machine
-            if alike and 2 * needed <= machine.free and abs(kept.machine.free - machine.free) <= kept.machine.free / 10:
-                return replace(kept, machine=machine)
-        self._kept = None  # where nothing fits, nothing is known
+        if (last := self._last_choice) is not None and last.job == job:
+            needed = needed_bytes(last.memory, last.machine)
+            same_machine = replace(last.machine, free=machine.free, host=machine.host) == machine
+            similar_memory = abs(last.machine.free - machine.free) <= last.machine.free / 10
+            if same_machine and 2 * needed <= machine.free and similar_memory:
+                return replace(last, machine=machine)
+        self._last_choice = None
         grid = {"axial": self.team.mesh.axial.size, "branch": self.team.mesh.branch.size}
         try:
-            self._kept = choose(job, machine, {**grid, **self.fixed})
+            self._last_choice = choose(job, machine, {**grid, **self.fixed})
         except ValueError as error:
             raise UserError(str(error)) from error
-        return self._kept
+        return self._last_choice
 
     def after(self, failed: FoldPlan, error: BaseException) -> FoldPlan:
-        """Return the next tighter plan where one ran out of memory, and remember that for examples as long or longer.
+        """Return the next tighter plan after one that ran out of memory, and remember the size of the example.
 
-        Without graphs first: their memory is free for nothing else.
-
-        Errors: `error` itself if it is of another kind, or where several ranks share the example: the others wait for
-        this one in the middle of it; UserError where nothing is tighter.
+        The first step is the same plan without graphs, whose memory nothing else can use.
+        Errors: `error` itself if it is not about memory.  UserError if no plan is tighter.
         """
+        # The other ranks of a shared example wait for this one in the middle of a pass, so it cannot start again.
         if not is_out_of_memory(error) or failed.choice is None or self.team.process.ranks > 1:
             raise error
         what = describe_plan(failed.plan)
@@ -213,26 +230,26 @@ class FoldPlanner:
             raise UserError(f"{failed.residues} residues: out of memory even with the tightest plan ({what})") from None
         needed = needed_bytes(failed.choice.memory, failed.choice.machine)
         self._limits.append((failed.residues, needed - 1))
-        found = FoldPlan.of(following, (*failed.ran_out, what))
-        log.warning("%d residues: out of memory (%s); next plan: %s", failed.residues, what, found.said)
-        return found
+        fold_plan = FoldPlan.of(following, (*failed.ran_out, what))
+        log.warning("%d residues: out of memory (%s); next plan: %s", failed.residues, what, fold_plan.description)
+        return fold_plan
 
 
 def compile_kernels(job: Job, plan: Plan, device: torch.device | str) -> None:
-    """Compile the kernels that a job launches on a CUDA device and Triton's cache lacks, in parallel, and say so.
+    """Compile the kernels of a job on a CUDA device that Triton's cache lacks, in parallel, and log the progress.
 
-    Otherwise the first pass would compile one kernel after another without a word.  Jobs of the same residues and of
-    similar numbers of alignment rows launch the same kernels, and are looked at once in a process.  Where kernels
-    cannot be compiled ahead, a line says why, and they are compiled when they are first launched.
+    Otherwise the first pass would compile one kernel after another without any message.  Jobs with equal numbers of
+    residues and similar numbers of alignment rows launch the same kernels, so a process looks at them once.  If kernels
+    cannot be compiled ahead, the reason is logged, and they are compiled when they are first launched.
     """
     device = torch.device(device)
     if device.type != "cuda" or plan.kernels == "definition" or _without_kernels(device):
         return
     rows = {name: getattr(job.sizes, name).bit_length() for name in ("sequences", "extra")}
-    alike = replace(job, sizes=replace(job.sizes, **rows), recycles=min(job.recycles, 1), representations=False)
-    if (alike, plan, device) in _compiled_for:
+    job_class = replace(job, sizes=replace(job.sizes, **rows), recycles=min(job.recycles, 1), representations=False)
+    if (job_class, plan, device) in _compiled_for:
         return
-    _compiled_for.add((alike, plan, device))
+    _compiled_for.add((job_class, plan, device))
     if torch.version.hip is not None:
         log.info("kernels are compiled when they are first launched: on AMD GPUs none is compiled ahead")
         return
@@ -241,28 +258,28 @@ def compile_kernels(job: Job, plan: Plan, device: torch.device | str) -> None:
     from warpfold.ops.triton.ahead import compile_ahead
     from warpfold.ops.triton.launch import launched_on
 
-    started = told = time.monotonic()
+    started = last_log = time.monotonic()
 
-    def tell(done: int, total: int, what: str) -> None:
-        nonlocal told
+    def log_progress(done: int, total: int, what: str) -> None:
+        nonlocal last_log
         now = time.monotonic()
-        if done == 0 or now >= told + TELL_EVERY:
+        if done == 0 or now >= last_log + COMPILE_LOG_SECONDS:
             log.info("%s", what)
-            told = now
+            last_log = now
 
     major, minor = torch.cuda.get_device_capability(device)
     try:
         with launched_on(device):
             launches = launches_of(job, plan)
-        found = compile_ahead(launches, GPUTarget("cuda", 10 * major + minor, 32), tell, launchers=True)
+        compiled = compile_ahead(launches, GPUTarget("cuda", 10 * major + minor, 32), log_progress, launchers=True)
     except OSError as error:
         log.info("kernels are compiled when they are first launched: Triton's cache cannot be written (%s)", error)
         return
-    if found.compiled:
+    if compiled.compiled:
         seconds = as_time(time.monotonic() - started)
-        log.info("%d kernels compiled in %s; %d were in the cache", found.compiled, seconds, found.cached)
-    if found.failed:
-        log.info("%d kernels are compiled when they are first launched: %s", len(found.failed), found.failed[0])
+        log.info("%d kernels compiled in %s; %d were in the cache", compiled.compiled, seconds, compiled.cached)
+    if compiled.failed:
+        log.info("%d kernels are compiled when they are first launched: %s", len(compiled.failed), compiled.failed[0])
 
 
 _compiled_for: set[tuple[Job, Plan, torch.device]] = set()
@@ -300,9 +317,9 @@ def compile_for_training(config: RunConfig, device: torch.device | str) -> None:
 def explain_out_of_memory(
     config: RunConfig, step: int, device: torch.device | str, examples: Sequence[Sample] = ()
 ) -> Iterator[None]:
-    """Turn an error that says that there was no memory left into a UserError; other errors pass.
+    """Convert an out-of-memory error into a UserError with a remedy; other errors pass.
 
-    step: steps done before this one.  examples: those that go through the model together; none in the update.
+    step: the number of steps done before.  examples: those that go through the model together; none in the update.
     """
     try:
         yield
@@ -319,9 +336,9 @@ def explain_out_of_memory(
 
 
 def setting_with_less_memory(config: RunConfig, kind: str) -> str:
-    """Return the assignment of the key that lowers the peak of a training step and costs least time.
+    """Return the assignment that lowers the peak memory of a training step at the least cost of time.
 
-    kind: of the device.  Keys of the plan may change when a run continues; the crop needs a new run.
+    kind: type of the device.  Keys of the plan may change when a run continues; another crop needs a new run.
     """
     plan = config.plan
     if plan.batch > 1:
@@ -340,7 +357,7 @@ def setting_with_less_memory(config: RunConfig, kind: str) -> str:
 
 
 def sizes_of_batch(batch: Batch) -> ExampleSizes:
-    """Return the sizes of an example that is ready for the model; of several together, of one as large as all."""
+    """Return the sizes of an example that is ready for the model; for a batch, of one example of the same memory."""
     clusters, residues = batch["bert_mask"].shape[-2:]
     extra = batch["extra_rows"].shape[-1] if "extra_rows" in batch else batch["extra_msa"].shape[-2]
     templates = batch["template_aatype"].shape[-2] if "template_aatype" in batch else 0
@@ -357,24 +374,23 @@ def grid_for(
     memory: int | None,
     team: Team,
 ) -> Plan:
-    """Return the grid of a run's processes: each example on as few as the largest needs, and as is fast.
+    """Choose the grid of a run's processes: each example on as few ranks as the largest example needs and is fast on.
 
-    All ranks call this, and get what the first chooses for the smallest device.
+    All ranks call this, and get the choice of rank 0 for the smallest device.
     """
     machine = this_machine(device, loaded=True, memory=memory)
     free = int(team.smallest(machine.free, "free memory"))
-    told: dict[str, Any] = {}
+    grid: dict[str, Any] = {}
     if team.is_rank_zero:
         largest = max(jobs, key=lambda sizes: sizes.residues)
         job = Job(model=model, sizes=largest, recycles=recycles)
-        there = replace(machine, free=free, devices=team.process.ranks)
+        smallest = replace(machine, free=free, devices=team.process.ranks)
         try:
-            plan = choose(job, there, fixed, examples=len(jobs)).plan
-        except (
-            UserError
-        ):  # the largest fits nowhere; that is its own failure, and others have as many ranks as there are
+            plan = choose(job, smallest, fixed, examples=len(jobs)).plan
+        except UserError:
+            # The largest example fits nowhere.  It fails later by itself, and the others are folded on all ranks.
             plan = Plan(axial=team.process.ranks)
-        told = {"data": plan.data, "axial": plan.axial}
+        grid = {"data": plan.data, "axial": plan.axial}
         spare = plan.data - len(jobs)
         if spare > 0:
             log.warning(
@@ -382,11 +398,11 @@ def grid_for(
                 spare * plan.axial,
                 team.process.ranks,
             )
-    return Plan(**team.broadcast(told, "the plan of the run"))
+    return Plan(**team.broadcast(grid, "the plan of the run"))
 
 
 def training_job(given: GivenSettings, config: RunConfig) -> Job:
-    """Return the job of one training step, with one example of the largest size."""
+    """Build the job of one training step on one example of the largest size."""
     sizes = sizes_of(given.values, given.source)
     return Job(
         model=config.model,
@@ -406,12 +422,13 @@ def plan_training(
     team: Team | None = None,
     cluster: Cluster | None = None,
 ) -> tuple[RunConfig, str]:
-    """Return the settings of a run with the plan that suits its devices, and what is to be said of it.
+    """Choose the plan of a run; return its settings and a description of the plan.
 
-    Of a small one on one device nothing is said.  A run that is continued on as many processes goes on with the plan
-    that stands in its folder, but for keys that are given.  All ranks call this and get what the first chooses, for the
-    smallest of their devices.  cluster: how they are joined; None: several measure it, if there is anything to choose.
-    Errors: UserError where nothing fits, saying what would, for a cluster of other ranks, and as of
+    The description of a plan that trivially fits on one device is empty.
+    A run that is continued on an equal number of processes uses the plan in its folder, except for keys that the user
+    gives.  All ranks call this and get the choice of rank 0 for the smallest of their devices.
+    cluster: the links between the ranks.  If it is None, several ranks measure them when there is a choice.
+    Errors: UserError if no plan fits, with the remedy; for a cluster of another number of ranks; and the errors of
     `GivenSettings.config`.
     """
     team = team or Team()
@@ -426,24 +443,27 @@ def plan_training(
     free = this_machine(device, memory=memory)
     machine = replace(free, free=int(team.smallest(free.free, "free memory")), devices=ranks)
     earlier = team.broadcast(_plan_of_run(given, out, ranks), "the plan of an earlier run")
-    told = earlier or _chosen(given, machine, torch.device(device), team, cluster)
-    said = told.pop("said")
-    config = given.config(**told)
-    if idle := ranks - ranks_of(config.plan):  # they wait; it stands in the run's folder how many there were
+    keys = earlier or _choose_keys(given, machine, torch.device(device), team, cluster)
+    description = keys.pop("said")
+    config = given.config(**keys)
+    if idle := ranks - ranks_of(config.plan):
+        # The settings in the run's folder note how many processes are idle (`_plan_of_run`).
         config = replace(config, train=replace(config.train, idle=idle))
-    return config, said
+    return config, description
 
 
-def _chosen(
+def _choose_keys(
     given: GivenSettings, machine: Machine, device: torch.device, team: Team, cluster: Cluster | None
 ) -> dict[str, Any]:
-    """Return the keys that are chosen, the same on all ranks, and what is to be said of them."""
+    """Choose keys of the plan, the same on all ranks; "said" is their description."""
     config = given.config()
     job, rates = training_job(given, config), None
     fixed, sync = given.fixed_on_ranks(CHOSEN_IN_TRAINING)
-    if config.train.window:  # examples come as they are ready, so none can be shared
+    if config.train.window:
+        # Examples come in the order in which they are ready, so ranks cannot share one.
         fixed = {"axial": 1, "branch": 1, **fixed}
-    if config.data.crop is None:  # their lengths would still be all kinds
+    if config.data.crop is None:
+        # Without a crop padding would not give equal lengths.
         fixed = {"sizes": config.plan.sizes, **fixed}
     try:
         if machine.devices > 1:
@@ -452,27 +472,27 @@ def _chosen(
             is_open = is_open or any(variants(job, plans[0], there, fixed, sync))
             on_one_node = cluster is None and team.process.ranks_per_node == machine.devices
             if is_open and on_one_node and is_evident(job, plans[0], machine):
-                # An evident plan needs neither the speed of the links nor that of the devices.  The first rank alone
-                # knows whether it fits, and the others must do as it does.
+                # An evident plan depends on the speed of neither the links nor the devices.  Rank 0 alone estimates
+                # whether the plan fits, and the other ranks must follow it.
                 lacks = why_not_fit(estimate(job, plans[0], machine), machine) if team.is_rank_zero else ""
                 is_open = bool(team.broadcast({"lacks": lacks}, "whether the plan is evident")["lacks"])
             if is_open:
                 cluster = cluster or measure_cluster(team, device)
                 rates = _rates(job, machine, cluster, fixed, sync)
-        told: dict[str, Any] = {}
+        keys: dict[str, Any] = {}
         if team.is_rank_zero:
             choice = choose(job, machine, fixed, sync, cluster, rates)
-            told = {name: plain(getattr(choice.plan, name)) for name in CHOSEN_IN_TRAINING}
+            keys = {name: plain(getattr(choice.plan, name)) for name in CHOSEN_IN_TRAINING}
             links = "" if machine.devices == 1 or cluster is None else f"; {joined(cluster)}"
-            told["said"] = "" if choice.trivially_fits else choice_in_words(choice) + links
+            keys["said"] = "" if choice.trivially_fits else choice_in_words(choice) + links
     except ValueError as error:
         raise UserError(f"{given.source}: {error}") from error
-    chosen: dict[str, Any] = team.broadcast(told, "the plan of the run")
-    return chosen
+    keys = team.broadcast(keys, "the plan of the run")
+    return keys
 
 
 def graphs_in_words(plan: Plan, device: torch.device | str) -> str:
-    """Say whether passes are recorded as graphs; nothing where there are none on such a device, nor asked for."""
+    """Describe whether passes are recorded as graphs; empty on a device without graphs unless they are requested."""
     kind = torch.device(device).type
     if (why := plan.why_no_graphs(kind)) is not None:
         return f"off, as {why}" if kind == "cuda" or plan.graph is True else ""
@@ -483,9 +503,9 @@ def graphs_in_words(plan: Plan, device: torch.device | str) -> str:
 def _rates(
     job: Job, machine: Machine, cluster: Cluster, fixed: Mapping[str, Any], sync: Mapping[str, Any]
 ) -> Rates | None:
-    """Measure the rates of this device while all ranks do the same, as they will in the run; None: not known.
+    """Measure the rates of this device while all ranks do the same, as they will in the run; None if unknown.
 
-    Rates are measured when they are first read, so plans are timed here that ask for most of them.
+    A rate is measured when it is first read, so this times plans that read most of the rates.
     """
     plans = candidates(job, machine, fixed, sync, cluster)
     rates = machine.rates(DTYPES[plans[0].precision])
@@ -494,26 +514,28 @@ def _rates(
         for plan in (alone(plans[0]), replace(alone(plans[0]), axial=max(plan.axial for plan in plans))):
             if rates is not None:
                 step_time(few, replace(plan, batch=1), rates)
-    except ValueError:  # no rate of this dtype
+    except ValueError:
+        # There is no rate for this dtype.
         return None
     return rates
 
 
 def _plan_of_run(given: GivenSettings, out: Path, ranks: int) -> dict[str, Any]:
-    """Return the keys that were chosen when a run began, if it began on as many processes; else nothing."""
+    """Read the keys that were chosen when a run began; empty if it began on another number of processes."""
     path, names = out / "settings.toml", CHOSEN_IN_TRAINING
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-        plan, noted = build(Plan, values["plan"], str(path), "plan."), int(values["train"]["idle"])
+        plan, idle = build(Plan, values["plan"], str(path), "plan."), int(values["train"]["idle"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError, UserError):
-        return {}  # there is none, or `train` will say what is wrong with it
+        # There is no such file, or `train` reports what is wrong with it.
+        return {}
     fixed, sync = given.fixed_on_ranks(names)
     if any(getattr(plan, name) != value for name, value in fixed.items() if name in names):
         return {}
     if any(getattr(plan.sync, name) != value for name, value in sync.items() if name != "check_every"):
         return {}
-    if ranks != ranks_of(plan) + noted:
+    if ranks != ranks_of(plan) + idle:
         return {}
     plan = replace(plan, **fixed, sync=replace(plan.sync, **sync))
-    said = f"{describe_plan(plan, training=True)}, as in {path}"
-    return {name: plain(getattr(plan, name)) for name in names} | {"said": said}
+    description = f"{describe_plan(plan, training=True)}, as in {path}"
+    return {name: plain(getattr(plan, name)) for name in names} | {"said": description}

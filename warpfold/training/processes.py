@@ -1,4 +1,4 @@
-"""Train on several processes of this machine, of which this one is the first and starts the others."""
+"""Train on several processes of this machine.  The calling process is rank 0 and starts the others."""
 
 import multiprocessing
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from warpfold.parallel.team import distributed_context, free_port
 from warpfold.training.config import RunConfig
 from warpfold.training.train import Summary, train
 
-END = 30.0  # seconds that the others get to end, when the run has ended
+JOIN_SECONDS = 30.0  # for each process, after the run has ended
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What each process needs to know, in a form that another one can be sent."""
+    """Arguments of the training that can be pickled for a spawned process."""
 
     config: RunConfig
     sources: Sequence[tuple[Store, np.ndarray, float]]  # the rows of the keys
@@ -55,24 +55,25 @@ def train_here(
     device: str = "cpu",
     watch: Watching | None = None,
 ) -> Summary:
-    """Train as `train` does, on this process and `ranks` - 1 others, which end when it does, however that is.
+    """Train as `train` does, on this process and `ranks` - 1 others, which end with this one.
 
-    The plan of `config` is for that many; each has a GPU of its own where `device` is "cuda".  In a script, call this
-    under `if __name__ == "__main__"`: the others import it.
+    The plan of `config` must be for this number of ranks.  If `device` is "cuda", each rank has its own GPU.  In a
+    script, call this under `if __name__ == "__main__"`, since the other processes import the script.
     """
     if ranks == 1:
         return train(config, sources, out, init=init, device=device, watch=watch)
     first = ProcessInfo(ranks=ranks, ranks_per_node=ranks, address="127.0.0.1", port=free_port())
-    job = _Job(config, [(one.store, one.keys.rows, one.weight) for one in sources], out, init, device)
+    job = _Job(config, [(source.store, source.keys.rows, source.weight) for source in sources], out, init, device)
     context = multiprocessing.get_context("spawn")
     others = [replace(first, rank=rank, local_rank=rank) for rank in range(1, ranks)]
-    started = [context.Process(target=job.run, args=(one,), daemon=True) for one in others]
-    for one in started:
-        one.start()
+    processes = [context.Process(target=job.run, args=(info,), daemon=True) for info in others]
+    for process in processes:
+        process.start()
     try:
         return job.run(first, watch)
     finally:
-        for one in started:
-            one.join(END)
-            if one.is_alive():
-                one.terminate()
+        # If this rank fails, it tells the others, which then end too.  A process that hangs is terminated.
+        for process in processes:
+            process.join(JOIN_SECONDS)
+            if process.is_alive():
+                process.terminate()

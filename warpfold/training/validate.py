@@ -1,9 +1,9 @@
-"""Validate the checkpoints of a run from outside, while it trains: on another machine, or on a device of its own.
+"""Validate the checkpoints of a run in a separate process while it trains, on another machine or device.
 
-    RUN/evaluations.jsonl    a row for each checkpoint, as those of validations in metrics.jsonl
-    RUN/best.safetensors     the averaged weights of the best one
+    RUN/evaluations.jsonl    a row for each checkpoint, like the rows of validations in metrics.jsonl
+    RUN/best.safetensors     the averaged weights of the best checkpoint
 
-Nothing is asked of the run but its folder, and the run knows nothing of it: what it trains is the same to the bit.
+The process reads only the folder of the run, so that every bit of the training stays the same.
 """
 
 import json
@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from warpfold import settings
 from warpfold.data.load.order import Source
-from warpfold.engine.checkpoint import FROZEN, AppendedFile, Checkpoint, DamagedCheckpoint, StepFolders, finite
+from warpfold.engine.checkpoint import FROZEN, AppendedFile, DamagedCheckpoint, StepFolders, finite
 from warpfold.engine.packed import PackedWeights
 from warpfold.engine.trainable import freeze, merged_state
 from warpfold.engine.watch import Row, Watching, as_watchers
@@ -37,7 +37,7 @@ from warpfold.training.validation import Judge, Scores, averages_of, scores_row
 logger = logging.getLogger("warpfold")
 
 LOG, BEST = "evaluations.jsonl", "best.safetensors"
-POLL = 2.0  # seconds between two looks for a new checkpoint
+POLL_SECONDS = 2.0
 
 
 def validate(
@@ -50,10 +50,12 @@ def validate(
 ) -> list[Row]:
     """Fold the held-out examples with the averaged weights of each checkpoint that has no row yet; return the new rows.
 
-    run: the folder of a training.  data: what it trains on, in the same order.  follow: wait for further checkpoints
-    until that of the last step.  watch: who is told of each row (engine/watch.py).
-    Checkpoints that the run has deleted before their turn are left out.
-    Errors: UserError for a folder that is no run's, other data, and where another process evaluates the run.
+    run: the folder of a training.
+    data: the sources of its training data, in the same order.
+    follow: wait for further checkpoints until the one of the last step.
+    watch: watchers of the rows (engine/watch.py).
+    Checkpoints that the run deletes before they are evaluated are left out.
+    Errors: UserError for a folder without a run, for other data, and if another process evaluates the run.
     """
     config = settings_of(run)
     _, held_out = hold_out(data, config)
@@ -64,15 +66,16 @@ def validate(
     model = AlphaFold(config.model).to(device).eval()
     freeze(model, config.finetune)
     if config.finetune.freezes:
-        model.load_state_dict(load_file(run / FROZEN), strict=False)  # the rest is in each checkpoint
-    # On a device of its own, the best precision is not that of the training.
+        # Each checkpoint has the other parameters.
+        model.load_state_dict(load_file(run / FROZEN), strict=False)
+    # This device may support another precision than the device of the training.
     precision = resolve_precision("auto", device)
     config = replace(config, plan=replace(config.plan, precision=precision))
     log_precision("auto", precision, device)
     packed = PackedWeights(model, DTYPES[config.plan.precision])
     judge = Judge(model, config, device, lambda _: None)
     taken = UserError(f"{run}: another `warpfold validate` is writing there; end it first")
-    found: list[Row] = []
+    new_rows: list[Row] = []
     with wait_for_lock(run / ".validate-lock", taken), closing(AppendedFile(run / LOG)) as log:
         try:
             rows = [json.loads(line) for line in (run / LOG).read_text(encoding="utf-8").splitlines()]
@@ -85,7 +88,12 @@ def validate(
         while True:
             for step in (step for step in folders.steps() if step not in done):
                 done.add(step)
-                if (checkpoint := _load(folders, step)) is None:
+                try:
+                    checkpoint = folders.load(step)
+                except DamagedCheckpoint as error:
+                    gone = not folders.step_path(step).exists()
+                    reason = "the run has deleted it meanwhile" if gone else error
+                    logger.warning("step %d is not evaluated: %s", step, reason)
                     continue
                 if checkpoint.notes.get("store") != origin:
                     raise UserError(f"{run}: its run trains on other data; give the same --data, in the same order")
@@ -102,19 +110,19 @@ def validate(
                     best = row["lddt_ca"]
                     save_params(run / BEST, model, settings.to_dict(config.data), merged_state(model))
                 log.write(json.dumps(finite(row)) + "\n")
-                found.append(row)
+                new_rows.append(row)
                 for watcher in watchers:
                     watcher.on_metrics(row)
             if not follow or max(done, default=0) >= config.train.steps or _has_ended(run):
                 break
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
         for watcher in watchers:
             watcher.on_end(max(done, default=0) >= config.train.steps)
-    return found
+    return new_rows
 
 
 def settings_of(run: Path) -> RunConfig:
-    """Return the settings of a run.  Errors: UserError for a folder that has none."""
+    """Read the settings of a run.  Errors: UserError for a folder without settings."""
     path = run / "settings.toml"
     try:
         return settings.build(RunConfig, tomllib.loads(path.read_text(encoding="utf-8")), str(path))
@@ -125,21 +133,11 @@ def settings_of(run: Path) -> RunConfig:
 
 
 def _has_ended(run: Path) -> bool:
-    """Return whether a run ended before its last step (`train.patience`): its log says so."""
+    """Whether the log says that a run ended before its last step (`train.patience`)."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return bool(lines) and '"kind": "end"' in lines[-1]
 
 
-def _load(folders: StepFolders, step: int) -> Checkpoint | None:
-    """Return a checkpoint; None, with a warning, where it is damaged, or the run has deleted it."""
-    try:
-        return folders.load(step)
-    except DamagedCheckpoint as error:
-        gone = not folders.step_path(step).exists()
-        logger.warning("step %d is not evaluated: %s", step, "the run has deleted it meanwhile" if gone else error)
-        return None
-
-
 def _is_whole(row: Row) -> bool:
-    """Return whether a row is of all that is held out, and so can be compared with others."""
+    """Whether a row covers all held-out examples, so that it can be compared with other rows."""
     return "of" not in row and isinstance(row.get("lddt_ca"), float)

@@ -1,12 +1,13 @@
-"""Validate a run: fold held-out examples now and then, for a bounded share of the time.
+"""Validate a run during training: fold held-out examples for a bounded share of the time.
 
-Whether there is time is measured, and so no function of the settings; what is trained never depends on it.
+The number of validations depends on measured times, not on the settings alone.  The training never depends on it.
 """
 
 import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,23 +44,25 @@ class _Stopped(Exception):
     """A signal came while an example was being folded."""
 
 
-Scores = dict[str, Any] | str  # what a `Judge` says of an example; or why it could not be folded
-ENOUGH = 100  # training examples of a process, in the time of which one that is folded does not count
+Scores = dict[str, Any] | str  # of `Judge`, or why an example failed
+# A process with at least this many training examples may fold one example before its time is known.
+NEGLIGIBLE_EXAMPLES = 100
 
 
 @dataclass(frozen=True)
 class Spending:
-    """What a run has spent, in seconds."""
+    """The time that a run has spent, in seconds."""
 
     training: float = 0.0  # in steps
     validation: float = 0.0
-    round: float = 0.0  # of a validation: every rank folds an example; 0: not known yet
+    round: float = 0.0  # of one example on every rank; 0: unknown
 
     def affords(self, share: float, rounds: int, progress: float) -> int:
-        """Return for how many rounds of a validation there is time after some steps: all or none, at the end some.
+        """Compute for how many rounds of a validation there is time: all or none, or some of them at the end.
 
-        share: of the time that validations may take, below 1.  progress: of the training, above 0; at 1 the run ends,
-        and one is always folded.  Before, so much is left that the last validation can be whole.
+        share: of the time that validations may take, below 1.
+        progress: of the training, above 0.  At 1 the run ends, and at least one round is affordable.  Before that, the
+            time of a whole last validation is reserved.
         """
         allowed, whole = share / (1 - share) * self.training, rounds * self.round
         if progress < 1:
@@ -68,7 +71,7 @@ class Spending:
 
 
 class Validation:
-    """The validations of a run: when they are due, what they measure, what they cost; and when the run will end."""
+    """Run the validations of a training when they are due and affordable, and estimate when the run will end."""
 
     def __init__(
         self,
@@ -101,9 +104,9 @@ class Validation:
         return Spending(training, self._earlier.validation + self._validating, self._round)
 
     def is_owed(self, step: int) -> bool:
-        """Return whether the settings ask for a validation after this step that the log does not have.
+        """Whether the log lacks a validation that is due after this step.
 
-        Before the first step, after the last, and every `validate_every`.
+        Validations are due before the first step, after the last, and every `validate_every` steps.
         """
         train = self.config.train
         due = step in (0, train.steps) or (train.validate_every > 0 and step % train.validate_every == 0)
@@ -111,62 +114,75 @@ class Validation:
         return bool(self.held_out) and due and not done
 
     def rounds_at(self, step: int) -> int:
-        """Return with how many rounds a validation begins after this step, the same on all ranks; 0: there is none."""
+        """Return the rounds with which a validation begins after this step, equal on all ranks; 0 for none."""
+        # The clocks of the ranks differ, so rank 0 decides.
         return int(self.team.broadcast(self._affordable(step), "whether to validate")) if self.is_owed(step) else 0
 
     def _affordable(self, step: int) -> int:
-        """Return for how many rounds this rank finds the time; where it is not known what one takes, 1, to know it."""
+        """Compute for how many rounds there is time by this rank's clock; 1 to measure the time of the first round."""
         config, now = self.config, self.spending
         share, steps = config.train.validation_share, config.train.steps
         if share >= 1:
             return self.rounds
         examples = steps * config.optim.accumulate // self.team.mesh.data.size  # of this process, in the whole run
         if not now.round:
-            return int(step > 0 or examples >= ENOUGH)
-        if step == 0:  # paid in advance, if that is sure to be little: what a step takes is not known yet
+            return int(step > 0 or examples >= NEGLIGIBLE_EXAMPLES)
+        if step == 0:
+            # The time of a step is not known yet.  As an estimate, an example takes the time of a round, scaled by the
+            # square of its length.  Twice the validation must fit.
             size = min((config.data.crop or config.train.validation_residues) / config.train.validation_residues, 1.0)
-            paid = share / (1 - share) * examples * now.round * size**2
-            return self.rounds if 2 * self.rounds * now.round <= paid else 0
+            budget = share / (1 - share) * examples * now.round * size**2
+            return self.rounds if 2 * self.rounds * now.round <= budget else 0
         return now.affords(share, self.rounds, step / steps)
 
     def catch_up(self, step: int) -> int:
-        """Validate where a run begins: the first weights, or what a kill came before; return as a call does."""
+        """Validate at the start of a session: the first weights, or a validation that a kill prevented.
+
+        Returns the signal that stops the run, or 0.
+        """
         rounds = self.rounds_at(step)
         return self(step, rounds) if rounds else 0
 
     def __call__(self, step: int, rounds: int) -> int:
-        """Validate, beginning with so many rounds; return the signal that stops the run, or 0.
+        """Validate, beginning with a number of rounds; return the signal that stops the run, or 0.
 
-        What a signal interrupts is not logged, and is owed when the run continues.
+        A validation that a signal interrupts is not logged, and is repeated when the run continues.
 
-        lDDT-Ca of held-out examples with the averaged weights (Supp. 1.11.7) and all recycles, of complexes also that
-        of the pairs between chains.  The examples are dealt out to the ranks; each folds its own.  The processes of the
-        loader go on meanwhile.
+        The scores are lDDT-Ca of held-out examples with the averaged weights (Supp. 1.11.7) and all recycles, and for
+        complexes also of the pairs between chains.  The ranks share the examples.  The worker processes of the loader
+        continue meanwhile.
         """
         if self.log.run is not None:
-            self.log.run.wait_for_writing()  # a kill in a validation loses no step
-        began, own = time.perf_counter(), self.model.execution
+            # A kill during the validation must not lose a step.
+            self.log.run.wait_for_writing()
+        began, execution = time.perf_counter(), self.model.execution
         self.model.eval()
         with torch.no_grad(), self.optimizer.averaged():
-            rounds, found = self._measure(step, rounds, began)
-        assert isinstance(own, Execution)
-        own.bind(self.model).train()  # it has graphs
-        parts = self.team.all_gather_object([found, self.signals.received], "validation")
+            rounds, own_scores = self._fold_share(step, rounds, began)
+        # Restores the execution of the training, which has the recorded graphs.
+        assert isinstance(execution, Execution)
+        execution.bind(self.model).train()
+        # Collective: the log has the scores of all ranks, and a signal to any rank stops all.
+        gathered = self.team.all_gather_object([own_scores, self.signals.received], "validation")
         seconds = time.perf_counter() - began
         self._validating += seconds
-        every = {key: scores for part, _ in parts for key, scores in part.items()}
-        asked = [key for _, key in self.held_out[: rounds * self.team.process.ranks]]
-        if every.keys() >= set(asked):
-            part = {"of": len(self.held_out)} if len(asked) < len(self.held_out) else {}
-            self.log({**scores_row(step, asked, every), **part, "seconds": round(seconds, 3)})
-        return max(received for _, received in parts)
+        every = {key: scores for rank_scores, _ in gathered for key, scores in rank_scores.items()}
+        keys = [key for _, key in self.held_out[: rounds * self.team.process.ranks]]
+        if every.keys() >= set(keys):
+            total = {"of": len(self.held_out)} if len(keys) < len(self.held_out) else {}
+            self.log({**scores_row(step, keys, every), **total, "seconds": round(seconds, 3)})
+        return max(received for _, received in gathered)
 
-    def _measure(self, step: int, rounds: int, began: float) -> tuple[int, dict[str, Scores]]:
-        """Fold this rank's share; return the rounds that were asked for and the scores.  All ranks stop together."""
+    def _fold_share(self, step: int, rounds: int, began: float) -> tuple[int, dict[str, Scores]]:
+        """Fold this rank's share of the examples; return the number of rounds and the scores.
+
+        The number of rounds is larger than at first if the time of a round was unknown.  All ranks stop together.
+        """
         ranks, rank = self.team.process.ranks, self.team.process.rank
-        found: dict[str, Scores] = {}
+        results: dict[str, Scores] = {}
         device = self.optimizer.weights.device
-        judge, left, known = Judge(self.model, self.config, device, self._check), self.left(step), bool(self._round)
+        judge, left = Judge(self.model, self.config, device, self._stop_on_signal), self.left(step)
+        is_time_known = bool(self._round)
         features = held_out_features(self.held_out[rank::ranks], self.config)
         done = 0
         # Collective: all ranks stop after the same round if any of them has received a signal.
@@ -174,30 +190,25 @@ class Validation:
             self.log.phase("validating", done * ranks, min(rounds * ranks, len(self.held_out)), left)
             if done * ranks + rank < len(self.held_out):
                 example = next(features)
-                if scores := self._fold(judge, example):
-                    found[example.key] = scores
+                with suppress(_Stopped):
+                    results[example.key] = judge.scores(example)
             done += 1
             self._round = (time.perf_counter() - began) / done
-            if not known and done == 1:
+            if not is_time_known and done == 1:
+                # Collective: rank 0 decides by its clock, now that the time of a round is known.
                 rounds = max(1, int(self.team.broadcast(self._affordable(step), "how much to validate")))
         features.close()
-        return rounds, found
+        return rounds, results
 
-    def _fold(self, judge: "Judge", example: HeldOut) -> Scores | None:
-        """Return the scores of an example; None if a signal came meanwhile."""
-        try:
-            return judge.scores(example)
-        except _Stopped:
-            return None
-
-    def _check(self, _: PassPlace) -> None:
+    def _stop_on_signal(self, _: PassPlace) -> None:
         if self.signals.received:
             raise _Stopped
 
     def left(self, step: int) -> float | None:
-        """Return the seconds until the run will have ended, its validations included; None before two steps."""
+        """Estimate the seconds until the run ends, its validations included; None before two steps."""
         train = self.config.train
-        if self.timer.count < 2:  # the first takes longer than the others
+        # The first step takes longer than the others.
+        if self.timer.count < 2:
             return None
         training = (train.steps - step) * self.timer.mean
         every = train.validate_every or train.steps
@@ -209,9 +220,9 @@ class Validation:
 
 
 class Judge:
-    """Folds held-out examples with a model as it is, and scores them.
+    """Fold held-out examples with the current weights of a model, and score them.
 
-    check: called between the blocks of the model; what it raises ends the folding.
+    check: called between the blocks of the model.  An exception that it raises ends the folding.
     """
 
     def __init__(
@@ -224,30 +235,31 @@ class Judge:
         self._planner = FoldPlanner(model.config, device, fixed)
 
     def scores(self, example: HeldOut) -> Scores:
-        """Return lDDT-Ca of all pairs of an example and of those between chains, DockQ, the loss and its terms.
+        """Compute lDDT-Ca of all pairs and of pairs between chains, DockQ, the loss and its terms, and residue counts.
 
-        What there is none of is NaN.  And how many residues were folded, of how many.  Where memory runs out, the next
-        tighter plan is tried; where nothing fits, or the entry is damaged, why it is left out is returned: the training
-        goes on, and each restart would validate first.
+        Missing scores are NaN.  "residues" has the number of folded residues and the number before cropping.
+        If memory runs out, the next tighter plan is tried.  If no plan fits, or the entry is damaged, the reason is
+        returned instead of an error, because the training continues, and each restart would validate first.
         """
         if example.reason:
             return example.reason
-        model, asks = self.model, self.model.config
+        model, config = self.model, self.model.config
         padded = pad_features(example.features, padded_shape(example.features, self._multiple))
         batch = to_tensors(padded, self.device)
         try:
-            chosen = self._planner.choose(sizes_of_batch(batch), asks.recycles, asks.ensemble)
+            chosen = self._planner.choose(sizes_of_batch(batch), config.recycles, config.ensemble)
             while True:
                 try:
                     Execution(chosen.plan).bind(model)
-                    with followed(model, (asks.recycles + 1) * asks.ensemble, self._check):
+                    with followed(model, (config.recycles + 1) * config.ensemble, self._check):
                         output = model(batch)
                     truth = with_truth(batch, output.structure.final_atom37)
-                    loss, terms = total_loss(output, truth, self.loss, output.recycles * asks.ensemble)
+                    loss, terms = total_loss(output, truth, self.loss, output.recycles * config.ensemble)
                     break
                 except (RuntimeError, MemoryError) as error:
                     chosen = self._planner.after(chosen, error)
-                release_memory(self.device)  # the error, and what it held, is gone
+                # Outside the handler the traceback no longer holds tensors.
+                release_memory(self.device)
         except UserError as error:
             return str(error)
         return {
@@ -261,33 +273,34 @@ class Judge:
 
 
 def mean_dockq(atoms: Tensor, truth: Batch) -> float:
-    """Return the mean DockQ over the interfaces of the truth, chain by chain; NaN where no two chains touch.
+    """Compute the mean DockQ over the interfaces between the chains of the truth; NaN if no chains touch.
 
-    atoms [N, 37, 3]: the prediction, angstrom; atoms that are not finite are none.  truth: a batch with labels, in
-    which each chain has its own copy.
+    atoms: the prediction, [N, 37, 3], angstrom.  Atoms that are not finite count as missing.
+    truth: a batch with labels, in which equal chains are permuted to match the prediction.
     """
     if "asym_id" not in truth:
         return math.nan
-    found = atoms.float().cpu().numpy()
-    finite = np.isfinite(found).all(-1)
+    coordinates = atoms.float().cpu().numpy()
+    finite = np.isfinite(coordinates).all(-1)
     names = ("asym_id", "aatype", "residue_index", "atom37_atom_exists", "all_atom_positions", "all_atom_mask")
     chain, aatype, index, exists, positions, mask = (truth[name].cpu().numpy() for name in names)
     predicted, reference = dict[str, Chain](), dict[str, Chain]()
-    for number in np.unique(chain[chain > 0]).tolist():  # 0: padding
+    # Chain 0 is padding.
+    for number in np.unique(chain[chain > 0]).tolist():
         rows, name = chain == number, str(number)
         sequence = "".join((*RESTYPES, "X")[code] for code in aatype[rows])
-        for chains, x, seen in ((predicted, found, exists * finite), (reference, positions, mask)):
-            chains[name] = Chain(name, sequence, x[rows], seen[rows], index[rows], ("",) * len(sequence))
-    same = {(name, name): np.arange(len(one.sequence))[:, None].repeat(2, 1) for name, one in reference.items()}
+        for chains, x, resolved in ((predicted, coordinates, exists * finite), (reference, positions, mask)):
+            chains[name] = Chain(name, sequence, x[rows], resolved[rows], index[rows], ("",) * len(sequence))
+    same = {(name, name): np.arange(len(c.sequence))[:, None].repeat(2, 1) for name, c in reference.items()}
     docking = Docking(predicted, reference, same)
     scores = [docking.measure(pair, pair).dockq for pair in docking.native]
     return float(np.mean(scores)) if scores else math.nan
 
 
 def averages_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return the averaged weights that a checkpoint holds, by parameter."""
-    whole = checkpoint.tensors.items()
-    return {name.removeprefix("average."): x for name, x in whole if name.startswith("average.")}
+    """Return the averaged weights of a checkpoint, by parameter."""
+    tensors = checkpoint.tensors.items()
+    return {name.removeprefix("average."): x for name, x in tensors if name.startswith("average.")}
 
 
 def validation_row(step: int, scores: Mapping[str, Mapping[str, Any]]) -> Row:
@@ -326,11 +339,12 @@ def mean_without_nan(values: Sequence[float]) -> float:
 
 
 def scores_row(step: int, keys: Sequence[str], scores: Mapping[str, Scores]) -> Row:
-    """Return the row of a validation of these examples; scores: what a `Judge` said of each.
+    """Build the row of a validation of these examples.  scores: of a `Judge`, by example.
 
-    Of what was left out the row has the reasons, and `of` how many there were: it is not compared with whole ones.
+    If examples were left out, the row has the reasons, and `of` is the number of all examples.  Such a row is not
+    compared with complete ones.
     """
-    folded = {key: found for key in keys if not isinstance(found := scores[key], str)}
+    folded = {key: result for key in keys if not isinstance(result := scores[key], str)}
     row = validation_row(step, folded)
     left_out = {key: scores[key] for key in keys if key not in folded}
     for key, why in left_out.items():

@@ -1,4 +1,4 @@
-"""Show a training run while it goes on: two lines that move in a terminal, a line now and then in a file."""
+"""Show the progress of a training run: two live lines in a terminal, or a line every few seconds in a file."""
 
 import os
 import time
@@ -12,14 +12,15 @@ from rich.text import Text
 from warpfold.engine.watch import Phase, Row, Watcher
 from warpfold.progress import are_hidden, as_time
 
-ASKED = "stopping after this step; Ctrl-C again: at once"
+STOP_NOTICE = "stopping after this step; Ctrl-C again: at once"
 
 
 class TrainingProgress(Watcher):
-    """Shows what a run does, how far it is, its loss, and when it will have ended, validations included.
+    """Show the phase of a run, its progress and loss, and the time left, validations included.
 
-    In a terminal: two lines, no wider than it.  Elsewhere, such as the log of a batch job: a line with the time every
-    `every` seconds, and one for each validation.  In both: each entry that cannot be used; quiet: nothing else.
+    A terminal shows two lines, no wider than it is.  Other outputs, such as the log of a batch job, get a line with the
+    time every `every` seconds and one for each validation.  Both show each entry that cannot be used.
+    quiet: show nothing but these entries and an early end.
     """
 
     def __init__(self, steps: int, console: Console | None = None, every: float = 30.0, quiet: bool = False) -> None:
@@ -27,13 +28,13 @@ class TrainingProgress(Watcher):
         self.phase, self.every = Phase(name="starting", step=0, steps=steps), every
         self.row: Row = {}  # of the last step
         self.validation: Row = {}
-        self.asked = False  # to stop
-        self.ended = ""  # how
-        self._said = 0.0  # when the last line was printed; 0: none was
-        self._ends: float | None = None  # when the run is expected to end
+        self.stopping = False
+        self.outcome = ""  # "finished" or "stopped"
+        self._last_line = 0.0  # time of the last line; 0: none
+        self._expected_end: float | None = None
 
     def on_metrics(self, row: Row) -> None:
-        """Keep what is shown, and print a line where it is time for one."""
+        """Store the row, and print a line if one is due."""
         if row["kind"] == "quarantine":
             self._print(f"set aside {row['example']}: {row['reason']}")
         elif row["kind"] == "end":
@@ -48,31 +49,32 @@ class TrainingProgress(Watcher):
             self._print_line(f"validated {len(row['examples'])} of {of}{where}{cut}")
         elif row["kind"] == "step":
             self.row = row
-            if time.monotonic() - self._said >= self.every or not self._said:
-                self._said = time.monotonic()
+            if time.monotonic() - self._last_line >= self.every or not self._last_line:
+                self._last_line = time.monotonic()
                 self._print_line()
 
     def on_phase(self, phase: Phase) -> None:
-        """Show what the run does now; where a signal has come, that is answered at once, wherever the program is."""
+        """Show the phase.  A signal is acknowledged at once, wherever the program is."""
         if phase.name == "stopping":
-            self.asked = True
+            self.stopping = True
             if not self.console.is_terminal:
+                # A signal handler must not print, since it may have interrupted a print.
                 with suppress(OSError):
-                    os.write(2, f"{ASKED}\n".encode())  # print is not safe here: it may be what was interrupted
+                    os.write(2, f"{STOP_NOTICE}\n".encode())
             return
         self.phase = phase
         if phase.left is not None:
-            self._ends = time.monotonic() + phase.left
+            self._expected_end = time.monotonic() + phase.left
 
     def on_end(self, finished: bool) -> None:
-        self.ended, self.asked = "finished" if finished else "stopped", False
+        self.outcome, self.stopping = "finished" if finished else "stopped", False
         if self.row and not finished:
             self._print_line("stopped")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield two lines that are no wider than the terminal."""
         p, ascii_only = self.phase, options.ascii_only
-        name = self.ended or (f"{p.name} {min(p.done + 1, p.total)} of {p.total}" if p.total else p.name)
+        name = self.outcome or (f"{p.name} {min(p.done + 1, p.total)} of {p.total}" if p.total else p.name)
         end = f"  {p.step:,}/{p.steps:,}  {self._eta()}".rstrip()
         room = options.max_width - max(len(name), 10) - len(end) - 2
         text = Text(f"{name:10}  ", no_wrap=True, overflow="ellipsis")
@@ -81,25 +83,27 @@ class TrainingProgress(Watcher):
             text.append(("#" if ascii_only else "━") * full, "green")
             text.append(("-" if ascii_only else "─") * (room - full), "dim")
         yield text.append(end)
-        said, width = ASKED if self.asked else "", options.max_width
-        for part in [] if self.asked else self._parts():
-            longer = f"{said}  {part}" if said else part
-            said = longer if len(longer) <= width else said
-        yield Text(said, style="yellow" if self.asked else "", no_wrap=True, overflow="ellipsis")
+        line, width = STOP_NOTICE if self.stopping else "", options.max_width
+        for number in [] if self.stopping else self._numbers():
+            longer = f"{line}  {number}" if line else number
+            line = longer if len(longer) <= width else line
+        yield Text(line, style="yellow" if self.stopping else "", no_wrap=True, overflow="ellipsis")
 
     def _eta(self) -> str:
-        if self.ended:
+        if self.outcome:
             return ""
-        return "ETA -" if self._ends is None else f"ETA {as_time(max(self._ends - time.monotonic(), 0.0))}"
+        if self._expected_end is None:
+            return "ETA -"
+        return f"ETA {as_time(max(self._expected_end - time.monotonic(), 0.0))}"
 
-    def _parts(self) -> Iterator[str]:
-        """Yield what is to be said of the last step and validation, the most important first."""
+    def _numbers(self) -> Iterator[str]:
+        """Yield the numbers of the last step and validation in words, the most important first."""
         row, held_out = self.row, self.validation
         if row:
             yield f"loss {row['loss']:.3f}"
         if held_out:
-            part = f" ({len(held_out['examples'])} of {held_out['of']})" if "of" in held_out else ""
-            yield f"lDDT-Cα {held_out['lddt_ca']:.3f}{part}"
+            share = f" ({len(held_out['examples'])} of {held_out['of']})" if "of" in held_out else ""
+            yield f"lDDT-Cα {held_out['lddt_ca']:.3f}{share}"
             if "dockq" in held_out:
                 yield f"DockQ {held_out['dockq']:.3f}"
         if row:
@@ -109,10 +113,10 @@ class TrainingProgress(Watcher):
             yield f"lr {row['learning_rate']:.2g}"
 
     def _print_line(self, what: str = "") -> None:
-        """Print a line for a log, where there is no terminal."""
+        """Print a line, unless a terminal shows the run live."""
         if not (self.console.is_terminal or self.quiet):
             step = f"step {self.row.get('step', self.phase.step)}/{self.phase.steps}"
-            parts = [time.strftime("%Y-%m-%d %H:%M:%S"), step, what, *self._parts(), self._eta()]
+            parts = [time.strftime("%Y-%m-%d %H:%M:%S"), step, what, *self._numbers(), self._eta()]
             self._print("  ".join(filter(None, parts)))
 
     def _print(self, text: str) -> None:
@@ -121,7 +125,7 @@ class TrainingProgress(Watcher):
 
 @contextmanager
 def training_progress(steps: int, console: Console | None = None, every: float = 30.0) -> Iterator[TrainingProgress]:
-    """Give a watcher that shows a training run within the context, on stderr unless told otherwise."""
+    """Yield a watcher that shows a training run within the context, by default on stderr."""
     shown = TrainingProgress(steps, console, every, are_hidden())
     if shown.quiet or not shown.console.is_terminal:
         yield shown
