@@ -1,4 +1,4 @@
-"""Datasets that do as they are told, in any process."""
+"""Datasets for tests of `Ready`, whose behaviour files control from any process."""
 
 import os
 import random
@@ -24,7 +24,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Example i: its index, i rows, and a random number of each generator.  folder: as `Puppet`'s."""
+    """Example i has its index, i rows, and a random number of each generator.  folder: see `Puppet`."""
 
     size: int = 20
     folder: Path = field(default_factory=Path)
@@ -53,7 +53,7 @@ class Numbers:
 
 
 class Draws:
-    """A random number of each generator of the host."""
+    """Each example is a random number of each generator of the host."""
 
     def __getitem__(self, index: int) -> tuple[float, float, float]:
         return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
@@ -73,7 +73,7 @@ class Many:
 
 
 class Rows:
-    """Example i: a list of i + 1 numbers, at which `len` may be taken."""
+    """Example i is a list of i + 1 numbers."""
 
     def __len__(self) -> int:
         return 12
@@ -83,7 +83,7 @@ class Rows:
 
 
 class Odd:
-    """One example, of every kind of value."""
+    """One example with every kind of value."""
 
     def __len__(self) -> int:
         return 1
@@ -102,7 +102,7 @@ class Odd:
 
 
 class Bad:
-    """One example that cannot travel."""
+    """One example that cannot be sent between processes."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

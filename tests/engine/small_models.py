@@ -1,4 +1,4 @@
-"""A small language model in plain torch, and its data: with shared, frozen and unused parameters."""
+"""A small language model in plain torch with shared, frozen and unused parameters, and its data."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ VOCABULARY, WIDTH = 17, 12
 
 
 class Sentences(Dataset):
-    """Sequences of uneven length in which a letter follows from the two before it, as a rule."""
+    """Sequences of different lengths in which a letter usually follows from the two letters before it."""
 
     def __init__(self, size: int = 24) -> None:
         self.size = size
@@ -21,7 +21,8 @@ class Sentences(Dataset):
         g = torch.Generator().manual_seed(index)
         letters = torch.randint(VOCABULARY, (5 + index % 7,), generator=g).tolist()
         for at in range(2, len(letters)):
-            if torch.rand(()) < 0.8:  # drawn anew in each epoch
+            # A new draw in each epoch.
+            if torch.rand(()) < 0.8:
                 letters[at] = (letters[at - 1] + letters[at - 2]) % VOCABULARY
         return torch.tensor(letters)
 
@@ -31,7 +32,7 @@ def padded(examples: list[Tensor]) -> dict[str, Tensor]:
 
 
 class LanguageModel(nn.Module):
-    """Attention over the letters before; `model(batch)` is the loss."""
+    """Causal attention over the letters.  `model(batch)` returns the loss."""
 
     def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()

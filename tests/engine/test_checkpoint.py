@@ -1,4 +1,4 @@
-"""The run's folder: whole after any failure, and never shared by two runs."""
+"""Test that a run's folder is consistent after any failure, and is never shared by two runs."""
 
 import errno
 import json
@@ -39,7 +39,7 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
         run.open_log(0)
         for step, lddt in [(1, 0.2), (2, 0.5), (3, 0.4)]:
             run.save(checkpoint(step), keep=2)
-            run.log({"kind": "validation", "step": step, "lddt_ca": lddt})  # after it is saved
+            run.log({"kind": "validation", "step": step, "lddt_ca": lddt})  # after saving
         run.save(checkpoint(4), keep=2)
     with RunFolder(tmp_path, score="lddt_ca") as run:
         assert run.open_log(4) == {"kind": "validation", "step": 3, "lddt_ca": 0.4}
@@ -49,7 +49,7 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_log_with_damaged_lines_is_continued(tmp_path: Path) -> None:
-    """Lines that are not rows, rows with values of wrong types, and random changes of bytes."""
+    """Draw lines that are not rows, rows with values of wrong types, and random changes of bytes."""
     validation = {"kind": "validation", "step": 3, "lddt_ca": 0.4, "examples": {"a": 0.4}, "of": 1, "seconds": 1.0}
     step = {"kind": "step", "step": 4, "loss": 1.5, "terms": {"fape": 0.5}, "examples": ["a"], "time": 1.7e9}
     whole = b"".join(json.dumps(row).encode() + b"\n" for row in (validation, step))
@@ -97,7 +97,7 @@ def test_what_somebody_keeps_in_a_checkpoint_stays_and_damaged_notes_do_not_end_
 
 @contextmanager
 def full_after(size: int) -> Iterator[None]:
-    """A disk that is full after `size` bytes of a file."""
+    """Emulate a disk that is full after `size` bytes of a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -107,7 +107,7 @@ def full_after(size: int) -> Iterator[None]:
 
 
 def test_on_a_full_disk_what_was_there_survives(tmp_path: Path) -> None:
-    """The checkpoint before, files that were to be replaced, and the lines of the log."""
+    """The previous checkpoint, files that were being replaced, and the lines of the log are intact."""
 
     def log(run: RunFolder) -> None:
         for step in range(100):
@@ -202,7 +202,7 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken(
         assert "step-00000007: damaged" in line
         assert line.endswith("kept as damaged-step-00000007; the run continues from step 5")
         assert sorted(path.name for path in (run.checkpoints / "damaged-step-00000007").iterdir()) == left
-        save(run, 7)  # the run comes there again
+        save(run, 7)  # the run repeats the step
         assert run.load(7).step == 7
 
 
@@ -223,7 +223,8 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monk
     with RunFolder(tmp_path) as run:
         monkeypatch.setattr(module, "sync_path", lambda path: synced.append((path.name, run.step_path(1).exists())))
         run.save(checkpoint(1), keep=1)
-    draft = {"state.safetensors", "state.json", "checksums.json", ".partial-step-00000001"}  # and the folder's names
+    # The last name is that of the folder.
+    draft = {"state.safetensors", "state.json", "checksums.json", ".partial-step-00000001"}
     assert set(synced) == {(name, False) for name in draft} | {("checkpoints", True)}
 
 
@@ -240,7 +241,7 @@ def test_a_second_run_waits_outside(tmp_path: Path) -> None:
 def test_a_lock_of_another_machine_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, released: int
 ) -> None:
-    """As a file server keeps the lock of a machine that is gone."""
+    """A file server may hold the lock of a machine that has crashed."""
     with RunFolder(tmp_path):
         pass
     (tmp_path / ".lock").write_text("process 7 on elsewhere\n")
@@ -292,7 +293,7 @@ def test_without_locks_a_run_goes_on_with_a_word_and_a_lock_that_fails_is_one_li
 
 
 def test_a_folder_that_only_looks_like_a_run_is_left_alone(tmp_path: Path) -> None:
-    """A folder of another tool, with names like ours: its log would be cut and its parameters replaced."""
+    """The folder of another tool may have files with the same names, which a run would overwrite."""
     (tmp_path / "checkpoints" / ".partial-mine").mkdir(parents=True)
     (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
     with pytest.raises(UserError, match="something else"), RunFolder(tmp_path):
@@ -344,7 +345,7 @@ def test_a_checkpoint_is_written_beside_and_holds_what_was_then(tmp_path: Path) 
 
 
 class Copies(TorchDispatchMode):
-    """How many numbers each copy has."""
+    """Count the numbers of each copy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -365,7 +366,8 @@ def test_a_state_is_copied_as_the_buffers_in_which_it_lies_and_written_as_it_was
         copy = Snapshot.of(state)
     for x in state.values():
         x.add_(1)  # the next step
-    assert len(copies.found) == 5  # weights, average, two moments; the number of steps
+    # Weights, average, two moments, and the number of steps.
+    assert len(copies.found) == 5
     for name, tensors in (("apart", apart), ("copy", copy.wait())):
         save_file(tensors, tmp_path / name)
     assert (tmp_path / "apart").read_bytes() == (tmp_path / "copy").read_bytes()
@@ -401,6 +403,7 @@ def test_what_writing_beside_raises_ends_the_run(tmp_path: Path, caplog: pytest.
             run.write_beside(fail)
             raise KeyError
 
-    with pytest.raises(KeyError):  # what the run died of is what is told
+    # The error that ended the run is raised.
+    with pytest.raises(KeyError):
         die()
     assert "full" in caplog.messages

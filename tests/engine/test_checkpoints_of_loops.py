@@ -1,4 +1,4 @@
-"""Checkpoints of a user's own loop: whole after a kill at any moment, and the run continues to the bit."""
+"""Test checkpoints of a user's loop: consistent after a kill at any moment, and resuming without a changed bit."""
 
 import importlib
 import os
@@ -32,13 +32,13 @@ from warpfold.errors import UserError
 EPOCHS = 3
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")  # as in the children
+pytestmark = pytest.mark.usefixtures("one_thread")  # like the children
 
 
 def train(
     folder: Path, kill_at: int = -1, workers: int = 0, every: int = 2, window: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Train the language model; `kill_at` a step, or in the writing of its checkpoint at a synced file."""
+    """Train the language model.  kill_at: a step, or a synced file while its checkpoint is written."""
     torch.manual_seed(0)
     random.seed(0)
     model = LanguageModel()
@@ -70,11 +70,11 @@ def train(
 
 
 def killed(folder: Path, **how: Any) -> None:
-    """Have a process train until it is killed."""
+    """Train in a process until it is killed."""
     synced = how.pop("synced", None)
 
     def run() -> None:
-        # the parent's is not ours
+        # This process must not use the fork server of its parent.
         server: Any = forkserver._forkserver  # type: ignore[attr-defined]
         server._forkserver_pid = server._forkserver_alive_fd = server._forkserver_address = None
         if synced is not None:
@@ -104,7 +104,8 @@ def test_a_run_that_is_killed_continues_to_the_bit(tmp_path: Path) -> None:
     kills = sorted(random.Random(0).sample(range(1, 18), 4))
     for step in kills:
         killed(tmp_path / "killed", kill_at=step)
-    for synced in (0, 3, 4, 9):  # in the middle of writing: files, their folder, the name; and later ones
+    # Kills while files, their folder and its name are written, and later.
+    for synced in (0, 3, 4, 9):
         killed(tmp_path / "killed", synced=synced, every=1)
     assert_same(train(tmp_path / "killed"), whole)
     assert Checkpoints(tmp_path / "killed").steps()[-1] == 18
@@ -119,7 +120,8 @@ def test_with_workers_too(tmp_path: Path, window: int) -> None:
     for step in steps:
         killed(tmp_path / "a", kill_at=step, workers=2, window=window)
     again = train(tmp_path / "a", workers=2, window=window)
-    if window:  # follow the order that was used, in a run that nobody kills
+    # An uninterrupted run follows the recorded order.
+    if window:
         (tmp_path / "b").mkdir()
         (tmp_path / "b" / "order.txt").write_bytes((tmp_path / "a" / "order.txt").read_bytes())
     assert_same(again, train(tmp_path / ("b" if window else "c"), workers=1, window=window))
@@ -174,7 +176,8 @@ def test_names_in_the_file_are_those_of_the_model(tmp_path: Path) -> None:
     path = Checkpoints(tmp_path).save(5, model=model)
     saved = load_file(path / "state.safetensors")
     assert torch.equal(saved["model.mlp.0.weight"], model.mlp[0].weight)
-    assert sum("embed" in name or "head" in name for name in saved) == 1  # shared: once
+    # A shared parameter is saved once.
+    assert sum("embed" in name or "head" in name for name in saved) == 1
 
 
 def test_the_last_ones_stay_and_the_newest_whole_one_is_taken(tmp_path: Path, caplog: Any) -> None:
@@ -219,7 +222,7 @@ def test_each_rank_continues_with_its_own(tmp_path: Path) -> None:
     assert not torch.equal(both[0][3], both[1][3])
     assert not set(map(tuple, both[0][1])) & set(map(tuple, both[1][1]))
     loader = Ready(Sentences(), 4, workers=0, collate=padded)
-    assert Checkpoints(tmp_path).load_latest(loader=loader).step == 1  # of two ranks, on one
+    assert Checkpoints(tmp_path).load_latest(loader=loader).step == 1  # saved by two ranks
     assert len([*loader]) == 5
 
 
@@ -227,7 +230,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, model=model, more={"a": 1})
-    checkpoints.save(1, model=model)  # a loop that ends where it began
+    checkpoints.save(1, model=model)  # no new step
     for call, said in (
         (lambda: Checkpoints(tmp_path, keep=0), "keep = 0"),
         (lambda: checkpoints.save(2, model=3), "model is a int without state_dict"),
@@ -247,12 +250,12 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         Checkpoints(tmp_path / "file").save(1)
 
 
-# The loops of docs/howto/kit.md on 1, 2 and 4 processes, and what checkpoints go with
+# The loops of docs/howto/kit.md on 1, 2 and 4 processes
 
 
 @pytest.fixture
 def scripts(tmp_path: Path) -> Path:
-    """A folder with the files of the page."""
+    """Make a folder with the files of the page."""
     for block in blocks(ROOT / "docs" / "howto" / "kit.md", "python"):
         if name := re.match(r"# (\w+\.py)\n", block):
             (tmp_path / name[1]).write_text(block, encoding="utf-8")
@@ -260,7 +263,7 @@ def scripts(tmp_path: Path) -> Path:
 
 
 def run_script(scripts: Path, name: str, folder: Path, kill_at: int = 0) -> list[Tensor]:
-    """Train as a script of the page does, on this rank; die before checkpoint `kill_at`.  Return all it ends with."""
+    """Run a script of the page on this rank, exit before checkpoint `kill_at`, and return the final state."""
     sys.path.insert(0, str(scripts))
     saved = 0
 
@@ -290,7 +293,8 @@ def test_a_script_of_the_page_continues_to_the_bit(scripts: Path, name: str, ran
         run_ranks(run_script, ranks, scripts, name, scripts / "killed", 2)
     for before, after in zip(whole, run_ranks(run_script, ranks, scripts, name, scripts / "killed"), strict=True):
         assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
-    for other in whole:  # the noise of each is its own
+    # Each rank has its own noise.
+    for other in whole:
         assert all(torch.equal(x, y) for x, y in zip(whole[0][:-1], other[:-1], strict=True))
 
 

@@ -1,4 +1,4 @@
-"""The communication hook for DistributedDataParallel, on two ranks and on four."""
+"""Test the communication hook for DistributedDataParallel on two and four ranks."""
 
 import copy
 import platform
@@ -24,7 +24,7 @@ CHOICES = [(2, "int8", {}), (2, "1bit", {}), (4, "int8", NODES), (4, "1bit", NOD
 
 
 def hooked(model: nn.Module, method: str, **options: Any) -> tuple[DistributedDataParallel, CompressionState]:
-    """Wrap a model; its buckets of 1 KB are several, and made anew after the first pass."""
+    """Wrap a model with several buckets of 1 KB, which DDP rebuilds after the first pass."""
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.001)
     state = CompressionState(wrapped, method, **options)  # type: ignore[arg-type]
     wrapped.register_comm_hook(state, compression_hook)
@@ -32,14 +32,14 @@ def hooked(model: nn.Module, method: str, **options: Any) -> tuple[DistributedDa
 
 
 class Straight(nn.Module):
-    """A loss that is linear in the weights: its gradient does not depend on them."""
+    """A loss that is linear in the weights, so that its gradient does not depend on them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c = (nn.Parameter(torch.zeros(shape)) for shape in ((24, 20), (37,), (9, 30)))
 
     def forward(self, step: int, rank: int) -> Tensor:
-        """Return the loss of a step, other on each rank."""
+        """Return the loss of a step, which differs between ranks."""
         generator = torch.Generator().manual_seed(step * 10 + rank)
         every = [(p * torch.randn(p.shape, generator=generator, dtype=p.dtype)).sum() for p in self.parameters()]
         return torch.stack(every).sum()
@@ -50,7 +50,7 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def descended(method: str, first: int, last: int, saved: Any = None, **options: Any) -> tuple[nn.Module, Any]:
-    """Take plain steps, from what was saved or from zero; return the model and its hook's state on every rank."""
+    """Take plain steps from a saved state or from zero; return the model and the state of its hook on every rank."""
     model = Straight().double()
     wrapped, state = hooked(model, method, start=1, **options)
     if saved is not None:
@@ -68,7 +68,7 @@ def descended(method: str, first: int, last: int, saved: Any = None, **options: 
 
 @pytest.mark.parametrize(("ranks", "method", "options"), CHOICES)
 def test_what_is_left_out_is_carried_over_and_saved(ranks: int, method: str, options: dict[str, Any]) -> None:
-    """Weights and what is carried add up to the plain sum; a run that is continued obeys that, too, on fewer ranks."""
+    """Weights plus residuals equal the plain sum, also for a run that continues on fewer ranks."""
 
     def function() -> None:
         total = Straight().double()
@@ -112,7 +112,7 @@ def test_what_is_carried_is_shared_out_to_another_number_of_ranks() -> None:
 
 @pytest.mark.parametrize(("ranks", "options"), [(2, {}), (4, NODES)])
 def test_whole_gradients_give_what_ddp_gives(ranks: int, options: dict[str, Any]) -> None:
-    """In the first steps, with shared, frozen and unused parameters and several passes a step."""
+    """Test the first steps with shared, frozen and unused parameters and several passes per step."""
 
     def trained(**chosen: Any) -> Tensor:
         torch.manual_seed(0)
@@ -161,7 +161,7 @@ def test_what_is_not_finite_reaches_all_and_leaves_nothing_behind(method: str) -
 
 @pytest.mark.parametrize(("ranks", "method", "options"), CHOICES)
 def test_a_skipped_step_restores_the_residuals_of_all_buckets(ranks: int, method: str, options: dict[str, Any]) -> None:
-    """With inf in one parameter of several buckets: what is applied and carried is the sum of the steps that count."""
+    """With inf in one of several buckets, updates plus residuals equal the sum of the other steps."""
 
     def function() -> None:
         model, rank = Straight().double(), dist.get_rank()
@@ -192,7 +192,7 @@ def test_a_skipped_step_restores_the_residuals_of_all_buckets(ranks: int, method
 
 
 def test_two_models_train_side_by_side() -> None:
-    """As of a GAN, one on the other's output, each stepped while the other's gradients come too."""
+    """Two models of a GAN exchange outputs, and each takes steps while gradients of the other arrive."""
 
     def function() -> list[Tensor]:
         torch.manual_seed(0)
@@ -212,7 +212,7 @@ def test_two_models_train_side_by_side() -> None:
 
 
 def test_a_grad_scalers_scale_may_change() -> None:
-    """What is carried over is in true units: a run whose scale doubles and halves takes the steps of one without."""
+    """Residuals do not depend on the loss scale: a run whose scale changes takes the steps of one without a scale."""
 
     def function() -> tuple[Tensor, Tensor]:
         def run(scales: list[float]) -> Tensor:
@@ -233,7 +233,7 @@ def test_a_grad_scalers_scale_may_change() -> None:
         torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's, of Join
+@pytest.mark.filterwarnings("ignore")  # from torch's Join
 def test_ranks_may_have_fewer_batches_under_join() -> None:
     def function() -> Tensor:
         torch.manual_seed(0)
@@ -286,7 +286,7 @@ def test_nodes_are_neighbours_whose_machines_have_one_name() -> None:
 
 
 def test_on_a_gpu_a_side_stream_waits_for_the_gradients_and_takes_the_mean() -> None:
-    """With streams that are not there."""
+    """The streams are emulated."""
 
     def function() -> list[str]:
         streams = StandInStreams()
@@ -309,7 +309,7 @@ def test_on_a_gpu_a_side_stream_waits_for_the_gradients_and_takes_the_mean() -> 
         return streams.said
 
     for said in run_ranks(function, 2):
-        assert said == ["side waits for main", "mean on side"] * 2  # of as many buckets
+        assert said == ["side waits for main", "mean on side"] * 2  # two buckets
 
 
 def test_one_process_alone_and_what_is_refused() -> None:

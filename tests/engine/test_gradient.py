@@ -1,4 +1,4 @@
-"""The gradient by a sequence: soft features, central differences, and every plan against one device."""
+"""Test the gradient by a sequence: soft features, central differences, and every plan against one device."""
 
 import math
 from dataclasses import replace
@@ -39,7 +39,7 @@ def example(sequence: str = QUERY, rows: list[str] = ROWS) -> RawExample:
 
 
 def features(sequence: str, rows: list[str], count: int = 1) -> tuple[Batch, QueryPlace]:
-    """A monomer's features, and where the sequence stands in them."""
+    """Make the features of a monomer, and the place of its sequence in them."""
     raw = example(sequence, rows)
     batch = to_tensors(make_features(raw, SAMPLE, 0, ("x",), count))
     weight, is_extra = query_part(raw, SAMPLE, 0, ("x",), count)
@@ -47,7 +47,7 @@ def features(sequence: str, rows: list[str], count: int = 1) -> tuple[Batch, Que
 
 
 def complex_features(rows: list[str], count: int = 1) -> Batch:
-    """A dimer's, of which one chain has an alignment."""
+    """Make the features of a dimer, of which one chain has an alignment."""
     assembly = Assembly("x", ("A", "B"), (example(QUERY, rows), example("GSTWKL", [])))
     return to_tensors(make_features(assembly, SAMPLE, 0, ("x",), count))
 
@@ -76,7 +76,7 @@ def test_a_sequence_as_shares_leaves_the_features_as_they_are(rows: list[str]) -
 
 @pytest.mark.parametrize("rows", [[], ROWS], ids=["alone", "clusters"])
 def test_shares_of_another_sequence_are_its_features(rows: list[str]) -> None:
-    """One residue is another one: the rows stay in their clusters, so that all follows from the query's own part."""
+    """Change one residue.  The rows stay in their clusters, so that only the query's features change."""
     other = QUERY[:4] + "C" + QUERY[5:]
     (batch, place), (expected, _) = features(QUERY, rows), features(other, rows)
     changed = {name for name, x in expected.items() if not torch.equal(x, batch[name])}
@@ -93,7 +93,7 @@ def model_of(multimer: bool) -> AlphaFold:
 
 @cache
 def given(multimer: bool, count: int) -> tuple[Batch, QueryPlace | None, Tensor]:
-    """Features in fp64 and a soft sequence."""
+    """Make features in fp64 and a soft sequence."""
     batch, place = (complex_features(ROWS, count), None) if multimer else features(QUERY, ROWS, count)
     batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
     logits = torch.randn(len(batch["aatype"]), 20, generator=torch.Generator().manual_seed(1)).double()
@@ -104,7 +104,7 @@ def given(multimer: bool, count: int) -> tuple[Batch, QueryPlace | None, Tensor]
 def gradient(
     multimer: bool, recycles: int, through: Through, plan: Plan | None = None, mesh: Mesh | None = None
 ) -> SequenceGradient:
-    """The gradient under a plan, on one of its ranks."""
+    """Compute the gradient under a plan, on one of its ranks."""
     batch, place, shares = given(multimer, recycles + 1)
     mesh = mesh or Mesh()
     model = Execution(replace(plan or Plan(), precision="fp64"), mesh).bind(model_of(multimer))
@@ -113,7 +113,7 @@ def gradient(
 
 
 def hold_rotations(model: AlphaFold) -> None:
-    """Have each layer of the structure module see the rotations of the first run in all that follow."""
+    """Replay the rotations of the first run in each layer of the structure module in all later runs."""
     fold, seen, calls = model.structure.fold_iteration, list[Tensor](), [0]
     advance, first = fold.advance, [True]
 

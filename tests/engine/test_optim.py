@@ -1,4 +1,4 @@
-"""The optimizer and its update rules against their definitions, written out plainly in float64; alone and on ranks."""
+"""Test the optimizer and its update rules against float64 definitions, on one rank and on several."""
 
 import math
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def example(index: int) -> Tensor:
 
 
 def collect(model: nn.Module, optimizer: Optimizer, index: int, poison: float = 1.0, loss_too: bool = True) -> float:
-    """Collect an example; poison: what its gradient is multiplied by, and with `loss_too` its loss; return the norm."""
+    """Collect an example; return the norm.  poison: a factor of its gradient, and with `loss_too` of its loss."""
     out = model(example(index).to(optimizer.weights.dtype))
     out.register_hook(lambda grad: grad * poison)
     loss = out.square().sum()
@@ -59,7 +59,7 @@ def state_of(optimizer: Optimizer) -> State:
 
 
 def same(ours: State, theirs: State, but: str | tuple[str, ...] = "-") -> bool:
-    """Whether tensors are the same to the bit."""
+    """Whether all bits of two tensors are equal."""
     return all(torch.equal(ours[name], x) for name, x in theirs.items() if not name.startswith(but))
 
 
@@ -101,7 +101,8 @@ def test_a_uniform_average_is_the_mean_of_the_weights_since_its_beginning(rule: 
     optimizer, plain = Optimizer(model, config), [p.detach().clone() for p in model.parameters()]
     seen: list[list[torch.Tensor]] = []
     for step in range(7):
-        if step == 5:  # what it needs is in a checkpoint, and the step
+        # A checkpoint and the step are the whole state.
+        if step == 5:
             again = Optimizer(model := small_model(), config)
             again.restore(state_of(optimizer))
             optimizer = again
@@ -143,7 +144,7 @@ def test_moments_of_another_run_go_on_where_both_have_them() -> None:
 
 
 def test_clip_of_the_step_bounds_the_mean() -> None:
-    """Two examples whose large gradients almost cancel: their mean is small."""
+    """Two examples have large gradients with a small mean."""
     for mean, expected in [(1.0, 0.5), (0.1, 0.1)]:
         model = nn.Linear(1, 1, bias=False)
         config = OptimConfig(clip="step", clip_norm=0.5, accumulate=2, beta1=0.0, beta2=0.0)
@@ -254,7 +255,7 @@ def lars(p: Tensor, g: Tensor, state: State, rate: float, step: int) -> Tensor:
 
 
 class NormedDescent(PlainRule):
-    """A rule without moments that keeps a number for each parameter, the same on every rank.
+    """A rule without moments that has a number for each parameter, equal on every rank.
 
     Like one that decomposes matrices, it fails where it is given what is not finite.
     """
@@ -299,7 +300,8 @@ def test_rules_are_those_of_the_papers(name: str, dtype: torch.dtype) -> None:
     numbers = {"learning_rate": 1e-2, "warmup_steps": 4, "weight_decay": decay, "trust": 0.02, "clip_norm": math.inf}
     model, plain = small_model().to(dtype), small_model().double()
     for net in (model, plain):
-        nn.init.zeros_(net[0].bias)  # LAMB and LARS do not scale what is zero
+        # LAMB and LARS do not scale a zero parameter.
+        nn.init.zeros_(net[0].bias)
     run(model, Optimizer(model, OptimConfig(name=name, **numbers)), range(7))  # type: ignore[arg-type]
     parameters, states = list(plain.parameters()), [{} for _ in plain.parameters()]
     for step in range(7):
@@ -319,7 +321,7 @@ def test_state_goes_round_to_the_bit_and_a_step_without_examples_changes_nothing
     config = OptimConfig(name=name, accumulate=2)
     straight, broken = small_model(), small_model()
     first, second = Optimizer(straight, config), Optimizer(broken, config)
-    second.restore(first.state())  # a fresh one
+    second.restore(first.state())  # a new optimizer
     run(straight, first, range(6))
     run(broken, second, range(3))
     state = state_of(second)
@@ -337,7 +339,7 @@ def test_state_goes_round_to_the_bit_and_a_step_without_examples_changes_nothing
 
 
 def test_norms_of_large_parameters_are_right_in_float32() -> None:
-    """Millions of squares added one by one in float32 would be wrong by several per cent."""
+    """Adding millions of squares one by one in float32 would give an error of several per cent."""
     model = nn.ParameterList([torch.ones(3), torch.full((1500, 1500), 0.37), torch.full((5,), 1e-3)])
     optimizer = Optimizer(model, OptimConfig(name="lamb"))
     norms = optimizer.rule.norms(optimizer.weights)
@@ -359,7 +361,7 @@ def test_norms_are_the_same_on_an_apple_gpu_which_adds_them_up_in_another_way() 
 
 @pytest.mark.parametrize("poison", ["gradient", "loss"])
 def test_the_mean_is_over_the_examples_that_were_used(poison: str) -> None:
-    """The result is the same without the example that is not finite; a loss may be NaN while its gradient is finite."""
+    """An example that is not finite has no effect.  A loss may be NaN although its gradient is finite."""
     model, other = small_model(), small_model()
     config = OptimConfig(accumulate=3, warmup_steps=1)
     optimizer, without = Optimizer(model, config), Optimizer(other, replace(config, accumulate=2))
@@ -394,7 +396,7 @@ def test_where_the_step_is_clipped_one_that_is_not_finite_changes_nothing(name: 
 
 @pytest.mark.parametrize(("clip", "name"), [("example", "adam"), ("step", "adam"), ("example", "lamb")])
 def test_scaling_changes_no_number_and_an_overflow_only_the_scale(clip: Any, name: str) -> None:
-    """A power of two, and nothing near the ends of fp32: norms and weights are the same to the bit."""
+    """The scale is a power of two, and no number is near the limits of fp32, so no bit of norms or weights changes."""
     config = OptimConfig(name=name, accumulate=2, clip=clip)
     model, plain = small_model(), small_model()
     optimizer, without = Optimizer(model, config, scaling=True), Optimizer(plain, config)
@@ -462,7 +464,8 @@ def test_a_checkpoint_holds_the_scale_and_one_without_it_fits() -> None:
 # Ranks
 
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
-    "early": ({}, {}, 2),  # each rank's one example travels during the backward pass, and is weighed when all is there
+    # The one example of each rank travels during the backward pass, and is scaled after its arrival.
+    "early": ({}, {}, 2),
     "late": ({}, {}, 4),
     "sharded": ({"shard_state": True}, {}, 4),
     "scaled": ({}, {}, 4),
@@ -477,7 +480,7 @@ def optimizer_of(way: str, model: nn.Module) -> Optimizer:
 
 
 def test_the_mean_is_over_the_examples_that_any_rank_used() -> None:
-    """And an overflow on one rank halves the scale of all."""
+    """An overflow on one rank halves the scale of all ranks."""
 
     def on_a_rank(way: str, last: bool) -> State:
         model = small_model()
@@ -530,7 +533,7 @@ def test_a_step_without_examples_changes_nothing_on_any_rank() -> None:
 
 
 def test_model_ranks_agree_on_an_overflow() -> None:
-    """A part of the loss that is not finite on one rank is known to the others."""
+    """All ranks learn that one rank's part of the loss is not finite."""
 
     def on_a_rank(where: str) -> tuple[bool, float]:
         mesh, model = make_mesh(1, 2), small_model()
@@ -576,7 +579,7 @@ def test_a_second_optimizer_takes_the_hooks_over_and_a_restore_checks_replicas()
 
 
 def test_state_of_any_size_goes_through_a_checkpoint_and_over_ranks() -> None:
-    """One rank continues from what two ranks saved, each of which owns half of the weights, and the other way round."""
+    """One rank continues from the state of two ranks, each with half of the weights, and vice versa."""
 
     def half(state: State | None, ranks: int) -> State:
         mesh = make_mesh(ranks) if ranks > 1 else None
@@ -598,5 +601,6 @@ def test_state_of_any_size_goes_through_a_checkpoint_and_over_ranks() -> None:
     assert shared["slopes"].shape == (3,)
     for found in (after, given, half(shared, 1)):
         assert found.keys() == alone.keys()
-        for name, value in alone.items():  # sums of float32 in another order
+        # The float32 sums have another order.
+        for name, value in alone.items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-8)

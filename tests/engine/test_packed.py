@@ -1,4 +1,4 @@
-"""Packed weights: what operations read is what the parameters hold, whoever wrote them, and gradients arrive there."""
+"""Test packed weights: operations read the current values of parameters, and gradients reach the buffer."""
 
 import copy
 from collections import Counter
@@ -59,7 +59,7 @@ def test_values_and_gradients_are_those_of_the_parameters(plan: str, fused: bool
     expected, got = loss(plain, torch.float64), loss(model, torch.float64)
     expected.backward()
     got.backward()
-    # The same sums, of rows that lie elsewhere: rounding alone, 2^-53 of sums of some 1e3, a hundred times over.
+    # The sums have another order, so rounding differs: 2^-53 of sums of about 1e3, a hundred times over.
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-10)
     for (name, p), q in zip(model.named_parameters(), plain.parameters()):
         torch.testing.assert_close(
@@ -90,7 +90,7 @@ def test_weights_read_together_lie_together_and_state_dicts_are_as_they_were() -
 
 
 def test_a_bias_behind_a_projection_without_one_is_read_where_it_is() -> None:
-    """Zeros stand before it, which are no parameter: such projections are joined on the way."""
+    """The zeros before the bias are no parameter, so the projections are joined for each use."""
     layer, results = AttentionPairBias(C_M, C_Z, heads=2).double(), []
     for i, p in enumerate(layer.parameters()):
         torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(i))
@@ -107,7 +107,7 @@ def test_a_bias_behind_a_projection_without_one_is_read_where_it_is() -> None:
 
 
 class Copies(TorchDispatchMode):
-    """Notes what joins, casts or fills as many numbers as a weight has."""
+    """Record operations that join, cast or fill as many numbers as a weight has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,8 @@ class Copies(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        weights = (C_M, C_Z)  # the last axis of the operands' weights; activations here have 5 or 7 in front of it
+        # The last axes of weights.  Activations have 5 or 7 before them.
+        weights = (C_M, C_Z)
         if name in ("cat", "_to_copy") and isinstance(out, Tensor) and out.dim() == 2 and out.shape[-1] in weights:
             self.found.append(f"{name} {list(out.shape)}")
         return out
@@ -147,11 +148,11 @@ def test_gradients_of_half_precision_arrive_unrounded() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_added_many_at_a_time(dtype: torch.dtype) -> None:
-    """None is copied, and what a second pass adds without `release`, one by one, is the same to the bit."""
+    """No gradient is copied, and a second pass without `release` adds the same bits one by one."""
     model, found = stack(), []
     packed = PackedWeights(model, dtype, trained=True)
     with dispatch.always_fast():
-        loss(model, dtype)  # makes the leaves
+        loss(model, dtype)  # creates the leaves
         linears = {id(p) for module in model.modules() if isinstance(module, Linear) for p in module.parameters()}
         leaves = {id(t) for t in (*packed.leaves(), *model.parameters())} - linears | {id(t) for t in packed.leaves()}
         for released in (True, False, True):
@@ -177,7 +178,8 @@ def test_what_waits_when_a_backward_pass_fails_is_added_with_the_next() -> None:
     failing = weight.detach().clone().requires_grad_()
     failing.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        (Third.apply(failing) + Third.apply(weight)).backward()  # the last is the first on the way back
+        # The backward pass begins with the last one.
+        (Third.apply(failing) + Third.apply(weight)).backward()
     assert not model.weight.grad.any()
     packed.release()
     Third.apply(weight).backward()
@@ -200,7 +202,7 @@ def test_a_gradient_that_was_set_to_none_is_made_anew_before_a_pass_and_missed_a
 
 
 class Third(torch.autograd.Function):
-    """A sum whose gradient is a third, in fp32."""
+    """A sum with a gradient of 1/3 in fp32."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
@@ -306,7 +308,7 @@ def test_hooks_of_a_parameter_see_its_gradient_and_may_change_it() -> None:
     packed.gradient.zero_()
     weight.register_hook(lambda grad: 2 * grad)
     loss(model, torch.bfloat16).backward()
-    # Cast to and from bf16 on the way: 2^-8 of the largest.
+    # The values are cast to bf16 and back, with an error of 2^-8 of the largest.
     torch.testing.assert_close(weight.grad, 2 * expected, rtol=0, atol=float(expected.abs().max()) / 64)
 
 
@@ -332,7 +334,7 @@ def test_weights_that_two_layers_share_get_the_sum_of_their_gradients() -> None:
     "write", [_replace, _replace_one, _move, _data, nn.Module.half, lambda model: PackedWeights(model)]
 )
 def test_an_optimizer_notices_that_the_model_has_left(write: Callable[[nn.Module], None]) -> None:
-    """It would go on and train nothing."""
+    """Otherwise the optimizer would continue without an effect."""
     model = stack()
     optimizer = Optimizer(model, OptimConfig())
     write(model)
@@ -369,7 +371,7 @@ def test_what_inference_mode_has_used_can_be_trained(packed_there: bool) -> None
 
 
 def test_the_optimizer_writes_both() -> None:
-    """In a step, in the block of `averaged` and after it, and from a checkpoint."""
+    """Test a step, the context of `averaged`, the time after it, and a checkpoint."""
     model = Execution(Plan(precision="bf16")).bind(stack())
     optimizer = Optimizer(model, OptimConfig(warmup_steps=1, learning_rate=0.1), dtype=torch.bfloat16)
     first = {name: x.clone() for name, x in optimizer.state().items()}

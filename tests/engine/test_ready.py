@@ -1,4 +1,4 @@
-"""Ready: what comes is a function of the seed alone, whoever makes it, and nothing is lost or repeated."""
+"""Test Ready: batches are a function of the seed alone, and none is lost or repeated."""
 
 import gc
 import math
@@ -50,7 +50,7 @@ def epochs(loader: Ready, count: int) -> list[list[list[int]]]:
 
 
 def assert_equal(a: Any, b: Any) -> None:
-    """Equal, to the bit, and of the same types."""
+    """Check that values have equal bits and types."""
     assert type(a) is type(b)
     if isinstance(a, torch.Tensor):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
@@ -78,7 +78,7 @@ def test_the_order_follows_from_the_seed_alone() -> None:
     assert torch.equal(before[0], torch.get_rng_state())
     assert np.array_equal(before[1], np.random.get_state()[1])  # noqa: NPY002
     with Ready(Numbers(), 3, workers=3) as loader:
-        assert_equal([[*loader]], here)  # the random numbers of the examples, too
+        assert_equal([[*loader]], here)  # also random numbers
         here = loader.batches(1)
         assert indices(loader) == here
     assert [len(batch) for batch in here] == [3, 3, 3, 3, 3, 3, 2]
@@ -100,7 +100,7 @@ def test_an_epoch_draws_anew_and_ranks_draw_alike() -> None:
 
 
 def test_every_bit_of_a_seed_changes_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the 32 that every generator of the host takes."""
+    """Every generator of the host takes seeds of 32 bits."""
     monkeypatch.setattr(ready_maker, "keyed_hash", lambda seed, epoch, index: index)
     with ready_maker.kept_random():
         drawn = BatchMaker(Draws(), listed, 0).batch(0, [0, *(1 << bit for bit in range(32))])
@@ -136,7 +136,7 @@ def test_every_kind_of_value_travels(workers: int) -> None:
         [batch] = loader
         assert_equal(batch, Odd()[0])
         assert isinstance(batch["pair"], Pair)
-        batch["tensors"][0][0, 0] = 7.0  # it is the caller's
+        batch["tensors"][0][0, 0] = 7.0  # the caller may write
 
 
 def test_a_batch_stays_what_it_was_as_long_as_it_is_held() -> None:
@@ -179,11 +179,13 @@ def test_a_batch_that_is_ready_overtakes_a_slow_one_and_a_resume_follows(tmp_pat
         used = [next(batches)["index"].item() for _ in range(3)]
         state = loader.state_dict()
         used += [next(batches)["index"].item() for _ in range(2)]
-        assert sorted(used) == [0, 1, 3, 4, 5]  # 6 may not: it would come four places early
+        # Batch 6 would come four places early.
+        assert sorted(used) == [0, 1, 3, 4, 5]
         data.go(2)
         used += [batch["index"].item() for batch in batches]
         assert sorted(used) == list(range(8))
-    with Ready(data, **settings) as loader:  # killed after all of it, and continued from the state
+    # The run was killed after the epoch, and continues from the state.
+    with Ready(data, **settings) as loader:
         loader.load_state_dict(state)
         assert [batch["index"].item() for batch in loader] == used[3:]
     (tmp_path / "order.txt").write_text("another\n")
@@ -192,7 +194,7 @@ def test_a_batch_that_is_ready_overtakes_a_slow_one_and_a_resume_follows(tmp_pat
 
 
 def test_what_the_record_names_next_is_overtaken_by_nothing(tmp_path: Path) -> None:
-    """It is slow when the run continues, and others are ready."""
+    """The recorded batch is slow when the run continues, and others are ready."""
     data = Numbers(8, tmp_path, waits=(2,))
     settings: dict[str, Any] = {"shuffle": False, "window": 3, "record": tmp_path / "order.txt"}
     data.go(2)
@@ -204,7 +206,8 @@ def test_what_the_record_names_next_is_overtaken_by_nothing(tmp_path: Path) -> N
         loader.load_state_dict({**state, "first": 2})
         batches = iter(loader)
         assert loader._workers is not None
-        while len(loader._workers.outcomes) < 3:  # of what follows
+        # Later batches are ready.
+        while len(loader._workers.outcomes) < 3:
             time.sleep(0.01)
         threading.Timer(0.3, data.go, (2,)).start()
         assert next(batches)["index"].item() == 2
@@ -222,7 +225,8 @@ def test_a_run_continues_to_the_bit_wherever_it_was_left(workers: int) -> None:
             state = loader.state_dict()
             loader.load_state_dict(state)
             assert_equal([*begun, *loader], whole[1])
-            if used == 4:  # the last batch was used, but the loop over the epoch has not ended: it ends at once
+            # The last batch was used, but the loop over the epoch has not ended.
+            if used == 4:
                 assert loader.epoch == 2
             assert_equal([*loader], whole[2])
             with pytest.raises(RuntimeError, match="this one is over"):
@@ -237,7 +241,8 @@ def test_a_run_continues_on_another_number_of_ranks(drop: bool, steps: int, whol
     for loader in three:
         loader.load_state_dict(two[0].state_dict())
     rest = [i for loader in three for batch in loader for i in batch["index"].tolist()]
-    assert len(rest) == 3 * steps  # eight were left: one fills the last step, or two are dropped with it
+    # Eight were left, so one fills the last step, or two are dropped.
+    assert len(rest) == 3 * steps
     assert len({*rest, *used}) == (18 if drop else 20)
     assert [len(indices(loader)) for loader in three] == [whole] * 3
 
@@ -246,7 +251,7 @@ def test_an_iteration_that_is_left_is_over() -> None:
     with Ready(Numbers(), 4, workers=1) as loader:
         assert next(iter(loader))["index"].tolist() == loader.batches(0)[0]
         assert next(iter(loader))["index"].tolist() == loader.batches(1)[0]
-        iter(loader), iter(loader)  # of which nothing was used
+        iter(loader), iter(loader)  # neither is used
         assert indices(loader) == loader.batches(2)
         assert indices(loader) == loader.batches(3)
 
@@ -265,7 +270,8 @@ def test_costs_are_balanced_in_every_step() -> None:
     for step, (ours, theirs) in enumerate(zip(slowest(ranks), slowest(plain))):
         assert ours <= theirs * (1 + 1e-12)
         every = [costs[i] for loader in ranks for i in loader.batches(0)[step]]
-        assert ours <= 4 / 3 * max(sum(every) / 4, max(every))  # Graham's bound, which equal counts hardly loosen
+        # Graham's bound, which equal counts hardly change.
+        assert ours <= 4 / 3 * max(sum(every) / 4, max(every))
         assert sorted(every) == sorted(costs[i] for loader in plain for i in loader.batches(0)[step])
 
 
@@ -284,7 +290,8 @@ def test_a_cost_of_examples_is_found_once_by_all_ranks_together() -> None:
     assert find_costs(make, [], 0).shape == (0,)
     many = [i % 12 for i in range(2 * COST_BATCH + 5)]
     assert find_costs(make, many, 0).tolist() == [i + 1 for i in many]
-    drawn = BatchMaker(Costs(Numbers(), itemgetter("drawn")), np.array, 0)  # at random, as the examples are
+    # The costs are random numbers, like those of the examples.
+    drawn = BatchMaker(Costs(Numbers(), itemgetter("drawn")), np.array, 0)
     assert np.array_equal(find_costs(drawn, range(5), 0), find_costs(drawn, range(5), 1))
     with Ready(Rows(), 2, workers=1, cost=len, collate=listed, rank=1, ranks=2) as loader:
         assert [[example[0] for example in batch] for batch in loader] == found[1][0]
@@ -293,13 +300,15 @@ def test_a_cost_of_examples_is_found_once_by_all_ranks_together() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_raises_is_named_with_its_index(tmp_path: Path, workers: int) -> None:
     with Ready(Numbers(9, fails=(5,)), 2, workers=workers, shuffle=False) as loader:
-        for _ in range(2):  # also when it is tried again
+        # A second attempt fails, too.
+        for _ in range(2):
             with pytest.raises(ReadyError, match=r"^example 5 of the dataset: KeyError: 'no 5'") as raised:
                 list(loader)
             if workers:
                 assert "In the worker:\nTraceback" in str(raised.value)
                 assert "ready_data.py" in str(raised.value)
-            assert loader.state_dict()["first"] == 2  # what comes before it was used
+            # The batches before it were used.
+            assert loader.state_dict()["first"] == 2
             loader.load_state_dict(loader.state_dict())
     said = r"^examples \[0, 1\] of the dataset, as a batch: ValueError: cannot stack 2"
     with (
@@ -336,7 +345,7 @@ def test_a_loader_that_nobody_holds_ends_its_processes() -> None:
 
 
 class Endless(IterableDataset):
-    """No map-style dataset."""
+    """An object that is not a map-style dataset."""
 
     def __iter__(self) -> Any:
         return iter(())
@@ -367,7 +376,7 @@ def test_bad_input_is_one_line() -> None:
 
 
 class Pairs:
-    """An order of its own: the pairs (0, 1), (2, 3) ..., each once; 4 takes the place of what is refused."""
+    """An order with the pairs (0, 1), (2, 3) ..., each once.  Example 4 replaces a refused example."""
 
     refusals = (UserError,)
 
@@ -393,7 +402,7 @@ class Pairs:
 
 
 class Refusing:
-    """A dataset without 6, and without a length."""
+    """A dataset that refuses example 6 and has no length."""
 
     def __getitem__(self, index: int) -> int:
         if index == 6:
@@ -428,7 +437,7 @@ def test_a_state_of_something_else_is_refused() -> None:
 
 
 def test_a_batch_may_be_copied_to_memory_of_the_devices_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for a GPU, whose host memory is pinned: here it is ordinary memory."""
+    """Return host memory as for a GPU, but without pinning it."""
     sizes = []
 
     def host(self: Uploads, size: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What is trained and what is not: names, gradients, buffers; adapters against the dense weight."""
+"""Test trained and frozen parameters: names, gradients and buffers; and adapters against the dense weight."""
 
 import re
 from dataclasses import replace
@@ -62,19 +62,21 @@ def test_what_is_named_alone_has_a_gradient_and_everything_a_step_needs(config: 
     size = sum(named[name].numel() for name in trained.names)
     optimizer = Optimizer(model, OptimConfig(warmup_steps=1))
     before = {name: p.detach().clone() for name, p in named.items()}
-    for step in range(2):  # at the first B is zero, and so is the gradient of A
+    # In the first step B is zero, and so is the gradient of A.
+    for step in range(2):
         loss_of(model).backward()
         optimizer.collect()
         optimizer.step(step)
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert moved <= set(trained.names)
-    assert len(moved) > 0.8 * len(trained.names)  # some have a gradient of zero in exact arithmetic
+    # Some gradients are zero in exact arithmetic.
+    assert len(moved) > 0.8 * len(trained.names)
     state = optimizer.state()
     assert {name.partition(".")[2] for name in state if name.startswith("moment1.")} == set(trained.names)
     padded = optimizer.weights.numel()
     assert size <= padded < size + 64 * len(trained.names) + 64
     buffers = (optimizer.gradient, optimizer.total, optimizer.average, *optimizer.rule.moments.values())
-    assert {x.numel() for x in buffers} == {padded}  # what ranks exchange too
+    assert {x.numel() for x in buffers} == {padded}  # also of messages
     assert all(p.grad is None for name, p in model.named_parameters() if name not in trained.names)
     assert frozen_state(model).keys() == named.keys() - set(trained.names)
 
@@ -97,7 +99,7 @@ def test_frozen_weights_lie_packed_in_the_dtype_of_operations(precision: str) ->
     assert weight.untyped_storage().data_ptr() == rest.compute.untyped_storage().data_ptr()
     torch.testing.assert_close(weight, torch.cat([p.weight for p in layer.projections]).to(dtype), rtol=0, atol=0)
     with torch.no_grad():
-        layer.projections[0].weight.mul_(2)  # as `load_state_dict` may
+        layer.projections[0].weight.mul_(2)  # like `load_state_dict`
     weight, _ = joined(dtype, *layer.projections)
     torch.testing.assert_close(weight, torch.cat([p.weight for p in layer.projections]).to(dtype), rtol=0, atol=0)
 
@@ -173,7 +175,7 @@ def in_fp64(model: AlphaFold, plan: Plan | None = None) -> AlphaFold:
 
 
 def adapted(scale: float = 0.5, **more: object) -> tuple[AlphaFold, Trained]:
-    """A model in fp64 with adapters everywhere, B not zero."""
+    """Make a model in fp64 with adapters on all projections and a nonzero B."""
     model = in_fp64(filled_model(tiny_config(**more)))
     trained = freeze(model, only(on=("*",), scale=scale))
     for module in model.modules():
@@ -227,6 +229,6 @@ def test_gradients_of_adapters_are_those_of_the_dense_form(plan: Plan, packed: b
             (layer.adapter_a.grad, scale * layer.adapter_b.T @ dense),
             (layer.adapter_b.grad, scale * dense @ layer.adapter_a.T),
         ):
-            # A gradient of zero in exact arithmetic is what rounding leaves of sums of large numbers.
+            # A gradient that is zero in exact arithmetic is the rounding error of sums of large numbers.
             size = max(float(expected.detach().norm()), 1e-6 * largest)
             assert float((found - expected).detach().norm()) <= 1e-10 * size, name

@@ -1,4 +1,4 @@
-"""The entries of a trunk that is kept: room for them, and a disk that takes no more."""
+"""Test the entries of a cached trunk: their size, and a full disk."""
 
 import shutil
 from pathlib import Path
@@ -15,7 +15,7 @@ from warpfold.errors import UserError
 def test_an_entry_that_cannot_be_written_is_one_line_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether its file cannot be made at all, or not be finished."""
+    """The file cannot be created, or cannot be completed."""
     store, entry = TrunkStore(tmp_path / "trunk"), {"single": torch.ones(3)}
     with pytest.raises(UserError, match=r"could not be written \(No such file or directory\); make room, or"):
         store.write(store.path(0, "a", 0), entry)

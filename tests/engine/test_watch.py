@@ -1,4 +1,4 @@
-"""Watchers: who may listen, and what the ready-made ones write."""
+"""Test watchers: accepted objects, TensorBoard, and Weights & Biases."""
 
 import importlib.util
 import sys
@@ -91,7 +91,8 @@ def test_curves_are_told_in_order_and_the_file_is_closed(tmp_path: Path, monkeyp
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
     board = TensorBoard(tmp_path)
-    board.on_end(False)  # nothing was written, and there is nothing to close
+    # Without rows there is no file to close.
+    board.on_end(False)
     board.on_begin(3)
     board.on_metrics({"kind": "step", "step": 4, "loss": 2.0, "terms": {"fape": 0.5}})
     board.on_end(True)
@@ -103,7 +104,7 @@ def test_weights_and_biases_is_optional_and_writes_files_alone(tmp_path: Path, m
         with pytest.raises(UserError, match=r"train\.wandb: the package is missing; pip install wandb"):
             WeightsAndBiases(tmp_path)
         return
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "true")  # as it is unless one says otherwise
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "true")  # W&B's default
     with pytest.raises(UserError, match="would look for its server even offline"):
         WeightsAndBiases(tmp_path)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
@@ -113,4 +114,4 @@ def test_weights_and_biases_is_optional_and_writes_files_alone(tmp_path: Path, m
         run.on_metrics(step(begins + 1, fape=0.5))
         run.on_end(bool(begins))
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 2
-    assert (tmp_path / "wandb" / "warpfold-run-id").is_file()  # W&B knows them as one run
+    assert (tmp_path / "wandb" / "warpfold-run-id").is_file()  # one run for W&B

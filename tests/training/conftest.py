@@ -1,4 +1,4 @@
-"""A store of six helices and the run that nothing interrupts, with which others are compared."""
+"""Fixtures: a store of six helices, and an uninterrupted reference run."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Bits that flip in a run that is otherwise right: in a weight, a moment or a gradient."""
+"""Plant a flipped bit in a weight, a moment or a gradient of a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class Flip:
 
 
 def plant(flip: Flip, patch: pytest.MonkeyPatch) -> None:
-    """Have the bit flip in the run that this process, or the ranks that are forked from it, begins next."""
+    """Flip the bit in the next run of this process or of ranks that are forked from it."""
     steps, done = [0], [False]
     finish, launch, learn, step = Reducer.finish, Reducer._launch, Learner.learn, Learner.step
 
@@ -77,7 +77,7 @@ def plant(flip: Flip, patch: pytest.MonkeyPatch) -> None:
         return gradient
 
     def launching(reducer: Reducer, bucket: int) -> None:
-        # Data ranks exchange this bucket in the backward pass, so a flip after it would change nothing.
+        # Data ranks exchange this bucket in the backward pass, so a later flip would have no effect.
         if flip.place == "gradient" and due():
             names = reducer.layout.members[bucket]
             flip.apply(reducer.summed, [one for one in reducer.layout.segments() if one.name in names])

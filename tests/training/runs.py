@@ -1,4 +1,4 @@
-"""What tests of training share: a store of small synthetic proteins, and settings of a run that takes seconds."""
+"""Helpers for tests of training: a store of small synthetic proteins, and settings of a run that takes seconds."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ from warpfold.model.evoformer import EvoformerConfig, PairConfig
 from warpfold.model.template import TemplateConfig
 from warpfold.training.config import RunConfig, TrainConfig
 
-# A residue of a helix about the z axis, turned by 100 degrees and raised by 1.5 angstrom for the next.
+# A residue of a helix about the z axis.  The next one is rotated by 100 degrees and raised by 1.5 angstrom.
 HELIX = {
     "N": (0.0, 1.46, -0.9),
     "CA": (0.0, 2.28, 0.0),
@@ -36,7 +36,7 @@ HELIX = {
 
 
 def helix(name: str, length: int, seed: int, sequence: str = "") -> RawExample:
-    """A helix (backbone and CB) of random sequence, if none is given, with an alignment of five rows."""
+    """Make a helix (backbone and CB), by default with a random sequence, and an alignment of five rows."""
     rng = np.random.default_rng(seed)
     letters = np.array(list(RESTYPES))
     sequence = sequence or "".join(rng.choice(letters, length))
@@ -67,9 +67,10 @@ def make_store(path: Path, proteins: int = 6) -> Store:
 
 
 def tiny_run(**train) -> RunConfig:
-    """Dropout, recycling, two examples per step: everything that uses random numbers."""
+    """Return settings with dropout, recycling and two examples per step, which all use random numbers."""
     defaults = {"steps": 6, "validation": 0.3, "validate_every": 3, "save_every": 2, "keep": 2, "order": "uniform"}
-    defaults |= {"validation_share": 1.0}  # whether there is time for one is measured, and not the same twice
+    # With a smaller share the number of validations would depend on measured times.
+    defaults |= {"validation_share": 1.0}
     return RunConfig(
         model=tiny_config(
             recycles=1,
@@ -87,13 +88,13 @@ CLOCK = ("samples_per_second", "waiting", "waiting_so_far", "time", "seconds")
 
 
 def scored(lddt_ca: float, **other: Any) -> dict[str, Any]:
-    """What a validation finds of an example; by default of a single chain, whole."""
+    """Return the scores of a validation example, by default of a whole single chain."""
     numbers = {"interface_lddt": math.nan, "dockq": math.nan, "loss": 2.0, "terms": {"fape": 1.0}, "residues": [9, 9]}
     return {"lddt_ca": lddt_ca} | numbers | other
 
 
 def rows(folder: Path, whole: bool = True, kind: str = "") -> list[dict]:
-    """The rows of metrics.jsonl without their timings, of one kind or all.
+    """Read the rows of metrics.jsonl without their timings, of one kind or all.
 
     whole: False leaves out the last line, which a kill cut off.
     """
@@ -103,12 +104,12 @@ def rows(folder: Path, whole: bool = True, kind: str = "") -> list[dict]:
 
 
 def steps(folder: Path) -> list[dict]:
-    """The rows of its steps."""
+    """Read the rows of steps."""
     return rows(folder, kind="step")
 
 
 def poison(patch: pytest.MonkeyPatch, *bad: int, grows: bool = True) -> None:
-    """The losses of these calls, counted from 0, are NaN; grows: their gradients too."""
+    """Make the losses of these calls, counted from 0, NaN.  grows: also their gradients."""
     original, calls = learning.total_loss, count()
 
     def poisoned(*args: Any, **more: Any) -> Any:
@@ -121,6 +122,6 @@ def poison(patch: pytest.MonkeyPatch, *bad: int, grows: bool = True) -> None:
 
 
 def equal_tensors(a: Path, b: Path) -> bool:
-    """Whether two safetensors files hold the same tensors, to the bit."""
+    """Whether all bits of the tensors in two safetensors files are equal."""
     one, other = load_file(a), load_file(b)
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

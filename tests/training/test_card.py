@@ -1,4 +1,4 @@
-"""The card of a run's parameters."""
+"""Test the card of trained parameters."""
 
 from pathlib import Path
 

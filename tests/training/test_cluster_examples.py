@@ -1,4 +1,4 @@
-"""docs/examples: scripts for Slurm, torchrun and Kubernetes parse, and their commands are accepted."""
+"""Test that the scripts for Slurm, torchrun and Kubernetes in docs/examples parse and have valid commands."""
 
 import os
 import re
@@ -80,7 +80,7 @@ def test_torchrun_accepts_its_options(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["torchrun.sh", "kubernetes.yaml"])
 def test_torchrun_understands_the_rendezvous_settings(name: str) -> None:
-    """torchrun ignores names of settings that it does not know."""
+    """torchrun ignores unknown settings, so a misspelt name would have no effect."""
     (conf,) = re.findall(r"last_call_timeout=[\w=,]+", script(name))
     given = RendezvousParameters("c10d", "here", "name", 1, 2, "here", **_parse_rendezvous_config(conf))
     settings = create_handler(HashStore(), Mock(), given).settings
@@ -121,7 +121,7 @@ def test_pods_find_the_first_one() -> None:
 
 
 def start(folder: Path, srun: str) -> subprocess.Popen[str]:
-    """Start slurm.sh with programs that write down their arguments.  srun: what `srun` does besides."""
+    """Start slurm.sh with programs that record their arguments.  srun: an additional command of `srun`."""
     programs = {
         "srun": f'printf "%s\\n" "$@" "OMP_NUM_THREADS=$OMP_NUM_THREADS" "P2P=$NCCL_P2P_DISABLE" > srun.txt\n{srun}',
         "scancel": 'echo "$*" > cancelled',

@@ -1,4 +1,4 @@
-"""Runs that train a part of a model: what they keep, that they continue, and that a cached trunk changes nothing."""
+"""Test fine-tuning: saved and frozen parameters, resuming, and the cached trunk."""
 
 import dataclasses
 import json
@@ -72,7 +72,8 @@ def test_what_a_run_with_adapters_leaves(store: Store, init: Path, tmp_path: Pat
     adapted = {name.rpartition(".")[0] for name in small}
     changed = {name for name, x in after.items() if not torch.equal(x, before[name])}
     assert changed == {f"{name}.weight" for name in adapted} | {name for name in after if name.startswith("plddt.")}
-    for name in adapted:  # saved are A and B
+    # The file has A and B.
+    for name in adapted:
         weight = before[f"{name}.weight"] + small[f"{name}.adapter_b"] @ small[f"{name}.adapter_a"]
         torch.testing.assert_close(after[f"{name}.weight"], weight)
     with safe_open(tmp_path / "run/adapters.safetensors", framework="pt") as file:
@@ -95,12 +96,12 @@ def test_validate_folds_with_the_whole_model(store: Store, init: Path, tmp_path:
     assert load_file(tmp_path / "run/best.safetensors").keys() == load_file(init).keys()
 
 
-# A trunk that is kept
+# The cached trunk
 
 
 @pytest.fixture
 def computed_trunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many passes of a trunk were run for an entry."""
+    """Count the trunk passes for each entry."""
     calls: list[int] = []
     original = AlphaFold.trunk_pass
 
@@ -116,7 +117,7 @@ def computed_trunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_cached_trunk_changes_nothing(
     trainable: tuple[str, ...], store: Store, init: Path, tmp_path: Path, computed_trunks: list[int]
 ) -> None:
-    """Losses, gradients' norms and weights, in fp64; where masked_msa is trained it is computed and says why."""
+    """Compare losses, gradient norms and weights in fp64.  With a trained masked_msa head nothing is cached."""
     found = {}
     if trainable == ("heads", "structure"):
         trainable = ("structure", "distogram", "plddt", "resolved")
@@ -149,7 +150,7 @@ def test_a_cached_trunk_changes_nothing(
 def test_early_passes_take_the_first_weights_also_when_a_run_continues(
     store: Store, init: Path, tmp_path: Path
 ) -> None:
-    """With every entry made anew after the stop: were they made with the trained weights, the run would differ."""
+    """All entries are deleted after the stop, so a run that made them with trained weights would differ."""
     config = run_of(STRUCTURE)
     train(config, store, tmp_path / "whole", init=init)
     train(config, store, tmp_path / "run", init=init, watch=stop_after(3))
@@ -169,7 +170,8 @@ def test_entries_of_other_weights_and_damaged_ones_are_made_again(
     shutil.copytree(tmp_path / "other/trunk", tmp_path / "run/trunk")
     (tmp_path / "run/.lock").touch()
     some = next((tmp_path / "run/trunk").glob("*.safetensors"))
-    train(config, store, tmp_path / "run", init=init)  # the entries there are of weights that were drawn
+    # The existing entries were made with random weights.
+    train(config, store, tmp_path / "run", init=init)
     assert rows(tmp_path / "run") == rows(tmp_path / "first")
     some.write_bytes(some.read_bytes()[:100])
     shutil.rmtree(tmp_path / "run/checkpoints")
@@ -216,7 +218,8 @@ def test_the_size_that_is_said_is_that_of_the_entries(store: Store, init: Path, 
     )
     there = trunk.TrunkStore(tmp_path / "run/trunk")
     assert entries == 12
-    assert 0.7 * size < there.bytes < 1.6 * size  # of such small ones the header is a good part
+    # The headers are a large share of such small entries.
+    assert 0.7 * size < there.bytes < 1.6 * size
     entry = load_file(next(there.folder.glob("*.safetensors")))
-    row = sum(entry[name].nbytes for name in ("true_msa", "bert_mask", "masked_msa_logits"))  # of each of its rows
+    row = sum(entry[name].nbytes for name in ("true_msa", "bert_mask", "masked_msa_logits"))
     assert more - size == entries * row // entry["true_msa"].shape[-2]

@@ -23,8 +23,8 @@ def test_what_was_used_after_a_place_is_repeated(tmp_path: Path) -> None:
         assert ledger.replay == [[Draw(3, 2), Draw(2)]]
         before = (tmp_path / "order.txt").read_bytes()
         ledger.use(Draw(3, 2))
-        assert (tmp_path / "order.txt").read_bytes() == before  # it stands there already
-        ledger.use(Draw(2, 1))  # otherwise than before: the last line counts
+        assert (tmp_path / "order.txt").read_bytes() == before  # recorded already
+        ledger.use(Draw(2, 1))  # the last line counts
     with Ledger(tmp_path, "data", 2, State(2)) as ledger:
         assert ledger.replay == [[Draw(3, 2), Draw(2, 1)]]
 

@@ -1,4 +1,4 @@
-"""A forward pass that is followed: where it is, the same numbers, and an end when one asks for it."""
+"""Test the progress reports of forward passes, their lack of side effects, and stopping a pass."""
 
 import itertools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from warpfold.training.passes import PassPlace, followed
 
 
 def ticks() -> Callable[[], float]:
-    """A clock by which every question takes a second."""
+    """Return a clock that advances by a second with each call."""
     count = itertools.count()
     return lambda: float(next(count))
 
@@ -36,7 +36,7 @@ def test_every_block_of_every_pass_is_told_and_nothing_changes(plan: Plan | None
             after = model(batch, recycles=1)
     assert torch.equal(before.structure.final_atom37, after.structure.final_atom37)
     assert list(dict.fromkeys((p.number, p.block) for p in seen)) == [(n, b) for n in (1, 2) for b in (1, 2, 3)]
-    assert {(p.passes, p.blocks) for p in seen} == {(2, 3)}  # an extra block and two of the Evoformer
+    assert {(p.passes, p.blocks) for p in seen} == {(2, 3)}  # 1 extra and 2 Evoformer blocks
     shares = [p.share for p in seen]
     assert shares == sorted(shares)
     assert (shares[0], shares[-1]) == (0.0, 1.0)
@@ -50,7 +50,7 @@ def test_every_block_of_every_pass_is_told_and_nothing_changes(plan: Plan | None
     count = len(seen)
     with torch.no_grad():
         model(batch, recycles=1)
-    assert len(seen) == count  # nobody follows any more
+    assert len(seen) == count  # the hooks were removed
 
 
 def test_what_is_raised_ends_the_pass_and_leaves_nothing_behind() -> None:
@@ -83,12 +83,12 @@ def test_where_ranks_share_a_protein_blocks_and_slices_are_told() -> None:
         shares = [p.share for p in seen]
         assert shares == sorted(shares)
         assert (shares[0], shares[-1]) == (0.0, 1.0)
-        assert len(set(shares)) > 20  # and not block by block alone
+        assert len(set(shares)) > 20  # also within blocks
         assert any(p.slices > 1 for p in seen)
 
 
 def test_what_blocks_took_is_what_a_share_is_of() -> None:
-    """The main stack's layers are ten times as slow as the extra one's: the share says so from the second pass on."""
+    """The main stack is ten times as slow as the extra stack, which the share reflects from the second pass on."""
     model, seen, now = tiny_model(), list[PassPlace](), [0.0]
     for stack, seconds in ((model.extra_stack, 1.0), (model.evoformer, 10.0)):
         for block in stack.blocks:
@@ -135,13 +135,14 @@ def test_loops_cost_nothing_while_nobody_watches() -> None:
     with dispatch.watching(lambda loops: told.append([*loops])):
         for _ in dispatch.uniform_loop(iter(turns)):
             for _ in dispatch.watched(iter("ab"), 2):
-                break  # a loop may be left
+                # A loop may be left early.
+                break
     assert told == [one for i in range(3) for one in ([(i, 3)], [(i, 3), (0, 2)])]
     assert dispatch.uniform_loop(turns) is turns
 
 
 def test_what_is_raised_in_a_slice_ends_the_pass() -> None:
-    """An operation's loop runs below torch's dispatcher."""
+    """The loop of an operation runs below torch's dispatcher."""
     model = tiny_model()
     Execution(Plan(chunk=3)).bind(model)
 

@@ -1,4 +1,4 @@
-"""Training on several processes of this machine that the first of them starts: the same run, and none is left over."""
+"""Test training on several processes of this machine: equal results, and no leftover processes."""
 
 import multiprocessing
 from dataclasses import replace
@@ -41,5 +41,6 @@ def test_the_others_end_with_the_first(store: Store, tmp_path: Path, one_thread:
         with pytest.raises(KeyboardInterrupt):
             train_here(2, config, [Source(store)], tmp_path / "run", watch=fail)
     finally:
-        dist.destroy_process_group()  # which a process that fails leaves to its end
+        # A process that fails leaves its group open.
+        dist.destroy_process_group()
     assert not multiprocessing.active_children()

@@ -1,4 +1,4 @@
-"""`train.digest_every` and `doctor --replay`: digests repeat, a planted flip of a bit is found, the rest is refused."""
+"""Test `train.digest_every` and `doctor --replay`: repeated digests, planted bit flips, and refused input."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def config_for(plan: Plan | None = None, optim: dict[str, Any] | None = None, **
 
 
 def on_ranks(plan: Plan, function: Callable[[Any], Any]) -> Any:
-    """What a function of a team returns on all ranks of a plan, which has to be the same."""
+    """Call a function on all ranks of a plan, and return the result, which must be equal on all."""
     sizes = plan.data, plan.axial, plan.branch
     first, *others = run_ranks(lambda: function(team_of(*sizes)), plan.data * plan.axial * plan.branch)
     assert all(other == first for other in others)
@@ -54,7 +54,7 @@ def on_ranks(plan: Plan, function: Callable[[Any], Any]) -> Any:
 
 
 def train_and_replay(config: RunConfig, store: Store, out: Path, start: int | None = None) -> Replay:
-    """The outcome of a replay on as many ranks as the run had."""
+    """Replay a run on its number of ranks."""
     on_ranks(config.plan, lambda team: train(config, store, out, team=team) and None)
     found: Replay = on_ranks(config.plan, lambda team: replay(out, start, CPU, team))
     assert not (out / ".replay").exists()
@@ -80,7 +80,7 @@ PLANS: dict[str, tuple[Plan, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_sound_run_has_equal_digests(name: str, store: Store, tmp_path: Path) -> None:
-    """And the run with digests is the run without them, to the bit."""
+    """Digests do not change any bit of a run."""
     config = config_for(*PLANS[name], steps=4)
     found = train_and_replay(config, store, tmp_path / "run")
     assert found == Replay(start=2, last=4, equal=3)
@@ -95,7 +95,7 @@ def test_a_sound_run_has_equal_digests(name: str, store: Store, tmp_path: Path) 
 def test_so_it_is_with_recorded_graphs(
     accumulate: int, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With an example for each of two ranks, which exchange gradients in the backward pass, and with three."""
+    """Test one example for each of two ranks, which exchange gradients in the backward pass, and three examples."""
     monkeypatch.setattr(device, "find_recorder", lambda _: OperationRecorder())
     config = config_for(Plan(data=2, sizes=1, graph=True), {"accumulate": accumulate}, steps=4)
     assert train_and_replay(config, store, tmp_path / "run") == Replay(start=2, last=4, equal=3)
@@ -105,7 +105,7 @@ def test_so_it_is_with_recorded_graphs(
 
 
 def test_so_it_is_where_a_part_is_trained(store: Store, tmp_path: Path) -> None:
-    """From parameters that are given, with the trunk's outputs cached; other parameters are refused."""
+    """Replay a run with `init` and a cached trunk.  Other parameters are refused."""
     init = train(config_for(steps=1), store, tmp_path / "first").params
     config = replace(config_for(steps=4), finetune=PARTS["cached"])
     train(config, store, tmp_path / "run", init=init)
@@ -157,11 +157,12 @@ def test_a_run_that_was_stopped_has_the_digests_of_one_that_was_not(store: Store
     train(config_for(), store, tmp_path / "whole")
     stopped: Summary = train(config_for(), store, tmp_path / "run", watch=stop)
     assert stopped.steps == 3
-    train(config_for(Plan(chunk=4)), store, tmp_path / "run")  # the plan may change where a run continues
+    train(config_for(Plan(chunk=4)), store, tmp_path / "run")  # another plan
     one, other = digests(tmp_path / "run"), digests(tmp_path / "whole")
     assert {step: one[step] for step in (1, 2, 3)} == {step: other[step] for step in (1, 2, 3)}
     found = replay(tmp_path / "run", None, CPU, team_of())
-    assert found == Replay(start=2, last=6, equal=6)  # steps 2 to 6, and where the second session began
+    # The digests of steps 2 to 6, and one at the start of the second session.
+    assert found == Replay(start=2, last=6, equal=6)
 
 
 # Flips
@@ -172,7 +173,7 @@ def test_a_run_that_was_stopped_has_the_digests_of_one_that_was_not(store: Store
 def test_a_flipped_bit_is_found(
     place: Any, ranks: int, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the fourth step of six, which is counted from 0: with a digest of each step that step is named."""
+    """Plant the flip in the fourth of six steps, which is named since each step has a digest."""
     config = config_for(Plan(data=ranks))
     with monkeypatch.context() as patch:
         plant(Flip(place, 3, ranks - 1), patch)
@@ -194,14 +195,15 @@ def test_a_replay_that_is_wrong_itself_is_told_from_a_wrong_run(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(config_for(), store, tmp_path / "run")
-    plant(Flip("weight", 1), monkeypatch)  # in the replay: its second step, the fourth of the run
+    # The second step of the replay is the fourth of the run.
+    plant(Flip("weight", 1), monkeypatch)
     assert replay(tmp_path / "run", None, CPU, team_of()) == Replay(start=2, last=6, equal=2, interval=(3, 4), parted=4)
 
 
 def test_a_checkpoint_that_came_back_changed_is_found(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The state with which a run continues is not that with which it stopped: no step is wrong."""
+    """The run continues with another state than it stopped with, although each step is correct."""
     train(config_for(steps=4), store, tmp_path / "run")
     original = Optimizer.restore
 

@@ -1,4 +1,4 @@
-"""A real Slurm of two emulated nodes of this machine: docs/examples/slurm.sh, and `srun` for single commands."""
+"""Test docs/examples/slurm.sh and `srun` with a real Slurm of two nodes that are emulated on this machine."""
 
 import json
 import os
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 STEPS = 30
 TWO = config_for(Plan(data=2), accumulate=2, steps=STEPS, validate_every=0, save_every=5)
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel", "scontrol", "srun")
-PATH = f"{os.environ.get('PATH', '')}:/usr/sbin"  # where Debian has the daemons
+PATH = f"{os.environ.get('PATH', '')}:/usr/sbin"  # Debian's daemons
 missing = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
 
 pytestmark = [
@@ -59,7 +59,7 @@ PartitionName=cpu Nodes=node1,node2 Default=YES State=UP
 
 
 class Slurm:
-    """A Slurm of its own, below a folder; its daemons end with the test."""
+    """A private Slurm in a folder, whose daemons end with the test."""
 
     def __init__(self, at: Path) -> None:
         self.variables = os.environ | {"PATH": PATH, "SLURM_CONF": str(at / "slurm.conf"), "PYTHONPATH": str(ROOT)}
@@ -71,7 +71,7 @@ class Slurm:
         (at / "munge/key").chmod(0o400)
         stores = [dist.TCPStore("127.0.0.1", 0, None, True) for _ in range(3)]
         (at / "slurm.conf").write_text(CONF.format(at=at, ports=[store.port for store in stores]))
-        del stores  # the ports are free again
+        del stores  # frees the ports
         munge = [f"--{name}={at}/munge/{name}" for name in ("socket", "pid-file", "log-file", "seed-file")]
         self.daemons = [
             self._start("munged", "--foreground", "--force", f"--key-file={at}/munge/key", *munge),
@@ -90,13 +90,13 @@ class Slurm:
         return done.stdout
 
     def wait(self, what: Callable[[], bool]) -> None:
-        """Wait until something is so, while the daemons live."""
+        """Wait until a condition holds, and fail if a daemon ends."""
         while not what():
             assert all(daemon.poll() is None for daemon in self.daemons), "a daemon of Slurm's has ended"
             time.sleep(0.2)
 
     def state(self, job: str) -> str:
-        """Return a job's state, "" when it has left the queue."""
+        """Return a job's state; "" if it has left the queue."""
         return self.ask("squeue", "--noheader", "--jobs", job, "--format", "%T").strip()
 
     def end(self) -> None:
@@ -120,7 +120,7 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
 
 
 def ranks_of(store: Path) -> list[int]:
-    """The processes that train from a store, but for torchrun's and Slurm's own."""
+    """List the processes that train from a store, without those of torchrun and Slurm."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -143,7 +143,7 @@ def test_killed_submitted_again_and_queued_again_it_ends_the_same_to_the_bit(slu
         "#SBATCH --gpus-per-node=8\n": "",
         "--cpus-per-task=8": "--cpus-per-task=1",
         "OMP_NUM_THREADS=4": "OMP_NUM_THREADS=1",
-        # The nodes' names are known to Slurm alone.
+        # Only Slurm can resolve the names of the nodes.
         "asked=\n": "asked=\nexport MASTER_ADDR=127.0.0.1\n",
         "warpfold train monomer --data store --out run": shlex.join([sys.executable, "-m", "warpfold", *command]),
     }.items():
@@ -164,25 +164,28 @@ def test_killed_submitted_again_and_queued_again_it_ends_the_same_to_the_bit(slu
     killed = submit()
     slurm.wait(lambda: has(killed, 6))
     os.kill(ranks_of(store.path)[0], signal.SIGKILL)
-    slurm.wait(lambda: not slurm.state(killed))  # it fails, and is not queued again
+    slurm.wait(lambda: not slurm.state(killed))  # not requeued
     job = submit()
     slurm.wait(lambda: has(job, 12))
-    slurm.ask("scancel", "--batch", "--signal=USR1", job)  # what Slurm does before the time is over
+    # Slurm sends this signal before the time limit.
+    slurm.ask("scancel", "--batch", "--signal=USR1", job)
     slurm.wait(lambda: slurm.state(job) == "PENDING")
     assert len(rows(out)) < STEPS
-    time.sleep(3)  # slurmd does not believe a job's credential of the second in which it was queued again
-    slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")  # else in two minutes
+    # slurmd rejects a job credential from the second in which the job was requeued.
+    time.sleep(3)
+    # Otherwise the job would start after two minutes.
+    slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
     slurm.wait(lambda: not slurm.state(job) or slurm.state(job) == "COMPLETED")
     assert rows(out) == rows(tmp_path / "unbroken"), output(job)
     assert equal_tensors(out / "params.safetensors", tmp_path / "unbroken/params.safetensors")
 
 
 def test_tasks_of_srun_are_ranks_and_a_shell_is_none(slurm: Slurm, tmp_path: Path) -> None:
-    """In the shell of a batch job of two tasks a command is alone; started by srun there, its two tasks are ranks."""
+    """In the shell of a batch job with two tasks a command runs alone.  With srun its two tasks are ranks."""
     code = "import os; from warpfold.parallel.team import ProcessInfo as P; print(P.from_environment(os.environ))"
     (tmp_path / "who.sh").write_text(f"#!/bin/bash\nexec {sys.executable} -c '{code}'\n")
     doctor = f"{sys.executable} -m warpfold doctor --cluster --device cpu --folder runs --json"
-    # The nodes' names are known to Slurm alone.
+    # Only Slurm can resolve the names of the nodes.
     lines = ["bash who.sh > shell", "srun --ntasks=1 --nodes=1 bash who.sh > one", "export MASTER_ADDR=127.0.0.1",
              "srun --label bash who.sh > ranks", f"srun {doctor} > report"]  # fmt: skip
     (tmp_path / "job.sh").write_text("\n".join(["#!/bin/bash", "#SBATCH --nodes=2 --ntasks-per-node=1", *lines]))

@@ -1,4 +1,4 @@
-"""The training loop: what it writes, what it refuses, how it stops."""
+"""Test the training loop: its files, its errors, and how it stops."""
 
 import dataclasses
 import errno
@@ -116,7 +116,7 @@ def test_sigterm_saves_and_the_same_command_continues(store: Store, unbroken: Pa
     assert (done.steps, done.finished) == (6, True)
     assert rows(tmp_path / "run") == rows(unbroken)
     assert equal_tensors(tmp_path / "run/params.safetensors", unbroken / "params.safetensors")
-    assert train(tiny_run(), store, tmp_path / "run") == done  # nothing is left to do
+    assert train(tiny_run(), store, tmp_path / "run") == done  # the run is finished
 
 
 def test_on_a_full_disk_the_run_ends_and_continues_later(
@@ -223,7 +223,7 @@ def test_moments_that_are_not_there_are_refused(
 
 
 def test_a_run_of_an_earlier_version_goes_on(store: Store, unbroken: Path, tmp_path: Path) -> None:
-    """Its settings lack what is new since, whose defaults change nothing."""
+    """The settings of an older run lack newer keys, whose defaults change nothing."""
     out = Path(shutil.copytree(unbroken, tmp_path / "run"))
     text = (out / "settings.toml").read_text()
     new = [line for line in text.splitlines() if line.startswith(("min_confidence", "predicted_rows"))]
@@ -271,7 +271,8 @@ def test_out_of_memory_is_one_line_and_the_run_continues_with_the_plan_that_it_n
     calls, losses = iter(range(100)), learning.total_loss
 
     def fails(*given: Any, **options: Any) -> Any:
-        if next(calls) == 7:  # in step 4, of two examples each
+        # Step 4, with two examples per step.
+        if next(calls) == 7:
             raise error
         return losses(*given, **options)
 
@@ -322,7 +323,7 @@ def test_or_it_is_skipped(store: Store, tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_a_failure_saves_is_the_model_that_failed(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though the step has been taken when it is known: with "stop" it changes nothing, with "skip" of what is left."""
+    """The failure is known after the update.  With "stop" the update changes nothing, with "skip" it uses the rest."""
     train(tiny_run(steps=1, save_every=1, validation=0.0), store, tmp_path / "one")
     poison(monkeypatch, 3)
     with pytest.raises(UserError, match="is not finite"):
@@ -402,8 +403,8 @@ def test_held_out_features_are_made_one_ahead_and_always_alike(store: Store, mon
     for number, example in enumerate(chosen.held_out_features(held_out, config)):
         end = time.monotonic() + 100
         while len(made) < min(number + 2, 4) and time.monotonic() < end:
-            time.sleep(0.001)  # as a model that folds this one
-        assert made == keys[: number + 2]  # the next is there, and not the one after it
+            time.sleep(0.001)  # stands in for folding
+        assert made == keys[: number + 2]  # one is made ahead
         first.append(example)
     assert [example.key for example in first] == keys
     for example, again in zip(first, chosen.held_out_features(held_out, config), strict=True):
@@ -418,7 +419,7 @@ def test_held_out_features_are_made_one_ahead_and_always_alike(store: Store, mon
     ("draws", "expected"), [(1, [3]), (2, [1, 3]), (3, [1, 2, 3]), (4, [0, 1, 2, 3]), (8, [0, 0, 1, 1, 2, 2, 3, 3])]
 )
 def test_few_draws_have_stratified_recycles(seed: int, draws: int, expected: list[int]) -> None:
-    """Whatever the seed, one draw has the model's number, with which predictions run."""
+    """For every seed one draw has the model's number of recycles, which predictions use."""
     base = tiny_run()
     config = dataclasses.replace(
         base,
@@ -446,7 +447,7 @@ def test_a_plan_that_cannot_be_trained_is_refused_as_a_setting() -> None:
 
 
 def damage(store: Store, key: str, path: Path) -> Store:
-    """A copy of a store, in which the alignment of an entry is damaged."""
+    """Copy a store and damage the alignment of an entry."""
     shutil.copytree(store.path, path)
     stored = store.record(key).arrays["msa"]
     shard = path / f"shard-{stored.shard:05d}.wfs"
@@ -534,13 +535,14 @@ def test_a_run_that_skips_too_much_stops_and_keeps_what_was_good(
         train(config, store, tmp_path / "run")
     assert "\n" not in str(error.value)
     with checkpoint.RunFolder(tmp_path / "run") as run:
-        assert run.steps() == [1, 2, 4, 5]  # the last ones, and the last without a skipped example
+        # The last two, and the last two before a skipped example.
+        assert run.steps() == [1, 2, 4, 5]
         states = [run.load(step) for step in (2, 5)]
     assert [state.notes["skipped"] for state in states] == [[], [4, 5, 6, 7, 8, 9]]
     assert all(torch.equal(states[0].tensors[name], states[1].tensors[name]) for name in states[0].tensors)
     found = rows(tmp_path / "run")
     assert [(row["skipped"], row["learning_rate"] > 0) for row in found] == [(0, True)] * 2 + [(2, False)] * 4
-    poison(monkeypatch, 0, grows=False)  # the window is the checkpoint's
+    poison(monkeypatch, 0, grows=False)  # the checkpoint has the window
     with pytest.raises(UserError, match=r"step 6: .* 7 of the last 11 .*train\.max_skipped = 6"):
         train(
             tiny_run(steps=50, on_nonfinite="skip", max_skipped=6, save_every=1, validation=0.0),
@@ -559,7 +561,8 @@ def test_few_in_a_thousand_may_be_skipped_however_long_it_takes() -> None:
     with pytest.raises(UserError, match=r"step 3001: .* 3 of the last 1000"):
         skipped.add(3_001, results(math.nan))
     with pytest.raises(UserError, match="3 of the last 3 "):
-        SkippedExamples(most=2).add(1, results(*[math.nan] * 3, *[1.0] * 5_000))  # the rest of the step comes after
+        # The other examples of the step follow.
+        SkippedExamples(most=2).add(1, results(*[math.nan] * 3, *[1.0] * 5_000))
 
 
 # ---- rows
@@ -598,7 +601,7 @@ def test_the_share_of_waiting_is_of_the_step_and_of_all_steps_so_far() -> None:
 def test_overflows_are_counted_apart_and_a_resumed_run_is_the_same(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With on_nonfinite = "stop": at 2^24 gradients overflow, until the scale has come down."""
+    """At a scale of 2^24 gradients overflow until the scale is lower, which on_nonfinite = "stop" tolerates."""
 
     def config_of(steps: int) -> RunConfig:
         return dataclasses.replace(tiny_run(steps=steps, validation=0.0, save_every=2), plan=Plan(precision="fp16"))
@@ -621,7 +624,7 @@ def test_overflows_are_counted_apart_and_a_resumed_run_is_the_same(
     name = "checkpoints/step-00000004/state.safetensors"
     assert equal_tensors(tmp_path / "broken" / name, tmp_path / "unbroken" / name)
     poison(monkeypatch, *range(9))
-    with pytest.raises(UserError, match="is not finite"):  # a loss, all the same
+    with pytest.raises(UserError, match="is not finite"):  # the loss itself
         train(config_of(2), store, tmp_path / "run")
 
 
@@ -634,7 +637,7 @@ TOGETHER = dataclasses.replace(ALONE, plan=dataclasses.replace(ALONE.plan, batch
 
 
 def test_a_run_in_batches_is_the_run(store: Store, tmp_path: Path) -> None:
-    """The crop is 8 residues long and the proteins 10 and more, so lengths are those of the crop."""
+    """The proteins have at least 10 residues and the crop has 8, so all lengths are equal."""
     train(ALONE, store, tmp_path / "alone")
     train(TOGETHER, store, tmp_path / "together")
     alone, together = steps(tmp_path / "alone"), steps(tmp_path / "together")
@@ -643,7 +646,7 @@ def test_a_run_in_batches_is_the_run(store: Store, tmp_path: Path) -> None:
             assert one[same] == other[same]
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
         assert one["lddt_ca"] == pytest.approx(other["lddt_ca"], rel=1e-3)
-    assert together[0]["grad_norm"] > alone[0]["grad_norm"]  # of sums of two
+    assert together[0]["grad_norm"] > alone[0]["grad_norm"]  # sums of two
     with pytest.raises(ValueError, match=r'plan.batch = 2: .* set optim.clip = "step"'):
         dataclasses.replace(TOGETHER, optim=OptimConfig(accumulate=4))
 

@@ -1,4 +1,4 @@
-"""Training on complexes: which entries a model is trained on, what is measured, and that a run can be continued."""
+"""Test training on complexes: the choice of entries, the scores of validations, and resuming."""
 
 import dataclasses
 import gzip
@@ -32,7 +32,7 @@ ASIDE = np.eye(3, 4)[None] + np.array([[[0, 0, 0, 0]] * 3, [[0, 0, 0, 9.0]] + [[
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """Six helices, and pairs of them side by side: of equal ones, and of different ones."""
+    """Make a store of six helices and of pairs of equal and different helices."""
     path = tmp_path_factory.mktemp("complexes") / "store"
     with StoreWriter(path) as writer:
         for i in range(6):
@@ -49,7 +49,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def multimer_run(**changes) -> RunConfig:
-    """`tiny_run` as a multimer."""
+    """Return the settings of `tiny_run` for a multimer."""
     run = tiny_run(**({"steps": 4, "validation": ("pair1", "pair4"), "validate_every": 2} | changes))
     heads = dataclasses.replace(run.model.heads, msa_classes=22)
     structure = dataclasses.replace(run.model.structure, scalar_bias=False, position_scale=20.0)
@@ -143,7 +143,7 @@ def test_a_monomer_is_not_validated_on_an_assembly(store: Store) -> None:
 
 
 def test_validation_takes_whole_assemblies_or_what_lies_around_an_interface(store: Store) -> None:
-    pair = read_assembly(store, "pair1")  # of 11 residues each
+    pair = read_assembly(store, "pair1")  # 11 residues each
     whole = [np.arange(11), np.arange(11)]
     for size in (22, 99):
         assert all(map(np.array_equal, fixed_crop(pair, size, 10.0), whole))
@@ -154,7 +154,8 @@ def test_validation_takes_whole_assemblies_or_what_lies_around_an_interface(stor
     assert len(here) + len(there) == 12
     assert np.linalg.norm(here[:, None] - there, axis=-1).min() < 10
     apart = dataclasses.replace(pair, operators=pair.operators + 99 * np.eye(3, 4, 3) * [[[0]], [[1]]])
-    assert [len(part) for part in fixed_crop(apart, 12, 10.0)] == [11, 1]  # no interface: the first residues
+    # Without an interface the crop has the first residues.
+    assert [len(part) for part in fixed_crop(apart, 12, 10.0)] == [11, 1]
 
 
 def test_a_validation_says_what_it_cut_and_a_long_chain_is_cut_too(store: Store, tmp_path: Path) -> None:
@@ -162,7 +163,7 @@ def test_a_validation_says_what_it_cut_and_a_long_chain_is_cut_too(store: Store,
     row = rows(tmp_path / "run", kind="validation")[0]
     assert row["cut"] == {"pair1": [14, 22], "pair4": [14, 29]}
     assert (row["cropped"], row["residues"], row["whole_residues"]) == (2, 28, 51)
-    assert set(row["docked"]) == {"pair1", "pair4"}  # both show an interface
+    assert set(row["docked"]) == {"pair1", "pair4"}  # both have interfaces
     held_out = [(store, "helix3")]
     (chain,) = held_out_features(held_out, tiny_run(validation_residues=7))
     assert (chain.features["aatype"].shape, chain.residues) == ((7,), 13)
@@ -171,7 +172,7 @@ def test_a_validation_says_what_it_cut_and_a_long_chain_is_cut_too(store: Store,
 @pytest.mark.skipif(not REAL.is_dir(), reason="../shared/realdata is not here")
 @pytest.mark.parametrize("name", ["1fbl", "3p0g", "5kds"])
 def test_real_assemblies_that_are_too_large_show_an_interface(name: str) -> None:
-    """Their first whole chains within 512 residues were one chain."""
+    """The first whole chains within 512 residues are only one chain."""
     entry = parse_structure(gzip.decompress((REAL / f"{name}.cif.gz").read_bytes()))
     placed, chains = entry.assembly(), []
     for chain in (entry.chains[one.chain] for one in placed.chains):
@@ -187,7 +188,7 @@ def test_real_assemblies_that_are_too_large_show_an_interface(name: str) -> None
 
 
 def in_assembly(crops: list[np.ndarray], assembly: Assembly) -> np.ndarray:
-    """Number the residues of a crop as in the whole."""
+    """Return the indices of the residues of a crop in the whole assembly."""
     starts = np.cumsum([0, *(chain.length for chain in assembly.chains[:-1])])
     return np.concatenate([start + crop for start, crop in zip(starts, crops, strict=True)])
 
@@ -223,4 +224,5 @@ def test_lddt_between_chains_is_of_pairs_of_different_chains() -> None:
     batch["asym_id"] = torch.tensor([1, 1, 1, 1, 2, 2, 2, 2])
     between, all_pairs = (float(ca_lddt(output, batch, which)) for which in (True, False))
     assert between < 1
-    assert all_pairs == pytest.approx((32 * between + 24) / 56)  # the pairs within the chains did not move
+    # The 24 pairs within the chains did not move.
+    assert all_pairs == pytest.approx((32 * between + 24) / 56)

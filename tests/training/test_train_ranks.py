@@ -1,4 +1,4 @@
-"""Training over ranks: the same run as on one device under every plan; which rank writes what; when ranks stop."""
+"""Test training on several ranks: results equal to those of one device, files, signals, and failures."""
 
 import json
 import math
@@ -56,7 +56,7 @@ def config_for(plan: Plan, outer: str = "middle", accumulate: int = 2, **train: 
 
 
 def team_of(data: int = 1, axial: int = 1, branch: int = 1) -> Team:
-    """The team of a rank's process."""
+    """Return the team of a rank's process."""
     mesh = make_mesh(data, axial, branch)
     return Team(ProcessInfo(mesh.world.rank, data * axial * branch), mesh)
 
@@ -64,11 +64,12 @@ def team_of(data: int = 1, axial: int = 1, branch: int = 1) -> Team:
 def train_on_ranks(
     config: RunConfig, store: Store, out: Path, watch: Watching | None = None, watching: int = 0, **more: Any
 ) -> list[Summary]:
-    """`train` on as many ranks as the plan needs; `watch` gets the rows on one rank."""
+    """Train on the ranks of the plan.  `watch` gets the rows on rank `watching`."""
     plan = config.plan
 
     def on_a_rank() -> Summary:
-        forkserver._forkserver._forkserver_pid = None  # type: ignore[attr-defined]  # an earlier test's: not our child
+        # The fork server of an earlier test is not a child of this process.
+        forkserver._forkserver._forkserver_pid = None  # type: ignore[attr-defined]
         team = team_of(plan.data, plan.axial, plan.branch)
         return train(config, store, out, team=team, watch=watch if team.process.rank == watching else None, **more)
 
@@ -82,7 +83,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 @pytest.fixture(scope="module")
 def alone(store: Store, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The run of one device, for each order of layers."""
+    """Train on one device, for each order of layers."""
     found = {}
     for outer in ("middle", "first"):
         found[outer] = tmp_path_factory.mktemp("ranks") / outer
@@ -91,7 +92,7 @@ def alone(store: Store, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 
 def parted(value: Any) -> tuple[Any, list[float]]:
-    """A JSON value without its numbers, and these numbers."""
+    """Split a JSON value into its structure and its numbers."""
     if isinstance(value, float):
         return None, [value]
     if not isinstance(value, dict | list):
@@ -101,7 +102,7 @@ def parted(value: Any) -> tuple[Any, list[float]]:
 
 
 def assert_alike(out: Path, alone: Path, kinds: tuple[str, ...] = ("step", "validation")) -> None:
-    """Check that two runs differ by rounding alone: their rows of these kinds, and the averaged weights."""
+    """Check that the rows of two runs and their averaged weights differ by rounding alone."""
     (rest, numbers), (rest_alone, numbers_alone) = (
         parted([row for row in rows(folder) if row["kind"] in kinds]) for folder in (out, alone)
     )
@@ -131,7 +132,7 @@ def test_ranks_train_what_one_device_trains(
 
 
 def test_unequal_shares_train_what_one_device_trains(store: Store, tmp_path: Path) -> None:
-    """Four examples of a step on three ranks, in fp64; also when it is stopped, and killed between two checkpoints."""
+    """Train four examples per step on three ranks in fp64, also after a kill between two checkpoints."""
     one, three = (
         config_for(Plan(data=data, precision="fp64"), accumulate=4, steps=6, save_every=3, validation=0.0)
         for data in (1, 3)
@@ -158,7 +159,7 @@ def test_unequal_shares_train_what_one_device_trains(store: Store, tmp_path: Pat
 def test_ranks_that_replay_graphs_train_what_others_train(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unequal shares; stopped, and continued with what settings said before there was "auto"."""
+    """Test graphs with unequal shares, with a stop and `plan.graph = True` instead of "auto"."""
     monkeypatch.setattr(device, "find_recorder", lambda _: OperationRecorder())
     plain = config_for(Plan(data=2, sizes=1, graph=False), accumulate=3, validation=0.0)
     recorded = replace(plain, plan=replace(plain.plan, graph=True))
@@ -209,7 +210,7 @@ def test_stopped_and_continued_it_is_the_same_to_the_bit(store: Store, tmp_path:
 def test_no_step_waits_for_all_ranks_to_speak(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: int
 ) -> None:
-    """The processes of a step exchange messages while they work: none of the collectives blocks."""
+    """No collective of a step blocks, since messages travel while the processes work."""
     blocking: list[str] = []
     seen: list[list[str]] = []
 
@@ -237,12 +238,12 @@ def test_no_step_waits_for_all_ranks_to_speak(
 
     for rows_of in run_ranks(on_a_rank, 2):
         assert len(rows_of) == STEPS
-        assert rows_of[0]  # the counter counts: the beginning of a run is a meeting
+        assert rows_of[0]  # the start has blocking collectives
         assert rows_of[1:] == [[]] * (STEPS - 1)
 
 
 def ended(team: Team, own: list[ExampleResult], by: int, to_all: bool = False) -> tuple[list[ExampleResult], int]:
-    """The results of all ranks, and the signal that rank `by` received; the last rank waited longest."""
+    """Gather the results of all ranks, and the signal that rank `by` received.  The last rank waited longest."""
     timer, ledger = StepTimer(), SimpleNamespace(unshared=0, take_unshared=list)
     timer.waited = float(team.process.rank)
     signals = SimpleNamespace(received=15 * (team.process.rank == by))
@@ -252,7 +253,7 @@ def ended(team: Team, own: list[ExampleResult], by: int, to_all: bool = False) -
 
 
 def test_long_names_and_many_terms_are_told_whole() -> None:
-    """A name that does not fit into the message of fixed size is sent separately; NaN and inf arrive."""
+    """A name beyond the fixed size of the message is sent separately.  NaN and inf arrive unchanged."""
 
     def on_a_rank(length: int) -> list[tuple[str, float, dict[str, float]]]:
         team = team_of(2)
@@ -270,7 +271,7 @@ def test_long_names_and_many_terms_are_told_whole() -> None:
 
 @pytest.mark.parametrize("loss", [1.0, math.nan])
 def test_results_go_to_the_first_rank_and_to_all_if_one_is_not_finite(loss: float) -> None:
-    """What all must know (a signal, that an example is to be skipped) they know; the rest is for the log alone."""
+    """All ranks learn of signals and of examples to skip.  Other results reach only the log of rank 0."""
 
     def on_a_rank() -> tuple[list[str], int]:
         team = team_of(3)
@@ -285,7 +286,7 @@ def test_results_go_to_the_first_rank_and_to_all_if_one_is_not_finite(loss: floa
 
 
 def test_other_ranks_go_on(store: Store, alone: dict[str, Path], tmp_path: Path) -> None:
-    """Another number of data ranks, or of axial ranks: the same run but for rounding."""
+    """A run that continues on other numbers of data or axial ranks differs by rounding alone."""
     out = tmp_path / "run"
     for last, plan in ((2, Plan(data=2)), (3, Plan(axial=2)), (STEPS, Plan())):
         train_on_ranks(config_for(plan, steps=last, validate_every=0), store, out)
@@ -293,7 +294,7 @@ def test_other_ranks_go_on(store: Store, alone: dict[str, Path], tmp_path: Path)
 
 
 def poison(patch: pytest.MonkeyPatch, index: int, plan: Plan) -> None:
-    """The loss of example `index` is NaN, in the part of the last of the ranks that share it."""
+    """Make the loss of example `index` NaN on the last of the ranks that share it."""
     next_examples, total_loss = module.next_examples, learning.total_loss
     at = [-1]
 
@@ -351,7 +352,7 @@ def test_an_entry_that_one_rank_cannot_use_is_set_aside_by_all(
 
 
 def test_examples_that_passed_each_other_do_so_again_on_every_rank(store: Store, tmp_path: Path) -> None:
-    """With a window the order depends on timing; each data rank has its own file, so that a run can repeat it."""
+    """With a window the order depends on timing.  Each data rank records it, so that a run can repeat it."""
     config = config_for(Plan(data=2), accumulate=4, workers=2, window=4, steps=5, save_every=3, validate_every=0)
 
     def stop(row: dict[str, Any]) -> None:
@@ -369,7 +370,7 @@ def test_examples_that_passed_each_other_do_so_again_on_every_rank(store: Store,
         lines = (tmp_path / f"run/order-{rank}-of-2.txt").read_text().splitlines()[1:]
         assert [int(line.split()[0]) for line in lines] == list(range(10))
         numbers += [int(line.split()[1]) for line in lines]
-    assert sorted(numbers) == list(range(20))  # nothing lost, nothing twice
+    assert sorted(numbers) == list(range(20))  # each exactly once
     follower = replace(config, train=replace(config.train, workers=0, window=0))
     train_on_ranks(follower, store, tmp_path / "follower", replay=tmp_path / "run/order.txt")
     assert steps(tmp_path / "follower") == after
@@ -415,7 +416,7 @@ def test_those_who_share_an_example_have_the_same_or_nobody_goes_on() -> None:
 def test_the_first_rank_alone_reads_checkpoints_and_first_weights(
     store: Store, alone: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An audit hook counts every file that a rank opens; safetensors' own opening is not audited, so it is noted."""
+    """An audit hook counts every file that a rank opens.  safetensors bypasses it, so its calls are noted."""
     init = alone["middle"] / "params.safetensors"
     opened: list[str] = []
 
@@ -449,7 +450,8 @@ PARTS = {
     ("part", "plan"),
     [
         ("cached", Plan(data=2)),
-        ("cached", Plan(axial=2)),  # computed by ranks that share it, read by one alone
+        # The entries are computed by ranks that share an example, and read by one rank.
+        ("cached", Plan(axial=2)),
         ("adapters", Plan(data=2, sync=SyncConfig(shard_state=True))),
         ("adapters", Plan(axial=2)),
     ],

@@ -1,4 +1,4 @@
-"""Training from an address: the run from a folder; an outage stops it, and blames no entry."""
+"""Test training from an address: equal to a local run; an outage stops it without blaming an entry."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`warpfold validate`: what it finds is what the training would; and processes that a plan leaves over wait."""
+"""Test `warpfold validate`, whose scores equal those of the training, and idle processes."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def config_of(plan: Plan = Plan(), **more: Any) -> RunConfig:  # noqa: B008 (frozen)
-    """Three proteins are held out; they are folded after steps 0, 2, 4 and 6."""
+    """Return settings that hold out three proteins, which are folded after steps 0, 2, 4 and 6."""
     return config_for(plan, **({"steps": STEPS, "validate_every": 2, "save_every": 2, "keep": 9} | more))
 
 
@@ -52,7 +52,7 @@ def of_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_it_finds_what_the_training_finds(run: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the precision of the device, which here is that of the training."""
+    """The precision of the device is that of the training here."""
     precision = module.settings_of(run).plan.precision
     has_bf16 = precision == "bf16"
     monkeypatch.setattr("warpfold.parallel.plan.capabilities", lambda device: Capabilities(has_bf16=has_bf16))
@@ -63,7 +63,7 @@ def test_it_finds_what_the_training_finds(run: Path, store: Store, monkeypatch: 
         step: {**expected[step], "precision": precision} for step in (2, 4, 6)
     }
     assert told == found
-    assert warpfold.validate(run, store) == []  # all have their rows
+    assert warpfold.validate(run, store) == []  # no new checkpoints
     best = max(found, key=lambda row: row["lddt_ca"])["step"]
     average = load_file(run / f"checkpoints/step-{best:08d}/state.safetensors")
     for name, x in load_file(run / "best.safetensors").items():
@@ -73,7 +73,7 @@ def test_it_finds_what_the_training_finds(run: Path, store: Store, monkeypatch: 
 
 
 def test_it_follows_a_run_that_trains(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It begins with the first checkpoint, ends with the last, and changes nothing that is trained."""
+    """It evaluates the first to the last checkpoint, and does not change the training."""
     monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
     config, out = config_of(validate_every=0), tmp_path / "run"
     found: list[Any] = []
@@ -129,14 +129,14 @@ def test_what_is_refused(store: Store, run: Path, tmp_path: Path) -> None:
         warpfold.validate(run, store)
 
 
-# Processes that a plan leaves over
+# Idle processes
 
 
 @pytest.mark.parametrize(("data", "keeps"), [(1, True), (2, False)])
 def test_processes_that_a_plan_leaves_over_wait(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: int, keeps: bool
 ) -> None:
-    """Three meet, and one or two train what as many train alone, to the bit."""
+    """One or two of three processes train, and every bit equals a run without idle processes."""
     monkeypatch.setattr(heartbeat, "BEAT", 0.1)
     config, out, plan = config_of(Plan(data=data)), tmp_path / "run", Plan(data=data)
 

@@ -1,4 +1,4 @@
-"""Validations: what they cost, whom they fold, how they are interrupted; that they change nothing that is trained."""
+"""Test validations: their cost, their examples, interruptions, and that they do not change the training."""
 
 import dataclasses
 import json
@@ -32,13 +32,13 @@ from warpfold.training.validation import Judge, Spending, Validation
 ROOT = Path(__file__).parents[2]
 
 
-# What it costs
+# Cost
 
 
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.5])
 @pytest.mark.parametrize(("steps", "each", "rounds"), [(100, 0.2, 12), (100, 3.0, 12), (1000, 0.01, 5), (20, 9.0, 2)])
 def test_the_time_of_validations_is_bounded(share: float, steps: int, each: float, rounds: int) -> None:
-    """A run of steps of a second that could validate after each; whole validations take rounds x each seconds."""
+    """Simulate a run with steps of one second and validations of rounds * each seconds after every step."""
     spent = Spending(round=each)
     ratio = share / (1 - share)
     counts = []
@@ -46,12 +46,14 @@ def test_the_time_of_validations_is_bounded(share: float, steps: int, each: floa
         spent = dataclasses.replace(spent, training=float(step))
         counts.append(spent.affords(share, rounds, step / steps))
         spent = dataclasses.replace(spent, validation=spent.validation + counts[-1] * each)
-        slack = each if step == steps else 0.0  # at the end one is always folded
+        # One example is always folded at the end.
+        slack = each if step == steps else 0.0
         assert spent.validation <= ratio * step + slack + 1e-9
     assert set(counts[:-1]) <= {0, rounds}
-    if ratio * steps >= rounds * each:  # the last can be whole, so it is
+    # The last validation is whole if there is time.
+    if ratio * steps >= rounds * each:
         assert counts[-1] == rounds
-        whole = rounds * each  # what there is time for is done
+        whole = rounds * each
         assert spent.validation >= min(ratio * (steps - 1) - 2 * whole, (steps - 2) * whole) - 1e-9
     else:
         assert counts[-1] == max(1, int(ratio * steps / each + 1e-6))
@@ -64,7 +66,7 @@ def test_a_share_that_is_none_is_refused() -> None:
 
 
 class Slow(Watcher):
-    """Validations as they are told."""
+    """Record the reported phases of validations."""
 
     def __init__(self) -> None:
         self.phases: list[Phase] = []
@@ -97,7 +99,8 @@ def test_a_short_run_with_little_time_folds_one_and_says_of_how_many(
     assert (row["step"], row["of"], len(row["examples"])) == (2, 2, 1)
     with RunFolder(tmp_path / "run", score="lddt_ca") as run:
         run.open_log(2)
-        assert not run.scores  # what is measured on some says nothing about which checkpoint is best
+        # Scores of a part of the examples do not decide which checkpoint is best.
+        assert not run.scores
 
 
 @pytest.mark.parametrize("times", [1, 10**9])
@@ -105,9 +108,9 @@ def test_where_memory_runs_out_in_a_validation_the_training_goes_on(
     store: Store, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     times: int,
 ) -> None:  # fmt: skip
-    """The next tighter plan is tried; what none fits is left out, in words, and no restart tries it again."""
+    """The next tighter plan is tried.  An example without a plan is left out with a reason, also after a restart."""
     held_out = rows(unbroken, kind="validation")[0]["examples"]
-    longest = max(held_out)  # the name of the longest
+    longest = max(held_out)
     forward, failed = AlphaFold.forward, 0
 
     def stub(model: AlphaFold, batch: dict, *more: Any, **named: Any) -> Any:
@@ -135,11 +138,11 @@ def test_where_memory_runs_out_in_a_validation_the_training_goes_on(
     assert failed == before
 
 
-# Whom it folds
+# Examples
 
 
 def families(path: Path) -> Store:
-    """Eight helices: five copies of one, and three of their own."""
+    """Make a store of eight helices: five copies of one, and three others."""
     with StoreWriter(path) as writer:
         for i in range(8):
             raw = helix(f"helix{i}", 10 + i, seed=i)
@@ -160,14 +163,14 @@ def test_a_family_is_validated_once(tmp_path: Path) -> None:
     _, held_out = split(make_store(tmp_path / "one"), tiny_run(validation=str(other.path)))
     assert len(held_out) == 4
     named = tuple(other.keys[:3])
-    assert [key for _, key in split(other, tiny_run(validation=named))[1]] == list(named)  # as asked
+    assert [key for _, key in split(other, tiny_run(validation=named))[1]] == list(named)
 
 
-# How it is interrupted
+# Interruptions
 
 
 class Stops(Watcher):
-    """Sends a signal when the first of the held-out examples of a step is to be folded."""
+    """Send a signal before the first held-out example of a step is folded."""
 
     def __init__(self, step: int, number: int = signal.SIGINT) -> None:
         self.step, self.number, self.answered = step, number, False
@@ -230,7 +233,8 @@ def test_what_a_run_spent_is_known_when_it_continues(store: Store, tmp_path: Pat
     found = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
     spent = [row["seconds"] for row in found if row["kind"] == "validation"]
     assert after["training"] > before["training"]
-    assert np.isclose(after["validation"], sum(spent[:-1]), atol=0.01)  # the last is after the last checkpoint
+    # The last validation follows the last checkpoint.
+    assert np.isclose(after["validation"], sum(spent[:-1]), atol=0.01)
 
 
 def test_a_watcher_that_is_none_is_refused_before_anything_is_done(store: Store, tmp_path: Path) -> None:
@@ -265,7 +269,7 @@ def test_a_damaged_example_is_named_and_counted_and_none_takes_its_place(
         assert [*row["examples"]] == held_out[1:]
         assert (row["of"], [*row["left_out"]]) == (2, [bad])
         assert says in row["left_out"][bad]
-    scores = {row["step"]: row["lddt_ca"] for row in found}  # which all have the same examples
+    scores = {row["step"]: row["lddt_ca"] for row in found}  # of equal examples
     best = max(scores, key=scores.__getitem__)
     with RunFolder(tmp_path / "run", score="lddt_ca") as run:
         run.open_log(6)
@@ -278,7 +282,7 @@ def test_a_damaged_example_is_named_and_counted_and_none_takes_its_place(
 def test_the_best_is_kept_and_the_run_ends_where_none_is_better(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scores: tuple[int, ...], best: int, ended: int
 ) -> None:
-    """Validations after steps 0, 3, 6 and 9, two without a better one; also the first weights may be the best."""
+    """Validate after steps 0, 3, 6 and 9, with a patience of two.  The first weights may be the best."""
     given = dict(zip((0, 3, 6, 9), scores))
     at = {"step": 0}
     measure = Validation._fold_share
@@ -303,6 +307,8 @@ def test_the_best_is_kept_and_the_run_ends_where_none_is_better(
         first = initial_model(config, None).state_dict()
         assert all(torch.equal(x, first[name]) for name, x in kept.items())
     before = rows(out)
-    assert train(config, store, out) == done  # nothing is left to do, and nothing is said twice
+    # The run is finished, and adds no rows.
+    assert train(config, store, out) == done
     assert rows(out) == before
-    assert validate(out, [Source(store)], follow=True) is not None  # it waits for no step that will not come
+    # It does not wait for steps after the end.
+    assert validate(out, [Source(store)], follow=True) is not None

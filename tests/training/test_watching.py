@@ -1,4 +1,4 @@
-"""What a training run shows: two lines that fit a terminal, or lines with the time in a file."""
+"""Test the progress of a training run: two lines in a terminal, or lines with the time in a file."""
 
 import io
 import re
@@ -20,7 +20,7 @@ ROW = step_row(4, [ExampleResult("a", 10, 1.25, 1.0, 0.5, {"fape": 0.5})], 0.001
 
 
 def shown(progress: TrainingProgress, width: int) -> list[str]:
-    """The lines on a terminal."""
+    """Return the lines on a terminal."""
     console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
     console.print(progress)
     text = Text.from_ansi(console.file.getvalue()).plain  # type: ignore[attr-defined]
@@ -55,7 +55,8 @@ def test_without_a_terminal_there_are_lines_with_the_time() -> None:
     text = io.StringIO()
     with training_progress(10, Console(file=text), every=1e9) as progress:
         progress.on_phase(Phase(name="training", step=3, steps=10, left=60.0))
-        for _ in range(3):  # the first is shown, and then one each `every` seconds
+        # The first row is shown, and then one every `every` seconds.
+        for _ in range(3):
             progress.on_metrics(ROW)
         progress.on_metrics(validation_row(4, {"a": scored(0.625)}))
         progress.on_metrics({"kind": "quarantine", "step": 3, "example": "1abc_A", "reason": "store: [damaged]"})
