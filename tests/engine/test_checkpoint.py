@@ -212,7 +212,7 @@ def test_where_all_are_damaged_nothing_is_touched(tmp_path: Path) -> None:
         for step in (1, 2):
             save(run, step)
             flip(run.step_path(step) / "state.safetensors")
-        with pytest.raises(UserError, match=r"no checkpoint is whole .*step-00000002: damaged") as error:
+        with pytest.raises(UserError, match=r"no checkpoint is intact .*step-00000002: damaged") as error:
             run.load_latest()
         assert "\n" not in str(error.value)
         assert run.steps() == [1, 2]
@@ -299,7 +299,7 @@ def test_a_folder_that_only_looks_like_a_run_is_left_alone(tmp_path: Path) -> No
     with pytest.raises(UserError, match="something else"), RunFolder(tmp_path):
         pass
     assert (tmp_path / "checkpoints" / ".partial-mine").is_dir()
-    with pytest.raises(UserError, match="choose another --out"), RunFolder(tmp_path / "metrics.jsonl"):
+    with pytest.raises(UserError, match="Choose another --out"), RunFolder(tmp_path / "metrics.jsonl"):
         pass
 
 

@@ -236,9 +236,9 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         (lambda: checkpoints.save(2, model=3), "model is a int without state_dict"),
         (lambda: checkpoints.save(2, more={"x": {"y": [object()]}}), r"\['x'\]\[1\]\['y'\]\[0\]: is a object"),
         (lambda: checkpoints.save(2, more={"x": np.array(["a"])}), "more.x.* is an array of <U1"),
-        (lambda: checkpoints.load_latest(optimizer=model), "has no optimizer; leave it out"),
-        (lambda: checkpoints.load_latest(loader=model), "has no loader; leave it out"),
-        (lambda: checkpoints.load_latest(more={"b": model}), "has no b; leave it out"),
+        (lambda: checkpoints.load_latest(optimizer=model), "has no optimizer. Leave it out"),
+        (lambda: checkpoints.load_latest(loader=model), "has no loader. Leave it out"),
+        (lambda: checkpoints.load_latest(more={"b": model}), "has no b. Leave it out"),
         (lambda: Checkpoints(tmp_path).save(3), "another run is writing there"),
     ):
         with pytest.raises(UserError, match=said) as error:
@@ -314,7 +314,7 @@ def _fully_sharded(folder: Path) -> tuple[bool, bool]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     before = {name: x.clone() for name, x in model.state_dict().items()}
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    with pytest.raises(UserError, match=r"\['model'\]\['state'\]\['0.weight'\]: is a DTensor; give ordinary tensors"):
+    with pytest.raises(UserError, match=r"\['model'\]\['state'\]\['0.weight'\]: is a DTensor. Use ordinary tensors"):
         Checkpoints(folder).save(1, model=model)
     whole = StateDictOptions(full_state_dict=True)
     Checkpoints(folder).save(1, more={"model": get_model_state_dict(model, options=whole)})

@@ -282,7 +282,7 @@ def test_nodes_are_neighbours_whose_machines_have_one_name() -> None:
 
     for *within, said in run_ranks(lambda: [function(names) for names in ("aaaa", "aabb", "abcd", "aaab")], 4):
         assert within == [1, 2, 1]
-        assert "here are 3, 1 in a row on one; leave hierarchical=True out" in said
+        assert "the nodes have 3, 1 neighbouring ranks. Remove hierarchical=True" in said
 
 
 def test_on_a_gpu_a_side_stream_waits_for_the_gradients_and_takes_the_mean() -> None:
@@ -313,7 +313,7 @@ def test_on_a_gpu_a_side_stream_waits_for_the_gradients_and_takes_the_mean() -> 
 
 
 def test_one_process_alone_and_what_is_refused() -> None:
-    with pytest.raises(UserError, match="the model is a Linear; wrap it in DistributedDataParallel first"):
+    with pytest.raises(UserError, match=r"the model is a Linear\. Wrap it in DistributedDataParallel first"):
         CompressionState(nn.Linear(3, 1), "int8")  # type: ignore[arg-type]
 
     def function() -> list[str]:

@@ -355,7 +355,7 @@ def test_bad_input_is_one_line() -> None:
     for wrong, said in (
         ({"dataset": Endless()}, "Endless is no map-style dataset"),
         ({"dataset": []}, "the dataset is empty"),
-        ({"batch_size": 0}, "batch_size = 0; give a whole number of at least 1"),
+        ({"batch_size": 0}, "batch_size = 0. Pass an integer of at least 1"),
         ({"workers": -1}, "workers = -1"),
         ({"rank": 2, "ranks": 2}, "ranks_above_rank = 0"),
         ({"cost": [1.0]}, r"cost has shape \(1,\) for 20 examples"),

@@ -125,8 +125,8 @@ def _tensors(out: object) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (only("structur"), '"structur" is not the name of a parameter of this model; did you mean structure'),
-        (only("xyz"), "there are input, "),
+        (only("structur"), '"structur" is not the name of a parameter of this model. Did you mean structure'),
+        (only("xyz"), "Its modules are input, "),
         (only("structure", on=("evoformer.*.nowhere",)), "finetune.adapters.on: .* is not the name of a projection"),
         (only("all", on=("evoformer",)), r"finetune.trainable has evoformer\S+weight, on which finetune.adapters.on"),
         (only("templates.nothing"), "is not the name of a parameter"),

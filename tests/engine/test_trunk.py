@@ -17,7 +17,7 @@ def test_an_entry_that_cannot_be_written_is_one_line_and_leaves_nothing(
 ) -> None:
     """The file cannot be created, or cannot be completed."""
     store, entry = TrunkStore(tmp_path / "trunk"), {"single": torch.ones(3)}
-    with pytest.raises(UserError, match=r"could not be written \(No such file or directory\); make room, or"):
+    with pytest.raises(UserError, match=r"could not be written \(No such file or directory\)\. Make room, or"):
         store.write(store.path(0, "a", 0), entry)
     store.begin("a model")
     monkeypatch.setattr(trunk, "sealed_tensors", Mock(side_effect=OSError(28, "No space left on device")))
@@ -34,5 +34,5 @@ def test_what_is_there_already_needs_no_room(tmp_path: Path, monkeypatch: pytest
     store.begin("a model")
     (store.folder / "one.safetensors").write_bytes(bytes(30))
     assert store.check_room(130, 3) == "up to 1.3e-07 GB for 3 draws of examples"
-    with pytest.raises(UserError, match=r"lower finetune\.draws or data\.crop, make room"):
+    with pytest.raises(UserError, match=r"Lower finetune\.draws or data\.crop, make room"):
         store.check_room(131, 3)

@@ -44,7 +44,7 @@ def test_watchers_functions_and_lists_of_both_may_watch() -> None:
     assert as_watchers(None) == []
     assert as_watchers(one) == [one]
     for wrong in ("tensorboard", 3, Watcher, [Watcher]):
-        with pytest.raises(UserError, match="neither a Watcher nor a function of a row; give one of them"):
+        with pytest.raises(UserError, match=r"neither a Watcher nor a function of a row\. Pass one of them"):
             as_watchers(wrong)  # type: ignore[arg-type]
 
 
@@ -101,7 +101,7 @@ def test_curves_are_told_in_order_and_the_file_is_closed(tmp_path: Path, monkeyp
 
 def test_weights_and_biases_is_optional_and_writes_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("wandb") is None:
-        with pytest.raises(UserError, match=r"train\.wandb: the package is missing; pip install wandb"):
+        with pytest.raises(UserError, match=r"train\.wandb: the package is missing\. Run pip install wandb"):
             WeightsAndBiases(tmp_path)
         return
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "true")  # W&B's default

@@ -96,7 +96,7 @@ def test_a_batch_is_padded_to_its_largest() -> None:
 
 
 def test_what_a_batch_cannot_be_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r'optim.clip = "example" needs the norm of each; set optim.clip = "step"'):
+    with pytest.raises(ValueError, match=r'optim.clip = "example" needs the norm of each\. Set optim.clip = "step"'):
         RunConfig(plan=Plan(batch=2, sizes=1), optim=OptimConfig(accumulate=2))
     with pytest.raises(UserError, match=r"plan.batch = 3 does not divide the examples of a step"):
         Optimizer(model_for(WORK), OptimConfig(accumulate=4, clip="step"), batch=3)

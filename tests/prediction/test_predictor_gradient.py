@@ -192,7 +192,7 @@ def test_nothing_of_the_model_is_changed() -> None:
         ({"temperature": 0.0}, "temperature"),
         ({"loss": lambda seen: 1.0}, "a scalar tensor"),
         ({"loss": lambda seen: {"a": seen.plddt_logits}}, "loss: returned a ="),
-        ({"loss": lambda seen: torch.zeros(())}, "nothing of what it returned has a gradient"),
+        ({"loss": lambda seen: torch.zeros(())}, "the result has no gradient"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_a_line(given: dict[str, object], said: str) -> None:

@@ -203,7 +203,7 @@ def test_a_run_says_whether_its_trunk_is_kept(
             with pytest.raises(UserError, match=f'trunk = "cached" is impossible: {why}'):
                 said(dataclasses.replace(finetune, trunk="cached"), f"cached {why}")
     monkeypatch.setattr(trunk.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10))
-    with pytest.raises(UserError, match=r"GB are free; lower finetune\.draws") as error:
+    with pytest.raises(UserError, match=r"GB are free\. Lower finetune\.draws") as error:
         said(dataclasses.replace(auto, trunk="cached"), "full")
     assert "\n" not in str(error.value)
     assert "trunk: computed each time, as" in said(auto, "full too")

@@ -49,7 +49,7 @@ def test_what_was_set_aside_is_remembered(tmp_path: Path) -> None:
     entry = json.loads((tmp_path / "quarantine.jsonl").read_text())
     assert entry == {"name": "1abc_A", "example": 7, "reason": "damaged"}
     (tmp_path / "quarantine.jsonl").write_text("nonsense\n")
-    with pytest.raises(UserError, match=r"quarantine.jsonl: damaged; remove it"):
+    with pytest.raises(UserError, match=r"quarantine.jsonl: damaged. Remove it"):
         Ledger(tmp_path, "data", 0, State())
 
 

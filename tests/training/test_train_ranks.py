@@ -319,7 +319,7 @@ def test_what_is_not_finite_is_saved_once_and_its_rank_says_so(
     name = steps(alone["middle"])[1]["examples"][1]
     poison(monkeypatch, 3, plan)
     folder = tmp_path / "stop/failures/example-00000003"
-    with pytest.raises(RankError, match=f"step 1: the loss or gradient of {name} is not finite; see {folder}"):
+    with pytest.raises(RankError, match=f"step 1: the loss or gradient of {name} is not finite. {folder}"):
         train_on_ranks(config_for(plan), store, tmp_path / "stop")
     notes = json.loads((folder / "failure.json").read_text())
     assert (notes["key"], notes["plan"]["data"], notes["plan"]["axial"]) == (name, plan.data, plan.axial)
@@ -382,7 +382,7 @@ def test_examples_that_passed_each_other_do_so_again_on_every_rank(store: Store,
         (["plan.data=7"], r"plan.data = 7 ranks cannot share the optim.accumulate = 6 examples of a step"),
         (["plan.branch=2"], r'blocks with independent halves.*outer = "first"'),
         (["plan.branch=3", 'model.evoformer.outer="first"'], "a block has two halves, so 1 or 2"),
-        (["plan.axial=2", "train.window=4"], "train.window lets examples come as they are ready"),
+        (["plan.axial=2", "train.window=4"], "train.window yields examples in the order"),
         (["plan.axial=0"], "each is at least 1"),
     ],
 )
@@ -397,7 +397,7 @@ def test_ranks_that_do_not_see_the_same_are_refused(store: Store, tmp_path: Path
         config = replace(config, data=replace(config.data, crop=8 + team.process.rank))
         train(config, store, tmp_path / "run", team=team)
 
-    with pytest.raises(RankError, match="rank 1 and rank 0 differ in settings; give all ranks the same"):
+    with pytest.raises(RankError, match=r"rank 1 and rank 0 differ in settings\. Give all ranks the same"):
         run_ranks(on_a_rank, 2)
 
 

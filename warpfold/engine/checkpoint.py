@@ -106,8 +106,8 @@ class StepFolders:
         if checkpoint is None:
             if damaged:
                 raise UserError(
-                    f"{self.checkpoints}: no checkpoint is whole (of the last: {damaged[max(damaged)]}); "
-                    f"put back a copy, or choose another {self.place}"
+                    f"{self.checkpoints}: no checkpoint is intact (the last one: {damaged[max(damaged)]}). "
+                    f"Put back a copy, or choose another {self.place}."
                 )
             return None
         for step, damage in damaged.items():
@@ -160,14 +160,14 @@ class StepFolders:
 
         Errors: UserError if another run is writing there, or if the folder cannot be created.
         """
-        taken = UserError(f"{folder}: another run is writing there; wait for it or choose another {self.place}")
+        taken = UserError(f"{folder}: another run is writing there. Wait for it, or choose another {self.place}.")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = wait_for_lock(folder / ".lock", taken)
             self.checkpoints.mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"{folder}: cannot be made or written: {error.strerror}; choose another {self.place}"
+                f"{folder}: cannot be made or written: {error.strerror}. Choose another {self.place}."
             ) from error
         for leftover in self.checkpoints.glob(".partial-*"):
             shutil.rmtree(leftover)
@@ -235,7 +235,7 @@ class RunFolder(StepFolders):
         names = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
         # The folder of a run has a lock.  A copy of it may lack the lock, but has these two.
         if names and ".lock" not in names and not {"settings.toml", "checkpoints"} <= names:
-            raise UserError(f"{self.path}: holds something else, which is left alone; choose another --out")
+            raise UserError(f"{self.path}: holds something else, which is left alone. Choose another --out.")
         self._lock = self.lock(self.path)
         # A killed run may have left drafts of files.
         for leftover in self.path.glob(".partial-*"):
@@ -293,9 +293,9 @@ class RunFolder(StepFolders):
             try:
                 return path.read_text(encoding="utf-8")
             except ValueError as error:
-                raise UserError(f"{path}: damaged ({error}); restore it or choose another {self.place}") from error
+                raise UserError(f"{path}: damaged ({error}). Restore it, or choose another {self.place}.") from error
         if self.latest() is not None:
-            raise UserError(f"{self.path}: checkpoints without settings.toml; restore it or choose another --out")
+            raise UserError(f"{self.path}: checkpoints without settings.toml. Restore it, or choose another --out.")
         return None
 
     def write_settings(self, text: str) -> None:

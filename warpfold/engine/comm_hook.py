@@ -63,7 +63,7 @@ class CompressionState:
         """
         if not isinstance(model, DistributedDataParallel):
             raise UserError(
-                f"CompressionState: the model is a {type(model).__name__}; wrap it in DistributedDataParallel first"
+                f"CompressionState: the model is a {type(model).__name__}. Wrap it in DistributedDataParallel first."
             )
         if method not in get_args(Compression):
             raise UserError(f'CompressionState: method = "{method}" is not one of {", ".join(get_args(Compression))}')
@@ -84,8 +84,8 @@ class CompressionState:
             each = ranks_per_node or _ranks_per_node(self.group, device)
             if self.group.size % each:
                 raise UserError(
-                    f"CompressionState: hierarchical sums need as many ranks on each node; {self.group.size} ranks do "
-                    f"not divide by ranks_per_node = {each}; leave hierarchical=True out"
+                    f"CompressionState: hierarchical sums need equal numbers of ranks on all nodes, and "
+                    f"{self.group.size} ranks do not divide by ranks_per_node = {each}. Remove hierarchical=True."
                 )
             if 1 < each < self.group.size:
                 hierarchy = make_hierarchical(Mesh(data=self.group, world=self.group, limit=limit), each)
@@ -124,7 +124,7 @@ class CompressionState:
                 error = RuntimeError(
                     f"compression_hook: rank {self.group.rank} of {self.group.size} waited {error.seconds:.0f} s for "
                     f"the others at {error.name!r} ({str(error).splitlines()[0]}); has one ended, failed or had fewer "
-                    "batches? Give all equally many, or put the loop under torch.distributed.algorithms.Join"
+                    "batches? Give all ranks equal numbers, or put the loop under torch.distributed.algorithms.Join."
                 )
             if error is not None:
                 future.set_exception(error)  # type: ignore[arg-type]  # mypy: torch annotates the value's type
@@ -219,7 +219,7 @@ class CompressionState:
             if rows.shape[1] != sizes.get(name):
                 raise UserError(
                     f"CompressionState: {name} has {rows.shape[1]} numbers in the checkpoint and "
-                    f"{sizes.get(name, 'none')} in the model; load what this model's state saved"
+                    f"{sizes.get(name, 'none')} in the model. Load a state of this model."
                 )
             self._carried[name] = rows[unit] if len(rows) == units else rows.mean(0)
 
@@ -290,7 +290,7 @@ def _ranks_per_node(group: Group, device: torch.device) -> int:
     runs = torch.unique_consecutive(names, return_counts=True)[1].tolist()
     if len(set(runs)) > 1:
         raise UserError(
-            "CompressionState: hierarchical sums need as many ranks on each node; here are "
-            f"{', '.join(map(str, runs))} in a row on one; leave hierarchical=True out, or say ranks_per_node"
+            "CompressionState: hierarchical sums need equal numbers of ranks on all nodes, and the nodes have "
+            f"{', '.join(map(str, runs))} neighbouring ranks. Remove hierarchical=True, or pass ranks_per_node."
         )
     return int(runs[0])

@@ -31,12 +31,12 @@ class OrderRecord:
         self._steps: dict[int, dict[int, None]] = {}
         first, *lines = path.read_text(encoding="utf-8").splitlines()
         if first != header:
-            raise UserError(f"{path}: is the record of another loader ({first[:80]}); remove it, or name another file")
+            raise UserError(f"{path}: is the record of another loader ({first[:80]}). Remove it, or name another file.")
         for line in lines:
             try:
                 epoch, step = map(int, line.split())
             except ValueError:
-                raise UserError(f"{path}: has a line {line[:40]!r}; remove the file, or put back a copy") from None
+                raise UserError(f"{path}: has a line {line[:40]!r}. Remove the file, or put back a copy.") from None
             self._steps.setdefault(epoch, {})[step] = None
 
     def steps(self, epoch: int) -> list[int]:
@@ -200,18 +200,18 @@ class Epochs:
         """
         identity = self._identity()
         if missing := sorted({*identity, "rank", "epoch", "before", "first", "early"} - {*state}):
-            raise UserError(f"Ready: the state lacks {missing[0]}; give what state_dict() of a Ready returned")
+            raise UserError(f"Ready: the state lacks {missing[0]}. Pass the result of state_dict() of a Ready.")
         for name in ("examples", "seed", "shuffle"):
             if state[name] != identity[name]:
                 raise UserError(
-                    f"Ready: the state is of {name} = {state[name]}, this loader has {identity[name]}; make it as it "
-                    "was"
+                    f"Ready: the state is of {name} = {state[name]}, this loader has {identity[name]}. Use equal "
+                    "arguments."
                 )
         same_batches = all(state[name] == identity[name] for name in identity)
         if state["early"] and not (same_batches and state["rank"] == self.rank):
             raise UserError(
                 f"Ready: the state is of rank {state['rank']} of {state['ranks']}, which used batches before their "
-                "places; go on with as many ranks, batches as large, and each rank's own state"
+                "places. Use the same number of ranks, the same batch size, and each rank's own state."
             )
         used = State(state["first"], tuple(state["early"]))
         before = state["before"]

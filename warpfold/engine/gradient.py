@@ -136,9 +136,9 @@ def _checked_terms(value: Any) -> dict[str, Tensor]:
     for name, x in terms.items():
         if not (isinstance(x, Tensor) and x.dim() == 0):
             what = f"{name} = {shown(x)}" if name else shown(x)
-            raise WrongArgument(f"loss: returned {what}; a scalar tensor, or name -> such, is needed")
+            raise WrongArgument(f"loss: returned {what}. Return a scalar tensor, or a dict of scalar tensors.")
     if not any(x.requires_grad for x in terms.values()):
-        raise WrongArgument("loss: nothing of what it returned has a gradient; compute it of what it is given")
+        raise WrongArgument("loss: the result has no gradient. Compute it from the argument of the function.")
     return terms
 
 

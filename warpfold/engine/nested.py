@@ -57,7 +57,7 @@ class Flattening:
         if self.classes and (form := _parts(value)) is not None:
             cls = type(value)
             return ["class", f"{cls.__module__}:{cls.__qualname__}", *self._each(enumerate(form), where)]
-        raise self._refused(where, f"is a {type(value).__qualname__}", "give tensors, arrays, numbers and strings")
+        raise self._refused(where, f"is a {type(value).__qualname__}", "Use tensors, arrays, numbers and strings")
 
     def _each(self, items: Iterable[tuple[Any, Any]], where: str) -> list[Any]:
         return [self.tree(value, f"{where}[{key!r}]") for key, value in items]
@@ -66,20 +66,20 @@ class Flattening:
         return [[self.tree(key, where), self.tree(held, f"{where}[{key!r}]")] for key, held in value.items()]
 
     def _refused(self, where: str, wrong: str, remedy: str) -> UserError:
-        return UserError(f"{self.what}{where}: {wrong}; {remedy}")
+        return UserError(f"{self.what}{where}: {wrong}. {remedy}.")
 
     def _tensor(self, x: Tensor, where: str) -> int:
         if type(x) not in (Tensor, nn.Parameter, nn.Buffer):
-            raise self._refused(where, f"is a {type(x).__name__}", "give ordinary tensors (full_tensor() of a DTensor)")
+            raise self._refused(where, f"is a {type(x).__name__}", "Use ordinary tensors (full_tensor() of a DTensor)")
         if x.layout != torch.strided or x.is_quantized or x.is_meta:
-            raise self._refused(where, f"is a tensor of {x.layout} on {x.device}", "give ordinary ones with data")
+            raise self._refused(where, f"is a tensor of {x.layout} on {x.device}", "Use ordinary tensors with data")
         x = x.detach()
         key = (x.data_ptr(), x.shape, x.stride(), x.dtype, x.device)
         return self._leaf(x, key if x.numel() else (), where)
 
     def _array(self, x: np.ndarray, where: str) -> int:
         if x.dtype.hasobject or x.dtype.fields:
-            raise self._refused(where, f"is an array of {x.dtype}", "give arrays of numbers or strings")
+            raise self._refused(where, f"is an array of {x.dtype}", "Use arrays of numbers or strings")
         return self._leaf(
             x, (x.__array_interface__["data"][0], x.shape, x.strides, x.dtype.str) if x.size else (), where
         )

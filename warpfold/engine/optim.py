@@ -113,16 +113,19 @@ class OptimConfig:
                 'decay = "linear" and "cosine" need decay_steps, over which the rate falls; "step" has none'
             )
         if not self.clip_norm > 0:
-            raise ValueError("clip_norm must be positive; inf switches clipping off")
+            raise ValueError("clip_norm must be positive. Use inf to switch clipping off.")
         if not 0 <= self.average_decay < 1:
             raise ValueError("average_decay must be at least 0 and below 1")
         if self.average_from < 0 or (self.average_from and self.average == "exponential"):
-            raise ValueError('average_from is the step from which average = "uniform" begins; leave it out, or at 0')
+            raise ValueError(
+                'average_from is the first step of average = "uniform". Use a number of at least 0, and 0 with '
+                '"exponential".'
+            )
         if self.name not in RULES:
             raise ValueError(f'name = "{self.name}" is not one of {", ".join(RULES)}')
         if self.weight_decay and not RULES[self.name].decays_weights:
             others = [name for name, rule in RULES.items() if rule.decays_weights]
-            raise ValueError(f'name = "{self.name}" has no weight_decay; {" and ".join(others)} have')
+            raise ValueError(f'name = "{self.name}" has no weight_decay. Use {" or ".join(others)}.')
         if self.clip == "step" and self.compression.method != "none":
             raise ValueError('compression needs clip = "example": the error that it carries over must be finite')
 
@@ -302,12 +305,12 @@ def unsupported_batch(config: OptimConfig, data: int, batch: int) -> str | None:
     if batch > 1 and config.clip == "example":
         return (
             f"plan.batch = {batch}: one backward pass yields the sum of its examples' gradients, and optim.clip = "
-            '"example" needs the norm of each; set optim.clip = "step", or leave plan.batch at 1'
+            '"example" needs the norm of each. Set optim.clip = "step", or plan.batch = 1.'
         )
     if batch > 1 and config.accumulate % (data * batch):
         return (
             f"plan.batch = {batch} does not divide the examples of a step that each rank has (optim.accumulate = "
-            f"{config.accumulate} over plan.data = {data}); choose one that does"
+            f"{config.accumulate} over plan.data = {data}). Choose a divisor."
         )
     return None
 
@@ -353,7 +356,7 @@ class Optimizer:
         if data.size > config.accumulate:
             raise UserError(
                 f"optim.accumulate = {config.accumulate} examples per step cannot be shared by plan.data = {data.size} "
-                "ranks: each of them needs one; choose a smaller plan.data"
+                "ranks: each of them needs one. Choose a smaller plan.data."
             )
         if reason := unsupported_batch(config, data.size, batch):
             raise UserError(reason)

@@ -153,7 +153,7 @@ class Ready:
         After an iteration that was left early, the next iteration begins the next epoch.
         """
         if not self._given_ranks and world().size > self.ranks:
-            raise UserError("Ready: torch.distributed was initialised after this loader was made; make it afterwards")
+            raise UserError("Ready: torch.distributed was initialised after this loader was made. Initialise it first.")
         if self.order.begin():
             self._forget()
         self._iteration += 1
@@ -276,10 +276,10 @@ class Ready:
 def _size(dataset: Any) -> int:
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise UserError(
-            f"Ready: a {type(dataset).__name__} is no map-style dataset; give one with __len__ and __getitem__"
+            f"Ready: a {type(dataset).__name__} is no map-style dataset. Pass one with __len__ and __getitem__."
         )
     if not (size := len(dataset)):
-        raise UserError("Ready: the dataset is empty; give one with examples")
+        raise UserError("Ready: the dataset is empty. Pass one with examples.")
     return size
 
 
@@ -288,14 +288,14 @@ def _given_costs(cost: Cost | None, size: int) -> np.ndarray | None:
         return None
     costs = np.asarray(cost, np.float64)
     if costs.shape != (size,) or not np.isfinite(costs).all():
-        raise UserError(f"Ready: cost has shape {costs.shape} for {size} examples; give a finite number for each")
+        raise UserError(f"Ready: cost has shape {costs.shape} for {size} examples. Pass a finite number for each.")
     return costs
 
 
 def _check(**settings: tuple[int, int]) -> None:
     for name, (value, least) in settings.items():
         if not isinstance(value, int) or value < least:
-            raise UserError(f"Ready: {name} = {value}; give a whole number of at least {least}")
+            raise UserError(f"Ready: {name} = {value}. Pass an integer of at least {least}.")
 
 
 def _with_index(device: torch.device) -> torch.device:

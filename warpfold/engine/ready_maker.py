@@ -174,8 +174,8 @@ def start_workers(make: BatchMaker, count: int, buffer: Callable[[int], Any] | N
     def refused(kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if isinstance(error, AttributeError | TypeError) or type(error).__name__ == "PicklingError":
             raise UserError(
-                f"Ready: the dataset or what makes batches of it cannot be sent to processes ({error}); define their "
-                "classes and functions at the top of a module, or use workers=0"
+                f"Ready: the dataset or its collate function cannot be sent to processes ({error}). Define their "
+                "classes and functions at the top of a module, or use workers=0."
             ) from error
 
     dataset = make.dataset.dataset if isinstance(make.dataset, Costs) else make.dataset

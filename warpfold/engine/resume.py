@@ -45,7 +45,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path | str, keep: int = 3) -> None:
         if keep < 1:
-            raise UserError(f"Checkpoints: keep = {keep}; give a whole number of at least 1")
+            raise UserError(f"Checkpoints: keep = {keep}. Pass an integer of at least 1.")
         self.folder = Path(folder)
         self._keep, self._folders, self._locked = keep, StepFolders(self.folder), False
         self._last_step: int | None = None  # last saved or loaded
@@ -103,8 +103,8 @@ class Checkpoints:
             if step == self._last_step:
                 return
             raise UserError(
-                f"{self._folders.step_path(step)}: exists already; call load_latest() to continue from what is there, "
-                "or choose another folder"
+                f"{self._folders.step_path(step)}: exists already. Call load_latest() to continue from the last "
+                "checkpoint, or choose another folder."
             )
         names = _names(flattening.places)
         tensors = {name: _on_host(name, leaf) for name, leaf in zip(names, flattening.leaves)}
@@ -135,12 +135,12 @@ class Checkpoints:
             state = unflatten(tree, leaves.__getitem__, lambda number: leaves[number].numpy())
             ranks, others = state["ranks"], state["more"]
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise UserError(f"{path}: is no checkpoint of this kind ({error!r}); choose another folder") from error
+            raise UserError(f"{path}: is no checkpoint of this kind ({error!r}). Choose another folder.") from error
         objects = {name: part for name, part in (more or {}).items() if _has_state(part)}
         main = _named(model, optimizer, scheduler)
         for name in (*main, *objects):
             if name not in (state if name in main else others):
-                raise UserError(f"{path}: has no {name}; leave it out, or choose another folder")
+                raise UserError(f"{path}: has no {name}. Leave it out, or choose another folder.")
         for name, part in main.items():
             part.load_state_dict(_restored(state[name]))
         for name, part in objects.items():
@@ -150,7 +150,7 @@ class Checkpoints:
         rank_state = ranks[min(group.rank, len(ranks) - 1)]
         if loader is not None:
             if rank_state["loader"] is None:
-                raise UserError(f"{path}: has no loader; leave it out, or choose another folder")
+                raise UserError(f"{path}: has no loader. Leave it out, or choose another folder.")
             loader.load_state_dict(rank_state["loader"])
         if group.size != len(ranks) and group.rank == 0:
             logger.warning("%s: is of %d ranks, now there are %d: not to the bit", path, len(ranks), group.size)
@@ -176,7 +176,7 @@ class Checkpoints:
         try:
             return self._folders.load(step)
         except DamagedCheckpoint as error:
-            raise UserError(f"{error}; every rank reads the folder: put it where all can") from error
+            raise UserError(f"{error}. All ranks read the folder: put it on a shared file system.") from error
 
     def _lock(self) -> None:
         """Lock the folder against other runs for the lifetime of this object."""
@@ -204,7 +204,9 @@ def _has_state(part: Any) -> bool:
 def _state(what: str, part: Any) -> dict[str, Any]:
     """Return an object's state, with the version metadata of a module."""
     if not _has_state(part):
-        raise UserError(f"{what} is a {type(part).__name__} without state_dict and load_state_dict; give one with them")
+        raise UserError(
+            f"{what} is a {type(part).__name__} without state_dict and load_state_dict. Pass an object with both."
+        )
     state = part.state_dict()
     return {"state": dict(state), "versions": getattr(state, "_metadata", None)}
 
@@ -233,9 +235,11 @@ def _on_host(name: str, leaf: Leaf) -> Tensor:
         try:
             return torch.from_numpy(leaf.copy())
         except TypeError as error:
-            raise UserError(f"Checkpoints: {name} is an array of {leaf.dtype}; give numbers") from error
+            raise UserError(f"Checkpoints: {name} is an array of {leaf.dtype}. Use numbers.") from error
     if leaf.dtype == torch.complex128:
-        raise UserError(f"Checkpoints: {name} is complex128, which safetensors lacks; give its real and imaginary part")
+        raise UserError(
+            f"Checkpoints: {name} is complex128, which safetensors lacks. Save its real and imaginary parts."
+        )
     x = leaf.cpu().contiguous()
     return x.clone() if x.untyped_storage().nbytes() != x.nbytes else x
 

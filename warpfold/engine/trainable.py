@@ -105,8 +105,8 @@ class Trained:
         )
         if both := sorted({f"{name}.weight" for name in self.adapted} & set(plain)):
             raise UserError(
-                f"finetune.trainable has {both[0]}, on which finetune.adapters.on puts an adapter; train one of "
-                "the two (trainable = [] trains adapters alone)"
+                f"finetune.trainable has {both[0]}, on which finetune.adapters.on puts an adapter. Train one of "
+                "the two (trainable = [] trains adapters alone)."
             )
         self.names = [*plain, *(f"{name}.{part}" for name in self.adapted for part in ADAPTER)]
 
@@ -125,7 +125,10 @@ class Trained:
         tops = {name.split(".")[0] for name in self.names}
         if all(top in HEADS and not getattr(loss, HEADS[top]) for top in tops):
             weights = " and ".join(f"loss.{HEADS[top]}" for top in sorted(tops))
-            raise UserError(f"finetune.trainable: {' and '.join(sorted(tops))} would learn nothing: {weights} = 0")
+            heads = " and ".join(sorted(tops))
+            raise UserError(
+                f"finetune.trainable: {heads} would learn nothing, since {weights} = 0. Set a weight above 0."
+            )
 
     def check_pae_loss(self, loss: LossConfig) -> None:
         """Raise UserError if the PAE head is trained and its loss has no weight.
@@ -135,7 +138,7 @@ class Trained:
         if not loss.predicted_aligned_error and any(name.split(".")[0] == "pae" for name in self.names):
             raise UserError(
                 "loss.predicted_aligned_error: is 0, so the PAE head would learn nothing. Add --set "
-                "loss.predicted_aligned_error=0.1 (Supp. 1.9.7), or name what is trained in finetune.trainable"
+                "loss.predicted_aligned_error=0.1 (Supp. 1.9.7), or name the trained parameters in finetune.trainable."
             )
 
     def why_not_cached(self) -> str | None:
@@ -166,8 +169,8 @@ def _matching(patterns: Sequence[str], names: Sequence[str], setting: str, what:
             )
             near = difflib.get_close_matches(pattern, [*modules, *names], n=3, cutoff=0.5)
             tops = dict.fromkeys(name.split(".")[0] for name in names)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(tops)}"
-            raise UserError(f'{setting}: "{pattern}" is not the name of {what} of this model; {hint}')
+            hint = f"Did you mean {' or '.join(near)}?" if near else f"Its modules are {', '.join(tops)}."
+            raise UserError(f'{setting}: "{pattern}" is not the name of {what} of this model. {hint}')
         matches |= new
     return [name for name in names if name in matches]
 

@@ -100,8 +100,8 @@ class TrunkStore:
         except OSError as error:
             partial.unlink(missing_ok=True)
             raise UserError(
-                f"{path}: could not be written ({error.strerror}); make room, or set finetune.trunk to "
-                '"computed", and start again'
+                f"{path}: could not be written ({error.strerror}). Make room, or set finetune.trunk to "
+                '"computed", and start again.'
             ) from error
 
     @property
@@ -115,8 +115,8 @@ class TrunkStore:
         size = f"up to {needed / 1e9:.2g} GB for {entries:,} draws of examples"
         if needed - existing > free:
             raise UserError(
-                f"{self.folder}: what the trunk makes needs {size}, and {free / 1e9:.2g} GB are free; lower "
-                'finetune.draws or data.crop, make room, or set finetune.trunk to "computed"'
+                f"{self.folder}: the outputs of the trunk need {size}, and {free / 1e9:.2g} GB are free. Lower "
+                'finetune.draws or data.crop, make room, or set finetune.trunk to "computed".'
             )
         return size
 

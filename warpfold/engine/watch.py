@@ -68,7 +68,7 @@ def as_watchers(watch: Watching | None) -> list[Watcher]:
             watcher.on_metrics = item  # type: ignore[assignment]
             watchers.append(watcher)
         else:
-            raise UserError(f"watch: {item!r} is neither a Watcher nor a function of a row; give one of them")
+            raise UserError(f"watch: {item!r} is neither a Watcher nor a function of a row. Pass one of them.")
     return watchers
 
 
@@ -87,7 +87,7 @@ class TensorBoard(Watcher):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise UserError("train.tensorboard: the package is missing; pip install '.[tensorboard]'") from error
+            raise UserError("train.tensorboard: the package is missing. Run pip install '.[tensorboard]'.") from error
         self._open, self.folder = SummaryWriter, Path(folder)
         self._writer: Any = None
 
@@ -122,7 +122,7 @@ class WeightsAndBiases(Watcher):
         try:
             self._wandb = importlib.import_module("wandb")
         except ImportError as error:
-            raise UserError("train.wandb: the package is missing; pip install wandb") from error
+            raise UserError("train.wandb: the package is missing. Run pip install wandb.") from error
         # W&B contacts a server to report its own crashes even when it is offline.
         if not online and self._wandb.env.error_reporting_enabled():
             raise UserError(

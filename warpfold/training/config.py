@@ -110,25 +110,25 @@ class RunConfig:
     def __post_init__(self) -> None:
         plan, examples = self.plan, self.optim.accumulate
         if plan.in_place:
-            raise ValueError("plan.in_place is for inference: training still needs what it overwrites; leave it out")
+            raise ValueError("plan.in_place is for inference: it overwrites tensors that training needs. Remove it.")
         if reason := plan.unsupported_reason(self.model.evoformer.outer):
             raise ValueError(reason)
         if self.loss.center_of_mass and self.model.multimer is None:
             raise ValueError(
-                "loss.center_of_mass keeps the chains of a complex apart, and this model folds single chains: leave it "
-                "out, or train a multimer (model.multimer)"
+                "loss.center_of_mass separates the chains of a complex, and this model folds single chains. Remove it, "
+                "or train a multimer (model.multimer)."
             )
         if self.finetune.draws and self.train.window:
             raise ValueError(
                 "finetune.draws gives each draw its own number of recycles, and train.window exchanges examples of "
-                "different steps: leave one of them out"
+                "different steps. Remove one of them."
             )
         if self.finetune.freezes and (reason := plan.unsupported_when_frozen()):
             raise ValueError(reason)
         if plan.data > examples:
             raise ValueError(
                 f"plan.data = {plan.data} ranks cannot share the optim.accumulate = {examples} examples of a step: "
-                "each of them needs one; lower plan.data, or raise optim.accumulate"
+                "each of them needs one. Lower plan.data, or raise optim.accumulate."
             )
         if plan.batch > 1 and self.model.multimer is not None:
             raise ValueError("plan.batch is for single chains: the complexes of a batch cannot be padded to one size")
@@ -136,8 +136,8 @@ class RunConfig:
             raise ValueError(reason)
         if self.train.window and plan.axial * plan.branch > 1:
             raise ValueError(
-                "train.window lets examples come as they are ready, but plan.axial and plan.branch need them in one "
-                "order on all ranks that share them; leave one of them out"
+                "train.window yields examples in the order in which they are ready, but plan.axial and plan.branch "
+                "need the same order on all ranks that share an example. Remove one of them."
             )
 
 
@@ -196,7 +196,7 @@ def load_settings(name: SettingsLike, changes: Iterable[str] = ()) -> GivenSetti
     changes = list(changes)
     if isinstance(name, GivenSettings):
         if changes:
-            raise UserError(f"{changes[0]}: these settings have been read; change them when they are")
+            raise UserError(f"{changes[0]}: these settings have been read. Pass changes when you load them.")
         return name
     if not isinstance(name, str | os.PathLike | Mapping | RunConfig):
         what = shown(name)

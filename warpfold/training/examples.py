@@ -139,9 +139,9 @@ def split(store: Store, config: RunConfig, keys: Keys | None = None) -> tuple[Ke
         if unknown := [key for key in chosen if key not in store]:
             raise UserError(f"train.validation: {unknown[0]} is not in {store.path}")
         if both := sorted(test & set(chosen)):
-            raise UserError(f"train.validation and train.test both name {both[0]}; leave it out of one of them")
+            raise UserError(f"train.validation and train.test both name {both[0]}. Remove it from one of them.")
         if not assemblies and (wrong := [key for key in chosen if key not in every]):
-            raise UserError(f"train.validation: {wrong[0]} is an assembly; give chains, or train a multimer")
+            raise UserError(f"train.validation: {wrong[0]} is an assembly. Name chains, or train a multimer.")
         other, held = store, list(chosen)
         training = entries.without(chosen)
     drawn = keyed_rng(config.train.seed, "validation").permutation(len(held)).tolist()

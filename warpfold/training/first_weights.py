@@ -57,8 +57,8 @@ def _first_tensors(model: AlphaFold, file_model: AlphaFold, source: str, new_hea
     differ = [difference for difference in _differences(model, file_model) if _key(difference) not in SHAPELESS_KEYS]
     if shapes[0] != shapes[1] and differ:
         raise UserError(
-            f"{source}: parameters of another model than that of the settings (in the file {listed(differ, 4, '; ')}); "
-            f"`warpfold params {source} --toml` prints its settings"
+            f"{source}: parameters of another model than that of the settings (in the file {listed(differ, 4, '; ')}). "
+            f"`warpfold params {source} --toml` prints its settings."
         )
     if missing or surplus:
         problems = [f"lacks the head {head}, which the settings have" for head in missing]
@@ -69,8 +69,8 @@ def _first_tensors(model: AlphaFold, file_model: AlphaFold, source: str, new_hea
         changes += ["--set loss.predicted_aligned_error=0.1"] if "pae" in surplus else []
         new = "begins it at random" if missing else "leaves it out"
         raise UserError(
-            f"{source}: {' and '.join(problems)}; {' '.join(changes)} follows the file, "
-            f"--set train.new_heads=true {new}"
+            f"{source}: {' and '.join(problems)}. {' '.join(changes)} follows the file, "
+            f"--set train.new_heads=true {new}."
         )
     return file_state
 
@@ -97,16 +97,16 @@ def check_moments(rule: str, init: Path | None) -> int:
     off = "or set train.moments=false"
     if init is None:
         raise UserError(
-            f"train.moments: moments are taken from the run of --init; give it RUN/params.safetensors, {off}"
+            f"train.moments: moments are taken from the run of --init. Pass --init RUN/params.safetensors, {off}."
         )
     step = StepFolders(init.parent / "checkpoints").latest()
     if step is None:
         raise UserError(
-            f"{init}: train.moments needs a run's checkpoints in the same folder; give RUN/params.safetensors, {off}"
+            f"{init}: train.moments needs a run's checkpoints in the same folder. Pass RUN/params.safetensors, {off}."
         )
     before = settings.load(init.parent / "settings.toml").get("optim", {}).get("name", "adam")
     if before != rule:
-        raise UserError(f"{init}: the moments of its run are those of optim.name={before}, not {rule}; set that, {off}")
+        raise UserError(f"{init}: its run has the moments of optim.name={before}, not {rule}. Set that, {off}.")
     return step
 
 

@@ -52,7 +52,7 @@ class Ledger:
                 entries = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
                 quarantined = list(dict.fromkeys(entry["name"] for entry in entries))
             except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise UserError(f"{path}: damaged; remove it, and its entries are tried again") from error
+                raise UserError(f"{path}: damaged. Remove it, and its entries are tried again.") from error
         # Every rank needs the draws of all data ranks, to know the examples that are left.
         gathered = team.all_gather_object([own_draws, quarantined], "reading what the run has used")
         self.quarantined: list[str] = gathered[0][1]

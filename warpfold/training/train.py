@@ -299,12 +299,12 @@ def claim(run: RunFolder, config: RunConfig, origin: Mapping[str, str], team: Te
             there = fixed_settings(settings.merge(settings.to_dict(RunConfig()), tomllib.loads(text or "")))
         except (tomllib.TOMLDecodeError, AttributeError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
-                f"{run.path / 'settings.toml'}: damaged ({error}); restore it or choose another --out"
+                f"{run.path / 'settings.toml'}: damaged ({error}). Restore it, or choose another --out."
             ) from error
         if text is not None and (differing := settings.differences(wanted, there)):
             what = listed(differing, between="; ")
             raise UserError(
-                f"{run.path}: holds a run with other settings ({what}); choose another --out, or its settings"
+                f"{run.path}: holds a run with other settings ({what}). Choose another --out, or its settings."
             )
         run.write_settings(settings.to_toml(config))
     # A rank on another machine may have other data, or a folder that is not the one of rank 0.
@@ -313,8 +313,8 @@ def claim(run: RunFolder, config: RunConfig, origin: Mapping[str, str], team: Te
     for rank, there in enumerate(seen_by_ranks):
         if differing := [name for name, value in there.items() if value != seen_by_ranks[0][name]]:
             raise UserError(
-                f"rank {rank} and rank 0 differ in {' and '.join(differing)}; give all ranks the same, and put "
-                f"{run.path} on a file system that all machines share"
+                f"rank {rank} and rank 0 differ in {' and '.join(differing)}. Give all ranks the same, and put "
+                f"{run.path} on a file system that all machines share."
             )
 
 
@@ -348,7 +348,7 @@ def restore(run: RunFolder, optimizer: Optimizer, origin: Mapping[str, str], tea
     state = Checkpoint(header[0], {}, header[1])
     for name, value in origin.items():
         if state.notes.get(name) != value:
-            raise UserError(f"{run.path}: its run began with another {name}; choose another --out, or give the same")
+            raise UserError(f"{run.path}: its run began with another {name}. Choose another --out, or pass the same.")
     optimizer.restore(team.broadcast_tensors(checkpoint.tensors if checkpoint else None, "the last checkpoint"))
     return state
 
@@ -420,8 +420,8 @@ def next_examples(samples: Iterator[Sample], count: int, timer: StepTimer, team:
             names = team.all_gather_object_of_example([example.index, example.name], "the next example")
             what = ", ".join(f"rank {rank} has {name}" for rank, (_, name) in zip(team.mesh.model.ranks, names))
             raise UserError(
-                f"example {example.index}: {what}, but they share it; one of them could not make it, for lack of "
-                "memory perhaps; the same command continues from the last checkpoint"
+                f"example {example.index}: {what}, but they share it. One of them could not make it, perhaps for "
+                "lack of memory. Run the same command to continue from the last checkpoint."
             )
         yield example
 
@@ -477,8 +477,8 @@ def save_failures(
         folder = team.all_gather_object_of_example(folder, "saving what is not finite")[0]
         if config.train.on_nonfinite == "stop":
             raise UserError(
-                f"step {step}: the loss or gradient of {' and '.join(batch)} is not finite; see {folder} for what "
-                'reproduces it; train.on_nonfinite = "skip" goes on without such examples'
+                f"step {step}: the loss or gradient of {' and '.join(batch)} is not finite. {folder} has what "
+                'reproduces it. To continue without such examples, set train.on_nonfinite = "skip".'
             )
 
 
@@ -607,8 +607,8 @@ class SkippedExamples:
                 raise UserError(
                     f"step {step}: the loss or gradient of {len(self.places)} of the last "
                     f"{min(place + 1, SKIP_WINDOW)} examples is not finite, and train.max_skipped = {self.most}: the "
-                    "run diverges; its failures folder has what reproduces the first of them, and the checkpoints from "
-                    "before them are kept"
+                    "run diverges. Its failures folder has what reproduces the first of them, and the checkpoints "
+                    "before them are retained."
                 )
         self.places = [p for p in self.places if p >= end - SKIP_WINDOW]
 

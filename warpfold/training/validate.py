@@ -60,7 +60,7 @@ def validate(
     config = settings_of(run)
     _, held_out = hold_out(data, config)
     if not held_out:
-        raise UserError(f"{run}: its settings hold nothing out; train with train.validation above 0")
+        raise UserError(f"{run}: its settings hold nothing out. Train with train.validation above 0.")
     origin, watchers = fingerprint_origin(data, None, Team())["store"], as_watchers(watch)
     folders, device = StepFolders(run / "checkpoints"), torch.device(device)
     model = AlphaFold(config.model).to(device).eval()
@@ -74,7 +74,7 @@ def validate(
     log_precision("auto", precision, device)
     packed = PackedWeights(model, DTYPES[config.plan.precision])
     judge = Judge(model, config, device, lambda _: None)
-    taken = UserError(f"{run}: another `warpfold validate` is writing there; end it first")
+    taken = UserError(f"{run}: another `warpfold validate` is writing there. End it first.")
     new_rows: list[Row] = []
     with wait_for_lock(run / ".validate-lock", taken), closing(AppendedFile(run / LOG)) as log:
         try:
@@ -82,7 +82,7 @@ def validate(
             best = max((float(row["lddt_ca"]) for row in rows if _is_whole(row)), default=-1.0)
             done = {int(row["step"]) for row in rows}
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UserError(f"{run / LOG}: damaged ({error}); remove it, and its steps are evaluated again") from None
+            raise UserError(f"{run / LOG}: damaged ({error}). Remove it, and its steps are evaluated again.") from None
         for watcher in watchers:
             watcher.on_begin(max(done, default=0))
         while True:
@@ -96,7 +96,7 @@ def validate(
                     logger.warning("step %d is not evaluated: %s", step, reason)
                     continue
                 if checkpoint.notes.get("store") != origin:
-                    raise UserError(f"{run}: its run trains on other data; give the same --data, in the same order")
+                    raise UserError(f"{run}: its run trains on other data. Pass the same --data in the same order.")
                 for name, average in averages_of(checkpoint).items():
                     packed.parameters[name].data.copy_(average)
                 packed.refresh()
@@ -129,7 +129,7 @@ def settings_of(run: Path) -> RunConfig:
     except OSError as error:
         raise UserError(f"{run}: not the folder of a training run ({path.name}: {error.strerror})") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: is damaged ({error}); restore it") from error
+        raise UserError(f"{path}: is damaged ({error}). Restore it.") from error
 
 
 def _has_ended(run: Path) -> bool:
