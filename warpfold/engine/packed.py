@@ -295,7 +295,7 @@ class _Source:
 
 
 def packed_order(model: nn.Module) -> tuple[list[str], set[str]]:
-    """Return the names of a model's parameters in packing order, and the names that must follow their predecessor.
+    """List the names of a model's parameters in packing order, and the names that must follow their predecessor.
 
     The order is that of the forward pass.  The `projections` of a module are its linear layers that project the same
     tensor.  Their weights are packed one after another, and then their biases.

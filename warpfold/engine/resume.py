@@ -1,4 +1,4 @@
-"""Checkpoints of a loop that a user wrote: what it needs to continue to the bit, in one call: docs/howto/kit.md.
+"""Save and load all state of a user's training loop in one call: docs/howto/kit.md.
 
 FOLDER/step-00000100/    the files of engine/checkpoint.py: state.safetensors has tensors by name, such as
                          model.0.weight, and state.json has their structure and all other values

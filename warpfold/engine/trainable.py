@@ -82,7 +82,7 @@ class FinetuneConfig:
         return self.trainable != ("all",) or bool(self.adapters.on)
 
     def draw(self, index: int, examples: int) -> int:
-        """Return the number of the draw of example `index`, which all `examples` of a step share."""
+        """Compute the number of the draw of example `index`, which all `examples` of a step share."""
         return index // examples % self.draws if self.draws else index
 
 

@@ -428,8 +428,7 @@ def plan_training(
     A run that is continued on an equal number of processes uses the plan in its folder, except for keys that the user
     gives.  All ranks call this and get the choice of rank 0 for the smallest of their devices.
     cluster: the links between the ranks.  If it is None, several ranks measure them when there is a choice.
-    Errors: UserError if no plan fits, with the remedy; for a cluster of another number of ranks; and the errors of
-    `GivenSettings.config`.
+    Errors: UserError if no plan fits, and for a cluster of another number of ranks; see also `GivenSettings.config`.
     """
     team = team or Team()
     ranks = team.process.ranks
@@ -527,7 +526,7 @@ def _plan_of_run(given: GivenSettings, out: Path, ranks: int) -> dict[str, Any]:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
         plan, idle = build(Plan, values["plan"], str(path), "plan."), int(values["train"]["idle"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError, UserError):
-        # There is no such file, or `train` reports what is wrong with it.
+        # The file is missing, or `train` reports its error.
         return {}
     fixed, sync = given.fixed_on_ranks(names)
     if any(getattr(plan, name) != value for name, value in fixed.items() if name in names):

@@ -242,9 +242,9 @@ def setup_difference(run: Path, there: dict[str, Any], here: dict[str, Any]) -> 
     if (ranks := there["ranks"]) != here["ranks"]:
         command = "warpfold doctor" if ranks == 1 else f"torchrun --nproc-per-node {ranks} -m warpfold doctor"
         return f"it was trained by {ranks} ranks, and the replay has {here['ranks']}. Use {command} --replay {run}."
-    for key, cure in (("device", "Replay it on that device"), ("torch", "Install that version")):
+    for key, remedy in (("device", "Replay it on that device"), ("torch", "Install that version")):
         if there[key] != here[key]:
-            return f"it was trained with {key} {there[key]}, and the replay has {here[key]}. {cure}."
+            return f"it was trained with {key} {there[key]}, and the replay has {here[key]}. {remedy}."
     return ""
 
 
