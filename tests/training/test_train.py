@@ -647,7 +647,7 @@ def test_a_run_in_batches_is_the_run(store: Store, tmp_path: Path) -> None:
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
         assert one["lddt_ca"] == pytest.approx(other["lddt_ca"], rel=1e-3)
     assert together[0]["grad_norm"] > alone[0]["grad_norm"]  # sums of two
-    with pytest.raises(ValueError, match=r'plan.batch = 2: .* set optim.clip = "step"'):
+    with pytest.raises(ValueError, match=r'plan.batch = 2: .* Set optim.clip = "step"'):
         dataclasses.replace(TOGETHER, optim=OptimConfig(accumulate=4))
 
 
