@@ -155,7 +155,7 @@ def test_what_keeps_a_trunk_from_being_cached_is_named(config: FinetuneConfig, w
 def test_heads_without_a_loss_are_refused() -> None:
     trained = Trained(filled_model(tiny_config()), only("pae", "resolved"))
     trained.check_losses(LOSSES)
-    with pytest.raises(UserError, match=r"pae and resolved would learn nothing: .*experimentally_resolved = 0"):
+    with pytest.raises(UserError, match=r"pae and resolved would learn nothing, since .*experimentally_resolved = 0"):
         trained.check_losses(LossConfig())
 
 

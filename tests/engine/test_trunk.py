@@ -29,7 +29,7 @@ def test_an_entry_that_cannot_be_written_is_one_line_and_leaves_nothing(
 def test_what_is_there_already_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = TrunkStore(tmp_path / "trunk")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(1_000, 900, 100))
-    with pytest.raises(UserError, match=r"needs up to 1\.1e-07 GB for 3 draws of examples, and 1e-07 GB are free"):
+    with pytest.raises(UserError, match=r"need up to 1\.1e-07 GB for 3 draws of examples, and 1e-07 GB are free"):
         store.check_room(110, 3)
     store.begin("a model")
     (store.folder / "one.safetensors").write_bytes(bytes(30))
