@@ -1,4 +1,4 @@
-"""Moves between ranks: what arrives, that backward is the exact transpose, and that calls do not meddle."""
+"""Collectives between ranks: results, exact transposes in the backward pass, and independence of concurrent calls."""
 
 import math
 from functools import partial
@@ -32,14 +32,17 @@ def random(seed: int, *shape: int) -> Tensor:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """A move, the shape of the whole, and two of its axes from the right; slices may be uneven, and empty."""
+    """Draw a collective, the shape of the full tensor, and two of its axes from the right.
+
+    Shards may be uneven or empty.
+    """
     shape = tuple(draw(st.lists(st.integers(0, 6), min_size=2, max_size=4)))
     first, second = draw(st.permutations(range(-len(shape), 0)))[:2]
     return draw(st.sampled_from(("all_gather", "all_to_all"))), shape, (first, second)
 
 
 def moved(case: Case, whole: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """-> this rank's slice (a leaf), what the move makes of it, and what that should be."""
+    """Return this rank's shard (a leaf), the result of the collective, and the expected result."""
     kind, shape, (first, second) = case
     x = local_shard(whole, first, group).clone().requires_grad_()
     if kind == "all_gather":
@@ -51,7 +54,7 @@ def moved(case: Case, whole: Tensor, group: Group) -> tuple[Tensor, Tensor, Tens
 @given(drawn=st.lists(cases(), min_size=8, max_size=12))
 @settings(max_examples=4, deadline=None, derandomize=True)
 def test_moves_bring_what_they_should_and_gradients_go_the_transposed_way(ranks: int, drawn: list[Case]) -> None:
-    """<A x, y> = <x, A^T y>, both summed over the ranks."""
+    """Check <A x, y> = <x, A^T y>, both summed over the ranks."""
 
     def on_a_rank() -> list[tuple[float, float]]:
         group = make_mesh(axial=ranks).axial
@@ -89,7 +92,7 @@ def test_two_ranks_exchange_what_they_have() -> None:
 
 
 def weighted(whole: Tensor, group: Group) -> Tensor:
-    """A loss that is another function of the whole on each rank."""
+    """Compute a loss that is a different function of the full tensor on each rank."""
     return (whole * random(7 + group.rank, *whole.shape)).sin().sum()
 
 
@@ -104,7 +107,7 @@ def used_twice(x: Tensor, group: Group) -> Tensor:
 
 
 def two_in_flight(x: Tensor, group: Group) -> Tensor:
-    """Awaited in the other order than started; so are their gradients."""
+    """Wait in another order than that of the starts, also for the gradients."""
     first, second = all_gather(x, -2, 5, group, "first"), all_gather(2 * x, -2, 5, group, "second")
     there = all_to_all(x, -2, -1, 5, group, "turned")
     assert not any(pending.arrived for pending in (first, second, there))
@@ -118,7 +121,7 @@ def recomputed(x: Tensor, group: Group) -> Tensor:
 
 
 def within_another(x: Tensor, group: Group) -> Tensor:
-    """Recomputed in the middle of another's backward pass."""
+    """Recompute a checkpoint during the backward pass of another one."""
     pending = all_gather(x, -2, 5, group, "outer")
     inner = recomputed(x, group)
     return (inner + weighted(pending.wait(), group)) / 2
@@ -130,7 +133,7 @@ def there_and_back(x: Tensor, group: Group) -> Tensor:
 
 
 def test_calls_do_not_meddle() -> None:
-    """The gradient of x, this rank's 2 or 3 of 5 rows, of each function of it, on two ranks."""
+    """Two ranks compare the gradient of x, their 2 or 3 of 5 rows, for each function alone and for all together."""
     ways = [used_twice, two_in_flight, recomputed, within_another, there_and_back]
 
     def on_a_rank() -> list[Tensor]:
@@ -170,7 +173,8 @@ def test_a_gradient_that_one_rank_does_not_want_takes_part_and_without_any_no_gr
         group = make_mesh(branch=2).branch
         x = random(0, 3).requires_grad_()
         theirs, own = tied(sendrecv(x, (3,), group, "x").wait(), x)
-        (own if group.rank else theirs).sum().backward()  # rank 1 reads nothing of what came
+        # Rank 1 does not use the received tensor.
+        (own if group.rank else theirs).sum().backward()
         assert x.grad is not None
         return x.grad
 
@@ -187,7 +191,7 @@ def test_starts_and_waits_are_told_with_the_bytes_that_leave() -> None:
             pending = all_to_all(x, -2, -1, 5, group, "m")
             alone_ = all_gather(x, -2, 5, group, "bias")
             (pending.wait().sum() + alone_.wait().sum()).backward()
-        alone_.wait()  # known already
+        alone_.wait()  # it has arrived
         return events
 
     ranks = run_ranks(on_a_rank, 3)
@@ -209,12 +213,14 @@ def test_starts_and_waits_are_told_with_the_bytes_that_leave() -> None:
         )
         assert [e.number for e in events] == [e.number for e in ranks[0]]
         sent = {(e.name, e.backward): e.bytes for e in events if e.what == "start"}
-        assert sent["bias", False] == sent["bias", True] == 8 * 2 * 8  # 2 others, the largest slice of 2 x 4 numbers
+        # Two other ranks, and the largest shard of 2 x 4 elements.
+        assert sent["bias", False] == sent["bias", True] == 8 * 2 * 8
     turned = [
         sum(e.bytes for e in events if e.name == "m" and e.what == "start" and not e.backward) for events in ranks
     ]
     stay = sum(rows * columns for rows, columns in zip(shard_sizes(5, 3), shard_sizes(4, 3)))
-    assert sum(turned) == 8 * (5 * 4 - stay)  # what has the same owner before and after does not travel
+    # Elements that have the same owner before and after are not sent.
+    assert sum(turned) == 8 * (5 * 4 - stay)
 
 
 def test_slices_are_as_even_as_can_be() -> None:

@@ -1,4 +1,4 @@
-"""Compressed gradients: nothing is lost for ever, exact where they should be, and the same formulas as the papers'."""
+"""Gradient compression: error feedback, exact cases, and the formulas of the papers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ def layout(ranks: int) -> Layout:
 
 
 def gradient(where: Layout, step: int, rank: int) -> Tensor:
-    """A flat gradient whose parameters differ in size by orders of magnitude."""
+    """Create a flat gradient whose parameters differ in magnitude."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     flat = torch.zeros(where.size, dtype=torch.float64)
     for i, name in enumerate(where.places):
@@ -44,7 +44,7 @@ def gradient(where: Layout, step: int, rank: int) -> Tensor:
 def on_ranks(
     ranks: int, config: CompressionConfig, steps: int, make: Callable[[Layout, int, int], Tensor] = gradient
 ) -> list[tuple[list[Tensor], dict[str, Tensor], list[Tensor], int]]:
-    """Of every rank: what was applied in each step, what it carries in the end, its own gradients, bytes sent."""
+    """Return for every rank the applied updates, the final carried errors, its own gradients and the sent bytes."""
 
     def run() -> tuple[list[Tensor], dict[str, Tensor], list[Tensor], int]:
         mesh = make_mesh(ranks)
@@ -69,7 +69,7 @@ def test_what_was_applied_and_what_is_carried_is_the_sum_of_all_gradients(method
     steps = 6
     results = on_ranks(3, CompressionConfig(method=method, start=2, ratio=0.05, warmup=3, rank=2), steps)
     for applied, _, _, _ in results:
-        for step in range(2):  # as it is
+        for step in range(2):  # uncompressed
             torch.testing.assert_close(applied[step], mean_of(results, step), rtol=1e-12, atol=1e-15)
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(applied, results[0][0]))
         assert not torch.allclose(applied[2], mean_of(results, 2), rtol=1e-3)
@@ -88,7 +88,10 @@ def test_everything_of_topk_is_exact_with_momentum_too() -> None:
 
 
 def test_topk_is_the_papers_algorithm() -> None:
-    """Lin et al. 2018, algorithm 4 of one tensor, written out; density 25 %, then by equal factors to the ratio."""
+    """Compare with algorithm 4 of Lin et al.
+
+    2018 for a single tensor: density 25 %, then by equal factors to the ratio.
+    """
     config = CompressionConfig(method="topk", start=0, ratio=1 / 16, warmup=2, momentum=0.5)
     results = on_ranks(2, config, 4)
     place = layout(2).places["a"]
@@ -106,7 +109,7 @@ def test_topk_is_the_papers_algorithm() -> None:
 
 
 def test_powersgd_is_exact_for_gradients_of_its_rank() -> None:
-    """A mean of two matrices of rank 1 has rank 2; of rank 1 with one of both zero, too; and zero is no trap."""
+    """The mean of two matrices of rank 1 has rank 2. Rank 1 with one zero matrix, and zero matrices, are exact, too."""
 
     def low_rank(where: Layout, step: int, rank: int) -> Tensor:
         flat = gradient(where, step, rank)
@@ -118,13 +121,14 @@ def test_powersgd_is_exact_for_gradients_of_its_rank() -> None:
     results = on_ranks(2, CompressionConfig(method="powersgd", start=0, rank=2), 5, low_rank)
     for step in range(5):
         torch.testing.assert_close(results[0][0][step], mean_of(results, step), rtol=1e-9, atol=1e-12)
-    assert results[0][1]["residual"].abs().max() > 1e-3  # each rank's own differs from the mean
+    # The error of each rank is its difference from the mean.
+    assert results[0][1]["residual"].abs().max() > 1e-3
 
 
 def test_powersgd_is_the_papers_algorithm() -> None:
-    """Vogels et al. 2019, algorithms 1 and 2 on matrix "e", with torch's QR for the orthogonalisation.
+    """Compare with algorithms 1 and 2 of Vogels et al. 2019 on matrix "e", with torch's QR for the orthogonalisation.
 
-    One of its rows has no gradient, as of a letter that does not occur.
+    One of its rows has no gradient, like the embedding of a letter that does not occur.
     """
 
     def without_a_row(where: Layout, step: int, rank: int) -> Tensor:
@@ -143,9 +147,10 @@ def test_powersgd_is_the_papers_algorithm() -> None:
             p = torch.linalg.qr((delta[0] @ q + delta[1] @ q) / 2).Q
             q = (delta[0].T @ p + delta[1].T @ p) / 2
             torch.testing.assert_close(applied, p @ q.T, rtol=1e-9, atol=1e-12)
-        else:  # of the first step, whose draw is its own affair: the projection is on three directions
+        # In the first step the draw is unspecified, but the projection is on three directions.
+        else:
             assert torch.linalg.matrix_rank(applied) == 3
-            q = torch.linalg.svd(applied, full_matrices=False).Vh[:3].T  # spans what Q does
+            q = torch.linalg.svd(applied, full_matrices=False).Vh[:3].T  # spans the space of Q
         error = [d - applied for d in delta]
 
 
@@ -153,7 +158,8 @@ def test_powersgd_is_the_papers_algorithm() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("length", [1, 255, 256, 1000])
 def test_quantisation(bits: int, dtype: torch.dtype, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compress, "CHUNK", 3)  # blocks that are encoded together: of 1,000 numbers there are four
+    # 1,000 elements have four blocks, so that several chunks are encoded.
+    monkeypatch.setattr(compress, "CHUNK", 3)
     torch.manual_seed(0)
     x = torch.randn(3, length, dtype=dtype)
     x[1] = 0
@@ -170,7 +176,7 @@ def test_quantisation(bits: int, dtype: torch.dtype, length: int, monkeypatch: p
 
 
 def test_bytes_that_leave_a_rank() -> None:
-    """Of 1,800 numbers in fp64 and three ranks, plain sends 2 x 2/3 of 14.5 kB in a step."""
+    """For 1,800 elements in fp64 and three ranks, plain sums send 2 x 2/3 of 14.5 kB per step."""
     configs = {
         "plain": CompressionConfig(method="topk", start=1),
         "powersgd": CompressionConfig(method="powersgd", start=0, rank=1),
@@ -199,7 +205,7 @@ def test_a_broken_run_is_the_unbroken_one_to_the_bit() -> None:
 
 @pytest.mark.parametrize(("method", "between"), [("powersgd", None), ("int8", 1), ("powersgd", 2)])
 def test_what_is_carried_survives_another_number_of_ranks(method: Any, between: int | None) -> None:
-    """Also a while with one data rank, of as many model ranks, which has nothing to compress."""
+    """Including a period with a single data rank and as many model ranks, which compresses nothing."""
     compression = CompressionConfig(method=method, start=0, rank=1)
     config, sync = OptimConfig(compression=compression), SyncConfig(bucket=TINY)
     (_, state), *_ = run_ranks(lambda: trained(2, 2, config, sync, steps=range(2)), 4)

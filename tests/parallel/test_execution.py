@@ -1,5 +1,4 @@
-"""Plans and executions: what is refused, what a person does to a bound model, what a later plan leaves, the way of m
-and z."""
+"""Plans and executions: errors, user changes of a bound model, several executions of a model, layouts of m and z."""
 
 import copy
 import re
@@ -52,7 +51,7 @@ LIMIT = 1e-10
 
 
 def randomised(module: Any) -> Any:
-    """The module in fp64, without dropout, no weight zero."""
+    """Return the module in fp64, without dropout and without zero weights."""
     torch.manual_seed(0)
     for p in module.parameters():
         nn.init.normal_(p, std=0.3)
@@ -64,7 +63,7 @@ def block() -> EvoformerBlock:
 
 
 def given(states: tuple[str, ...] = ("m", "z")) -> tuple[Tensors, Tensors]:
-    """States of 4 sequences and 7 residues, and their masks; the last residue is padding."""
+    """Create states of 4 sequences and 7 residues with masks, whose last residue is padding."""
     g = torch.Generator().manual_seed(1)
     m, z = (torch.randn(*shape, generator=g).double() for shape in ((4, 7, 8), (7, 7, 6)))
     m_mask, z_mask = torch.ones(4, 7).double(), torch.ones(7, 7).double()
@@ -75,16 +74,16 @@ def given(states: tuple[str, ...] = ("m", "z")) -> tuple[Tensors, Tensors]:
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile to graphs, without a C++ compiler."""
+    """Compile to graphs without a C++ compiler."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(executions, "cpp_compiler", lambda: "c++")
 
 
-# Blocks and layers of one's own
+# User-defined blocks and layers
 
 
 class Stack(BlockStack):
-    """Some blocks of some states."""
+    """A stack of blocks with given states."""
 
     def __init__(self, *blocks: Block) -> None:
         super().__init__()
@@ -96,7 +95,7 @@ class Stack(BlockStack):
 
 
 class RowAttention(AttentionUpdate):
-    """Attention within each sequence, without a bias."""
+    """Attention within each sequence without a bias."""
 
     axis = ROWS
 
@@ -106,7 +105,7 @@ class RowAttention(AttentionUpdate):
 
 
 class Alignment(Block):
-    """A block that has no pair representation."""
+    """A block without a pair representation."""
 
     states = ("m",)
 
@@ -128,7 +127,7 @@ class Twice(PairStack):
 
 
 class Short(PairStack):
-    """A product and an attention: few graphs to compile."""
+    """A product and an attention, with few graphs to compile."""
 
     @property
     def steps(self) -> Steps:
@@ -136,7 +135,7 @@ class Short(PairStack):
 
 
 class Wrong(EvoformerBlock):
-    """A block with a step that reads a state it does not have."""
+    """A block with a step that reads a missing state."""
 
     @property
     def steps(self) -> Steps:
@@ -144,7 +143,7 @@ class Wrong(EvoformerBlock):
 
 
 class Odd(EvoformerBlock):
-    """A block with a step that the contract does not know: plain torch on whole states, in its `forward`."""
+    """A block with an extra step in its `forward`: plain torch on full states."""
 
     def forward(self, *states_and_masks: Tensor) -> tuple[Tensor, Tensor]:
         m, z = super().forward(*states_and_masks)
@@ -152,14 +151,14 @@ class Odd(EvoformerBlock):
 
 
 class Silu(nn.Module):
-    """z + silu(z), within its mask."""
+    """Compute z + silu(z), masked."""
 
     def forward(self, z: Tensor, mask: Tensor) -> Tensor:
         return z + torch.nn.functional.silu(z) * mask[..., None].to(z.dtype)
 
 
 class PlainStep(EvoformerBlock):
-    """A block with such a step among its steps."""
+    """A block with such a layer among its steps."""
 
     @property
     def steps(self) -> Steps:
@@ -167,7 +166,7 @@ class PlainStep(EvoformerBlock):
 
 
 class Adapter(nn.Module):
-    """Plain torch around a layer."""
+    """A plain torch module around a layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -178,7 +177,7 @@ class Adapter(nn.Module):
 
 
 class OwnForward(Transition):
-    """A layer whose `forward` does more than the contract says."""
+    """A layer with a `forward` that does more than the contract allows."""
 
     def forward(self, x: Tensor, mask: Tensor, other: Tensor | None = None) -> Tensor:
         return 2 * super().forward(x, mask, other)
@@ -203,7 +202,7 @@ def used_twice() -> Stack:
 
 @dataclass(frozen=True)
 class Case:
-    """A module that two axial ranks run.  after: what is done to it once it is bound."""
+    """A module that two axial ranks run. after: a change after binding."""
 
     make: Callable[[], Any]
     names: tuple[str, ...] = ("m", "z")
@@ -211,14 +210,14 @@ class Case:
     plan: Plan = field(default_factory=lambda: Plan(axial=2, precision="fp64"))
 
     def error(self) -> float:
-        """How far this rank is from one device at most."""
+        """Return the largest difference between this rank and a single device."""
         mesh = make_mesh(axial=2)
         alone, bound = randomised(self.make()), Execution(self.plan, mesh).bind(randomised(self.make()))
         self.after(alone)
         self.after(bound)
         states, masks = given(self.names)
         expected = alone(*states, *masks)
-        # Cut: m along residues, z and its mask along rows; the mask of m is whole.
+        # m is sharded along residues, z and its mask along rows, and the mask of m is full.
         cut = [local_shard(x, ENTERS[name], mesh.axial) for name, x in zip(self.names, states)]
         cut += [x if name == "m" else local_shard(x, -2, mesh.axial) for name, x in zip(self.names, masks)]
         found = bound(*cut)
@@ -260,7 +259,7 @@ def test_the_longest_axis_is_none_of_channels_and_the_first_of_equal_ones(shape:
 
 
 def test_slices_of_every_state_hold_as_many_numbers_as_rows_of_z() -> None:
-    """Three rows or columns of m, whose channels are more, where z has four."""
+    """Where z has four rows in a slice, m with its larger number of channels has three rows or columns."""
     stack, sizes = Execution(Plan(chunk=4, kernels="definition")).bind(randomised(Stack(block()))), list[int]()
     states, masks = given()
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
@@ -277,7 +276,7 @@ def test_slices_of_every_state_hold_as_many_numbers_as_rows_of_z() -> None:
         torch.testing.assert_close(x, whole, rtol=LIMIT, atol=LIMIT)
 
 
-# What is refused
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -303,7 +302,7 @@ def test_a_plan_that_cannot_be_is_refused(settings: dict[str, Any], says: str) -
 
 
 def odd(kind: type[EvoformerBlock], outer: str = "middle") -> AlphaFold:
-    """The tiny model with one block of another kind."""
+    """Create the tiny model with one block of another class."""
     config = EvoformerConfig(blocks=2, heads=4, c_outer=6, outer=outer, pair=PairConfig(c_triangle=8))  # type: ignore[arg-type]
     model = tiny_model(evoformer=config)
     model.evoformer.blocks[-1].__class__ = kind
@@ -311,14 +310,14 @@ def odd(kind: type[EvoformerBlock], outer: str = "middle") -> AlphaFold:
 
 
 def changed(name: str, layer: nn.Module) -> AlphaFold:
-    """The tiny model with another layer in its last block."""
+    """Create the tiny model with another layer in its last block."""
     model = tiny_model()
     model.evoformer.blocks[-1].set_submodule(name, layer)
     return model
 
 
 def partly_frozen() -> AlphaFold:
-    """The tiny model whose halves are independent, of which only the pair half of the last block is trained."""
+    """Create the tiny model with independent halves, of which only the pair half of the last block is trained."""
     model = odd(EvoformerBlock, "first").requires_grad_(False)
     model.evoformer.blocks[-1].pair.requires_grad_(True)
     return model
@@ -355,7 +354,7 @@ def test_a_plan_that_cannot_run_a_model_says_why_and_leaves_it_as_it_was(
 
 
 def test_what_was_not_bound_is_not_run_on_shards() -> None:
-    """A layer or a block alone, or a copy of a stack, would take its shard for the whole."""
+    """A layer or block alone, or a copy of a stack, would treat its shard as the full tensor."""
     states, masks = given()
     stack = Execution(Plan(axial=2), AXIAL).bind(Stack(block())).double()
     for part in (copy.deepcopy(stack), stack.blocks[0]):
@@ -371,7 +370,7 @@ def test_what_was_not_bound_is_not_run_on_shards() -> None:
         block().double()(*states, masks[0])
 
 
-# Steps that the contract does not know; failures
+# Steps outside of the contract, and failures
 
 
 @pytest.mark.parametrize("kind", [Odd, PlainStep])
@@ -383,12 +382,13 @@ def test_a_step_that_the_contract_does_not_know_runs_under_every_plan_of_one_dev
     for plan in (Plan(chunk=3), Plan(recompute="block"), Plan(chunk=2, in_place=True)):
         with torch.set_grad_enabled(plan.recompute is not None):
             found = Execution(plan).bind(odd(kind))(batch).distogram_logits
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # slices add in another order, in fp32
+        # Slices add in another order, here in fp32.
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @contextmanager
 def failing(model: AlphaFold) -> Iterator[None]:
-    """Have a layer of the model fail, as where memory runs out."""
+    """Make a layer of the model fail, as if memory had run out."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("prepare", "update"):
             patch.setattr(model.evoformer.blocks[1].pair.starting, name, Mock(side_effect=MemoryError))
@@ -396,7 +396,7 @@ def failing(model: AlphaFold) -> Iterator[None]:
 
 
 def test_a_forward_that_failed_leaves_nothing_behind() -> None:
-    """What a layer's failure interrupted is computed anew as if nothing had been."""
+    """After a failure in a layer, the next forward pass is complete."""
     model, batch = tiny_model(), random_batch(passes=2)
     for plan in (Plan(), Plan(chunk=3), Plan(recompute="block"), Plan(chunk=2, in_place=True)):
         Execution(plan).bind(model)
@@ -409,7 +409,7 @@ def test_a_forward_that_failed_leaves_nothing_behind() -> None:
 
 
 def test_nor_does_one_on_ranks_and_branches_run_steps_that_the_contract_does_not_know() -> None:
-    """A block that had failed under an axial plan was once silently the identity in the next call."""
+    """A block that failed under an axial plan must not be skipped in the next call."""
 
     def on_a_rank() -> None:
         batch, mesh = random_batch(passes=2), make_mesh(axial=2)
@@ -426,7 +426,7 @@ def test_nor_does_one_on_ranks_and_branches_run_steps_that_the_contract_does_not
     run_ranks(on_a_rank, 2)
 
 
-# One model, several executions
+# Several executions of one model
 
 
 def test_a_model_uses_its_kernels_in_any_thread_and_where_it_is_recomputed() -> None:
@@ -453,7 +453,8 @@ def test_a_model_uses_its_kernels_in_any_thread_and_where_it_is_recomputed() -> 
     thread = threading.Thread(target=train)
     thread.start()
     thread.join()
-    assert seen == [(False, "definition")] * 2  # forward, and again in the backward pass
+    # Forward, and recomputed in the backward pass.
+    assert seen == [(False, "definition")] * 2
     assert dispatch.kernels() == "fast"
 
 
@@ -474,7 +475,8 @@ def test_a_later_plan_leaves_nothing_of_an_earlier_one() -> None:
         later = Execution()
         later.bind(model)
         for module, before in zip(model.modules(), attributes):
-            assert set(vars(module)) - before <= {"execution"}  # nothing else was ever put on a module
+            # Nothing else is set on a module.
+            assert set(vars(module)) - before <= {"execution"}
             assert not isinstance(module, Executable) or module.execution is later
         assert model.residues is fresh.residues
         assert model.state_dict().keys() == fresh.state_dict().keys()
@@ -501,7 +503,7 @@ def test_a_copy_runs_as_the_original() -> None:
 
 
 def test_templates_run_together_and_one_by_one_where_layers_run_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And so they do where they are so large that each fills a device; the result is the same."""
+    """Large templates run one by one, too, if each fills a device. The result is the same."""
     batch = {k: x.double() if x.is_floating_point() else x for k, x in random_batch(templates=3).items()}
     model = tiny_model().double()
     seen: list[int] = []
@@ -520,7 +522,7 @@ def test_templates_run_together_and_one_by_one_where_layers_run_in_slices(monkey
     assert seen == [2, 1]
 
 
-# Compiled
+# torch.compile
 
 
 def gradients(plan: Plan) -> list[Tensor]:
@@ -531,7 +533,7 @@ def gradients(plan: Plan) -> list[Tensor]:
 
 
 def apart(found: list[Tensor], expected: list[Tensor]) -> float:
-    """The largest difference, relative to the largest of what is expected."""
+    """Return the largest difference relative to the largest expected value."""
     scale = max(float(g.norm()) for g in expected)
     return max(float((a - b).norm()) for a, b in zip(found, expected)) / scale
 
@@ -552,7 +554,7 @@ def test_compiled_by_inductor_too() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [Plan(), Plan(kernels="definition")])
 def test_a_bound_stack_is_one_graph(plan: Plan) -> None:
-    """Binding breaks no graph: torch.compile takes stack, blocks, layers and the choice of kernels whole."""
+    """torch.compile captures stack, blocks, layers and the choice of kernels as a single graph."""
     stack = Execution(plan).bind(Evoformer(8, 6, EvoformerConfig(blocks=1, heads=2, pair=PairConfig(heads=2)))).eval()
     inputs = torch.randn(4, 7, 8), torch.randn(7, 7, 6), torch.ones(4, 7), torch.ones(7, 7)
     with torch.no_grad():
@@ -567,19 +569,19 @@ def test_compiling_without_a_compiler_is_one_line(monkeypatch: pytest.MonkeyPatc
         Execution(Plan(compile=True)).bind(tiny_model())
 
 
-# The way of the states
+# Layouts of the states
 
 
 def test_triangle_products_are_cut_by_channels_where_that_moves_less() -> None:
     alphafold = {"channels": 128, "c_z": 128, "itemsize": 2}
     assert Plan(triangle="gather").by_channels(256, 8, **alphafold) is False
     assert Plan(triangle="channels").by_channels(256, 2, **alphafold) is True
-    # 8 ranks save 2 * 7 * 6 / 8^2 of z, of which 256 residues in bf16 have 16 MiB: 21 MiB; two calls cost 0.5 MiB.
+    # 8 ranks save 2 * 7 * 6 / 8^2 of z, which has 16 MiB for 256 residues in bf16: 21 MiB. Two calls cost 0.5 MiB.
     assert Plan().by_channels(256, 8, **alphafold) is True
     assert Plan().by_channels(256, 2, **alphafold) is False  # two ranks save nothing
-    # Two ranks, few channels of the product: what counts is that z need not be turned.
+    # With two ranks and few channels of the product, the resharding of z that is avoided decides.
     assert Plan().by_channels(256, 2, channels=32, c_z=128, itemsize=2) is True
-    # 48 residues on 3 ranks save 4 / 9 of z: 0.25 MiB in bf16; with four times the channels, in fp32, 2 MiB.
+    # 48 residues on 3 ranks save 4 / 9 of z: 0.25 MiB in bf16, and 2 MiB with four times the channels in fp32.
     assert Plan().by_channels(48, 3, **alphafold) is False
     assert Plan().by_channels(48, 3, channels=512, c_z=512, itemsize=4) is True
 
@@ -601,12 +603,13 @@ def test_the_choice_is_made_from_the_sizes_of_what_runs(monkeypatch: pytest.Monk
 
 
 def way(outer: str, by_channels: bool) -> list[dict[str, str]]:
-    """Of every layer of a block among others: what it works on, and what it sends on its way to another cut."""
+    """For each layer of a block, return the axes of its inputs, and the collectives that it starts."""
     config = EvoformerConfig(blocks=3, heads=2, outer=outer, pair=PairConfig(heads=2))  # type: ignore[arg-type]
     stack = Evoformer(8, 8, config)
     blocks: Any = [*stack.blocks]
     steps = [layout for block in layout_plan("", blocks, by_channels, Group("branch")) for layout in block.steps]
-    held = {"m": {COLS}, "z": {ROWS}}  # the slices that are there or on their way
+    # The shards that exist or are in flight.
+    held = {"m": {COLS}, "z": {ROWS}}
     axes, rows = {ROWS: "rows", COLS: "columns"}, []
     for step in steps:
         x, other = ("m", "z") if ".msa." in f".{step.name.strip()}." else ("z", "m")
@@ -623,7 +626,7 @@ def way(outer: str, by_channels: bool) -> list[dict[str, str]]:
 
 
 def tables(page: str) -> dict[str, list[dict[str, str]]]:
-    """The tables of a page by the heading that they stand under."""
+    """Return the tables of a page by their headings."""
     found: dict[str, list[dict[str, str]]] = {}
     for part in re.split(r"^#+ ", (DOCS / "explanation" / page).read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
         heading, *lines = part.splitlines()

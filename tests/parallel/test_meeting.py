@@ -1,4 +1,4 @@
-"""How processes meet in a store: under a new name, and with questions that do not grow with their number."""
+"""Rendezvous of processes in a store: a new name each time, and a load that does not grow with their number."""
 
 import resource
 import threading
@@ -13,7 +13,7 @@ from warpfold.parallel.team import agree_on_name, allow_connections
 
 
 class Recorded(dist.HashStore):
-    """A store that notes what each thread reads of it, in bytes: the most at once, by the thread's name."""
+    """A store that records the largest number of bytes that each thread reads at once, by the thread's name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def meet(store: Any, ranks: int, absent: tuple[int, ...] = (), limit: float = 60.0, each: int = 0) -> list[str]:
-    """What all ranks that are not absent agree on; each: so many are on a host, and say on which."""
+    """Return the result of the rendezvous for all ranks that are present. each: ranks per host, which they report."""
 
     def one(rank: int) -> str:
         threading.current_thread().name = str(rank)
@@ -82,7 +82,7 @@ def test_where_they_would_be_is_known_from_others_of_their_host() -> None:
 
 
 def test_words_of_processes_before_are_not_taken_for_these() -> None:
-    """The store has a whole earlier meeting, answers included; this one's first comes after the others have looked."""
+    """The store contains a complete earlier rendezvous, and rank 0 arrives after the others have looked."""
     store = Recorded()
     earlier = meet(store, 3)[0]
     waiting = threading.Event()

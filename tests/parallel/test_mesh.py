@@ -1,4 +1,4 @@
-"""Ranks in a grid: who speaks to whom."""
+"""The grid of ranks and its groups."""
 
 import math
 import os
@@ -37,8 +37,8 @@ def test_groups_are_the_lines_of_the_grid(sizes: tuple[int, int, int]) -> None:
 
         dist.all_reduce = spy
         mesh, found = make_mesh(*sizes), {}
-        # Each has had its first collective, all in one order, before a backward pass, in which NCCL would make a
-        # communicator beside other groups' collectives in flight.
+        # Each group has run its first collective in a common order before any backward pass. Otherwise NCCL would
+        # create a communicator while collectives of other groups are in flight.
         assert {id(one) for one in first} == {id(getattr(mesh, name).handle) for name in GROUPS} - {id(None)}
         found["first"] = tuple(len(dist.get_process_group_ranks(group)) for group in first)
         for name in GROUPS:
@@ -46,7 +46,8 @@ def test_groups_are_the_lines_of_the_grid(sizes: tuple[int, int, int]) -> None:
             assert (group.name, group.size) == (name, len(group.ranks))
             assert group.ranks[group.rank] == dist.get_rank()
             assert (group.handle is None) == (group.size == 1)
-            if group.handle:  # they do speak to each other, and to nobody else
+            # Ranks of a group communicate with each other, and with no other rank.
+            if group.handle:
                 total = torch.tensor(2 ** dist.get_rank())
                 dist.all_reduce(total, group=group.handle)
                 assert total == sum(2**rank for rank in group.ranks)
@@ -68,7 +69,7 @@ def test_groups_are_the_lines_of_the_grid(sizes: tuple[int, int, int]) -> None:
 
 
 def sockets() -> int:
-    """Open connections of this process."""
+    """Return the open connections of this process."""
     links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
     return sum(os.readlink(link).startswith("socket:") for link in links if link.is_symlink())
 
@@ -77,10 +78,12 @@ def sockets() -> int:
 @pytest.mark.parametrize(
     ("sizes", "groups", "peers"),
     [
-        ((3, 1, 1), 1, 0),  # data = world = the group that torch begins with: nothing is opened beside it
-        ((1, 3, 1), 2, 2),  # slices travel apart from gradients
-        ((2, 2, 1), 4, 3),  # world, data (1 peer), model (1), axial (1)
-        ((1, 2, 2), 3, 2),  # world = model, axial (1), branch (1)
+        # data = world = torch's initial group: no further connections.
+        ((3, 1, 1), 1, 0),
+        # Slices and gradients use separate groups.
+        ((1, 3, 1), 2, 2),
+        ((2, 2, 1), 4, 3),  # world, data, model, axial
+        ((1, 2, 2), 3, 2),  # world = model, axial, branch
     ],
 )
 def test_groups_of_the_same_ranks_share_their_connections(sizes: tuple[int, int, int], groups: int, peers: int) -> None:
@@ -92,13 +95,14 @@ def test_groups_of_the_same_ranks_share_their_connections(sizes: tuple[int, int,
 
     for made, connections, same in run_ranks(opened, math.prod(sizes)):
         assert made == groups
-        assert connections == peers + groups - 1  # one to each other rank, and one to listen
+        # One to each other rank, and one to listen.
+        assert connections == peers + groups - 1
         assert same == [sizes[1] * sizes[2] == 1, sizes[0] == 1]
 
 
 @pytest.mark.parametrize("nccl", [False, True])
 def test_a_group_gives_up_in_time_and_nccl_s_watchdog_comes_after(nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked of torch: gloo's limit is the plan's, NCCL's later; where gloo serves GPUs too, the plan's."""
+    """Check the time-outs set in torch: the plan's for gloo, also if it serves GPUs, and a longer one for NCCL."""
     gloo = Mock()
     backends = {"cpu": gloo, "cuda": Mock() if nccl else gloo}
     config = "cpu:gloo,cuda:nccl" if nccl else "cpu:gloo,cuda:gloo"
@@ -113,7 +117,7 @@ def test_a_group_gives_up_in_time_and_nccl_s_watchdog_comes_after(nccl: bool, mo
 
 
 def test_every_group_gives_up_after_the_limit_of_the_mesh() -> None:
-    """The one that torch began with, and those of hierarchical sums, too."""
+    """Including torch's initial group, and the groups of hierarchical sums."""
 
     def seconds() -> dict[str, float]:
         mesh = make_mesh(4, limit=0.5)
@@ -121,7 +125,7 @@ def test_every_group_gives_up_after_the_limit_of_the_mesh() -> None:
         groups = {"world": mesh.world, "node": made.within.wire.group, "nodes": made.between.wire.group}
         found = {}
         for name, group in groups.items():
-            if group.rank == 0:  # the others do not come
+            if group.rank == 0:  # the others never arrive
                 began = time.monotonic()
                 with pytest.raises(RuntimeError):
                     dist.all_reduce(torch.ones(1), group=group.handle)

@@ -1,4 +1,4 @@
-"""Collectives piece by piece: the result of one at once, and what ranks hold that work in place."""
+"""Collectives in pieces: results, and the memory of ranks that work in place."""
 
 from collections.abc import Callable
 from itertools import accumulate
@@ -28,7 +28,7 @@ from warpfold.parallel.sharded import pieces
     ("length", "ranks", "rows"), [(7, 3, 1), (7, 3, 2), (8, 4, 2), (2, 5, 3), (9, 2, 100), (0, 2, 1)]
 )
 def test_pieces_are_all_rows_once(length: int, ranks: int, rows: int) -> None:
-    """The same on all ranks but for the rank's own start; sizes as collectives take them."""
+    """Pieces are equal on all ranks except for the start, with the sizes that collectives require."""
     with pytest.raises(RuntimeError, match="cannot be differentiated"):
         list(pieces(length, rows, Group("axial", 0, ranks)))
     with torch.no_grad():
@@ -47,11 +47,12 @@ def test_pieces_are_all_rows_once(length: int, ranks: int, rows: int) -> None:
 
 
 def held(ranks: int, rows: int, residues: int, config: EvoformerConfig, c_m: int, c_z: int) -> int:
-    """The most numbers that a stack on the first rank holds at a time, m and z included."""
+    """Return the most elements that a stack on the first rank holds at a time, including m and z."""
     with fake_ranks(axial=ranks) as mesh, torch.no_grad():
         plan = Plan(axial=ranks, chunk=8 // ranks, in_place=True)
         stack = Execution(plan, mesh).bind(Evoformer(c_m, c_z, config)).eval()
-        packed = PackedWeights(stack)  # else each layer joins its own on the way
+        # Without packing, each layer joins its weights temporarily.
+        packed = PackedWeights(stack)
         here = shard_sizes(residues, ranks)[0]
         masks = torch.empty(rows, residues), torch.empty(here, residues)
         with Recorder() as memory:
@@ -64,7 +65,10 @@ def held(ranks: int, rows: int, residues: int, config: EvoformerConfig, c_m: int
 @pytest.mark.slow
 @pytest.mark.parametrize("residues", [512, 1024])
 def test_what_a_rank_holds_falls_as_the_ranks_grow_from_the_first_on(residues: int) -> None:
-    """At true width at most 1.1 times its share, in slices that fall too; kernels keep no attention's logits."""
+    """At full width at most 1.1 times the share, in slices that shrink, too.
+
+    Kernels materialise no attention logits.
+    """
     with standing_for("cuda"), unlaunched():
         one, *shares = (held(p, 128, residues, EvoformerConfig(blocks=1), 256, 128) for p in (1, 2, 4, 8))
     for ranks, share in zip((2, 4, 8), shares):
@@ -73,16 +77,16 @@ def test_what_a_rank_holds_falls_as_the_ranks_grow_from_the_first_on(residues: i
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_stack_holds_a_shard_and_a_factor(ranks: int) -> None:
-    """Nothing else is as large as a shard of z: a shard more would be z / p."""
+    """No other tensor is as large as a shard of z, which is z / p."""
     rows, n, c = 6, 48, 64
     z, m, bias, slices = n * n * c // ranks, rows * n * c // ranks, n * n, 8 // ranks * n * c
-    # Some 3 x 4 pieces of a product travel: the factor, the product before, as sent, received and joined.
+    # About 3 x 4 pieces of a product are in flight: the factor and the previous product, as sent, received and joined.
     config = EvoformerConfig(blocks=1, heads=1, c_outer=2, pair=PairConfig(heads=1, c_triangle=c))
     assert held(ranks, rows, n, config, c, c) <= 2 * z + m + bias + 14 * slices
 
 
 def allocated(function: Callable[[], None]) -> int:
-    """The most bytes that torch's allocator had given out for a function at one time, scratch of kernels included."""
+    """Return the peak of torch's allocator during a function, including scratch memory of kernels."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         function()
     events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -92,7 +96,7 @@ def allocated(function: Callable[[], None]) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_real_ranks_hold_what_fake_ones_do_and_find_what_one_device_does(ranks: int) -> None:
-    """Each process at most 10 % more than the first fake rank, which holds most."""
+    """Each process holds at most 10 % more than the first fake rank, which holds most."""
     n, rows, c = 96, 6, 64
     config = EvoformerConfig(blocks=2, heads=2, c_outer=8, pair=PairConfig(heads=2, c_triangle=c))
     with standing_for("cpu"):
@@ -104,7 +108,7 @@ def test_real_ranks_hold_what_fake_ones_do_and_find_what_one_device_does(ranks: 
     masks = torch.ones(rows, n), torch.ones(n, n)
 
     def folded(group: Group) -> list[Tensor]:
-        """This rank's rows of z after the stack, given its shards."""
+        """Return this rank's rows of z after the stack, given its shards."""
         mine = [local_shard(m, COLS, group).clone(), local_shard(z, ROWS, group).clone()]
         z_mask = local_shard(masks[1], -2, group)
         return [stack(*mine, masks[0], z_mask)[1]]
@@ -113,8 +117,9 @@ def test_real_ranks_hold_what_fake_ones_do_and_find_what_one_device_does(ranks: 
         mesh = make_mesh(axial=ranks)
         Execution(Plan(axial=ranks, chunk=8 // ranks, in_place=True), mesh).bind(stack)
         with torch.no_grad():
-            folded(mesh.axial)  # what is kept from then on is there
-            # Under load torch's threads keep what was sent a little longer: the least of some runs is the code's own.
+            # Persistent memory is allocated now.
+            folded(mesh.axial)
+            # Under load, torch's threads keep sent tensors longer, so the minimum of some runs is used.
             least, above = 2**62, torch.ones(1)
             for _ in range(20):
                 least = min(least, allocated(lambda: folded(mesh.axial).clear()))

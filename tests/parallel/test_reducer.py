@@ -1,4 +1,4 @@
-"""Gradients of several ranks against those of one: the same numbers, sent early, never a hang, replicas checked."""
+"""Gradients of several ranks against those of one: equal values, early sending, no deadlock, replica checks."""
 
 import time
 from collections import Counter
@@ -32,7 +32,7 @@ NODES = replace(SMALL, strategy="hierarchical")
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train the toy.  examples: of all data ranks; 0: `config.accumulate` for each of them."""
+    """A way to train the toy model. examples: of all data ranks; 0 for `config.accumulate` per data rank."""
 
     data: int
     model: int
@@ -45,7 +45,7 @@ class Way:
         return trained(self.data, self.model, self.config, self.sync, steps, state, self.nodes, examples=self.examples)
 
     def alone(self, steps: range = range(5)) -> dict[str, Tensor]:
-        """One process that sees the same examples."""
+        """Train in a single process on the same examples."""
         count = self.examples or self.config.accumulate * self.data
         return trained(1, 1, self.config, SyncConfig(), steps, examples=count)[1]
 
@@ -72,7 +72,7 @@ WAYS = {
 
 
 def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The largest relative difference of any tensor."""
+    """Return the largest relative difference of any tensor."""
     assert ours.keys() >= theirs.keys()
     return max(
         float((ours[name] - t).abs().max() / t.abs().max().clamp(min=1e-30)) for name, t in theirs.items() if t.numel()
@@ -80,7 +80,7 @@ def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 
 def on_each(ways: list[Way], function: Callable[[Way], T]) -> Iterator[tuple[Way, list[T]]]:
-    """`function` of each way on its ranks; those of as many ranks share a fork."""
+    """Run `function` for each way on its ranks; ways with equally many ranks share a fork."""
     for ranks in {way.data * way.model for way in ways}:
         of_ranks = [way for way in ways if way.data * way.model == ranks]
         found = run_ranks(lambda some=of_ranks: [function(way) for way in some], ranks)
@@ -89,7 +89,7 @@ def on_each(ways: list[Way], function: Callable[[Way], T]) -> Iterator[tuple[Way
 
 @pytest.mark.parametrize("kind", WAYS)
 def test_five_steps_are_those_of_one_process(kind: str) -> None:
-    """Exchanged in the backward pass; weights, moments and averages; every rank has them, and the same norms."""
+    """With exchange in the backward pass; weights, moments and averages are equal on every rank, and so are norms."""
     for way, results in on_each(WAYS[kind], Way.train):
         expected = way.alone()
         for rank, (norms, state) in enumerate(results):
@@ -120,13 +120,13 @@ def test_moments_of_another_run_come_to_the_ranks_that_own_them(sync: SyncConfig
         assert all(torch.equal(state[name], x) for name, x in before.items() if name.startswith(("moment", "steps")))
 
 
-# When what travels
+# Time of sending
 
 
 def begun(way: Way, what: Callable[[Reducer], int]) -> tuple[list[int], int]:
-    """How many buckets were under way when the first layer got its gradient, of each example; and that layer's own.
+    """Return the number of buckets in flight at the first layer's gradient, per example, and that layer's bucket.
 
-    Within the backward pass: the exchange of what was sent needs nothing of this thread any more.
+    Within the backward pass, the exchange of a sent bucket needs no action of this thread.
     """
     mesh, net, seen = make_mesh(way.data, way.model), Toy(), list[int]()
     optimizer = Optimizer(net, way.config, mesh, way.sync)
@@ -147,10 +147,9 @@ def begun(way: Way, what: Callable[[Reducer], int]) -> tuple[list[int], int]:
 
 
 def test_buckets_travel_while_the_backward_pass_runs_and_in_one_order() -> None:
-    """Of a rank's only example, whose clipping factor follows; of its last, where only the mean is clipped.
+    """With a rank's only example, whose clipping factor follows, and with its last one, where only the mean is clipped.
 
-    Whatever takes part on a rank: some examples do not use some layers.  Data x model ranks: the exchange follows the
-    model ranks' sum.
+    Some examples do not use some layers. With data x model ranks, the exchange follows the model ranks' sum.
     """
     only, last = OptimConfig(accumulate=2), OptimConfig(clip="step", accumulate=4)
     ways = [Way(2, 1, only), Way(2, 1, last), Way(2, 2, only), Way(2, 2, last)]
@@ -163,8 +162,11 @@ def test_buckets_travel_while_the_backward_pass_runs_and_in_one_order() -> None:
 def test_exchanged_early_or_late_and_on_a_side_stream_the_weights_are_the_same_to_the_bit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Streams that are not there: each exchange is launched on the side stream, which has waited for the gradients, and
-    the main stream waits for it before it reads."""
+    """With fake streams, the weights are bitwise equal.
+
+    Each exchange starts on the side stream after a wait for the gradients, and the main stream waits for the side
+    stream before it reads.
+    """
     streams = StandInStreams()
     said = streams.said
 
@@ -199,7 +201,7 @@ def test_exchanged_early_or_late_and_on_a_side_stream_the_weights_are_the_same_t
 
 
 def test_bytes_are_those_of_a_ring() -> None:
-    """n numbers over D ranks: (D - 1) / D of them out, and as many back; sharding the state costs nothing."""
+    """For n elements and D ranks, (D - 1) / D are sent and as many received. Sharding the state needs no more."""
 
     def sent(shard_state: bool) -> tuple[dict[str, int], int]:
         net = nn.Linear(31, 33).double()
@@ -216,10 +218,10 @@ def test_bytes_are_those_of_a_ring() -> None:
 
     for counted, size in run_ranks(lambda: [sent(False), sent(True)], 3)[1]:
         what, once = "of gradients or weights over data ranks", size * 2 // 3
-        assert counted == {f"all_to_all {what}": once, f"all_gather {what}": once + 2 * 8}  # + factors
+        assert counted == {f"all_to_all {what}": once, f"all_gather {what}": once + 2 * 8}  # plus clipping factors
 
 
-# Examples that are odd
+# Unusual examples
 
 
 def test_an_example_without_any_gradient_is_zeros() -> None:
@@ -273,12 +275,13 @@ def test_auto_chooses_the_same_on_every_rank_and_keeps_its_choice() -> None:
     assert chosen == ("hierarchical" if seconds["hierarchical"] < 0.9 * seconds["plain"] else "plain")
     expected = Way(4, 1).alone(range(2))
     for _, (name, _, state) in results:
-        assert name == "hierarchical"  # as in the checkpoint, whatever was measured
+        # As in the checkpoint, for any measurement.
+        assert name == "hierarchical"
         assert worst(state, expected) < 1e-10
 
 
 def test_a_rank_that_comes_late_to_a_measurement_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In simulated time: another comes 100 s late to each round, and whatever is sent first waits for it."""
+    """In simulated time, another rank is 100 s late for each round, and the first collective waits for it."""
     now, late = 0.0, True
 
     def send(*_: Any, seconds: float = 0.0, **__: Any) -> None:
@@ -301,7 +304,8 @@ def test_a_rank_that_comes_late_to_a_measurement_is_not_measured(monkeypatch: py
 
     monkeypatch.setattr(exchange.dist, "all_reduce", send)
     monkeypatch.setattr(exchange.time, "perf_counter", lambda: now)
-    for hidden, seconds in ((False, 3), (True, 1)):  # hidden: the first half runs during the backward pass
+    # hidden: the first half overlaps with the backward pass.
+    for hidden, seconds in ((False, 3), (True, 1)):
         given: Any = {"plain": Simulated()}
         assert exchange.choose(given, Mesh(), torch.zeros(4), [slice(0, 4)], hidden) == ("plain", {"plain": seconds})
 
@@ -315,7 +319,7 @@ def test_hierarchical_sums_need_nodes(data: int) -> None:
         run_ranks(lambda: [Way(2, 1, QUICK, auto, nodes).train(range(1)) for nodes in (None, 1, 2)], 2)
 
 
-# What goes wrong
+# Errors
 
 
 def test_a_replica_that_differs_is_named() -> None:
@@ -344,7 +348,7 @@ def twice(net: Toy, optimizer: Optimizer) -> None:
 
 
 def failing(net: Toy, optimizer: Optimizer) -> None:
-    """Fail in the exchange, which runs beside the backward pass."""
+    """Fail in the exchange, which runs concurrently with the backward pass."""
     optimizer.reducer.exchange.reduce_scatter = Mock(side_effect=MemoryError("no room to receive"))  # type: ignore[method-assign]
     part_of_loss(net, 0, 0, 2).backward()
 

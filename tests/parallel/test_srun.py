@@ -1,4 +1,4 @@
-"""What srun tells processes of themselves: of a step with several tasks each is a rank; elsewhere one is alone."""
+"""Variables of srun: the tasks of a step are ranks, and a process outside of a step is alone."""
 
 from typing import Any
 
@@ -9,18 +9,19 @@ from warpfold.parallel.process import PORTS, first_host, is_one_of_several, task
 from warpfold.parallel.team import ProcessInfo
 
 JOB = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "gpu[01-02]", "SLURM_NTASKS": "6", "SLURM_NTASKS_PER_NODE": "3"}
-# The shell of sbatch, and that of salloc where srun starts it: Slurm speaks of task 0 of a job of six.
+# The shell of sbatch, and that of salloc if srun starts it: Slurm's variables describe task 0 of a job of six.
 OWN = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_GTIDS": "0"}
 SHELL = {**JOB, **OWN, "SLURM_TASKS_PER_NODE": "3(x2)"}
 IN_STEP = {**SHELL, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
 
 
 def task(node: int, local: int, tasks: str = "3(x2)", nodes: str = "gpu[01-02]", **more: str) -> dict[str, str]:
-    """What srun sets for a task of a step, beside what the job's shell had."""
+    """Return srun's variables for a task of a step, in addition to those of the job's shell."""
     number = str(sum(tasks_of_nodes(tasks)))
     step = {"SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": number, "SLURM_STEP_TASKS_PER_NODE": tasks}
     own = {"SLURM_STEP_NODELIST": nodes, "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)}
-    own["SLURM_GTIDS"] = ",".join(map(str, range(tasks_of_nodes(tasks)[node])))  # how many there are is what counts
+    # Only their number matters.
+    own["SLURM_GTIDS"] = ",".join(map(str, range(tasks_of_nodes(tasks)[node])))
     return {**SHELL, **step, **own, **more}
 
 
@@ -47,11 +48,11 @@ def test_unequal_nodes_and_tasks_that_slurm_deals_out_in_turn() -> None:
 
 
 def test_in_a_shell_a_process_is_alone() -> None:
-    """Without Slurm, on a login node, in sbatch's and in salloc's."""
+    """Without Slurm, on a login node, and in the shells of sbatch and salloc."""
     for variables in ({}, JOB, SHELL, IN_STEP):
         assert read(variables) == ProcessInfo()
         assert not is_one_of_several(variables)
-    # In a job that a task has submitted, too: it inherits the variables of the task's step.
+    # Also in a job that a task has submitted, which inherits the variables of the task's step.
     assert read({**task(0, 0), **OWN, "SLURM_JOB_ID": "4712"}) == ProcessInfo()
 
 
@@ -94,7 +95,7 @@ def test_variables_that_a_job_manager_leaves_to_one_process_do_no_harm() -> None
 
 
 def test_torchrun_is_believed_first() -> None:
-    """One that srun starts on each node, as scripts of other programs do."""
+    """A torchrun that srun starts on each node, as in scripts of other programs."""
     ranks = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
     found = read({**task(1, 0, "1(x2)"), **ranks, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
     assert found == ProcessInfo(9, 16, 1, 8, "10.0.0.1", 29500)
@@ -103,7 +104,7 @@ def test_torchrun_is_believed_first() -> None:
 
 
 def test_a_script_may_say_where_they_meet_and_on_one_node_no_name_has_to_be_known() -> None:
-    """Many do, with the number of processes, too, which says nothing of who this one is."""
+    """Many scripts set the address and the number of processes, which does not determine the rank."""
     said = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501", "WORLD_SIZE": "6"}
     found = read(task(1, 2, **said))
     assert (found.rank, found.address, found.port) == (5, "10.0.0.1", 29501)

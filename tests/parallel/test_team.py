@@ -1,4 +1,4 @@
-"""The processes of a run: they meet, agree, and end together, each saying why."""
+"""Processes of a run: rendezvous, communication, and a common end with reasons."""
 
 import contextlib
 import math
@@ -20,7 +20,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import torch._dynamo  # before the forks, which would each load it
+
+# Imported before the forks, each of which would load it otherwise.
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
 
@@ -38,16 +40,15 @@ from warpfold.parallel.team import ProcessInfo, Team, TeamError, distributed_con
 from warpfold.parallel.waits import Event
 
 FINE, FAILED = 0, 7
-WAITED, LONG = (
-    100.0,
-    130.0,
-)  # seconds: until a process counts as one that would not end; until one ends that nobody ends
+# Seconds after which a process counts as not ending, and after which it ends by itself.
+WAITED, LONG = 100.0, 130.0
 GRACE = 2.0  # seconds, in these tests
-LIMIT = 4.0  # seconds that a collective may wait, and in which all must have met, on a busy machine, too
+# Seconds for a collective and for the rendezvous, sufficient on a busy machine.
+LIMIT = 4.0
 
 
 class Crew:
-    """Processes that meet at a store, as torchrun's do at its agent's: of this process, unless `keep_store` says so."""
+    """Processes that meet at a store of this process, like torchrun's agent, unless `keep_store` is called."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.store = folder, None
@@ -63,11 +64,11 @@ class Crew:
         per_node: tuple[int, ...] = (),
         late: float = 0.0,
     ) -> tuple[list[int | None], list[str]]:
-        """`function` in each of the plan's processes -> exit codes (-9: it would not end), what they said on stderr.
+        """Run `function` in each of the plan's processes; returns exit codes (-9: it did not end) and their stderr.
 
-        keeps: rank 0 keeps the store.  frozen: ranks that stop themselves, whose end nobody waits for.
-        per_node: what each rank is told of its machine; by default all are on one.  late: seconds that the last rank
-        comes after the others.
+        keeps: rank 0 runs the store. frozen: ranks that stop themselves, and are not waited for.
+        per_node: ranks per machine that each rank is given; by default all are on one. late: seconds by which the last
+        rank is late.
         """
         ranks = plan.data * plan.axial * plan.branch
         pipes, processes = [], []
@@ -93,7 +94,7 @@ class Crew:
         return [process.exitcode for process in processes], said
 
     def keep_store(self) -> int:
-        """Keep the store in a process of its own; its pid."""
+        """Run the store in a separate process; returns its pid."""
         ours, theirs = self.context.Pipe()
         self.keeper = self.context.Process(target=keep, args=(theirs,))
         self.keeper.start()
@@ -101,7 +102,8 @@ class Crew:
         return self.keeper.pid or 0
 
     def _port(self) -> int:
-        if self.store is None:  # after the forks: it has a thread
+        # After the forks, because it starts a thread.
+        if self.store is None:
             self.store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30))
         return self.store.port
 
@@ -149,8 +151,9 @@ def test_pieces_of_a_broadcast_are_full_and_hold_everything() -> None:
 
 
 def test_processes_meet_talk_work_alone_and_then_together(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compared, or is rank zero's, reaches nobody else; tensors arrive to the bit; groups are used again."""
-    monkeypatch.setattr(module, "BROADCAST_BYTES", 16)  # bytes: tensors are cut and joined
+    """Values of rank zero stay there, tensors arrive bitwise, and groups are reused."""
+    # Bytes: tensors are split and joined.
+    monkeypatch.setattr(module, "BROADCAST_BYTES", 16)
     given = {
         "weights": torch.arange(9.0).view(3, 3).mT,
         "steps": torch.tensor(7),
@@ -222,7 +225,7 @@ def test_alone_one_hears_oneself_and_has_nobody_to_wait_for() -> None:
 
 @pytest.mark.parametrize(("per_node", "all_told"), [((4, 4, 4, 4, 2, 2), 2), ((2, 2, 1), 1), ((1, 1), 1)])
 def test_all_believe_the_same_of_unequal_machines(crew: Crew, per_node: tuple[int, ...], all_told: int) -> None:
-    """Else some would sum within machines, and wait for others that do not."""
+    """Otherwise some ranks would sum within machines, and wait for ranks that do not."""
 
     def look(team: Team) -> None:
         assert team.process.ranks_per_node == all_told
@@ -233,7 +236,7 @@ def test_all_believe_the_same_of_unequal_machines(crew: Crew, per_node: tuple[in
 
 @pytest.mark.parametrize("lazy", ["0", "1"])
 def test_when_one_fails_the_others_end_and_say_why(crew: Crew, monkeypatch: pytest.MonkeyPatch, lazy: str) -> None:
-    """Also where gloo connects ranks only when they first send, as beyond 64 of them: they do so at the start."""
+    """Also if gloo connects ranks at their first message, as beyond 64 ranks: they connect at the start."""
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", lazy)
 
     def fail(team: Team) -> None:
@@ -248,7 +251,7 @@ def test_when_one_fails_the_others_end_and_say_why(crew: Crew, monkeypatch: pyte
 
 
 def fill_stderr() -> None:
-    """Have nobody read what this process says: a pipe that is full."""
+    """Make nobody read the stderr of this process: it is a full pipe."""
     _, full = os.pipe()
     os.set_blocking(full, False)
     with contextlib.suppress(BlockingIOError):
@@ -260,7 +263,7 @@ def fill_stderr() -> None:
 
 @pytest.mark.parametrize(("who", "keeps", "deaf"), [(1, False, False), (0, True, False), (1, False, True)])
 def test_where_no_exception_reaches_a_process_it_is_ended(crew: Crew, who: int, keeps: bool, deaf: bool) -> None:
-    """It knows why, also when the store ends with who failed; it ends, also where nobody reads what it says."""
+    """It prints the reason even if the store ends with the failed rank, and it ends even if nobody reads its output."""
 
     def fail(team: Team) -> None:
         team.all_gather_object(0, "a step")
@@ -268,7 +271,8 @@ def test_where_no_exception_reaches_a_process_it_is_ended(crew: Crew, who: int, 
             raise UserError("bad data")
         if deaf:
             fill_stderr()
-        time.sleep(LONG)  # as in a kernel that waits for others
+        # Like a kernel that waits for other ranks.
+        time.sleep(LONG)
 
     codes, said = crew.run(fail, Plan(data=2), keeps=keeps)
     assert (codes[who], codes[1 - who]) == (FAILED, 1)
@@ -279,7 +283,8 @@ def test_who_keeps_the_store_may_end_first(crew: Crew, monkeypatch: pytest.Monke
     destroy = dist.destroy_process_group
 
     def slowly() -> None:
-        time.sleep(0 if dist.get_rank() == 0 else GRACE + 1.5)  # as many connections may take
+        # As long as many connections may take.
+        time.sleep(0 if dist.get_rank() == 0 else GRACE + 1.5)
         destroy()
 
     monkeypatch.setattr(dist, "destroy_process_group", slowly)
@@ -289,7 +294,7 @@ def test_who_keeps_the_store_may_end_first(crew: Crew, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("who", [1, 0])
 def test_a_killed_process_is_named(crew: Crew, who: int) -> None:
-    """Also rank 0, with which the store ends."""
+    """Including rank 0, whose store ends with it."""
 
     def die(team: Team) -> None:
         team.all_gather_object(0, "a step")
@@ -358,7 +363,7 @@ def test_a_process_without_exceptions_notices_that_another_is_missing(crew: Crew
 
 
 def test_an_error_that_speaks_of_time_keeps_its_own_words(crew: Crew) -> None:
-    """What failed is known by where it was raised, not by what its message says."""
+    """The place where an error was raised decides, not its message."""
 
     def fail(team: Team) -> None:
         team.all_gather_object(0, "a step")
@@ -370,7 +375,7 @@ def test_an_error_that_speaks_of_time_keeps_its_own_words(crew: Crew) -> None:
     assert "RuntimeError: example 7: the annotation's timeout column: connection reset" in said[1]
     assert "TeamError" not in said[1]
     assert "TeamError: rank 1 failed: RuntimeError: example 7: the annotation's timeout column" in said[0]
-    assert "caused by LostError\ncaused by RuntimeError\n" in said[0]  # what gloo said
+    assert "caused by LostError\ncaused by RuntimeError\n" in said[0]  # gloo's error
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -387,12 +392,13 @@ def test_a_frozen_rank_is_named_in_time_also_if_it_keeps_the_store(crew: Crew, k
         if keeps:
             assert "waited for others at 'the next step'; the store where they meet has not answered for" in text
             assert "rank 0, which keeps it, is dead or frozen" in text
-        else:  # the second to end may hear it from the first
+        # The second rank to end may get the reason from the first.
+        else:
             assert "waited for others at 'the next step'; rank 0 is dead or frozen: last heard of" in text
 
 
 def test_a_store_that_falls_silent_ends_every_rank_in_time(crew: Crew) -> None:
-    """Also those that wait for nobody but the store: nobody could tell them any more that others have failed."""
+    """Including ranks that wait for nothing but the store, because they could not learn of failures any more."""
     keeper = crew.keep_store()
 
     def go_on(team: Team) -> None:
@@ -423,13 +429,13 @@ def test_a_store_that_is_silent_from_the_beginning_ends_the_meeting_in_time(crew
 
 
 class Ended(Exception):
-    """Instead of the end of the process."""
+    """Raised instead of ending the process."""
 
 
 def watched_until_it_ends(watchdog: heartbeat.Watchdog, stopped: float = 0.0) -> tuple[float, list[float]]:
-    """When a watchdog ends its process, in simulated time with the constants as they are, and when it was asked why.
+    """Return when a watchdog ends its process, in simulated time, and when it asked for the reason.
 
-    stopped: seconds for which the process is stopped at the beginning; they are left out.
+    stopped: seconds for which the process is stopped at the beginning; they are subtracted.
     """
     now, asked = -stopped, list[float]()
 
@@ -450,10 +456,14 @@ def watched_until_it_ends(watchdog: heartbeat.Watchdog, stopped: float = 0.0) ->
 
 @pytest.mark.parametrize("stopped", [0.0, 1e6])
 def test_the_watchdog_ends_a_wait_within_seconds_of_the_limit(stopped: float) -> None:
-    """The time for which the process was stopped does not count; one that writes is spared, but not for ever."""
+    """Time in which the process was stopped does not count.
+
+    Writing a checkpoint postpones the end for a limited time.
+    """
     with waits.waiting("the others"):
         ended, asked = watched_until_it_ends(heartbeat.Watchdog(600.0, lambda *_: ""), stopped)
-    assert 600 < asked[0] < 605  # a collective gives up by itself before
+    # A collective gives up by itself before.
+    assert 600 < asked[0] < 605
     assert 600 < ended <= 610
     failed = heartbeat.Watchdog(600.0, lambda *_: "")
     failed.reason = "rank 1 failed"
@@ -462,7 +472,10 @@ def test_the_watchdog_ends_a_wait_within_seconds_of_the_limit(stopped: float) ->
 
 
 def test_who_writes_a_checkpoint_is_spared_when_another_fails(crew: Crew) -> None:
-    """Whether its collective raises, or it is stuck where no exception reaches it; the others end at once."""
+    """Its end is postponed if its collective raises or if it waits where no exception reaches it.
+
+    Others end at once.
+    """
     for stuck in (False, True):
         out = crew.folder / f"run-{stuck}"
 
@@ -485,7 +498,7 @@ def test_who_writes_a_checkpoint_is_spared_when_another_fails(crew: Crew) -> Non
 
 
 def test_who_computes_for_long_is_left_alone(crew: Crew) -> None:
-    """No collective, no wait: a slow validation, a compilation, a garbage collection that holds all threads."""
+    """A slow validation, a compilation, or a garbage collection that blocks all threads is no wait."""
 
     def compute(team: Team) -> None:
         team.all_gather_object(0, "a step")
@@ -528,7 +541,7 @@ def test_a_grid_that_is_not_filled_is_refused_before_anyone_is_met() -> None:
 
 
 def test_those_who_do_not_come_are_missed_at_the_meeting() -> None:
-    """Within a limit of the start alone; the message names it."""
+    """There is a separate limit for the start, and the message names the missing ranks."""
     says = (
         r"rank 0: the 2 processes did not meet at 127\.0\.0\.1:\d+ within 0\.5 s: no sign of rank 1.*plan\.start_limit"
     )
@@ -548,7 +561,7 @@ def test_the_start_may_take_longer_than_a_step(crew: Crew) -> None:
 
 
 def test_of_many_ranks_a_few_read_how_far_all_are_and_the_others_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lost rank fails thousands of collectives at once: not every rank may read what every rank has written."""
+    """A lost rank fails thousands of collectives at once, and not every rank may read all heartbeats."""
     for name, seconds in (("BEAT", 0.02), ("SILENT", 0.06)):
         monkeypatch.setattr(heartbeat, name, seconds)
     shared = dist.HashStore()
@@ -572,7 +585,10 @@ def test_of_many_ranks_a_few_read_how_far_all_are_and_the_others_hear_of_it(monk
     assert read == [3]
     read.clear()
     shared.delete_key("failed")
-    with pytest.raises(TeamError, match="rank 63 waited for others at 'a step'"), beating(63):  # the first are gone
+    with (
+        pytest.raises(TeamError, match="rank 63 waited for others at 'a step'"),
+        beating(63),
+    ):  # the first ranks are gone
         raise lost
     assert read == [63]
 
@@ -583,12 +599,14 @@ def test_who_waits_for_long_knows_from_its_own_memory_how_far_the_others_are(mon
     store.set("1", '[0, 0, 0, "the beginning", 0.0]')
 
     def here() -> heartbeat.Position:
-        return heartbeat.Position(1, name="a step")  # another each time: it moves
+        # A new object each time, which counts as progress.
+        return heartbeat.Position(1, name="a step")
 
     watchdog = heartbeat.Watchdog(0.4, lambda name, seconds: "")
     with heartbeat.Heartbeat(store, 0, 2, "rank 1", 0.4, watchdog, here, lambda: ()) as beats:
         time.sleep(0.3)
-        assert not store.multi_get.called  # who waits for nobody need not know
+        # A rank that does not wait need not know.
+        assert not store.multi_get.called
         with waits.waiting("a step"):
             end = time.monotonic() + 5
             while not store.multi_get.called and time.monotonic() < end:
@@ -600,7 +618,8 @@ def test_who_waits_for_long_knows_from_its_own_memory_how_far_the_others_are(mon
 def test_who_has_told_those_left_over_waits_until_they_know(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     monkeypatch.setattr(Team, "_store", property(lambda team: store))
-    monkeypatch.setattr(module, "BEAT", 100.0)  # after ten of which it would wait no more
+    # It gives up after ten beats.
+    monkeypatch.setattr(module, "BEAT", 100.0)
     first, spare = (Team(ProcessInfo(rank, ranks=1, idle=1)) for rank in (0, 1))
     telling = threading.Thread(target=first.tell_idle, args=({"steps": 3},), daemon=True)
     telling.start()
@@ -613,7 +632,7 @@ def test_who_has_told_those_left_over_waits_until_they_know(monkeypatch: pytest.
 
 
 def test_work_is_shared_out_as_it_is_done(crew: Crew, tmp_path: Path) -> None:
-    """Each job is taken once, by all that share an example; at the end they wait longer than the time limit."""
+    """Each job is taken once by all ranks that share an example. The wait at the end may exceed the time limit."""
 
     def work(team: Team) -> None:
         for round in ("first", "second"):
@@ -646,7 +665,7 @@ def test_who_waits_for_all_hears_of_a_failure(crew: Crew) -> None:
 
 @pytest.mark.parametrize(("shape", "axis"), [((7, 3, 2), -3), ((3, 7, 2), -2), ((2, 4), 0), ((7, 0), 0)])
 def test_results_come_in_pieces(shape: tuple[int, ...], axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of any length, cast piece by piece, also to where they are wanted; nobody holds more than a piece of others."""
+    """Results of any length, cast piece by piece, optionally into a given tensor. No rank holds more than a piece."""
     monkeypatch.setattr(module, "BROADCAST_BYTES", 16)
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.bfloat16).view(shape)
 

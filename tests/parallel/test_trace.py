@@ -1,7 +1,7 @@
-"""Overlap: nothing is waited for while there is something else to do, and nothing that could travel is held back.
+"""Overlap: no wait while other work could run, and no collective that could have started earlier.
 
-On gloo, with uneven slices.  A collective that has not been awaited yet counts as under way; so what needs it cannot be
-done.  The next block's work counts too.
+On gloo with uneven shards. A collective counts as in flight until it is waited for, so work that needs it cannot run.
+The work of the next block counts, too.
 """
 
 import itertools
@@ -18,15 +18,15 @@ from warpfold.parallel.sharded import ShardedTensor
 
 Found = list[tuple[str, str, list[str]]]
 CUTS: tuple[Triangle, ...] = ("gather", "channels")
-# Where the halves are independent, the next outer product's look at m could come before the pair half is done.
+# With independent halves, the next outer product could read m before the pair half is done.
 NEXT_OUTER = {"outer: native_layer_norm", "outer: addmm"}
-# And m, which that takes as it is, could already be on its way to the row attention after it; but one slice is all that
-# is kept of a block's input.
+# m, which it takes along any axis, could already be in flight to the following row attention. But a block keeps only
+# one shard of its input.
 NEXT_ROWS = "all_to_all m to rows"
 
 
 def trace(plan: Plan, outer: Order, **stack: Any) -> list[tuple[Found, Found]]:
-    """Of every rank: what was left while it waited, and what came before starts."""
+    """Return for every rank the work that could have run during waits, and the work before late starts."""
 
     def on_a_rank() -> tuple[Found, Found]:
         found = traced(plan, outer, **stack)
@@ -80,7 +80,7 @@ def test_a_branch_waits_for_the_other_alone(triangle: Triangle) -> None:
 
 
 def one_after_the_other(*generators: Any) -> tuple[Any, ...]:
-    """Halves that do not take turns."""
+    """Run the halves without interleaving."""
     return tuple(result for generator in generators for result in sharded_interleave(generator))
 
 
@@ -122,7 +122,7 @@ def test_holding_back_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_all_ranks_start_the_same_moves_in_the_same_order(plan: Plan, outer: Order) -> None:
-    """However many slices each works through: on some networks another order is a hang."""
+    """With any number of slices per rank. On some networks another order is a deadlock."""
 
     def on_a_rank() -> list[str]:
         return [f"{step.passage} {step.name}" for step in traced(plan, outer).steps if step.what == "start"]

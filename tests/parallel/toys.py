@@ -1,4 +1,4 @@
-"""A small model for the reducer's laws: uneven sizes, shared weights, weights used twice, weights left out."""
+"""A small model for the reducer's tests: uneven sizes, shared weights, weights used twice, unused weights."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,12 +12,13 @@ from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import Mesh, make_mesh
 
-ROWS = 6  # of an example: model ranks share them
-TINY = 200 / 2**20  # MiB: some 25 numbers to a bucket
+# Rows of an example, which model ranks share.
+ROWS = 6
+TINY = 200 / 2**20  # MiB: about 25 elements
 
 
 class Toy(nn.Module):
-    """Parts that every example uses, one that some use, one that only the first model rank uses, one that none does."""
+    """Modules that every example uses, that some use, that only the first model rank uses, and that none uses."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ def example(index: int) -> Tensor:
 
 
 def part_of_loss(model: Toy, index: int, rank: int, ranks: int) -> Tensor:
-    """What rank `rank` of those that share example `index` computes: the loss is the sum over them."""
+    """Compute the part of rank `rank` in the loss of example `index`. The loss is the sum over the model ranks."""
     x = example(index)
     if rank:
         x = x.detach()
@@ -70,9 +71,9 @@ def trained(
     look: Callable[[Optimizer], None] | None = None,
     examples: int = 0,
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Steps of a data x model grid on the toy: this rank's norms, and the state afterwards.  Call it on every rank.
+    """Train the toy on a data x model grid; returns this rank's norms and the final state. Call it on every rank.
 
-    config.accumulate: examples of each data rank; or `examples` of all of them.
+    config.accumulate: examples per data rank; `examples`: of all data ranks instead.
     """
     mesh = make_mesh(data, model) if data * model > 1 else Mesh()
     net = Toy()
@@ -96,7 +97,7 @@ def same(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
 
 
 def survives_a_break(train: Callable[[range, dict[str, Tensor] | None], dict[str, Tensor]]) -> bool:
-    """Whether a run that goes on from rank 0's state after three steps is the unbroken one to the bit, on this rank."""
+    """Return whether continuing from rank 0's state after three steps gives bitwise the unbroken run on this rank."""
     whole, half = train(range(5), None), [train(range(3), None)]
     dist.broadcast_object_list(half, 0)
     return same(train(range(3, 5), half[0]), whole)

@@ -1,7 +1,7 @@
-"""A record of what a rank computes and what it waits for: which work could have been done while it waited.
+"""Record what a rank computes and waits for, and find work that could have run during waits.
 
-Every operation is noted in order, with what its operands were made by, through storages, so views count as what they
-look at.  From that follows for each operation the last collective whose arrival it needs, directly or not.
+Every operation is recorded in order with the operations that made its operands, by storage, so that views count as
+their base. For each operation follows the last collective on which it depends.
 """
 
 import inspect
@@ -31,35 +31,40 @@ from warpfold.parallel.waits import Event, watched
 
 Order = Literal["middle", "first", "last"]
 
-BACKWARD, NODES = 10**6, 10**9  # where numbers of other units begin: backward passes of units, nodes of a graph
+# Offsets of unit numbers: backward passes of units, and autograd nodes.
+BACKWARD, NODES = 10**6, 10**9
 HANDLES_MEMORY = ("empty", "new_empty", "zeros", "new_zeros", "detach", "ones_like", "zeros_like")
 
 
 @dataclass
 class Step:
-    """An operation, or the start of a collective, or the wait for one."""
+    """An operation, the start of a collective, or the wait for one."""
 
     number: int
-    what: str  # "work", "small" (views, allocations, what is not as large as m or z), "start", "wait"
+    # "work", "small" (views, allocations, tensors smaller than m or z), "start", "wait".
+    what: str
     name: str
-    layer: str  # whose; "" for what stands between layers
-    passage: tuple[str, int]  # the forward pass, the backward pass, or which recomputation of a block
+    # The layer, or "" between layers.
+    layer: str
+    # Forward pass, backward pass, or number of a block's recomputation.
+    passage: tuple[str, int]
     made_of: set[int]  # numbers of earlier steps
-    unit: int  # operations of one unit are one operation: what one kernel computes
+    # Operations of a unit count as one operation, since one kernel computes them.
+    unit: int
     collective: int = -1
-    needs: int = -1  # the last wait that it depends on
+    # The last wait on which it depends.
+    needs: int = -1
 
 
 class InReverse:
-    """Instead of collectives._reserved: autograd's own order, the reverse of the forward pass."""
+    """Replacement of collectives._reserved: autograd's own order, the reverse of the forward pass."""
 
     def next(self) -> int:
         return torch.autograd._get_sequence_nr()
 
 
 def at_once(begin: Callable[..., Pending]) -> Callable[..., Pending]:
-    """Instead of collectives._begin: moves that are awaited where they begin, FastFold's all-to-alls but one and all of
-    HelixFold's collectives."""
+    """Replace collectives._begin by blocking collectives, like most of FastFold's and all of HelixFold's."""
 
     def blocking(*args: Any) -> Pending:
         pending = begin(*args)
@@ -70,23 +75,27 @@ def at_once(begin: Callable[..., Pending]) -> Callable[..., Pending]:
 
 
 class Trace(TorchDispatchMode):
-    """Within it, everything that this process computes is noted in `steps`.
+    """Record everything that this process computes within the context in `steps`.
 
-    size: how many numbers an operation must read or write to be work.  What one operation of warpfold.ops does (an
-    attention, a triangle product) is one operation, forward and backward: it is, or will be, one kernel.  So is what
-    one node of autograd's graph does.  Packing and unpacking belong to the collective.
+    size: elements that an operation must read or write to count as work. An operation of warpfold.ops (attention,
+    triangle product) is one unit, forward and backward, because it is one kernel. So is a node of autograd's graph.
+    Packing and unpacking belong to the collective.
     """
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.size, self.steps = size, list[Step]()
-        self._alive: list[Tensor] = []  # so that no storage is used twice
-        self._writer: dict[int, int] = {}  # of a storage: the step that wrote it last
-        self._buffers: dict[int, int] = {}  # of a collective: the storage that it fills
+        # Kept alive, so that no storage is reused.
+        self._alive: list[Tensor] = []
+        # The last step that wrote each storage.
+        self._writer: dict[int, int] = {}
+        # The storage that each collective fills.
+        self._buffers: dict[int, int] = {}
         self._packing = False
         self._unit, self._units = -1, 0
         self._kind, self._recomputations = "forward", 0
-        self._known: list[tuple[int, str, int]] = []  # autograd's sequence number after an operation, its layer, unit
+        # Autograd's sequence number after an operation, its layer, and its unit.
+        self._known: list[tuple[int, str, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -96,7 +105,8 @@ class Trace(TorchDispatchMode):
         name = func.name().removeprefix("aten::")
         there = {_storage(t) for t in read}
         fresh = {_storage(t) for t in written} - there
-        if name.startswith("c10d::"):  # told as a start in a moment
+        # Its event follows.
+        if name.startswith("c10d::"):
             buffer, sent = read
             step = self._note("start", name, {self._writer.get(_storage(sent), -1)})
             self._writer[_storage(buffer)] = step.number
@@ -128,7 +138,7 @@ class Trace(TorchDispatchMode):
         return step
 
     def _backward_of(self, number: int) -> tuple[str, int]:
-        """The layer and the unit of the backward operations of autograd's node `number`."""
+        """Return the layer and the unit of the backward operations of autograd's node `number`."""
         place = bisect_right(self._known, number, key=lambda known: known[0])
         _, layer, unit = self._known[place] if place < len(self._known) else (0, "", -1)
         return layer, (NODES + number if unit < 0 else BACKWARD + unit)
@@ -146,13 +156,13 @@ class Trace(TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Note what happens within it."""
+        """Record within the context."""
         with watched(self.told), _wrapped(self), self:
             yield
         self._settle()
 
     def _settle(self) -> None:
-        """For every step the last wait that it needs; a unit's operations need what any of them does."""
+        """Find the last wait on which each step depends; the operations of a unit depend on the union."""
         of_unit: dict[int, int] = {}
         for _ in range(2):
             for step in self.steps:
@@ -164,13 +174,16 @@ class Trace(TorchDispatchMode):
         step = self.steps[number]
         return number if step.what == "wait" else step.needs
 
-    # What a trace says
+    # Results
 
     def left_while_waiting(self) -> list[tuple[str, str, list[str]]]:
-        """Of every wait: the pass, the move, and the work that came after it in that pass although it needed neither
-        this wait nor a later one."""
+        """List for every wait its pass, its collective, and later independent work of the pass.
+
+        The work depends neither on this wait nor on a later one.
+        """
         found = []
-        since = -1  # tensors that a layer awaits together are one wait
+        # Tensors for which a layer waits together are one wait.
+        since = -1
         for step in self.steps:
             if step.what == "work":
                 since = -1
@@ -181,8 +194,7 @@ class Trace(TorchDispatchMode):
         return found
 
     def done_before_starting(self) -> list[tuple[str, str, list[str]]]:
-        """Of every start of what was computed: the pass, the move, and between the existence of its input and it: work
-        that served no move started until then, and waits."""
+        """List for every start its pass, its collective, and unrelated work since its input existed."""
         found = []
         serves: set[int] = set()
         for step in self.steps:
@@ -216,7 +228,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _called_by() -> tuple[str, bool]:
-    """The name of the layer that is being run, and whether in a recomputation, from the stack of calls."""
+    """Find the running layer, and whether it is recomputed, from the call stack."""
     frame, layer = sys._getframe(3), ""
     while frame is not None:
         name = frame.f_code.co_name
@@ -229,13 +241,13 @@ def _called_by() -> tuple[str, bool]:
 
 
 def _is_operation(member: object) -> bool:
-    """Whether this is an operation, or a whole layer as one (ops/layers.py)."""
+    """Return whether a function is an operation, or a complete layer as one operation (ops/layers.py)."""
     return isinstance(member, Op) or (inspect.isfunction(member) and member.__module__ == "warpfold.ops.layers")
 
 
 @contextmanager
 def _wrapped(trace: Trace) -> Iterator[None]:
-    """Collectives' packing and the operations of warpfold.ops say when they begin and end."""
+    """Record the begin and end of collectives' packing and of operations of warpfold.ops."""
 
     def unit(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -279,13 +291,13 @@ def _wrapped(trace: Trace) -> Iterator[None]:
             setattr(place, name, function)
 
 
-# What is traced: a small stack, whose m and z are larger than its parameters and masks
+# A small stack, whose m and z are larger than its parameters and masks.
 
 SEQUENCES, RESIDUES, C_M, C_Z = 12, 25, 8, 6
 
 
 def traced(plan: Plan, outer: Order, blocks: int = 2, global_column: bool = False) -> Trace:
-    """A stack of Evoformer blocks forward and backward on this rank of `plan`.  Call it on every rank."""
+    """Trace a stack of Evoformer blocks forward and backward on this rank of `plan`. Call it on every rank."""
     mesh = make_mesh(plan.data, plan.axial, plan.branch)
     torch.manual_seed(0)
     pairs = PairConfig(heads=2, c_triangle=4, transition=2)
