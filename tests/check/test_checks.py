@@ -1,4 +1,4 @@
-"""The check finds what is wrong with a fast path, and nothing where nothing is."""
+"""The check reports errors of fast paths, and reports nothing for a correct path."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def spoiled(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[Tensor], Tensor]], None]:
-    """Makes an operation's fast path the definition with something wrong in the result."""
+    """Return a function that replaces an operation's fast path by the definition with an error in its result."""
 
     def spoil(name: str, wrong: Callable[[Tensor], Tensor]) -> None:
         op = OPS[name]
@@ -41,7 +41,7 @@ def spoiled(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[Tensor]
 
 
 class OnlyGradient(torch.autograd.Function):
-    """Right in its value, wrong in its gradient."""
+    """An identity with a wrong gradient."""
 
     @staticmethod
     def forward(ctx, x):  # type: ignore[no-untyped-def]
@@ -79,7 +79,10 @@ def test_what_is_wrong_is_red(spoiled: Callable[..., None], wrong: Callable[[Ten
 
 
 def test_a_kernel_that_draws_other_noise_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the draw by itself is as wrong: the truth is of the definition's draw."""
+    """A kernel that draws different noise fails the check, even if the definition's draw is just as inaccurate.
+
+    The reference value is computed with the definition's draw.
+    """
     fast = dropout_factors._fast
     case = next(case for case in ODD if case.op == "tail" and case.drawn)
 
@@ -122,11 +125,13 @@ def test_errors_are_relative_and_rounding_is_nobodys_fault() -> None:
     exact = torch.tensor([3.0, 4.0], dtype=torch.float64)
 
     def error(off: float, drawn: float, exact: Tensor = exact, floor: float = 0.0) -> Error:
-        draws = [(drawn / 2, drawn / 2), (drawn * 2**0.5, drawn)]  # together, at most
+        # Their maxima are combined.
+        draws = [(drawn / 2, drawn / 2), (drawn * 2**0.5, drawn)]
         return compare("output", (exact + off).float(), exact, draws, torch.float32, floor)
 
     def about(value: float) -> object:
-        return pytest.approx(value, rel=1e-5)  # what is off by 0.05 is rounded to fp32
+        # Rounding to fp32 changes an offset of 0.05.
+        return pytest.approx(value, rel=1e-5)
 
     found = error(0.05, 0.05)
     assert found.ours == about(0.05 * 2**0.5 / 5)
@@ -134,22 +139,24 @@ def test_errors_are_relative_and_rounding_is_nobodys_fault() -> None:
     assert found.definition == about(found.ours)
     assert not found.red
     assert error(0.5, 0.05).red
-    assert not error(1e-7, 0.0).red  # less than the roundoff of 4 in fp32
+    # The offset is below the roundoff of 4 in fp32.
+    assert not error(1e-7, 0.0).red
     assert error(5e-6, 0.0).red
-    nothing = torch.zeros(2, dtype=torch.float64)  # a gradient that cancels is measured against what came in
+    # A gradient that cancels to 0 is compared with the incoming gradient.
+    nothing = torch.zeros(2, dtype=torch.float64)
     assert not error(1e-8, 0.0, nothing, 1.0).red
     assert error(1e-3, 0.0, nothing, 1.0).red
     assert compare("output", exact.float()[:1], exact, [(0, 0)], torch.float32).red
     assert compare("output", exact.half(), exact, [(0, 0)], torch.float32).red
 
 
-# ---- mistakes that kernels make
+# ---- typical errors of kernels
 
 
 def attended(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None, narrow: torch.dtype | None = None
 ) -> Tensor:
-    """Attention as a kernel computes it: in fp32, over keys one after another, rounded at the end."""
+    """Compute attention like a kernel: in fp32, one key after another, rounded at the end."""
     s = torch.einsum("...qhd,...khd->...hqk", q.float(), k.float()) * q.shape[-1] ** -0.5
     s = s if bias is None else s + bias.float()
     s = s.masked_fill(mask[..., None, None, :] == 0, -1e9)
@@ -174,7 +181,7 @@ MISTAKES: dict[str, Callable[..., Tensor]] = {
     "values in bf16": lambda q, k, v, mask, bias: attended(q, k, v.bfloat16().to(v.dtype), mask, bias),
 }
 LONG = OpCase(op="attention", where="triangle", rows=3, length=90, heads=2, width=16, bias=True)
-# In bf16 the definition rounds logits, which costs a percent of every weight: these cost less, or nothing.
+# In bf16, the definition rounds the logits, which changes every weight by about a percent. These errors are smaller.
 HIDDEN_IN_BF16 = ("the scale off by 1e-3", "sums in bf16", "values in bf16")
 
 
@@ -214,7 +221,8 @@ def test_sums_in_bf16_are_found() -> None:
 
     def summed(x: Tensor, nw: Tensor, nb: Tensor, w: Tensor, b: Tensor, narrow: torch.dtype) -> Tensor:
         n = OPS["layer_norm"].definition(x, nw, nb)
-        total = torch.nn.functional.pad(b.bfloat16(), (0, len(w) - len(b))).to(narrow)  # of the first outputs
+        # The bias is added to the first outputs only.
+        total = torch.nn.functional.pad(b.bfloat16(), (0, len(w) - len(b))).to(narrow)
         for c in range(n.shape[-1]):
             total = (total + n[..., c, None].float() * w[:, c].bfloat16().float()).to(narrow)
         return total.bfloat16()
@@ -225,7 +233,10 @@ def test_sums_in_bf16_are_found() -> None:
 
 
 def test_the_bar_is_of_the_arithmetic_and_not_of_the_machine() -> None:
-    """What is drawn is more than what the machine's own order of summation costs, and hardly depends on the seed."""
+    """The tolerance depends on the arithmetic, and not on the machine.
+
+    The drawn errors exceed those of the machine's own order of summation, and hardly depend on the seed.
+    """
     given = inputs(LONG, torch.float32, CPU, masked=True)
     definition = OPS["attention"].definition
     true = truth(definition, given.args, given.grad, given.names)
@@ -258,7 +269,8 @@ def test_odd_sizes_hold_every_operation_and_the_hard_cases() -> None:
     for case in hard:
         mask = inputs(case, torch.float32, CPU, masked=True).args[3]
         assert mask is not None
-        assert (mask.sum(-1) == 0).any()  # a row of masked keys alone
+        # One row has only masked keys.
+        assert (mask.sum(-1) == 0).any()
         assert (mask.sum(-1) > 0).any()
 
 
@@ -281,19 +293,22 @@ def test_inputs_are_strided_as_the_model_has_them(case: OpCase) -> None:
         assert torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x == y
 
 
-# ---- the list of places
+# ---- the list of cases
 
 
-NAMES = {op.name: name for name, op in OPS.items()}  # --op and tables call gated_linear_residual "tail"
+# --op and the tables call gated_linear_residual "tail".
+NAMES = {op.name: name for name, op in OPS.items()}
 
 
 def key(op: Op[..., Tensor], args: Sequence[Any]) -> tuple[object, ...]:
-    """The sizes of a call: of every tensor its numbers and last axis; and whether it draws its dropout factors."""
+    """Return the key of a call: element count and last axis of each tensor, and whether dropout factors are drawn."""
     named = zip(inspect.signature(op.definition).parameters, args)
     name, given = NAMES.get(op.name, op.name), {what: x for what, x in named if not what.endswith("mask")}
-    if name == "norm_linear":  # how many projections of a tensor are joined depends on the plan
+    # The number of projections that are combined depends on the plan.
+    if name == "norm_linear":
         given = {"x": args[0]}
-    elif name == "triangle_multiplication":  # templates are one square in a case, and several in the model
+    # A case has one template, and the model has several.
+    elif name == "triangle_multiplication":
         given = {what: x for what, x in given.items() if what not in ("x", "b")}
     sizes = ((what, x.numel(), x.shape[-1]) for what, x in given.items() if isinstance(x, Tensor))
     return name, *sizes, any(isinstance(x, DropoutFactors) for x in args)
@@ -304,11 +319,12 @@ MULTIMER = as_multimer(MONOMER[0]), random_complex((4, 5), rows=12, sequences=5,
 
 
 def in_parts(update: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A layer's update of what it prepares, as on a rank; of an attention, as of one without a norm."""
+    """Split a layer's update into its parts, as a rank runs them; an attention update runs without its norm."""
 
     def in_two(layer: AxialUpdate, read: Tensor, mask: Tensor, shared: Any, *onto: Any) -> Tensor:
         shared = layer.shared(read, mask) if shared is None and layer.shares else shared
-        if isinstance(layer, TriangleMultiplication):  # by channels, of one rank
+        # One rank computes the exchange by channels.
+        if isinstance(layer, TriangleMultiplication):
             exchange = ChannelExchange(layer, ROWS, read.shape[ROWS], Group("axial"), "")
             exhaust(exchange.product(read, mask, Pending(shared[0]), None, read.shape[ROWS]))
         norm = layer.norm
@@ -322,8 +338,11 @@ def in_parts(update: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @pytest.mark.parametrize(("config", "batch"), [MONOMER, MULTIMER], ids=["monomer", "multimer"])
 def test_the_list_is_what_the_model_calls(config: ModelConfig, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call in the trunk in training is a case, and every case is called, by layers that are one operation or by
-    their parts, as ranks call those.  Norms and noise stand elsewhere too."""
+    """The cases match the calls of the model.
+
+    Each call in the trunk in training is a case, and each case is called, either by layers that are one operation or by
+    their parts, which ranks call. Norms and noise also occur elsewhere.
+    """
     model = filled_model(config).train()
     model.noise.seed(0)
     called = set()
@@ -342,7 +361,8 @@ def test_the_list_is_what_the_model_calls(config: ModelConfig, batch: Batch, mon
     listed = {
         key(OPS[case.op], inputs(case, torch.float32, "meta").args)
         for case in of_settings(config, DataSizes(crop=9, max_msa=5, max_extra=6, max_templates=2))
-        if case.op not in ("aligned_errors", "overlaps")  # of the losses
+        # These belong to the losses.
+        if case.op not in ("aligned_errors", "overlaps")
     }
     assert listed <= called
     elsewhere = ("layer_norm", "dropout_factors")

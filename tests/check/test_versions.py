@@ -1,4 +1,4 @@
-"""Versions that are newer than those tested are said, once; what was tested stands in one place."""
+"""Versions newer than the tested ones lead to one message, and the tested versions are defined in one place."""
 
 import re
 import subprocess
@@ -23,7 +23,8 @@ def use(monkeypatch: pytest.MonkeyPatch, torch: str, python: str) -> None:
     [
         ("2.11.0", "3.11.7", []),
         ("2.15.3+cu130", "3.14.8", []),
-        ("2.9.1", "3.9.1", []),  # of numbers, not of letters; pip refuses these
+        # Versions are compared as numbers, and not as text. Pip refuses these.
+        ("2.9.1", "3.9.1", []),
         (f"{NEXT['torch']}.0a0+git1234", "3.14.0", ["torch"]),
         ("3.0.0", f"{NEXT['Python']}.0rc1", ["torch", "Python"]),
     ],
@@ -37,7 +38,8 @@ def test_newer_versions_are_named(monkeypatch, torch: str, python: str, newer: l
     assert said is None or "doctor --kernels" in said
 
 
-# In a process of its own with another torch's number: what is printed by two uses of Python, and by a command.
+# A separate process with a different version number of torch prints the message for two uses of Python, and for a
+# command.
 CODE = """
 import sys, warnings
 import warpfold.check.versions

@@ -1,4 +1,4 @@
-"""A healthy cluster of two nodes with two GPUs each, as files of `/sys` and `/proc` that tests can break."""
+"""A healthy cluster of two nodes with two GPUs each, as files of `/sys` and `/proc`, which tests can change."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import torch
 from warpfold.cluster.facts import Facts, software_facts, system_facts
 
 NODES, PER_NODE = 2, 2
-# Of each GPU and the adapter at its switch: host bridge, root port, the switch's ports, and the two devices.
+# For each GPU and the adapter at its switch: host bridge, root port, the ports of the switch, and the two devices
 TREES = (
     ("pci0000:16", "0000:16:01.0/0000:17:00.0", "0000:18:00.0", "0000:19:00.0", "0000:18:01.0", "0000:1a:00.0"),
     ("pci0000:a0", "0000:a0:01.0/0000:a1:00.0", "0000:a2:00.0", "0000:a3:00.0", "0000:a2:01.0", "0000:a4:00.0"),
@@ -18,9 +18,9 @@ CORES = ("0-7", "8-15")
 
 
 def config(relaxed: bool = True, acs: int | None = 0, size: int = 4096) -> bytes:
-    """A configuration space: power management (1), then PCI Express; extended: error reporting (1), then ACS.
+    """Build a configuration space: power management (1), then PCI Express; extended: error reporting (1), then ACS.
 
-    acs: the control register; None: no such capability.
+    acs: the control register, or None without this capability.
     """
     data = bytearray(4096)
     data[0x34] = 0x40
@@ -36,7 +36,7 @@ def config(relaxed: bool = True, acs: int | None = 0, size: int = 4096) -> bytes
 
 
 class FakeNode:
-    """The files of one node, below a folder."""
+    """The files of one node, in a folder."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -50,7 +50,7 @@ class FakeNode:
         self._system()
 
     def _device(self, path: str, numa: int) -> None:
-        """Write a device, and the bridges above it."""
+        """Write a device and the bridges above it."""
         for part in [*Path(path).parents][:-3] + [Path(path)]:
             if part.name.startswith("pci"):
                 continue
@@ -60,7 +60,7 @@ class FakeNode:
         self.write(f"{path}/iommu_group/type", "identity")
 
     def adapter(self, name: str, address: str, layer: str = "InfiniBand") -> None:
-        """Write an adapter of InfiniBand, or of RoCE with the GIDs that a card with an IPv4 address has."""
+        """Write an InfiniBand adapter, or a RoCE adapter with the GIDs of a card that has an IPv4 address."""
         device = next(self.root.glob(f"sys/devices/**/{address}"))
         folder = f"sys/class/infiniband/{name}"
         self._link(f"{folder}/device", str(device.relative_to(self.root)))
@@ -90,7 +90,7 @@ class FakeNode:
             self.write(path, text)
 
     def write(self, path: str, text: str) -> None:
-        """Write a file below the root."""
+        """Write a file in the root folder."""
         file = self.root / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text + "\n")
@@ -102,12 +102,12 @@ class FakeNode:
             link.symlink_to(self.root / to)
 
     def device(self, address: str) -> str:
-        """Return where a PCI device's files are, below the root."""
+        """Return the folder of a PCI device's files in the root folder."""
         return f"sys/bus/pci/devices/{address}"
 
 
 class FakeCluster:
-    """Two nodes and the environment of their ranks; `facts()` reads everything as the ranks would."""
+    """Two nodes, and the environment of their ranks. `facts()` reads everything as the ranks would."""
 
     def __init__(self, folder: Path, gpus: bool = True) -> None:
         self.nodes = [FakeNode(folder / f"gpu-{'ab'[i]}") for i in range(NODES)]

@@ -1,4 +1,4 @@
-"""The doctor on real ranks: all agree, faults of folders are named, and a rank that dies does not hang the others."""
+"""The doctor on real ranks: all agree, faults of folders are reported, and a rank that ends does not block others."""
 
 import fcntl
 import os
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 
 def said(report: dict[str, Any], *outcomes: str) -> dict[str, str]:
-    """Select what a report says, by check."""
+    """Return the finding of each check in a report."""
     return {one["check"]: one["says"] for one in report["findings"] if one["outcome"] in outcomes}
 
 
@@ -66,7 +66,7 @@ def test_nodes_that_differ_in_size_are_named() -> None:
 def tried(
     place: Callable[[int], Path], prepare: Callable[[int], None] = lambda rank: None
 ) -> dict[str, tuple[str, str]]:
-    """Try a folder with four ranks; return the outcome and the words by check."""
+    """Check a folder with four ranks, and return the outcome and the text by check."""
 
     def run(team: Team) -> Any:
         prepare(team.process.rank)
@@ -105,7 +105,7 @@ def test_a_file_system_without_locks_is_noted(tmp_path: Path) -> None:
 
 def test_a_rename_that_is_not_atomic_is_named(tmp_path: Path) -> None:
     def by_halves(rank: int) -> None:
-        """Make this rank find the first half of the file, as while another process copies it."""
+        """Make this rank read only the first half of the file, as if another process were still copying it."""
         before = Path.read_bytes
         Path.read_bytes = lambda path: before(path)[: folder.FILE_BYTES // 2]  # type: ignore[method-assign]
 

@@ -1,4 +1,4 @@
-"""The probe of links: what is paired with what, the cluster that it makes, and which links are named."""
+"""The probe of links: the measured pairs, the resulting cluster, and the links that are reported."""
 
 from dataclasses import replace
 from itertools import count, pairwise
@@ -17,7 +17,7 @@ from warpfold.parallel.team import ProcessInfo, Team
 
 
 def healthy(nodes: int, per_node: int) -> MeasuredLinks:
-    """Make links of 10 µs and 10 GB/s within nodes, and of 30 µs and 2 GB/s between them."""
+    """Return links of 10 µs and 10 GB/s within nodes, and of 30 µs and 2 GB/s between them."""
     there = [list(range(node * per_node, (node + 1) * per_node)) for node in range(nodes)]
     pairs = [PairLink(node[i], node[i + 1], 10e-6, 10e9) for node in there for i in range(per_node - 1)]
     pairs += [PairLink(a, b, 30e-6, 2e9) for left, right in pairwise(there) for a, b in zip(left, right)]
@@ -60,7 +60,8 @@ def test_a_busy_processor_is_no_broken_link() -> None:
 
 
 def test_a_network_that_gives_less_than_promised_is_named() -> None:
-    links = healthy(2, 4)  # 8 GB/s of a node
+    # A node's total is 8 GB/s.
+    links = healthy(2, 4)
     assert not said(links, Link(30e-6, 14e9))
     (says,) = said(links, Link(30e-6, 40e9))
     assert says.startswith("node 0 (a), node 1 (b): 8 GB/s to another node")
@@ -93,7 +94,7 @@ def test_the_cluster_is_what_was_measured() -> None:
 
 
 def probed(per_node: int, slow: int = -1) -> Cluster:
-    """Measure with a clock that advances by 1 s whenever it is read; by 4 s on one rank, which seems slow."""
+    """Measure with a clock that advances by 1 s with every reading, or by 4 s on one rank, which then appears slow."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     team = Team(ProcessInfo(rank, ranks, ranks_per_node=per_node), make_mesh(data=ranks))
     return measure_cluster(team, "cpu", count(0, 4 if rank == slow else 1).__next__)
@@ -106,9 +107,11 @@ def test_all_ranks_find_the_same_cluster(ranks: int, per_node: int, expected: in
     assert clusters == [clusters[0]] * ranks
     cluster = clusters[0]
     assert (cluster.ranks, cluster.per_node, cluster.how) == (ranks, expected, "measured")
-    assert cluster.within.latency == cluster.between.latency == 0.5  # half of a round trip
+    # The latency is half of the round trip.
+    assert cluster.within.latency == cluster.between.latency == 0.5
     assert cluster.call > 0
-    if 1 < expected < ranks:  # the ranks of a node share its link
+    # The ranks of a node share its link.
+    if 1 < expected < ranks:
         assert cluster.between.bandwidth == pytest.approx(expected * cluster.within.bandwidth, rel=0.01)
 
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 def emulator() -> ModuleType:
-    """Import benchmarks/link.py, which is on no path."""
+    """Import benchmarks/link.py, which is not on the import path."""
     path = Path(__file__).parents[2] / "benchmarks" / "link.py"
     spec = importlib.util.spec_from_file_location("link_of_tests", path)
     assert spec is not None
@@ -47,7 +47,7 @@ def of_links(team: Team) -> Any:
 
 
 def over(*shape: float) -> dict[str, Any]:
-    """Measure over a link of this shape."""
+    """Measure a link of this latency and bandwidth."""
     assert LINK is not None
     with LINK.linked(LINK.Shape(*shape)):
         measured = examine(of_links, address="10.77.0.1", enter=LINK.enter)[0]
@@ -57,7 +57,7 @@ def over(*shape: float) -> dict[str, Any]:
 
 @needs_nodes
 def test_a_slow_link_is_named() -> None:
-    """Use 0.04 Gb/s where 10 are promised, a difference that no busy machine makes."""
+    """A link of 0.04 Gb/s is reported if 10 are expected, a difference that no busy machine causes."""
     measured = over(0.04, 0.1)
     assert measured["wrong"]["bandwidth of a node"].endswith("slower than Gigabit Ethernet")
     assert measured["between"]["bandwidth"] < 0.2 * measured["within"]["bandwidth"]

@@ -1,4 +1,4 @@
-"""The rules of the cluster doctor: a healthy cluster is all ok, and each fault is named with its remedy."""
+"""The rules of the cluster doctor: a healthy cluster passes, and each fault is reported with a remedy."""
 
 import json
 import os
@@ -76,7 +76,7 @@ def at(device: str, name: str) -> str:
 IB = "sys/class/infiniband/mlx5_1/ports/1"
 LIMITS = "proc/self/limits"
 FAULTS: list[tuple[str, Break, str, str]] = [
-    # check, break, what the finding says, its remedy
+    # Check, fault, text of the finding, and its remedy
     ("NCCL", software(3, "NCCL", "2.26.2"), "2.26.2 on rank 3 (gpu-b)", "LD_LIBRARY_PATH"),
     ("CUDA", software(0, "CUDA", "13.0"), "13.0 on rank 0 (gpu-a)", "same build of torch"),
     ("launch table", software(2, "launch table", "default.json ff"), "default.json ff on rank 2", "copy"),
@@ -125,7 +125,7 @@ NOTES: list[tuple[str, Break, str]] = [
 
 
 def judged(facts: list[Facts], *outcomes: str) -> list[ClusterFinding]:
-    """Judge facts as they arrive from the ranks; without links and a folder, which are not part of them."""
+    """Judge facts as they arrive from the ranks, without links and a folder, which are not part of them."""
     findings = judge(subjects_of(json.loads(json.dumps(facts))))
     return [finding for finding in findings if finding.outcome in outcomes and finding.topic not in ("links", "folder")]
 
@@ -157,7 +157,7 @@ def test_a_fault_is_named_with_its_remedy(tmp_path: Path, check: str, broken: Br
     broken(cluster)
     wrong = found(cluster, "wrong")
     assert any(says in one.says and cure in one.cure for one in wrong if one.check == check), wrong
-    # A consequence of the fault may be wrong, too.
+    # A consequence of the fault may also be reported as wrong.
     assert len({finding.check for finding in wrong}) <= 3, wrong
 
 
@@ -191,7 +191,7 @@ def test_without_a_gpu_its_checks_say_so(tmp_path: Path) -> None:
 def test_a_damaged_configuration_ends(tmp_path: Path) -> None:
     cluster = FakeCluster(tmp_path)
     loop = bytearray(config())
-    # The first entry of the list names itself as the next.
+    # The first entry of the list refers to itself as the next one.
     loop[0x41] = 0x40
     loop[0x100:0x104] = (0x0001 | 0x100 << 20).to_bytes(4, "little")
     for address in (ADAPTERS[0], SWITCH):

@@ -1,4 +1,4 @@
-"""Processes that a doctor examines: ranks on emulated nodes, some of which die."""
+"""Processes for tests of the doctor: ranks on emulated nodes, some of which end early."""
 
 import contextlib
 import json
@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # before the forks, which would each load it
+import torch._dynamo  # imported before the forks, as each would import it again
 import torch.distributed as dist
 
 from warpfold.cluster import folder, links
 from warpfold.parallel.team import ProcessInfo, Team, TeamError, distributed_context
 
-WAITED = 100.0  # seconds until a process counts as one that would not end
+# Seconds until a process counts as stuck
+WAITED = 100.0
 
 QUICK: dict[Any, dict[str, Any]] = {
     links: {
@@ -28,7 +29,7 @@ QUICK: dict[Any, dict[str, Any]] = {
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the doctor measure for a moment only; its speeds are meaningless."""
+    """Make the doctor measure only briefly; the measured speeds are meaningless."""
     for module, values in QUICK.items():
         for name, value in values.items():
             monkeypatch.setattr(module, name, value)
@@ -44,10 +45,11 @@ def examine(
     lost: tuple[int, ...] = (),
     sizes: tuple[int, ...] = (),
 ) -> list[Any]:
-    """`function(team)` on each rank -> what it returned, JSON-able; "error: ..." where another rank failed.
+    """Run `function(team)` on each rank, and return the results, which must be JSON-compatible.
 
-    enter: called by each process with its node, first.  lost: ranks that die or freeze, which nobody waits for.
-    sizes: of nodes that are not equal.
+    If a rank fails, the result of another one is "error: ...".
+    enter: called first by each process, with its node. lost: ranks that end or freeze, which are not waited for.
+    sizes: the sizes of nodes that are not equal.
     """
     context, pipes, processes = get_context("fork"), [], []
     places = [(local, size) for size in sizes or (per_node,) * nodes for local in range(size)]
@@ -89,7 +91,8 @@ def _live(
 ) -> None:
     torch.set_num_threads(1)
     if enter is None:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # whatever this machine's name resolves to
+        # The name of this machine may resolve to any address.
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     else:
         enter(info.rank // info.ranks_per_node)
     info = ProcessInfo(**{**vars(info), "port": pipe.recv()})

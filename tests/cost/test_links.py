@@ -1,4 +1,4 @@
-"""Clusters: what they are read from, where the ranks of a grid are, and laws that times of collectives keep."""
+"""Clusters: their files, the location of the ranks of a grid, and invariants of the times of collectives."""
 
 from collections import Counter
 from dataclasses import replace
@@ -54,7 +54,7 @@ def test_what_is_no_cluster_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_links_that_cannot_be_are_refused_by_key(tmp_path: Path, key: str, value: str, says: str) -> None:
-    """They were tracebacks, or were taken."""
+    """Earlier, these values led to tracebacks, or were accepted."""
     values = {"ranks": "8", "per_node": "4", "call": "1e-05"}
     links = {f"{where}.{what}": "1e-05" for where in ("within", "between") for what in ("latency", "bandwidth")}
     text = "".join(f"{name} = {x}\n" for name, x in (values | links | {key: value}).items())
@@ -115,10 +115,11 @@ def test_at_equal_bytes_each_more_ranks_never_take_less(
     kind: Kind, library: Literal["nccl", "gloo"], sent: float, nodes: int, each: int, more_nodes: int, more_each: int,
     beside: int, within: tuple[float, float], later: float, share: float,
 ) -> None:  # fmt: skip
-    """More on each node, or more nodes, which are equally full, where it is no nearer to another node than within one.
+    """More ranks on each node, or more equally full nodes, never reduce the time.
 
-    And a rank's share of the link between nodes is at most half of what it has within: of an all-to-all more nodes move
-    bytes from one link to the other, and where the other is as fast, both together are faster than one, truly.
+    The link between nodes is at most as fast as the link within one, and a rank's share of it is at most half of the
+    bandwidth that the rank has within the node. Without the latter, an all-to-all on more nodes would move bytes from
+    one link to the other, and two equally fast links together really are faster than one.
     """
     latency, bandwidth = within
     between = Link(later * latency, share * bandwidth * each * beside)
@@ -142,7 +143,7 @@ def test_at_equal_bytes_each_more_ranks_never_take_less(
     ],
 )
 def test_small_collectives_of_gloo_take_what_they_took(ranks: int, measured: dict[Kind, float]) -> None:
-    """Milliseconds of gloo (torch 2.13) on two emulated nodes 5 ms apart; a message from one to the other took 5.35."""
+    """Compare with milliseconds of gloo (torch 2.13) on two emulated nodes 5 ms apart; a message takes 5.35 ms."""
     cluster = Cluster(
         ranks=ranks, per_node=ranks // 2, within=Link(1e-4, 1e9), between=Link(5.35e-3, 1e8), call=2e-4, library="gloo"
     )
@@ -165,6 +166,6 @@ def test_large_messages_take_what_their_slowest_link_takes() -> None:
     within, across = Placement(4, 4), Placement(8, 4)
     assert collective_seconds("all_reduce", sent, within, TWO_NODES) == pytest.approx(sent / FAST.bandwidth, rel=0.01)
     assert collective_seconds("all_reduce", sent, across, TWO_NODES) == pytest.approx(sent / SLOW.bandwidth, rel=0.01)
-    # Each of four ranks of a node sends 4 of 7 parts to the other node.
+    # Each of the four ranks of a node sends 4 of its 7 parts to the other node.
     crossing = 4 * sent * 4 / 7
     assert collective_seconds("all_to_all", sent, across, TWO_NODES) == pytest.approx(crossing / 1e9, rel=0.01)

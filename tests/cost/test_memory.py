@@ -1,4 +1,4 @@
-"""The memory that a plan is said to need: it is what torch's allocator gives, and what is left out is alike."""
+"""The estimated memory of a plan equals what torch's allocator reports, with and without the parts that are skipped."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,7 +39,7 @@ def job_of(training: bool, blocks: int = 2, sizes: ExampleSizes = SIZES, model: 
 
 @pytest.fixture
 def run_everything(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Call it to have nothing left out from then on: neither blocks nor turns of loops, nor what was run before."""
+    """Return a function that disables the shortcuts of the recorder: skipped blocks, skipped turns and cached runs."""
 
     def change() -> None:
         monkeypatch.setattr(record, "BLOCKS", 10**6)
@@ -60,7 +60,7 @@ def run_everything(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def tables() -> None:
-    """Have tables of constants go to "meta", which happens once: 80 kB, much beside so small a model."""
+    """Create the constant tables on "meta" once: their 80 kB would distort the figures of such a small model."""
     for training in (False, True):
         estimate_memory(job_of(training, sizes=replace(SIZES, residues=4)), Plan())
 
@@ -77,7 +77,7 @@ MEASURED = [
 
 @pytest.mark.parametrize(("training", "plan"), MEASURED, ids=str)
 def test_it_is_what_the_allocator_gives(training: bool, plan: dict[str, Any]) -> None:
-    """Within 10 % is what is asked; here it is some 1 %, and the rest is what torch's operations need inside."""
+    """The estimate must be within 10 %, and is within about 1 %: the rest is workspace inside torch's operations."""
     job = job_of(training, blocks=3 if "keep_blocks" in plan else 1)
     assert estimate_memory(job, Plan(**plan)).peak == pytest.approx(measured_memory(job, Plan(**plan)), rel=0.05)
 
@@ -95,7 +95,10 @@ def test_it_is_of_a_gradient_by_the_sequence_too(multimer: bool, plan: dict[str,
 
 
 def test_a_gradient_of_700_residues_fits_into_16_gb() -> None:
-    """The monomer with the aligned-error head, bf16, no alignment: in half of it with what is kept elsewhere."""
+    """Plan the monomer with the aligned-error head in bf16, without an alignment.
+
+    It needs half of the memory if activations are kept in host memory.
+    """
     config = ModelConfig()
     model = replace(config, heads=replace(config.heads, pae=True))
     sizes = ExampleSizes(residues=700, sequences=1, extra=1, templates=0)
@@ -107,7 +110,10 @@ def test_a_gradient_of_700_residues_fits_into_16_gb() -> None:
 
 @pytest.mark.parametrize("method", ["powersgd", "topk", "int8", "1bit"])
 def test_what_compression_holds_and_needs_counts(method: Any) -> None:
-    """It once crashed here (the quantised ones), or was left out of the update's peak: 1.9 GB of PowerSGD's."""
+    """The state and the workspace of each compression method are part of the estimate.
+
+    Earlier, the quantised methods crashed here, and the peak of the update lacked 1.9 GB of PowerSGD.
+    """
     config = job_of(True, blocks=2).model
     optim = OptimConfig(accumulate=2, compression=CompressionConfig(method=method, start=0))
 
@@ -118,7 +124,8 @@ def test_what_compression_holds_and_needs_counts(method: Any) -> None:
         kept = [*vars(compressor).values(), *compressor.local.values(), *getattr(compressor, "groups", {}).values()]
         held = sum(x.nbytes for x in kept if isinstance(x, torch.Tensor))
         optimizer.total.normal_()
-        used = torch.tensor(True)  # that what is carried over may have to be put back counts, too
+        # The compressor may have to restore its residual, and the copy for that counts too.
+        used = torch.tensor(True)
         return held, most_allocated(lambda: compressor.mean(optimizer.total, used))
 
     held, needed = run_ranks(on_a_rank, 2)[0]
@@ -127,12 +134,16 @@ def test_what_compression_holds_and_needs_counts(method: Any) -> None:
         for one in (optim, OptimConfig(accumulate=2))
     )
     assert estimated.held - without.held == pytest.approx(held, rel=0.02)
-    # What torch's own need inside is not seen (topk's 32-bit indices become 64), and a GPU encodes all at once.
+    # The recorder does not see the workspace inside torch's operations (topk's 32-bit indices become 64-bit), and a GPU
+    # encodes everything at once.
     assert estimated.update - estimated.held == pytest.approx(needed, rel=0.25)
 
 
 def test_templates_in_bf16_are_projected_without_copies_of_the_weight() -> None:
-    """Of moved axes torch copies it for every pair: 9.4 MB here, beside 1.2 MB of everything else."""
+    """The projection does not copy the weight for every pair.
+
+    Torch makes that copy where axes are moved: 9.4 MB here, next to 1.2 MB of everything else.
+    """
     layer = TemplatePointwiseAttention(c_z=8, c_t=64, heads=4, width=16).bfloat16().requires_grad_(False)
     z, t = torch.randn(24, 24, 8, dtype=torch.bfloat16), torch.randn(2, 24, 24, 64, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -160,7 +171,7 @@ def test_what_is_left_out_is_alike(training: bool, plan: dict, device: str, run_
     few = estimate_memory(job, Plan(**plan), device)
     run_everything()
     everything = estimate_memory(job, Plan(**plan), device)
-    # The stand-in for all parameters lacks one constant of the model.
+    # The parameter that represents all others does not include one constant of the model.
     assert few.weights == pytest.approx(everything.weights, rel=0, abs=max(16, record.UNIT[device]))
     assert few.peak == pytest.approx(everything.peak, rel=0.005)
 
@@ -195,8 +206,10 @@ def test_z_in_host_memory_is_not_on_the_device() -> None:
     there, away = (estimate_memory(job, replace(plan, offload=offload), "cuda") for offload in (False, True))
     of_z = 400 * 400 * job.model.c_z * 4
     assert away.host - there.host == of_z
-    assert there.host == pytest.approx(400 * 400 * 4, rel=0.01)  # PAE, which goes to main memory row by row
-    assert away.peak <= there.peak - 0.7 * of_z  # a slice more is on its way
+    # PAE, which is copied to host memory row by row
+    assert there.host == pytest.approx(400 * 400 * 4, rel=0.01)
+    # One more slice is in transit.
+    assert away.peak <= there.peak - 0.7 * of_z
     assert away.at_peak.get("z", 0) == 0
 
 
@@ -217,11 +230,13 @@ def test_more_ranks_hold_less() -> None:
         return estimate_memory(job_of(True, sizes=sizes), plan, "cuda")
 
     one, four = of(1), of(4)
-    assert one.weights / 4 < four.weights < one.weights  # of the optimizer's state each has its share
+    # Each rank has its share of the optimizer's state.
+    assert one.weights / 4 < four.weights < one.weights
     assert four.peak - four.weights < 0.5 * (one.peak - one.weights)
 
 
-GB, CARD = 10**9, {24: 24 << 30, 40: 40 << 30, 80: 80 << 30}  # a card's bytes
+# The memory of cards in bytes
+GB, CARD = 10**9, {24: 24 << 30, 40: 40 << 30, 80: 80 << 30}
 
 
 @pytest.mark.parametrize(
@@ -229,7 +244,10 @@ GB, CARD = 10**9, {24: 24 << 30, 40: 40 << 30, 80: 80 << 30}  # a card's bytes
     [(10_000, False, 61 * GB, 80), (6_000, False, 24 * GB, 24), (8_000, True, 24 * GB, 24)],
 )
 def test_long_proteins_fit(residues: int, offload: bool, limit: int, card: int) -> None:
-    """The monomer with the aligned-error head, 512 + 1,024 rows, bf16: z and one factor, or one factor."""
+    """Plan the monomer with the aligned-error head, 512 + 1,024 rows, bf16.
+
+    Beside the alignment, the device holds z and one factor, or with z in host memory, one factor.
+    """
     config = ModelConfig()
     model = replace(config, heads=replace(config.heads, pae=True))
     sizes = ExampleSizes(residues=residues, sequences=512, extra=1024, templates=0)
@@ -244,7 +262,7 @@ def test_long_proteins_fit(residues: int, offload: bool, limit: int, card: int) 
 
 
 def test_fine_tuning_fits() -> None:
-    """384 residues, 512 + 5,120 rows in bf16: on 40 GB, and on 80 GB with fewer blocks recomputed."""
+    """Plan 384 residues and 512 + 5,120 rows in bf16: they fit on 40 GB, and on 80 GB with fewer blocks recomputed."""
     sizes = ExampleSizes(residues=384, sequences=512, extra=5120, templates=4)
     job = Job(model=ModelConfig(), sizes=sizes, recycles=1, loss=LOSSES, optim=OptimConfig())
 

@@ -1,6 +1,6 @@
-"""The planner: what it chooses fits and is as fast as any, given keys stay, and what does not fit is said.
+"""The planner: its choice fits and is fastest, given keys are respected, and the message if nothing fits is correct.
 
-Memory and time are simple formulas here: what is tested is the choice, and how few estimates it needs.
+Memory and time are simple formulas here. The tests check the choice, and that it needs few estimates.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,8 @@ from warpfold.parallel.plan import DTYPES, Plan
 
 GPU = Machine(kind="cuda", free=10**12, name="H100")
 FREE = 10**9
-Z = 100 * 256**2  # bytes that the formula has of a training's pair representation
+# Bytes of the pair representation in training, according to the formula
+Z = 100 * 256**2
 
 
 def sizes(residues: int, sequences: int = 8, extra: int = 16, templates: int = 0) -> ExampleSizes:
@@ -71,8 +72,10 @@ def machine(free: float = 10**12, devices: int = 1, **more: Any) -> Machine:
 
 @pytest.fixture(autouse=True)
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
-    """What memory and time were asked of.  Ranks share an example with 0.8 of the gain for each doubling, if links are
-    fast; calls cost something for each batch, and gradients travel.
+    """Replace memory and time by formulas, and return the plans for which they were called.
+
+    With fast links, each doubling of the ranks that share an example gains a factor of 2 ** 0.7. Each batch has a fixed
+    cost for its calls, and gradients are sent.
     """
     found: dict[str, list[Any]] = {"memory": [], "time": []}
 
@@ -114,7 +117,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
 def test_a_fold_computes_as_much_at_once_as_fits(of_z: float, chunk: int | None, offload: bool) -> None:
     choice = choose(job(), machine(of_z * 100 * 2048**2))
     assert (choice.plan.chunk, choice.plan.in_place, choice.plan.offload) == (chunk, chunk is not None, offload)
-    assert choice.plan.precision == "fp32"  # never lowered
+    # The planner never lowers the precision by itself.
+    assert choice.plan.precision == "fp32"
     assert choice.memory.peak <= choice.machine.free
 
 
@@ -174,7 +178,8 @@ def test_what_fits_nowhere_is_refused_with_what_would_fit(asked: dict[str, list[
     with pytest.raises(UserError, match=r"needs at least [0-9,.]+ GB .*; what would fit: at most [0-9,]+ residues"):
         choose(job(200_000), machine(FREE, host=FREE))
     assert len(asked["memory"]) < 12
-    assert max(residues for residues, _ in asked["memory"]) < 10_000  # to say what would fit
+    # These estimates find the length that would fit.
+    assert max(residues for residues, _ in asked["memory"]) < 10_000
 
 
 def test_bf16_is_suggested_with_what_it_costs_on_a_cpu_that_lacks_it(
@@ -251,7 +256,11 @@ def test_no_plan_that_fits_is_clearly_faster(one: Job, of: Cluster) -> None:
 
 @pytest.mark.parametrize("one", [training(128), training(2, "first", 2)], ids=["128", "2"])
 def test_more_devices_are_never_planned_slower(one: Job) -> None:
-    """Three took 2.8 times as long as two, 96 2.7 times as long as 64: a share had to be the same on all."""
+    """A step on more devices is never planned to take longer.
+
+    Earlier, the share had to be equal on all ranks: three devices took 2.8 times as long as two, and 96 took 2.7 times
+    as long as 64.
+    """
     least = float("inf")
     for ranks in (1, 2, 3, 4, 5, 7, 8, 11, 16, 24, 64, 96):
         choice = choose(one, machine(devices=ranks), cluster=cluster(ranks))
@@ -264,7 +273,7 @@ def test_more_devices_are_never_planned_slower(one: Job) -> None:
 
 
 def test_grids_of_fewer_ranks_are_among_those_of_more() -> None:
-    """So that the best of these takes no longer."""
+    """Every grid of fewer ranks is also a candidate for more ranks, so that the best of these is never slower."""
     for outer in ("middle", "first"):
         before: set[tuple[int, int, int]] = set()
         for ranks in (1, 2, 3, 6, 7, 16, 17, 48, 100):
@@ -313,7 +322,8 @@ def test_a_plan_that_keeps_everything_on_each_device_is_taken_at_once(asked: dic
         grids_asked = {(plan.data > 1, plan.axial, plan.recompute) for _, plan in asked["memory"]}
         assert grids_asked == {(ranks > 1, 1, None)}
     assert choose(training(16), machine(4 * Z, 4), cluster=cluster(4)).plan.recompute == "block"
-    # Three ranks cannot divide two examples: on a CPU they are taken at once if an example stays in the caches.
+    # Three ranks cannot divide two examples evenly. On a CPU this grid is chosen without estimates if an example fits
+    # into the caches.
     small = replace(training(2), sizes=sizes(48))
     cpu = replace(machine(devices=3), kind="cpu", name="")
     assert choose(small, cpu, cluster=cluster(3)).plan == Plan(data=2)
@@ -322,7 +332,7 @@ def test_a_plan_that_keeps_everything_on_each_device_is_taken_at_once(asked: dic
 
 
 def test_of_equally_fast_plans_the_one_with_fewer_devices_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second half of 16 devices makes a step 4 % faster."""
+    """The second half of 16 devices makes a step only 4 % faster, so that 8 devices are chosen."""
 
     def time(job: Job, plan: Plan, rates: object, of: Cluster | None = None) -> StepTime:
         turns = planner.share_of(examples_of(job), plan.data, 0)
@@ -417,14 +427,14 @@ def test_small_jobs_need_no_estimate(asked: dict[str, list[Any]], monkeypatch: p
 @pytest.mark.slow
 @pytest.mark.parametrize("one", [job(24), job(200), training(blocks=2)], ids=["24", "200", "training"])
 def test_the_upper_bound_is_one(one: Job) -> None:
-    """What `upper_bound` says is more than the code holds."""
+    """The result of `upper_bound` is larger than the peak of the actual code."""
     assert estimate_memory(one, Plan(), "cpu").peak < upper_bound(one, Plan()).peak
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_training", [False, True])
 def test_the_lower_bound_is_one(is_training: bool) -> None:
-    """Of every plan, what the code itself holds beside the weights is more."""
+    """For every plan, the actual code needs more than the bound, beside the weights."""
     for residues in (24, 70):
         given = replace(training(1, blocks=3), sizes=sizes(residues)) if is_training else job(residues)
         plans = candidates(given, replace(GPU, devices=2), {}) + [Plan(precision="bf16"), Plan(axial=2)]
@@ -436,7 +446,7 @@ def test_the_lower_bound_is_one(is_training: bool) -> None:
 
 
 def test_slices_need_less_by_the_code_itself() -> None:
-    """The ladder's order holds for the real figure: each rung of a long protein is tighter than the one before."""
+    """The actual memory of a long protein also decreases from each value of `chunk` to the next."""
     one = Job(model=tiny_config(), sizes=sizes(512), recycles=1)
     plans = [Plan(), Plan(chunk=128, in_place=True), Plan(chunk=32, in_place=True)]
     peaks = [estimate_memory(one, plan, "cuda").peak for plan in plans]

@@ -1,4 +1,4 @@
-"""Measured rates: a fit of what was timed, and nothing is timed that nobody asks for."""
+"""Measured rates: they are a fit of the measured times, and only requested rates are measured."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from warpfold.cost.rates import CACHED_BYTES, TORCH, PassName, Rate, RateKey, of
 
 
 class FakeClock:
-    """A second passes whenever it is read."""
+    """A clock that advances by one second with every reading."""
 
     now = 0.0
 
@@ -46,26 +46,35 @@ def test_what_nobody_asks_for_is_not_measured(which: PassName) -> None:
     assert found.ops[key].call >= 0
     assert found.ops[key].call >= 0
     assert set(found.ops) - before == {key}
-    assert sum("outer_product" in what for what in said) == 1  # before it is measured, not when it is read
+    # The message is printed before the measurement, and not on later reads.
+    assert sum("outer_product" in what for what in said) == 1
 
 
 @pytest.mark.parametrize("which", ["forward", "training", "backward"])
 def test_a_call_of_torch_in_a_model_costs_what_calls_outside_of_the_trunk_do(which: PassName) -> None:
-    """In a loop of its own it has no views, no autograd and little Python around it."""
+    """A call of torch inside a model is as expensive as calls outside of the trunk.
+
+    In a loop of its own, a call would have no views, no autograd and little Python code around it.
+    """
     found = measured("cpu", torch.float32, clock=FakeClock())
     assert found.ops[TORCH, which, torch.float32].call == found.ops[OUTSIDE, which, torch.float32].call > 0
 
 
 def test_a_rate_is_that_of_the_middle_run() -> None:
-    """A run in which others have a core for themselves, or lose it, says nothing of a step, which is a sum."""
-    marks = iter([0.0, 1.0, 1.0, 1.5, 2.0, 3.1, 4.0, 13.0])  # runs of 1 (the first), 0.5, 1.1 and 9 seconds
+    """The rate is the median of the runs.
+
+    A run that is disturbed by other processes, or happens to be undisturbed, does not represent a step, which is a sum.
+    """
+    # Durations: 1 s (the first run), 0.5, 1.1 and 9 s
+    marks = iter([0.0, 1.0, 1.0, 1.5, 2.0, 3.1, 4.0, 13.0])
     timer = _Timer(torch.device("cpu"), lambda: next(marks))
     assert timer.seconds(lambda: None) == pytest.approx(1.1)
 
 
 def test_how_much_runs_of_the_same_differ_is_kept() -> None:
-    """But not what others' turns on the core add."""
-    marks = iter([0.0, 1.0, 1.0, 2.0, 2.0, 2.9, 3.0, 4.1])  # 1, 0.9 and 1.1 seconds after the first: a tenth
+    """The spread of repeated runs is stored, without the time in which other processes used the core."""
+    # Durations: 1 s, 0.9 s and 1.1 s after the first run, which is a spread of a tenth
+    marks = iter([0.0, 1.0, 1.0, 2.0, 2.0, 2.9, 3.0, 4.1])
     timer = _Timer(torch.device("cpu"), FakeClock(), busy=lambda: next(marks))
     timer.seconds(lambda: None)
     assert timer.spread == pytest.approx(0.1)

@@ -37,7 +37,8 @@ NARROW = replace(
 )  # fmt: skip
 
 
-TRUNK = replace(NARROW, templates=replace(NARROW.templates, enabled=False), extra_blocks=0)  # quick to record
+# A model that is quick to record
+TRUNK = replace(NARROW, templates=replace(NARROW.templates, enabled=False), extra_blocks=0)
 
 
 def job(blocks: int = 1, model: ModelConfig = TRUNK) -> Job:
@@ -76,7 +77,7 @@ def test_gradients_begin_while_the_backward_pass_runs_and_are_summed_over_the_mo
     assert [e.after for e in data] == [(e.number,) for e in model]
     last = max(i for i, e in enumerate(entries) if isinstance(e, Operation) and e.op != TORCH)
     assert at[data[0].number] < last
-    # The update gathers as many bytes, of every rank's piece, as were sent to be added up.
+    # The update gathers the pieces of all ranks: as many bytes as were sent for the sum.
     assert traffic(entries)["data", "backward"][1] == pytest.approx(
         traffic(recorded(plan).update)["data", "update"][1], rel=0.01
     )
@@ -94,7 +95,7 @@ def test_parameters_are_those_of_the_whole_model() -> None:
 
 @pytest.mark.parametrize("plan", [Plan(data=4), Plan(data=2, axial=2, sync=SyncConfig(bucket=0.02, shard_state=True))])
 def test_one_parameter_stands_for_a_bucket(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The messages and the memory of the optimizer are those of all parameters."""
+    """The messages and the memory of the optimizer are the same as with all parameters."""
 
     def run() -> record_module.OptimizerRun:
         record_module.record_optimizer.cache_clear()
@@ -135,7 +136,7 @@ def test_only_the_last_example_of_a_rank_sends_gradients() -> None:
 
 
 def test_recorded_passes_are_launched_at_once_and_gradients_travel_within_them() -> None:
-    """An example on each of two ranks; then three on one, and no message."""
+    """Count launches and messages with one example on each of two ranks, and with three examples on one rank."""
     few, own = Plan(data=2, sizes=1), Plan(data=2, sizes=1, graph=False)
     graphs, eager = (recorded(plan, gpu=True) for plan in (few, own))
     for part in ("early", "last"):
@@ -182,7 +183,10 @@ def test_hierarchical_sums_go_within_nodes_first() -> None:
 
 @pytest.mark.parametrize("blocks", [1, 5])
 def test_recorded_products_are_those_that_are_counted(blocks: int) -> None:
-    """Forward, two blocks for all; backward, an operation that is fused computes some of it again."""
+    """The recorded products equal those that torch's counter finds.
+
+    Forward, the two recorded blocks represent all. Backward, a fused operation recomputes a part of itself.
+    """
     whole = job(blocks, replace(NARROW, extra_blocks=3))
     bench = ModelBench(model=whole.model, loss=LossConfig(), optim=OptimConfig(), plan=Plan(), sizes=SIZES)
     step = TrainingStep(bench, "meta")
@@ -198,7 +202,7 @@ def flops(of: Job, plan: Plan, phase: str = "forward") -> float:
 
 
 def test_ways_to_run_an_example_compute_the_same_and_recompute_what_they_say() -> None:
-    """In slices, of which few are run, and on ranks, each of which has its share."""
+    """Slices (only a few of which are run) and ranks (each with its share) perform the same number of products."""
     of = job(4, replace(NARROW, extra_blocks=3))
     once, fold = flops(of, Plan()), replace(of, loss=None, optim=None)
     for chunk in (1, 4):
@@ -225,7 +229,7 @@ def test_the_time_of_a_plan_is_the_mean_over_recycling_passes(plan: Plan) -> Non
 @pytest.mark.parametrize("gpu", [True, False])
 @pytest.mark.parametrize("plan", [Plan(), Plan(chunk=4, in_place=True)], ids=str)
 def test_what_is_repeated_is_what_would_have_run(plan: Plan, gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a fold each stack and operation is run once for each kind of arguments."""
+    """In a fold, each stack and operation is run once per kind of arguments; the totals equal those of a full run."""
     sizes = replace(SIZES, templates=4)
     fold = Job(model=replace(NARROW, ensemble=2, extra_blocks=1), sizes=sizes, recycles=1)
 
@@ -239,7 +243,8 @@ def test_what_is_repeated_is_what_would_have_run(plan: Plan, gpu: bool, monkeypa
             found[e.op, e.part] = tuple(a + b for a, b in zip(found.get((e.op, e.part), (0.0,) * 4), new))
         return found
 
-    totals()  # tables of constants are made once
+    # The first run creates the constant tables.
+    totals()
     repeated = totals()
     monkeypatch.setattr(Recorder, "run", lambda self, what, function, args, kwargs: function(*args, **kwargs))
     run = totals()

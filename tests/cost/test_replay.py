@@ -1,4 +1,4 @@
-"""Timelines keep laws: overlap gains no more than there is to hide, and nothing is lost of a step's time."""
+"""Invariants of timelines: overlap gains at most the time that can be hidden, and the parts add up to the step."""
 
 import math
 from dataclasses import replace
@@ -35,7 +35,7 @@ def operation(seconds: float, launches: int = 1) -> Operation:
 
 @st.composite
 def schedules(draw: st.DrawFn) -> list[Entry]:
-    """Operations and collectives in any order; each collective is awaited later, perhaps at the very end."""
+    """Draw operations and collectives in any order; each collective is awaited later, possibly at the very end."""
     found: list[Entry] = []
     begun: list[int] = []
     for number in range(draw(st.integers(0, 12))):
@@ -56,7 +56,7 @@ def schedules(draw: st.DrawFn) -> list[Entry]:
 def test_a_step_is_no_longer_than_all_of_it_and_no_shorter_than_the_longest_part(entries) -> None:
     found = replay(entries, PLAN, pace())
     serial = replay(entries, PLAN, pace(overlap=False))
-    # Each group has a wire of its own: axial ranks share a node, data ranks are on different nodes.
+    # Each group has a link of its own: the axial ranks share a node, and the data ranks are on different nodes.
     of_groups = ([e for e in entries if isinstance(e, Begin) and e.group == group] for group in ("axial", "data"))
     busy = [found.compute, *(replay(begun, PLAN, pace()).collectives for begun in of_groups)]
     assert found.seconds <= serial.seconds + 1e-12 <= found.compute + found.collectives + 2e-12
@@ -109,11 +109,12 @@ def test_by_measured_rates_a_call_of_torch_takes_what_its_pass_makes_of_it(phase
     ]
     assert replay(of_one_cost, PLAN, measured).seconds == 1 + 3 + 2
     unknown = Operation("dropout_factors", "training", Cost(0, 0, 0), torch.float32, 30, phase)
-    assert measured.seconds(unknown) == 30 * seconds  # it is what torch does within it
+    # An operation without a rate takes the time of the torch calls inside it.
+    assert measured.seconds(unknown) == 30 * seconds
 
 
 def uneven(spread: float, link: Link = SLOW) -> Pace:
-    """A rank whose operations of torch's take a second for 1e9 bytes, more or less."""
+    """Return the pace of a rank whose torch operations take a second for 1e9 bytes, with this relative spread."""
     ops = dict.fromkeys(
         [(TORCH, which, torch.float32) for which in ("forward", "training", "backward")],
         Rate(0.0, byte=1e-9, spread=spread),
@@ -131,7 +132,11 @@ def test_ranks_that_vary_wait_for_each_other_and_compute_no_more(entries, spread
 
 
 def test_what_is_waited_for_is_the_last_of_the_ranks_since_they_last_met() -> None:
-    """A second of computing that varies by 0.1; then ranks that met anew have varied by as much again, not by more."""
+    """A group waits for its last rank, counted from the previous meeting.
+
+    One second of computation varies by 0.1 s. After the ranks have met, the same variation occurs again, not a larger
+    one.
+    """
     meet = [Begin(1, "all_gather", "axial", 0, "forward"), Await(1)]
     second: Entry = Operation(TORCH, "forward", Cost(0, 0, 1e9), torch.float32, 1, "forward")
     late = 0.1 * latest(2)
@@ -151,7 +156,7 @@ def test_how_late_the_last_of_some_ranks_is(ranks: int) -> None:
 
 
 def test_a_slower_link_is_felt_once_it_is_no_longer_hidden() -> None:
-    """5 ms are computed while 1 MB travels between nodes, and then 1 MB within one."""
+    """Between nodes, 1 MB is sent during 5 ms of computation; within a node, 1 MB is sent afterwards."""
     entries: list[Entry] = [
         Begin(1, "all_gather", "data", 10**6, "forward"), operation(5e-3), Await(1),
         Begin(2, "all_gather", "axial", 10**6, "forward"), Await(2),
@@ -161,7 +166,8 @@ def test_a_slower_link_is_felt_once_it_is_no_longer_hidden() -> None:
         cluster = replace(pace().cluster, between=Link(1e-6, between), within=Link(1e-6, within))
         return replay(entries, PLAN, replace(pace(), cluster=cluster)).seconds
 
-    times = [seconds(rate) for rate in (1e9, 0.5e9, 0.25e9, 0.2e9)]  # two ranks of a node share it
+    # Two ranks of a node share the link.
+    times = [seconds(rate) for rate in (1e9, 0.5e9, 0.25e9, 0.2e9)]
     assert times == pytest.approx([6e-3, 6e-3, 9e-3, 11e-3], rel=0.01)
     assert seconds(1e9, within=0.5e9) == pytest.approx(7e-3, rel=0.01)
 
@@ -172,7 +178,8 @@ def test_the_host_is_waited_for_where_it_launches_more_slowly_than_the_device_co
     assert found.seconds == pytest.approx(100 * 5e-6, rel=0.02)
     assert found.launch == pytest.approx(found.seconds - found.compute)
     one = replay([operation(1e-3), *entries], PLAN, pace(launch=5e-6))
-    assert one.launch < 1e-5  # launched while the first one computes
+    # The host launches these while the first operation runs.
+    assert one.launch < 1e-5
     assert one.seconds == pytest.approx(1e-3 + 100e-6, rel=0.02)
 
 
@@ -199,7 +206,7 @@ def test_an_operation_takes_at_least_what_its_kernels_take() -> None:
 
 
 def test_what_comes_often_takes_as_long_as_if_it_were_there_as_often() -> None:
-    """But for what is under way from one turn to the next."""
+    """A repeated entry takes as long as its copies, except for what is in transit from one turn to the next."""
     turn = [Begin(1, "all_gather", "axial", 10**6, "forward"), operation(5e-4), Await(1), operation(1e-4, 3)]
     often = [replace(entry, times=20) if not isinstance(entry, Await) else entry for entry in turn]
     for launch in (0.0, 1e-3):

@@ -1,4 +1,4 @@
-"""The model of what the device allows, against figures that others worked out, and its parts by hand."""
+"""The lower limit of times on a device, compared with independently derived figures, and its parts computed by hand."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from warpfold.check.op_profile import OpCase
 from warpfold.check.sizes import shapes
 from warpfold.cost.rates import Ceilings, ceilings, cost
 
-# Products, bytes and exponentials per second, as the table of limits takes them: 16 per clock and multiprocessor.
+# Products, bytes and exponentials per second, as the table of limits defines them: 16 per clock and multiprocessor.
 A100 = Ceilings(312e12, 2.0e12, 108 * 16 * 1.41e9, "")
 H100 = Ceilings(790e12, 3.0e12, 132 * 16 * 1.755e9, "")
 
@@ -27,7 +27,7 @@ H100 = Ceilings(790e12, 3.0e12, 132 * 16 * 1.755e9, "")
     ],
 )
 def test_triangle_attention_as_in_the_research(top: Ceilings, n: int, forward: float, backward: float) -> None:
-    """Milliseconds, bf16, 4 heads of 32: what an estimate made apart from this code says."""
+    """Compare with milliseconds in bf16 for 4 heads of 32 channels from an independent estimate."""
     ((name, case),) = shapes("attention", [f"starting:{n}"])
     assert name == f"starting:{n}"
     assert top.limit(cost(case, "forward", 2)) * 1e3 == pytest.approx(forward, rel=0.02)
@@ -35,7 +35,7 @@ def test_triangle_attention_as_in_the_research(top: Ceilings, n: int, forward: f
 
 
 def test_norms_are_bytes_alone() -> None:
-    """33.6 and 50.3 MB for [256, 256, 128] in bf16; 7.8 and 11.7 us at the 4.3 TB/s of an H200."""
+    """A norm of [256, 256, 128] in bf16 moves 33.6 and 50.3 MB: 7.8 and 11.7 us at the 4.3 TB/s of an H200."""
     ((_, case),) = shapes("layer_norm", ["pair:256"])
     h200 = Ceilings(790e12, 4.3e12, None, "")
     for direction, megabytes, micro in (("forward", 33.6, 7.8), ("backward", 50.3, 11.7)):
@@ -46,7 +46,7 @@ def test_norms_are_bytes_alone() -> None:
 
 
 def test_exponentials_of_a_block() -> None:
-    """67 and 34 million in row and column attention of a block of 128 x 256."""
+    """Row and column attention of a block of 128 x 256 need 67 and 34 million exponentials."""
     for kind, millions in (("row", 67), ("column", 34)):
         ((_, case),) = shapes("attention", [f"{kind}:128x256"])
         assert cost(case, "forward", 2).exps / 1e6 == pytest.approx(millions, rel=0.02)
@@ -66,12 +66,13 @@ def test_products_by_hand() -> None:
 
 
 def test_products_of_transitions_and_outer_products() -> None:
-    """A block of 128 x 256 with 256 channels: 34.4 GF of MSA transition, as much of outer product."""
+    """A block of 128 x 256 with 256 channels needs 34.4 GF for the MSA transition and for the outer product."""
     transition = dict(shapes("transition", ["msa:128x256"]))["msa:128x256"]
     assert cost(transition, "forward", 2).flops / 1e9 == pytest.approx(34.4, rel=0.01)
     assert cost(transition, "forward", 2).bytes == 2 * 128 * 256 * 256 * 2
     assert cost(transition, "backward", 2).flops == 2.5 * cost(transition, "forward", 2).flops
-    swiglu = replace(transition, gated=True)  # one product in two is twice as large
+    # One of the two products is twice as large.
+    swiglu = replace(transition, gated=True)
     assert cost(swiglu, "forward", 2).flops == 1.5 * cost(transition, "forward", 2).flops
     assert cost(swiglu, "backward", 2).flops == 4 * cost(transition, "forward", 2).flops
     outer = dict(shapes("outer_product", ["msa:128x256"]))["msa:128x256"]

@@ -1,4 +1,4 @@
-"""Check the files of published and measured step times: counts follow from rows, and a page has the figures."""
+"""Check the files of published and measured step times: counts follow from the rows, and the page shows the figures."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a plan needs and takes where a part of the model is trained."""
+"""Memory and time of plans that train only a part of the model."""
 
 from dataclasses import replace
 
@@ -57,11 +57,13 @@ def test_memory_is_that_of_what_is_trained(recompute: str | None) -> None:
     found = {name: estimate_memory(job, plan) for name, job in JOBS.items()}
     kept = {name: max(held.get("kept", 0) for _, held in one.course) for name, one in found.items()}
     assert kept["structure"] < kept["last block"] < kept["from the second"] < kept["all"]
-    assert kept["structure"] == pytest.approx(kept["cached"], rel=0.1)  # the first run made constants, too
+    # The first run also created constants.
+    assert kept["structure"] == pytest.approx(kept["cached"], rel=0.1)
     weights = {name: one.weights for name, one in found.items()}
     assert weights["structure"] < weights["from the second"] < weights["all"]
     whole = sum(p.numel() for p in AlphaFold(MODEL).parameters()) * 4
-    assert whole < weights["structure"] < 2.2 * whole  # what is not trained has neither gradient nor moments
+    # Frozen parameters have neither gradient nor moments.
+    assert whole < weights["structure"] < 2.2 * whole
     assert lower_bound(JOBS["structure"], plan).peak < lower_bound(JOBS["all"], plan).peak
 
 
