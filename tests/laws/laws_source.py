@@ -1,4 +1,4 @@
-"""The package's source as syntax trees, for the laws that read it."""
+"""The package's source as syntax trees, for the tests that check it."""
 
 import ast
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ PACKAGE = ROOT / "warpfold"
 
 @cache
 def trees(folder: str = "warpfold") -> dict[Path, ast.Module]:
-    """Every Python file under a folder of the repository: path relative to its root -> tree."""
+    """Map each Python file below a folder of the repository, as a path relative to the root, to its tree."""
     return {
         path.relative_to(ROOT): ast.parse(path.read_text(encoding="utf-8"), str(path))
         for path in sorted((ROOT / folder).rglob("*.py"))
@@ -20,17 +20,17 @@ def trees(folder: str = "warpfold") -> dict[Path, ast.Module]:
 
 @cache
 def nodes(tree: ast.Module) -> list[ast.AST]:
-    """Every node of a file, which many laws look at: to walk through all files once takes seconds."""
+    """Return all nodes of a file. Cached, as walking through all files takes seconds, and many tests do so."""
     return list(ast.walk(tree))
 
 
 def room(path: Path) -> str:
-    """The part of the package that a file belongs to: warpfold/model/heads.py -> model."""
+    """Return the part of the package that a file belongs to: warpfold/model/heads.py -> model."""
     return path.parts[1].removesuffix(".py")
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Every module imported anywhere in a file, with its line; `from a import b` gives a and a.b."""
+    """Yield every module imported anywhere in a file, and the line; `from a import b` gives a and a.b."""
     for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -41,7 +41,7 @@ def imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def loaded_at_import(tree: ast.Module) -> set[str]:
-    """Modules imported outside functions: what importing the file itself loads."""
+    """Return the modules that are imported when the file is imported, that is, outside functions."""
     inside = {
         id(inner)
         for node in nodes(tree)
@@ -54,17 +54,17 @@ def loaded_at_import(tree: ast.Module) -> set[str]:
 
 
 def text(node: ast.expr) -> str:
-    """The text of an expression; of a dotted name in a tenth of the time that `unparse` takes."""
+    """Return the text of an expression, for a dotted name in a tenth of the time of `unparse`."""
     if isinstance(node, ast.Name):
         return node.id
     return f"{text(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ast.unparse(node)
 
 
 def calls(tree: ast.Module) -> Iterator[ast.Call]:
-    """Every call in a file."""
+    """Return all calls in a file."""
     return (node for node in nodes(tree) if isinstance(node, ast.Call))
 
 
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Every function and method in a file."""
+    """Return all functions and methods in a file."""
     return (node for node in nodes(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))

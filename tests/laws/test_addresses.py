@@ -1,4 +1,4 @@
-"""Options that are paths refuse addresses: `--out s3://bucket/x` must not write into a local folder called `s3:`."""
+"""Path options refuse addresses: `--out s3://bucket/x` must not write to a local folder called `s3:`."""
 
 import inspect
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from warpfold import arguments, cli
 from warpfold.errors import UserError
 
 ADDRESS = "s3://bucket/x"
-# Stores are read at addresses.
+# Arguments for a store, which may be an address
 STORES = {
     *(("pack", "verify"), ("pack", "info"), ("bench data", "store"), ("finetune", "rehearse")),
     *(("train", "data"), ("validate", "data")),
 }
-# Texts that are no paths.
+# Text options that are not paths
 WORDS = {
-    *("model", "inputs"),  # functions
+    *("model", "inputs"),  # names of functions
     *("batch", "chains", "change", "cluster", "device", "dtype", "fixed_chains", "keep", "kernel", "link", "max_hits"),
     *("max_recycles", "max_template_date", "memory", "msa_server", "name", "only", "op", "released_after"),
     *("released_before", "set", "shapes", "shard", "source", "storage", "trainable", "ways"),
@@ -30,7 +30,7 @@ WORDS = {
 
 
 def options() -> Iterator[tuple[str, str, list[str], Any]]:
-    """Every option of every command: command, name, spelling (none: an argument), type."""
+    """Yield every option of every command: command, name, spelling (empty for an argument) and type."""
     main: Any = typer.main.get_command(cli.app)
     found = [(one.name or one.callback.__name__, main, one.callback) for one in cli.app.registered_commands]
     for group in cli.app.registered_groups:
@@ -54,7 +54,7 @@ OPTIONS = [one for one in options() if one[:2] not in STORES and one[1] not in W
 
 
 def test_all_commands_have_options() -> None:
-    """Otherwise the next test would hold of nothing."""
+    """The next test checks a non-empty list of options."""
     assert len(OPTIONS) > 60
     assert {"predict", "train", "pack", "params fetch", "bench data"} <= {command for command, *_ in OPTIONS}
     assert {name for _, name, *_ in options()} >= WORDS

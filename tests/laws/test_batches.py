@@ -1,4 +1,4 @@
-"""Padding changes no result, and examples that go through the model together are what each is alone: in fp64."""
+"""In fp64, padding does not change results, and a batch gives the results of its separate examples."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ SAMPLES = SampleConfig(crop=11, max_msa=5, max_extra=6, max_templates=3)
 
 
 def whole(work: Work, index: int) -> Batch:
-    """An example all of whose residues are there, as features are made: a masked one sees whatever is padded."""
+    """Return an example without masked residues, as the features are made. A masked residue would react to padding."""
     features = example(work, index)
     return features | {"seq_mask": torch.ones_like(features["seq_mask"])}
 
@@ -38,7 +38,7 @@ def padded(batch: Batch, count: int, multiple: int = 1) -> Batch:
 
 
 def trained(model: AlphaFold, batch: int, examples: list[Batch], chunk: int | None = None) -> list[Tensor]:
-    """The gradient of the sum of the losses, and what is told of each example."""
+    """Return the gradient of the sum of the losses, and the results of each example."""
     Execution(Plan(precision="fp64", chunk=chunk)).bind(model).train()
     config = OptimConfig(accumulate=len(examples), clip="step")
     learner = Learner(model, Optimizer(model, config, batch=batch), LOSSES, 1, Team())
@@ -63,7 +63,7 @@ COMPLEX = Work(chains=(3, 2, 3), residues=8, sequences=3, extra=2, templates=1, 
     ids=str,
 )
 def test_padding_changes_nothing(work: Work, count: int, multiple: int) -> None:
-    """Neither losses nor gradients, with dropout."""
+    """Padding changes neither losses nor gradients, with dropout."""
     model, features = model_for(work), whole(work, 0)
     more = padded(features, count, multiple)
     assert more["aatype"].shape > features["aatype"].shape
@@ -72,14 +72,14 @@ def test_padding_changes_nothing(work: Work, count: int, multiple: int) -> None:
 
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_a_batch_is_its_examples_one_after_another(chunk: int | None) -> None:
-    """Of different sizes, each with the dropout of its own number."""
+    """The examples have different sizes, and each has the dropout of its own number."""
     model, examples = model_for(WORK), [whole(work, i) for i, work in enumerate((WORK, OTHER, WORK, WORK))]
     assert_agree(trained(model, 2, examples, chunk), trained(model, 1, examples))
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_dropout_is_drawn_anew_for_each_example(batch: int) -> None:
-    """By its number in the run, whatever is in it."""
+    """Dropout depends on the number of the example in the run, and not on its content."""
     model, same = model_for(WORK), whole(WORK, 0)
     _, one, other = trained(model, batch, [same, same])
     assert not torch.allclose(one, other)

@@ -1,4 +1,4 @@
-"""The law of elasticity: a run over several processes may lose any of them at any moment, and go on with others."""
+"""Elastic runs: a run with several processes can lose any of them at any time, and continue with others."""
 
 import os
 import random
@@ -40,7 +40,10 @@ SINGLE = ["--standalone", "--nproc-per-node", "2"]
 def begin(
     config: RunConfig, store: Store, out: Path, log: Path, *options: str, single: bool = True, text: str = ""
 ) -> subprocess.Popen:
-    """torchrun with two processes that train; not `single`: with as many as the options say.  text: of the settings."""
+    """Start torchrun with two training processes, or if not `single`, with the number that the options specify.
+
+    text: the settings file, if it is not `config`.
+    """
     file = log.with_suffix(".toml")
     file.write_text(text or settings.to_toml(config))
     command = ["-m", "warpfold", "train", file, "--data", store.path, "--out", out, "--device", "cpu"]
@@ -55,7 +58,7 @@ def begin(
 
 
 def ranks_of(torchrun: subprocess.Popen, out: Path, rows_then: int) -> list[int]:
-    """The processes of a run, once its log has so many rows."""
+    """Return the processes of a run as soon as its log has this number of rows."""
     log = out / "metrics.jsonl"
     while torchrun.poll() is None and (not log.exists() or log.read_bytes().count(b"\n") < rows_then):
         time.sleep(0.01)
@@ -80,7 +83,8 @@ def test_a_process_is_killed_and_the_job_restarts_the_same_to_the_bit(
 ) -> None:
     out, log = tmp_path / "run", tmp_path / "log"
     moment, seconds, which = random.randrange(4, 9), random.uniform(0, 0.2), random.randrange(2)
-    print(f"killed process {which}, {seconds} s after row {moment}")  # shown when the test fails
+    # Shown if the test fails
+    print(f"killed process {which}, {seconds} s after row {moment}")
     torchrun = begin(TWO, store, out, log, "--max-restarts", "2")
     ranks = ranks_of(torchrun, out, moment)
     time.sleep(seconds)
@@ -94,9 +98,10 @@ def test_a_process_is_killed_and_the_job_restarts_the_same_to_the_bit(
 
 @pytest.mark.slow
 def test_a_process_of_another_machine_is_killed(store: Store, unbroken: Path, tmp_path: Path) -> None:
-    """Two torchruns, as on two machines: they count restarts each for itself, and their processes meet all the same."""
+    """Two torchruns, as on two machines, count restarts separately, and their processes still connect to each other."""
     out, logs = tmp_path / "run", [tmp_path / "first", tmp_path / "second"]
-    port = dist.TCPStore("127.0.0.1", 0, None, True).port  # free again in a moment
+    # Free again immediately
+    port = dist.TCPStore("127.0.0.1", 0, None, True).port
     options = f"--nnodes 2 --nproc-per-node 1 --max-restarts 2 --rdzv-id 1 --rdzv-endpoint 127.0.0.1:{port}".split()
     machines = [begin(TWO, store, out, log, *options, "--rdzv-backend", "c10d", single=False) for log in logs]
     [killed] = ranks_of(machines[1], out, 5)
@@ -107,7 +112,7 @@ def test_a_process_of_another_machine_is_killed(store: Store, unbroken: Path, tm
 
 @pytest.mark.parametrize("receiver", ["one process", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_sigterm_saves_and_others_go_on(store: Store, unbroken: Path, tmp_path: Path, receiver: str) -> None:
-    """Saved, all exit with 0; one device goes on, then for the last steps two that share each protein."""
+    """After a checkpoint, all processes exit with 0. One device continues, and then two that share each protein."""
     out, log = tmp_path / "run", tmp_path / "log"
     torchrun = begin(TWO, store, out, log)
     ranks = ranks_of(torchrun, out, 4)
@@ -116,7 +121,8 @@ def test_sigterm_saves_and_others_go_on(store: Store, unbroken: Path, tmp_path: 
     [steps] = map(int, re.findall(r"stopped after (\d+) steps; the same command continues", log.read_text()))
     assert 3 <= steps < STEPS
     assert (out / f"checkpoints/step-{steps:08d}").is_dir()
-    if receiver == "one process":  # torchrun itself always exits with 1 on a signal
+    # torchrun itself always exits with 1 after a signal
+    if receiver == "one process":
         assert code == 0, log.read_text()
     assert "exitcode" not in log.read_text(), "a process did not exit with 0"
 
@@ -128,18 +134,21 @@ def test_sigterm_saves_and_others_go_on(store: Store, unbroken: Path, tmp_path: 
 
 @pytest.mark.slow
 def test_a_machine_is_lost_for_good_and_the_others_go_on(store: Store, tmp_path: Path) -> None:
-    """`--nnodes 1:2`: torchrun goes on with what is left, the plan is chosen anew, and every step has its examples."""
+    """With `--nnodes 1:2`, torchrun continues with one machine and a new plan, and each step has all its examples."""
     out, logs = tmp_path / "run", [tmp_path / "first", tmp_path / "second"]
-    port = dist.TCPStore("127.0.0.1", 0, None, True).port  # free again in a moment
+    # Free again immediately
+    port = dist.TCPStore("127.0.0.1", 0, None, True).port
     options = f"--nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-id 1 --rdzv-endpoint 127.0.0.1:{port}".split()
     config = replace(TWO, train=replace(TWO.train, save_every=2))
-    text = re.sub(r"(?ms)^\[plan.*?(?=^\[(?!plan)|\Z)", "", settings.to_toml(config))  # no plan is asked for
+    # The settings specify no plan
+    text = re.sub(r"(?ms)^\[plan.*?(?=^\[(?!plan)|\Z)", "", settings.to_toml(config))
     machines = []
     for host, log in enumerate(logs):
         more = ["--rdzv-backend", "c10d", "--rdzv-conf", f"is_host={1 - host},{RDZV_CONF}"]
         machines.append(begin(config, store, out, log, *options, *more, single=False, text=text))
     [lost] = ranks_of(machines[1], out, 5)
-    for process in (machines[1].pid, lost):  # the one that does not keep torchrun's own store
+    # Not the machine that runs torchrun's store
+    for process in (machines[1].pid, lost):
         os.kill(process, signal.SIGKILL)
     assert machines[0].wait(300) == 0, logs[0].read_text()
     machines[1].wait()
@@ -152,10 +161,11 @@ def test_a_machine_is_lost_for_good_and_the_others_go_on(store: Store, tmp_path:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="scripts are bash's, which is not here")
 def test_another_machine_takes_the_place_of_a_lost_one(store: Store, unbroken: Path, tmp_path: Path) -> None:
-    """docs/examples/torchrun.sh starts each machine, with another command, and without GPUs."""
+    """docs/examples/torchrun.sh starts each machine, here with another command, and without GPUs."""
     out, file, script = tmp_path / "run", tmp_path / "two.toml", tmp_path / "job.sh"
     file.write_text(settings.to_toml(TWO))
-    port = dist.TCPStore("127.0.0.1", 0, None, True).port  # free again in a moment
+    # Free again immediately
+    port = dist.TCPStore("127.0.0.1", 0, None, True).port
     command = ("train", str(file), "--data", str(store.path), "--out", str(out), "--device", "cpu")
     text = SCRIPT
     for before, after in {
@@ -175,7 +185,8 @@ def test_another_machine_takes_the_place_of_a_lost_one(store: Store, unbroken: P
         return subprocess.Popen(["bash", script], cwd=ROOT, env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"})
 
     first = start()
-    dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))  # it keeps torchrun's store
+    # The first machine runs torchrun's store
+    dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
     second = start()
     [lost] = ranks_of(second, out, 5)
     for process in (second.pid, lost):

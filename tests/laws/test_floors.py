@@ -1,4 +1,4 @@
-"""Imports go down only (the floors of the house), and heavy packages load where they are used."""
+"""Imports only go to lower levels, and heavy packages are imported where they are used."""
 
 import subprocess
 import sys
@@ -23,20 +23,21 @@ FLOORS = {
     **dict.fromkeys(("design", "evaluation", "relax"), 10),
     **dict.fromkeys(("demo", "demo_report", "finetuning"), 11),
     "cli": 12,
-    **dict.fromkeys(("__init__", "__main__"), 13),  # the doors; `import warpfold` itself loads nothing (below)
+    # The entry points; `import warpfold` itself imports nothing (see below).
+    **dict.fromkeys(("__init__", "__main__"), 13),
 }
 
-# The way of one protein from file to batch; what stands beside it (pack, search, synthetic) serves none of it.
+# The way of a protein from file to batch. The packages beside it (pack, search, synthetic) are not part of it.
 DATA = ("formats", "structure", "similar", "example", "store", "features", "load")
 BESIDE = {"pack", "search", "synthetic"}
 
-# What is still to shrink: files that import each other, and rooms of more files than a reader takes in.
+# Known exceptions: files that import each other, and packages with too many files
 CIRCLES = {}
 FULL: dict[str, int] = {}
 
 
 def _crossings() -> list[tuple[str, str, str]]:
-    """Every import of one room by another: where, the importing room, the imported room."""
+    """Return every import between parts of the package: location, importing part, imported part."""
     return [
         (f"{path}:{line} imports {name}", room(path), name.split(".")[1])
         for path, tree in trees().items()
@@ -46,7 +47,7 @@ def _crossings() -> list[tuple[str, str, str]]:
 
 
 def _packages(rooms: set[str], packages: set[str]) -> list[str]:
-    """Every import of one of `packages` (or anything below) by one of `rooms`."""
+    """Return every import of one of `packages` (or anything below) in one of `rooms`."""
     return [
         f"{path}:{line} imports {name}"
         for path, tree in trees().items()
@@ -69,12 +70,12 @@ def test_rooms_do_not_import_in_circles() -> None:
 
 
 def test_files_do_not_import_in_circles() -> None:
-    """Nor for type checkers alone, nor within functions: who reads one of them has to read them all."""
+    """No circular imports, including those for type checkers and within functions."""
     assert not circles(ROOT)
 
 
 def test_no_room_is_a_drawer() -> None:
-    """Those above the limit are named, with how many files they have: they may shrink, and no other may grow."""
+    """Parts above the limit are listed with their number of files: they may shrink, and no other may exceed it."""
     full = {room: count for room, count in rooms(ROOT).items() if count > MOST_FILES}
     assert not {room: count for room, count in full.items() if count > FULL.get(room, 0)}
 
@@ -116,7 +117,7 @@ def test_tables_need_no_torch() -> None:
     assert "torch" not in loaded_at_import(trees()[Path("warpfold/geometry/residue.py")])
 
 
-# One after another in a process of its own: what each may not load, those before it did not load either.
+# Imported one after another in one process: a package forbidden for one module is then forbidden for those before it.
 LOADS = [
     {
         "warpfold": {"torch", "numpy", "gemmi", "matplotlib"},
@@ -155,6 +156,6 @@ for room in ("ops", "model", "parallel", "engine", "check", "cost", "bench", "cl
 
 
 def test_training_and_measuring_load_where_there_is_torch_and_little_else() -> None:
-    """Every module of these rooms: a machine that is lent for its GPU has no parsers and no compressors."""
+    """Every module of these parts can be imported on a machine that has a GPU, but no parsers and no compressors."""
     loaded = subprocess.run([sys.executable, "-c", ALONE], cwd=ROOT, capture_output=True, text=True, check=False)
     assert loaded.returncode == 0, loaded.stderr

@@ -1,4 +1,4 @@
-"""On a GPU: a step that was captured as a CUDA graph and is replayed equals the step; so does one that offloads."""
+"""On a GPU, a step that was captured as a CUDA graph equals the eager step, as does a step with offloading."""
 
 import gc
 import subprocess
@@ -27,12 +27,12 @@ from warpfold.parallel.team import Team
 from warpfold.settings import to_toml
 
 pytestmark = pytest.mark.gpu
-# benchmarks/gpu_parts.py compiles the kernels of steps at these sizes beforehand.
+# benchmarks/gpu_parts.py compiles the kernels of these sizes in advance.
 SHAPES = (WORK, replace(WORK, residues=13, sequences=4, recycles=3))
 
 
 def steps(plan: Plan, config: OptimConfig, count: int = 4, work: Work = WORK) -> tuple[list[Tensor], Graphs]:
-    """What some steps say of their examples, and the weights at their end."""
+    """Return the results of some steps, and the final weights."""
     settings = tiny_config(recycles=2)
     model = filled_model(as_multimer(settings) if work.chains else settings).train().cuda()
     execution = Execution(plan)
@@ -70,7 +70,7 @@ def test_each_replay_assigns_equal_chains_anew() -> None:
 
 
 def test_recycles_0_to_3_on_two_shapes_record_each_pass_once() -> None:
-    """Also a first call of a new shape or number of passes leaves the earlier graphs in use."""
+    """The first call for a new shape or a new number of passes does not invalidate the earlier graphs."""
 
     def learned(graph: bool) -> tuple[list[Tensor], list[int], Graphs]:
         plan, rerecorded = Plan(graph=graph), list[int]()
@@ -88,7 +88,7 @@ def test_recycles_0_to_3_on_two_shapes_record_each_pass_once() -> None:
 
     expected, _, _ = learned(False)
     found, rerecorded, graphs = learned(True)
-    # Two shapes, each with passes that recycle and a last pass; and the update.
+    # Two shapes, each with recycling passes and a last pass, and the update
     assert graphs.recorded == 5
     assert not graphs.refused
     assert rerecorded[-1] == rerecorded[7], f"recorded again after each step: {rerecorded}"
@@ -120,7 +120,8 @@ def test_another_shape_takes_its_memory_from_the_pool_that_is_there() -> None:
         return {"sum": x.sum()}
 
     gc.collect()
-    torch.cuda.empty_cache()  # of earlier tests: it would be given back meanwhile
+    # Memory of earlier tests would otherwise be released during this test.
+    torch.cuda.empty_cache()
     graphs = Graphs()
     for size, grows in ((2**26, True), (2**26 - 2**20, False), (2**25, False)):
         x = torch.ones(size, device="cuda")
@@ -133,7 +134,7 @@ def test_another_shape_takes_its_memory_from_the_pool_that_is_there() -> None:
 
 
 def test_a_first_call_with_misaligned_inputs_can_be_recorded() -> None:
-    """Triton compiles other code for pointers that 16 does not divide, and no code can be loaded in a recording."""
+    """Triton compiles other code for pointers not divisible by 16, and no code can be loaded during a recording."""
 
     masks: list[int] = []
 
@@ -170,7 +171,10 @@ for _ in range(2):
 
 
 def test_what_invalidates_a_capture_is_reported() -> None:
-    """Its end raises an error, too, which says only that there was one.  In a process of its own, as it ends badly."""
+    """The end of a capture raises a second error, which does not state the reason.
+
+    In a separate process, as CUDA does not recover.
+    """
     found = subprocess.run([sys.executable, "-c", INVALIDATES], capture_output=True, text=True, timeout=120)
     assert found.returncode == 1
     (last,) = (line for line in found.stderr.splitlines() if line.startswith("warpfold.errors.UserError"))
@@ -180,7 +184,7 @@ def test_what_invalidates_a_capture_is_reported() -> None:
 
 
 def test_a_tensor_that_a_recording_leaves_is_an_error() -> None:
-    """Earlier graphs may write to its memory, and only a replay of this one fills it."""
+    """Earlier graphs may write to the memory of the tensor, and only a replay of this graph sets its value."""
     tables: list[Tensor] = []
     calls = []
 
@@ -197,7 +201,7 @@ def test_a_tensor_that_a_recording_leaves_is_an_error() -> None:
 
 
 class Synchronizes:
-    """Garbage whose deletion waits for the device, which no capture survives."""
+    """Garbage whose deletion waits for the device, which invalidates a capture."""
 
     def __init__(self) -> None:
         self.cycle = self
@@ -236,11 +240,12 @@ def test_graphs_of_many_shapes_keep_no_results_of_their_own() -> None:
         assert found == [2 * size] * 3
         del x
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() < 5 * 4 * sizes[0]  # inputs, results, the pool, and what is at hand
+    # Inputs, results, the pool, and reserve
+    assert torch.cuda.memory_reserved() < 5 * 4 * sizes[0]
 
 
 def test_no_replay_writes_over_what_a_first_call_made() -> None:
-    """Neither its results nor what it keeps for later calls: both may lie where an earlier graph has its scratch."""
+    """If a first call uses the scratch memory of an earlier graph, that graph must not be replayed."""
     tables: dict[int, Tensor] = {}
 
     def scratch(inputs: Mapping[str, Tensor]) -> Named:
@@ -265,12 +270,12 @@ def test_no_replay_writes_over_what_a_first_call_made() -> None:
     for made in found:
         assert torch.equal(made, 1 + torch.arange(len(made), device="cuda"))
     assert all(torch.equal(table, torch.arange(size, device="cuda")) for size, table in tables.items())
-    # The second table was made when both functions had a graph of the first size.  Those were deleted.
+    # The second table was created when both functions had a graph of the first size. Those graphs were deleted.
     assert graphs.rerecorded == 2
 
 
 def test_what_the_host_does_between_is_done_in_each_replay_and_sees_what_was_computed() -> None:
-    """As data ranks begin to send buckets while a backward pass runs."""
+    """Data ranks start to send buckets in this way during a backward pass."""
     weights = [torch.full((4,), float(i + 1), device="cuda", requires_grad=True) for i in range(3)]
     seen: list[Tensor] = []
     for w in weights:

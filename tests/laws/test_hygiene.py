@@ -1,4 +1,4 @@
-"""What no file of the project may hold."""
+"""Patterns that no file of the project may contain."""
 
 import ast
 import re
@@ -18,26 +18,26 @@ ASKS_A_SERVER = {
     *(Path("warpfold/download.py"), Path("warpfold/data/search/server.py"), Path("warpfold/data/store/remote.py")),
 }
 READS_ENVIRONMENT = {"cli", "device", "parallel"}
-# Besides these: credentials of object stores, and their cache, which all commands share; what a fork server's
-# children have; what Triton will read.
+# Further files that may read the environment: for the credentials of object stores and their cache (shared by all
+# commands), for a fork server's children, and for Triton.
 READS_ENVIRONMENT_TOO = {
     Path("warpfold/data/store/remote.py"),
     Path("warpfold/data/load/workers.py"),
     Path("warpfold/ops/capabilities.py"),
 }
-# Private attributes of torch's objects that stay where they are used.
+# Private attributes of torch objects that may be used anywhere
 OF_TORCH = {
-    *("_parameters", "_metadata", "_forward_hooks", "_forward_pre_hooks"),  # of modules, and of their state dicts,
-    *("_backward_hooks", "_backward_pre_hooks", "_base", "_version"),  # and of tensors, as they have been since torch 1
-    *("_schema", "_opname", "_overloadpacket"),  # of what a mode is told of: torch's own modes are written with these
-    "_cdata",  # of a storage: no two have the same
+    *("_parameters", "_metadata", "_forward_hooks", "_forward_pre_hooks"),  # modules and their state dicts
+    *("_backward_hooks", "_backward_pre_hooks", "_base", "_version"),  # modules and tensors, unchanged since torch 1
+    *("_schema", "_opname", "_overloadpacket"),  # the arguments of a dispatch mode; torch's own modes use them
+    "_cdata",  # the identity of a storage
     *("_foreach_add_", "_foreach_copy_"),  # documented, in spite of their names
-    "_should_skip_dynamo",  # of modes, which define it: in a torch that does not ask it they are slower
+    "_should_skip_dynamo",  # defined by our modes; without it, they are slower in some versions of torch
 }
-OF_OTHERS = {  # private attributes of what is not torch's
-    *("_exit", "_run_exitfuncs", "_fields", "_replace"),  # Python's
-    "_pack_args",  # of Triton's JIT (ops/triton/compile.py)
-    "_outgoing",  # of Protenix's layers (adapt/kinds.py)
+OF_OTHERS = {  # private attributes of other packages
+    *("_exit", "_run_exitfuncs", "_fields", "_replace"),  # Python
+    "_pack_args",  # Triton's JIT (ops/triton/compile.py)
+    "_outgoing",  # layers of Protenix (adapt/kinds.py)
 }
 SAFE_LOADS = {
     "np.load": ("allow_pickle", "False"),
@@ -47,7 +47,7 @@ SAFE_LOADS = {
 
 
 def _run(tree: ast.Module) -> ast.Module:
-    """What runs when a file is imported: without what is for type checkers."""
+    """Return the statements that run when a file is imported, without those for type checkers."""
     kept = [node for node in tree.body if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")]
     return ast.Module(kept, [])
 
@@ -57,7 +57,7 @@ def _everything() -> dict[Path, ast.Module]:
 
 
 def _lines(files: dict[Path, ast.Module], pattern: str) -> list[str]:
-    """Every line that holds the pattern, this file's own apart."""
+    """Return every line that matches the pattern, except for those of this file."""
     return [
         f"{path}:{number} {line.strip()}"
         for path in files
@@ -99,7 +99,7 @@ def test_loads_run_no_code() -> None:
 
 
 def test_no_network() -> None:
-    """Three files may ask a server, which the user has named; they load where a user has asked for it."""
+    """Three files may access a server that the user has specified. They are only imported when the user requests it."""
     assert not _imported({path: tree for path, tree in trees().items() if path not in ASKS_A_SERVER}, NETWORK)
     assert all(_imported({path: trees()[path]}, NETWORK) for path in ASKS_A_SERVER)
     for name, at_import in (
@@ -148,7 +148,7 @@ def test_public_names_say_what_they_are() -> None:
     silent = [str(path) for path, tree in trees().items() if tree.body and not ast.get_docstring(tree)]
     for path, tree in trees().items():
         named = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-        # methods too, once they are longer than what a reader takes in at a glance
+        # Methods too, if they are longer than a few lines
         named += [fn for fn in functions(tree) if (fn.end_lineno or fn.lineno) - fn.lineno >= 8]
         public = [node for node in named if not node.name.startswith("_")]
         silent += [f"{path}:{node.lineno} {node.name}" for node in public if not ast.get_docstring(node)]
@@ -157,7 +157,7 @@ def test_public_names_say_what_they_are() -> None:
 
 @cache
 def _of_ours() -> set[str]:
-    """Every name that the package defines or assigns."""
+    """Return every name that the package defines or assigns."""
     found = set()
     for tree in trees().values():
         for node in nodes(tree):
@@ -171,7 +171,7 @@ def _of_ours() -> set[str]:
 
 
 def _private(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Every private name that a file takes from something: an attribute, by `getattr` and the like, or by import."""
+    """Yield every private name that a file uses: as an attribute, by `getattr` and the like, or by an import."""
     for node in nodes(tree):
         if isinstance(node, ast.Attribute):
             yield node.attr, node.lineno
@@ -182,7 +182,7 @@ def _private(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def test_private_parts_of_torch_are_in_one_file() -> None:
-    """A later torch may lack them: warpfold/ops/torch_internals.py is the one file to look at then."""
+    """A later torch may lack private names. Then warpfold/ops/torch_internals.py is the only file to change."""
     allowed = OF_TORCH | OF_OTHERS | _of_ours()
     assert not [
         f"{path}:{line} {name}"
@@ -207,8 +207,8 @@ def _may_fail(fn: ast.AST) -> bool:
 
 
 def test_files_of_tests_have_names_of_their_own() -> None:
-    """Of two of one name pytest imports one, and refuses the whole suite."""
-    # What is interpreted runs in a process of its own.
+    """Of two files with the same name, pytest imports one, and refuses to run the whole suite."""
+    # Interpreted tests run in a separate process.
     files = [path for path in (ROOT / "tests").rglob("test_*.py") if "interpreted" not in path.parts]
     names = Counter(path.name for path in files)
     assert [str(path) for path in files if names[path.name] > 1] == []

@@ -1,4 +1,4 @@
-"""An initial guess is what a pass before would have handed on: under every plan the same, and of zeros it is none."""
+"""An initial guess replaces the result of an earlier pass. It is the same under every plan, and zeros are no guess."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ def bound(several: bool, **how: int) -> AlphaFold:
 
 
 def folded(model: AlphaFold, batch: Batch, guess: Tensor | None, recycles: int = 0) -> tuple[Tensor, Tensor]:
-    """Fold as the model's execution does; return z (this rank's shard) and the atoms."""
+    """Fold with the model's execution; return z (this rank's shard) and the atoms."""
     with torch.no_grad():
         start = None if guess is None else model.first_recycled(batch, guess)
         found = model.fold(batch, recycles, start=start)
@@ -82,7 +82,10 @@ def test_in_a_batch_each_has_its_own_guess() -> None:
 
 
 def test_recycling_ends_where_a_guess_is_found_again() -> None:
-    """The guess is what the first pass is compared with: with a tolerance, one that it hardly moves needs one more."""
+    """The first pass is compared with the guess.
+
+    With a tolerance, recycling ends once a pass hardly moves the structure.
+    """
     batch, model = example(2, False), bound(False)
     atoms = folded(model, batch, None)[1]
     model.config = replace(model.config, recycle_tolerance=1e3)

@@ -1,4 +1,4 @@
-"""What is kept between the passes: less under plans that recompute or offload, with the same losses and gradients."""
+"""Saved activations: plans that recompute or offload save fewer, with the same losses and gradients."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ LOSSES = LossConfig(violation=1.0, experimentally_resolved=0.01, predicted_align
 
 @pytest.fixture
 def moving(monkeypatch: pytest.MonkeyPatch) -> list[OnHost]:
-    """Tensors of the host go elsewhere too, as if they were on a GPU; what went there."""
+    """Copy tensors of the host too, as if they were on a GPU, and return the list of copied tensors."""
     pack, moved = Offload._pack, []
 
     def noted(self: Offload, x: Tensor) -> Tensor | OnHost:
@@ -53,7 +53,8 @@ PLANS = [
     {"offload": True, "recompute": "layer"},
     {"recompute": "block", "keep_blocks": 1},
     {"recompute": "layer", "keep_blocks": 1, "chunk": 3},
-    {"offload": True, "recompute": "block", "keep_blocks": 5},  # more than there are
+    # More blocks than the model has
+    {"offload": True, "recompute": "block", "keep_blocks": 5},
 ]
 
 
@@ -69,9 +70,10 @@ def test_what_is_computed_again_or_fetched_is_what_was_there(plan: dict, moving:
 
 @contextmanager
 def saved() -> Iterator[dict[int, int]]:
-    """The bytes of each piece of memory that autograd keeps."""
+    """Yield the size in bytes of each piece of memory that autograd saves."""
     kept: dict[int, int] = {}
-    every = []  # alive, so that no memory has two tensors
+    # Keeps the tensors alive, so that no two of them use the same memory
+    every = []
 
     def pack(x: Tensor) -> Tensor:
         every.append(x)
@@ -83,7 +85,7 @@ def saved() -> Iterator[dict[int, int]]:
 
 
 def kept_bytes(recompute: Recompute | None, keep_blocks: int = 0) -> tuple[int, int]:
-    """What a stack keeps, and how large m and z are together."""
+    """Return the bytes that a stack saves, and the bytes of m and z together."""
     plan = Plan(recompute=recompute, keep_blocks=keep_blocks, kernels="definition")
     model = Execution(plan).bind(model_for(WORK)).train()
     stack = model.evoformer
@@ -96,10 +98,12 @@ def kept_bytes(recompute: Recompute | None, keep_blocks: int = 0) -> tuple[int, 
 
 def test_recomputation_keeps_the_inputs_of_layers_or_of_blocks() -> None:
     (everything, states), (layers, _), (blocks, _) = map(kept_bytes, (None, "layer", "block"))
-    count = 2  # blocks, of three layers of m and six of z
+    # Blocks, of three layers of m and six of z
+    count = 2
     masks = (12 * 16 + 16 * 16) * 4
     assert count * states <= blocks <= (count + 1) * states + masks
-    assert blocks < layers <= count * 6 * states + masks  # each layer its own state, and two of them both
+    # Each layer saves its own state, and two layers save both states.
+    assert blocks < layers <= count * 6 * states + masks
     assert layers < everything / 2
 
 
@@ -109,7 +113,8 @@ def test_the_last_blocks_of_the_main_stack_keep_everything(recompute: Recompute)
     half, all_of_them = (kept_bytes(recompute, count)[0] for count in (1, 2))
     assert all_of_them == everything
     assert least < half < everything
-    assert half - least == pytest.approx(everything - half, rel=0.1)  # the blocks are alike, but for shared masks
+    # The blocks are equal, except for shared masks.
+    assert half - least == pytest.approx(everything - half, rel=0.1)
 
 
 def test_offloaded_tensors_leave_and_come_back_in_reverse(moving: list[OnHost]) -> None:
@@ -140,6 +145,7 @@ def test_on_a_cpu_nothing_leaves() -> None:
 
 def test_blocks_that_keep_everything_do_so_on_ranks_too() -> None:
     sizes = {"res": 16, "seq": 4, "extra": 5, "tmpl": 0}
-    plans = (Plan(axial=2, recompute="block", keep_blocks=kept) for kept in (0, 0, 2))  # the first fills caches
+    # The first run fills caches.
+    plans = (Plan(axial=2, recompute="block", keep_blocks=kept) for kept in (0, 0, 2))
     _, none, both = (memory_of(plan, model_for(WORK).config, sizes, LOSSES, recycles=0).peak for plan in plans)
     assert both > none

@@ -1,4 +1,4 @@
-"""What a long protein needs: with slices in place one z and one factor; with z in host memory one factor."""
+"""Memory of a long protein: slices in place need one z and one factor; with z in host memory, one factor."""
 
 import tempfile
 from contextlib import nullcontext
@@ -88,8 +88,10 @@ def test_a_slice_of_anything_holds_as_many_numbers_as_one_of_z(name: str) -> Non
 
 
 def trunk_memory(plan: Plan, device: str, layers: tuple[str, ...] = ()) -> tuple[float, list[tuple[str, str, float]]]:
-    """The peak of a block of true width, or of some of its layers, and what it was, in units of z in the dtype of the
-    trunk; m apart."""
+    """Return the peak of a block (or some of its layers) at full width without m, and the tensors at the peak.
+
+    All sizes are relative to z in the dtype of the trunk.
+    """
     residues, sequences = 512, 64
     with dispatch.standing_for(device), unlaunched() if device == "cuda" else nullcontext(), torch.device("meta"):  # type: ignore[arg-type]
         block = EvoformerBlock(256, 128, EvoformerConfig()).eval()
@@ -107,7 +109,8 @@ def trunk_memory(plan: Plan, device: str, layers: tuple[str, ...] = ()) -> tuple
     return memory.peak / size, [(piece.made_by, str(piece.shape), piece.bytes / size) for piece in memory.at_peak[:8]]
 
 
-# A CPU's operations go block by block, which takes long to follow: by default the layers that hold most.
+# A CPU's operations run block by block, which is slow to record. The default is therefore the layers with the highest
+# peak.
 MOST = "pair.outgoing", "pair.starting"
 SLOW = pytest.param("cpu", (), marks=pytest.mark.slow)
 
@@ -116,8 +119,8 @@ SLOW = pytest.param("cpu", (), marks=pytest.mark.slow)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_slices_in_place_hold_one_z_and_one_factor(precision: Precision, device: str, layers: tuple[str, ...]) -> None:
     peak, what = trunk_memory(Plan(chunk=8, in_place=True, precision=precision), device, layers)
-    # In fp32 a GPU computes slices of triangle products by operations of torch, which hold ten slices at a time
-    # instead of five: 0.16 z here.
+    # In fp32, a GPU computes slices of triangle products with torch operations, which hold ten slices at a time instead
+    # of five: 0.16 z here.
     assert 2 < peak <= (2.2 if (precision, device) == ("fp32", "cuda") else 2.1), what
 
 
@@ -129,14 +132,15 @@ def test_with_z_in_host_memory_there_is_one_factor(device: str, layers: tuple[st
 
 
 class Products(TorchDispatchMode):
-    """How far apart the rows of matrices lie that are multiplied, and of their product."""
+    """Record the row strides of the factors and results of matrix products."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pitches: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "warpfold":  # what the operation does counts, too
+        # Include the products inside the operation.
+        if func.namespace == "warpfold":
             with self:
                 return dispatch.runs[func._opname](*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
@@ -146,7 +150,7 @@ class Products(TorchDispatchMode):
 
 
 def products_in_slices(z: Tensor, kernels: Kernels) -> tuple[Tensor, list[int]]:
-    """z after both triangle products of a block, in slices, and the pitches of what was multiplied."""
+    """Return z after both triangle products of a block in slices, and the row strides of the products."""
     torch.manual_seed(0)
     block = EvoformerBlock(4, 8, tiny_config().evoformer).eval()
     for p in block.parameters():
@@ -159,7 +163,7 @@ def products_in_slices(z: Tensor, kernels: Kernels) -> tuple[Tensor, list[int]]:
 
 
 def test_sliced_products_on_a_gpu_have_rows_at_wide_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of any length: cuBLAS reads and writes rows in wide words where these are multiples of 16 bytes apart."""
+    """The row strides suit cuBLAS for any length: it reads and writes wide words if they are multiples of 16 bytes."""
     with dispatch.standing_for("cuda"), unlaunched(), torch.device("meta"):
         _, pitches = products_in_slices(torch.empty(43, 43, 8, dtype=torch.bfloat16), "fast")
     assert pitches

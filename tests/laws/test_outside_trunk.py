@@ -1,4 +1,4 @@
-"""Outside the trunk too, what is computed in slices is what is computed at once, and little more than z exists."""
+"""Outside the trunk, slices give the same results as a single computation, and hold little more memory than z."""
 
 from dataclasses import replace
 
@@ -27,12 +27,13 @@ from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
 
-LIMIT = 1e-10  # relative, in fp64: rounding, and nothing else
+# Relative error in fp64, for rounding only
+LIMIT = 1e-10
 CHAINS = (5, 4)
 
 
 def example(templates: int, several: bool) -> Batch:
-    """A protein or a complex of 9 residues, of which the last and the last template are masked, in fp64."""
+    """Return a protein or complex of 9 residues in fp64; its last residue and its last template are masked."""
     size = 5, 6, templates
     batch = random_complex(CHAINS, 13, *size, 1, 0) if several else random_batch(9, *size, 1, 0)
     batch["seq_mask"][-1:] = 0
@@ -64,7 +65,8 @@ def test_in_place_is_whole(several: bool, templates: int) -> None:
             assert error(atoms, whole.structure.final_atom37) < LIMIT
 
 
-ASYM_ID = torch.tensor([1, 1, 1, 2, 2, 0, 3, 3, 1, 1, 3])  # chains in pieces, and a residue of none
+# Chains in several pieces, and one residue without a chain
+ASYM_ID = torch.tensor([1, 1, 1, 2, 2, 0, 3, 3, 1, 1, 3])
 
 
 def heads() -> tuple[LogitsHead, DistogramHead, Tensor]:
@@ -76,7 +78,7 @@ def heads() -> tuple[LogitsHead, DistogramHead, Tensor]:
 
 
 def heads_in_slices(execution: Execution) -> dict[str, Tensor]:
-    """What the heads make of this rank's rows of z."""
+    """Return the results of the heads for this rank's rows of z."""
     pae, distogram, z = heads()
     execution.bind(distogram)
     z = execution.residues.local_shard(z, -3)
@@ -108,7 +110,8 @@ def test_heads_in_slices_are_heads(how: dict[str, int]) -> None:
     with torch.no_grad():
         found, expected = heads_in_slices(Execution(plan)), heads_at_once()
     for name, x in expected.items():
-        assert error(found[name], x) < (1e-6 if name == "pae" else LIMIT), name  # that is kept in fp32
+        # PAE is stored in fp32.
+        assert error(found[name], x) < (1e-6 if name == "pae" else LIMIT), name
 
 
 @pytest.mark.parametrize("axial", [2, 4])
@@ -139,7 +142,8 @@ def test_contacts_are_nearer_than_8_angstrom() -> None:
 
 def test_a_pass_moves_its_own_features_alone() -> None:
     batch, passes = random_batch(9, 5, 6, 2, 4, 0), 4
-    model = filled_model(tiny_config()).eval().to("meta")  # as on a device with memory of its own
+    # As on a device with its own memory
+    model = filled_model(tiny_config()).eval().to("meta")
     rows = batch["msa_feat"].shape[-3]
     with Recorder(lambda shape: tuple(shape[-3:]) == (rows, 9, 49)) as memory, torch.no_grad():
         folded = model.fold(batch, passes - 1)
@@ -153,7 +157,7 @@ SLICES, RESIDUES = 16, 512
 
 @pytest.mark.parametrize("multimer", [False, True], ids=["chain", "complex"])
 def test_little_more_than_z_exists_outside_the_trunk(multimer: bool) -> None:
-    """True widths, a GPU's ways; in sizes of z, beside what is as long as the protein, not as its pairs."""
+    """At full width on a GPU, relative to z, without tensors whose size is linear in the length."""
     sizes = {"pass": 1, "res": RESIDUES, "tmpl": 3, "seq": 4, "extra": 4} | ({"row": 8} if multimer else {})
     config = ModelConfig(templates=TemplateConfig(blocks=1, unit_vectors=multimer), heads=HeadsConfig(pae=True))
     config = replace(config, evoformer=EvoformerConfig(blocks=1), extra_blocks=1, structure=StructureConfig(layers=2))
@@ -166,7 +170,7 @@ def test_little_more_than_z_exists_outside_the_trunk(multimer: bool) -> None:
         z_mask = batch["seq_mask"][:, None] * batch["seq_mask"]
         single = torch.empty(RESIDUES, config.c_s, dtype=z.dtype)
         parts = {
-            # A template's pair representation and a factor, each half of z.
+            # A template's pair representation and a factor; each is half as large as z.
             "templates": (lambda: model.templates(z, z_mask, batch), 1.0),
             "structure": (lambda: model.structure(single, z, batch["aatype"], batch["seq_mask"]), 0.0),
             "errors": (lambda: predicted_errors(model.pae, z, model.execution), 0.0),

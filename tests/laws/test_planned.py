@@ -1,6 +1,7 @@
-"""Every plan that the planner can choose computes what one device computes at once: its own ladder, in fp64.
+"""Every plan that the planner can choose gives the results of one device, in fp64.
 
-Outputs of predictions, with the heads as `run.predictor` calls them; of trainings the losses and gradients, too.
+Compared are the outputs of predictions, with the heads as `run.predictor` calls them, and the losses and gradients of
+training.
 """
 
 import math
@@ -40,7 +41,8 @@ from warpfold.parallel.mesh import Mesh, make_mesh
 from warpfold.parallel.plan import Plan
 
 CUT = {"msa": -2, "pair": -3, "msa_first_row": -2, "distogram": -3, "pae": -2}
-PAE_LIMIT = 1e-6  # it is kept in fp32
+# PAE is stored in fp32.
+PAE_LIMIT = 1e-6
 FOLDED = {
     "chain": Work(residues=11, templates=3, recycles=1, padded=1),
     "averaged": Work(residues=7, templates=None, recycles=1, ensemble=3, padded=1),
@@ -49,7 +51,8 @@ FOLDED = {
 TRAINED = Work(residues=7, templates=1)
 
 
-made = cache(model_for)  # every plan is bound to the same model
+# All plans are bound to the same model.
+made = cache(model_for)
 
 
 def job_of(work: Work, training: bool = False) -> Job:
@@ -61,20 +64,21 @@ def job_of(work: Work, training: bool = False) -> Job:
 
 
 def ladder(job: Job, devices: int, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
-    """All plans that the planner considers on so many devices, of either kind, each way of triangle products."""
-    monkeypatch.setattr(planner, "MIN_CHUNK", 1)  # so that few residues make many slices
+    """Return all plans that the planner considers for some devices of both kinds, with both triangle products."""
+    # So that few residues have many slices
+    monkeypatch.setattr(planner, "MIN_CHUNK", 1)
     found: dict[Plan, None] = {}
     for kind in ("cpu", "cuda"):
         for plan in planner.candidates(job, Machine(kind=kind, free=1, devices=devices), {"precision": "fp64"}):  # type: ignore[arg-type]
             ways = ("gather", "channels") if plan.axial > 1 and not plan.in_place else (plan.triangle,)
             kept = (0, 1) if plan.recompute and not plan.offload else (0,)
-            for way in ways:  # how gradients travel: parallel/test_reducer.py
+            for way in ways:  # gradient exchange: parallel/test_reducer.py
                 found |= {replace(plan, triangle=way, keep_blocks=k, sync=SyncConfig()): None for k in kept}  # type: ignore[arg-type]
     return list(found)
 
 
 def folded(work: Work, plan: Plan, mesh: Mesh) -> dict[str, Tensor]:
-    """What a rank has of a prediction."""
+    """Return the results of a prediction on this rank."""
     batch, model = example(work, 0), Execution(plan, mesh).bind(made(work))
     execution, asym_id = model.execution, batch.get("asym_id")
     with torch.no_grad():
@@ -104,7 +108,7 @@ def at_once(name: str) -> dict[str, Tensor]:
 
 
 def wrong(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], mesh: Mesh) -> dict[str, float]:
-    """What differs by more than rounding, and by how much; of what is cut, this rank's shard."""
+    """Return the relative errors larger than rounding; an output that is sharded is compared with this rank's shard."""
     found_wrong = {}
     for name, whole in expected.items():
         there = local_shard(whole, CUT[name], mesh.axial) if name in CUT else whole
@@ -145,7 +149,7 @@ def test_a_training_as_planned_is_the_whole(monkeypatch: pytest.MonkeyPatch) -> 
     }
     assert {p.axial for p in plans} == {1, 2}
     expected = on_one_device(TRAINED, 1)[0]
-    for ranks in (1, 2):  # with more data ranks, each has an example of its own; their sum: tests/laws/test_plans.py
+    for ranks in (1, 2):  # with more data ranks, each has its own example; their sum: tests/laws/test_plans.py
         some = [plan for plan in plans if plan.axial == ranks and plan.data == 1]
 
         def on_a_rank(some: list[Plan] = some, ranks: int = ranks) -> list[dict[str, float]]:
@@ -157,7 +161,7 @@ def test_a_training_as_planned_is_the_whole(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_more_devices_than_the_law_has_take_the_same_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of eight devices each plan differs from one that was compared in the number of ranks alone."""
+    """Plans for eight devices differ from the compared plans only in the number of ranks."""
     for training in (False, True):
         job = job_of(TRAINED, training)
         few, many = ({replace(p, axial=min(p.axial, 2), data=1, triangle="auto") for p in ladder(job, n, monkeypatch)}
@@ -168,14 +172,18 @@ def test_more_devices_than_the_law_has_take_the_same_ways(monkeypatch: pytest.Mo
 
 
 def test_plans_on_a_cluster_take_ways_that_were_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for how gradients travel (parallel/test_reducer.py) and examples that go together (laws/test_batches.py)."""
+    """All plans on a cluster were compared, apart from the exchange of gradients and from batches.
+
+    parallel/test_reducer.py and laws/test_batches.py check those.
+    """
     job, link = job_of(TRAINED, training=True), Link(1e-5, 1e9)
     compared = {replace(p, data=1, keep_blocks=0) for ranks in (1, 2) for p in ladder(job, ranks, monkeypatch)}
     for ranks in (2, 4):
         cluster = Cluster(ranks=ranks, per_node=ranks // 2, within=link, between=link)
         for rough in planner.candidates(job, Machine(kind="cuda", free=1, devices=ranks), {"precision": "fp64"}):
             for plan in (rough, *chain(*planner.variants(job, rough, cluster, {}, {}))):
-                by_bytes = plan.axial > 1 and plan.triangle == "auto"  # one of both
+                # Either of the two
+                by_bytes = plan.axial > 1 and plan.triangle == "auto"
                 triangle = "gather" if by_bytes else plan.triangle
                 alike = replace(plan, data=1, axial=min(plan.axial, 2), batch=1, sync=SyncConfig(), triangle=triangle)
                 assert alike in compared

@@ -1,7 +1,7 @@
-"""Every plan computes what one device computes: the proof, in fp64, over ranks that really exchange their slices.
+"""Every plan gives the results of one device, in fp64, over ranks that really exchange their slices.
 
-For a model with all its losses, dropout on, compared within each rank: the outputs (each rank's slices of them), the
-loss and its terms, the gradients of the inputs and of every parameter; then five steps of training.
+For a model with all losses and with dropout, each rank compares the outputs (its slices of them), the loss and its
+terms, and the gradients of the inputs and of all parameters. Five steps of training are compared, too.
 """
 
 import math
@@ -34,9 +34,10 @@ from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Group, Mesh, make_mesh
 from warpfold.parallel.plan import Plan
 
-LIMIT = 1e-10  # relative, in fp64: rounding, and nothing else
-# Some gradients are zeros in exact arithmetic (a bias that softmax does not see): what is left of them is rounding of
-# sums of large numbers, so errors are measured against at least this share of the largest gradient.
+# Relative error in fp64, for rounding only
+LIMIT = 1e-10
+# Some gradients are exactly zero (such as that of a bias inside a softmax), except for the rounding of sums of large
+# numbers. Errors are therefore relative to at least this fraction of the largest gradient.
 FLOOR = 1e-6
 LOSSES = LossConfig(violation=1.0, experimentally_resolved=0.01, predicted_aligned_error=0.1)
 COMPLEX_LOSSES = replace(LOSSES, center_of_mass=1.0, fape_softening=0.0, average_clashes=True, every_clash=True)
@@ -47,25 +48,25 @@ Named = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be computed: the order of the model's layers, the size of the example, the passes."""
+    """The computation: the order of the model's layers, the size of the example, and the number of passes."""
 
     outer: str = "middle"
     residues: int = 9
     sequences: int = 5
     extra: int = 6
-    templates: int | None = 2  # None: a model without any
+    templates: int | None = 2  # None: a model without templates
     recycles: int = 0
     ensemble: int = 1
-    padded: int = 0  # residues at the end; a row of each alignment and a template too
+    padded: int = 0  # at the end of the residues, the alignments and the templates
     fused: bool = False  # one projection for both factors of a triangle product
     template_blocks: int = 1
-    chains: tuple[int, ...] = ()  # a multimer, on a complex of such chains
-    tolerance: float | None = None  # of recycling, in angstrom, where it folds
+    chains: tuple[int, ...] = ()  # chain lengths of a complex, for a multimer
+    tolerance: float | None = None  # of recycling during a fold, in angstrom
 
 
 @cache
 def example(work: Work, index: int) -> Batch:
-    """Random features and labels, fp64; every index another example."""
+    """Return random features and labels in fp64; each index gives another example."""
     n, passes = work.residues, (work.recycles + 1) * work.ensemble
     g = torch.Generator().manual_seed(100 + index)
     size = work.sequences, work.extra, work.templates or 0, passes, index
@@ -79,7 +80,8 @@ def example(work: Work, index: int) -> Batch:
         for name in {"msa_mask", "bert_mask", "extra_msa_mask", "alignment_mask"} & batch.keys():
             batch[name][..., -work.padded :] = batch[name][..., -1:, :] = 0
         batch["template_mask"][-1:] = 0
-    if work.chains:  # which copy is whose truth is decided under the prediction
+    # The prediction decides which copy is compared with which truth.
+    if work.chains:
         positions, mask = batch.pop("all_atom_positions"), batch.pop("all_atom_mask")
         batch["copy_atom_positions"] = torch.stack([positions, 4 * torch.randn(n, 37, 3, generator=g) - positions])
         batch["copy_atom_mask"] = torch.stack([mask, mask.flip(0)])
@@ -89,12 +91,12 @@ def example(work: Work, index: int) -> Batch:
 
 
 def model_for(work: Work) -> AlphaFold:
-    """The tiny model as `work` wants it."""
+    """Return the tiny model that `work` describes."""
     pair = PairConfig(c_triangle=7, fused=work.fused)
     base = tiny_config().templates
     config = tiny_config(
         evoformer=EvoformerConfig(blocks=2, heads=4, c_outer=6, outer=work.outer, pair=pair),
-        extra_blocks=2 if work.outer == "first" else 1,  # with "first" nobody uses the m of the last one
+        extra_blocks=2 if work.outer == "first" else 1,  # with "first", the last m is unused
         templates=replace(base, enabled=work.templates is not None, blocks=work.template_blocks),
         ensemble=work.ensemble,
         recycle_tolerance=work.tolerance,
@@ -104,7 +106,7 @@ def model_for(work: Work) -> AlphaFold:
 
 
 def outputs_of(output: Output) -> Named:
-    """Every tensor of an output, by name."""
+    """Return the tensors of an output by name."""
     named = {f.name: getattr(output, f.name) for f in fields(output) if f.name not in ("structure", "recycles")}
     named["recycles"], s = torch.tensor(float(output.recycles)), output.structure
     named |= {"atoms": s.final_atom37, "angles": s.angles, "traj": s.traj, "structure": s.single}
@@ -112,9 +114,10 @@ def outputs_of(output: Output) -> Named:
 
 
 def backward(model: AlphaFold, work: Work, index: int, leaves: bool = True) -> tuple[Named, Named, Named]:
-    """The outputs, this rank's part of the losses, and its part of the inputs' gradients; parameters keep theirs.
+    """Return the outputs, and this rank's part of the losses and of the inputs' gradients.
 
-    leaves: whether the inputs have gradients at all, which have the backward pass go through all of the trunk.
+    The gradients of the parameters stay in the model.
+    leaves: whether the inputs need gradients, which extends the backward pass through the whole trunk.
     """
     model.noise.seed(7, index)
     dtype = next(model.parameters()).dtype
@@ -128,13 +131,13 @@ def backward(model: AlphaFold, work: Work, index: int, leaves: bool = True) -> t
 
 
 def grad_of(x: Tensor) -> Tensor:
-    """A tensor that a rank's graph does not reach has no gradient there: it counts as zeros."""
+    """Return the gradient, which is 0 for a tensor that is not part of this rank's graph."""
     return torch.zeros_like(x) if x.grad is None else x.grad
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank finds; losses and gradients are summed over the ranks that share an example."""
+    """The results of one rank; losses and gradients are sums over the ranks that share an example."""
 
     outputs: Named
     losses: Named
@@ -143,7 +146,7 @@ class Answer:
 
 
 def answer(work: Work, plan: Plan, mesh: Mesh) -> Answer:
-    """One example of each data rank, forward and backward."""
+    """Run one example of each data rank forward and backward."""
     model = Execution(plan, mesh).bind(model_for(work)).train()
     outputs, terms, inputs = backward(model, work, mesh.data.rank)
     parameters = {name: grad_of(p) for name, p in model.named_parameters()}
@@ -158,7 +161,7 @@ def answer(work: Work, plan: Plan, mesh: Mesh) -> Answer:
 
 @cache
 def on_one_device(work: Work, examples: int) -> list[Answer]:
-    """The same examples on one device; each answer has the mean gradient of the parameters."""
+    """Run the same examples on one device; each answer contains the mean gradient of the parameters."""
     answers = []
     for index in range(examples):
         alone = Mesh(data=replace(Mesh().data, rank=index))
@@ -168,7 +171,7 @@ def on_one_device(work: Work, examples: int) -> list[Answer]:
 
 
 def errors(found: Answer, expected: Answer, mesh: Mesh) -> dict[str, float]:
-    """The relative error of everything; of an output that is cut, this rank's slice against the same of the whole."""
+    """Return relative errors; an output that is sharded is compared with this rank's slice of the expected one."""
     worst = {}
     for kind, there in vars(expected).items():
         here = getattr(found, kind)
@@ -183,19 +186,19 @@ def errors(found: Answer, expected: Answer, mesh: Mesh) -> dict[str, float]:
 
 
 def above(found: list[dict[str, float]], limit: float = LIMIT) -> dict[str, float]:
-    """The errors of all ranks that are not below the limit (NaN is not)."""
+    """Return the largest errors over all ranks that are not below the limit (which includes NaN)."""
     worst = {name: max((rank[name] for rank in found), key=lambda e: (e != e, e)) for name in found[0]}
     return {name: error for name, error in worst.items() if not error < limit}
 
 
 def on_ranks(plan: Plan, function: Callable[[Mesh], dict[str, float]]) -> list[dict[str, float]]:
-    """`function` on every rank of a plan."""
+    """Run `function` on every rank of a plan."""
     sizes = plan.data, plan.axial, plan.branch
     return run_ranks(lambda: function(make_mesh(*sizes)), math.prod(sizes), timeout=200)
 
 
 def compare(work: Work, plan: Plan) -> list[dict[str, float]]:
-    """Errors of `plan` on each of its ranks."""
+    """Return the errors of `plan` on each of its ranks."""
     expected = on_one_device(work, plan.data)
     return on_ranks(
         plan, lambda mesh: errors(answer(work, replace(plan, precision="fp64"), mesh), expected[mesh.data.rank], mesh)
@@ -211,12 +214,14 @@ def case(work: Work, slow: bool = False, **plan) -> object:
 AF2 = Work(recycles=1)
 FIRST = Work("first", residues=10, templates=None, ensemble=2)
 LAST = Work("last", residues=7, templates=1, padded=2, fused=True, template_blocks=2)
-FEW = Work(residues=3, sequences=2, extra=1, templates=0, recycles=1)  # fewer rows than ranks, of everything
+# All sizes are smaller than the number of ranks.
+FEW = Work(residues=3, sequences=2, extra=1, templates=0, recycles=1)
 FEW_FIRST = Work("first", residues=3, sequences=1, extra=2, templates=2, padded=1)
 AVERAGED = Work(residues=8, sequences=4, extra=3, ensemble=2, recycles=1, padded=1)
 COMPLEX = Work("first", residues=11, sequences=4, extra=3, recycles=1, fused=True, chains=(4, 3, 4))
 PADDED = Work("first", residues=5, sequences=3, extra=1, templates=1, ensemble=2, padded=1, chains=(2, 3))
-# After two: the first pass changes distances by 3.3, a third of the rows, with none beside it, by 2.4 at most.
+# This fold stops after two passes: the first changes distances by 3.3. A third of the rows alone would change by at
+# most 2.4, so that a rank which compares only its own rows would stop too early.
 STOPPED = replace(COMPLEX, recycles=3, tolerance=2.8)
 NAMES = {AF2: "af2", FIRST: "first", LAST: "last", FEW: "few", FEW_FIRST: "few first", AVERAGED: "averaged"}
 NAMES |= {COMPLEX: "complex", PADDED: "padded complex", STOPPED: "stopped complex"}
@@ -276,7 +281,7 @@ def test_folding_in_place_does_too(work: Work, plan: Plan) -> None:
     assert above(on_ranks(plan, lambda mesh: errors(folded(plan, mesh), expected, mesh))) == {}
 
 
-# What is trained in part
+# Partial training
 
 PARTS = {
     "adapters": FinetuneConfig(trainable=(), adapters=AdapterConfig(on=("*",), rank=2, scale=0.5)),
@@ -286,7 +291,7 @@ PARTS = {
 
 
 def partly_trained(work: Work, part: str) -> AlphaFold:
-    """The tiny model with what is to be trained of it; an adapter changes its weight from the beginning."""
+    """Return the tiny model with trainable parts; adapters are initialised so that they change their weights."""
     model = model_for(work)
     freeze(model, PARTS[part])
     for module in model.modules():
@@ -297,7 +302,7 @@ def partly_trained(work: Work, part: str) -> AlphaFold:
 
 @cache
 def dense_gradients(work: Work, part: str) -> Named:
-    """The gradients of what is trained, by those of all weights of the merged model on one device."""
+    """Return the trainable parameters' gradients, computed from those of the merged model's weights on one device."""
     model = partly_trained(work, part).double()
     merged = Execution(Plan(precision="fp64")).bind(model_for(work)).train()
     merged.load_state_dict(merged_state(model))
@@ -349,11 +354,12 @@ TRAINED = {
     ),
     "first": (Work("first", 5, 3, 2, 0), Work("first", 4, 2, 1, 1, padded=1)),
 }
-STEPS, EXAMPLES = 5, 2  # in a step, on however many data ranks
+# Examples per step, for any number of data ranks
+STEPS, EXAMPLES = 5, 2
 
 
 def trained(outer: str, plan: Plan, mesh: Mesh, sync: SyncConfig) -> tuple[list[float], Named]:
-    """Five steps of two examples each, one with templates and one without -> the norms of this rank's, the weights."""
+    """Run five steps of two examples, one with templates and one without; return this rank's norms, and the weights."""
     works = TRAINED[outer]
     model = Execution(replace(plan, precision="fp64"), mesh).bind(model_for(works[0])).train()
     optimizer = Optimizer(model, OptimConfig(warmup_steps=1, accumulate=EXAMPLES), mesh, sync)
@@ -419,11 +425,11 @@ def test_in_bf16_a_plan_is_as_near_to_the_truth_as_one_device(work: Work, plan: 
         assert ours < 2 * theirs, kind
 
 
-# The law can fail
+# The comparison detects errors
 
 
 def no_sum(buffer: Tensor, sent: Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
-    """The gradient of a gathered tensor taken from this rank alone, as in FastFold."""
+    """Take the gradient of a gathered tensor from this rank only, as in FastFold."""
     buffer.copy_(sent.view(group.size(), -1)[group.rank()])
 
 
@@ -432,7 +438,7 @@ def first_slice(x: Tensor, axis: int, group: Group) -> Tensor:
 
 
 def exchanged(buffer: Tensor, sent: Tensor, *sizes: object, group: dist.ProcessGroup, async_op: bool) -> None:
-    """An all-to-all after which every rank has what it sent."""
+    """An all-to-all that returns to each rank its own data."""
     buffer.copy_(sent)
 
 
@@ -453,7 +459,8 @@ def test_a_mistake_is_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> Non
     expected = on_one_device(work, 1)[0]
 
     def on_a_rank(mesh: Mesh) -> dict[str, float]:
-        monkeypatch.setattr(*MISTAKES[mistake])  # of this process
+        # Only for this process
+        monkeypatch.setattr(*MISTAKES[mistake])
         return errors(answer(work, replace(plan, precision="fp64"), mesh), expected, mesh)
 
     assert max(above(on_ranks(plan, on_a_rank)).values()) > 1e-3

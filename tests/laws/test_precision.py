@@ -1,4 +1,4 @@
-"""Precision is a plan: which parts compute in 16 bits, which islands do not, and that a training falls alike."""
+"""The precision of a plan: which parts run in 16 bits, which stay in fp32, and that losses fall alike."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -25,14 +25,16 @@ from warpfold.parallel.plan import DTYPES, Plan, Precision
 
 HALF = (torch.bfloat16, torch.float16)
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_cdist_forward"}
-EXACT = {"_softmax", "native_layer_norm", "rsqrt", "log", "exp", "_log_softmax"}  # never in 16 bits
+# Never in 16 bits
+EXACT = {"_softmax", "native_layer_norm", "rsqrt", "log", "exp", "_log_softmax"}
 TRUNK = ("input", "recycling", "templates", "extra", "extra_stack", "evoformer", "single")
 LOGITS = ("distogram", "masked_msa", "plddt", "resolved", "pae")
-# What projects in fp32 although the trunk does not, by name: the operations kept in fp32 among the parts of a model.
+# Modules with projections in fp32 in spite of a 16-bit trunk, by name
 ISLANDS: dict[Precision, set[str]] = {
     "bf16": {"structure", *LOGITS},
     "fp16": {"structure", *LOGITS},
-    # Of the structure module, logits and points of its attention, which it computes itself; of every head its logits.
+    # In the structure module, the logits and points of its attention, which it computes itself; in each head, its
+    # logits
     "bf16_all": {
         "structure",
         "distogram.half_logits", "masked_msa.logits", "plddt.logits", "resolved.logits", "pae.logits",
@@ -42,13 +44,14 @@ HALVES: list[Precision] = ["bf16", "bf16_all", "fp16"]
 
 
 class Dtypes(TorchDispatchMode):
-    """Notes the dtypes in which each module of a model computes: products, and what must be exact."""
+    """Record the dtypes of products, and of operations that must be exact, in each module of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.within = [""]
         self.products: dict[str, set[torch.dtype]] = defaultdict(set)
-        self.narrow: set[str] = set()  # what must be exact, but had a result in 16 bits
+        # Operations that must be exact, but returned 16 bits
+        self.narrow: set[str] = set()
         self.handles = []
         for name, module in model.named_modules():
             self.handles.append(module.register_forward_pre_hook(lambda *_, name=name: self.within.append(name)))
@@ -88,7 +91,7 @@ def part_of(name: str, parts: Any) -> bool:
 @pytest.mark.parametrize("multimer", [False, True])
 @pytest.mark.parametrize("precision", HALVES)
 def test_the_islands_are_those_that_are_listed(precision: Precision, multimer: bool) -> None:
-    """In the definitions, which every fast path is held to: forward passes with recycling, and the losses."""
+    """Check forward passes of the definitions with recycling, and the losses. Fast paths are compared with these."""
     config = as_multimer(tiny_config()) if multimer else tiny_config()
     batch = features(Work(recycles=1, **({"residues": 11, "chains": (4, 3, 4)} if multimer else {})))
     model = AlphaFold(config).eval()
@@ -100,12 +103,14 @@ def test_the_islands_are_those_that_are_listed(precision: Precision, multimer: b
     assert not seen.narrow
     dtype = DTYPES[precision]
     counting = [name for name in seen.products if name.endswith(".outer")]
-    assert all(seen.products.pop(name) == {dtype, torch.float32} for name in counting)  # sequences, to the last one
+    # Sequences are counted exactly.
+    assert all(seen.products.pop(name) == {dtype, torch.float32} for name in counting)
     islands = {name for name, dtypes in seen.products.items() if dtypes - {dtype}}
     assert {name for name in islands if not part_of(name, ISLANDS[precision])} <= {""}, "in the losses alone"
     assert all(any(part_of(name, {island}) for name in islands) for island in ISLANDS[precision])
     assert all(dtypes == {dtype} for name, dtypes in seen.products.items() if part_of(name, TRUNK))
-    if precision == "bf16_all":  # its layers project in bf16; but not z for itself
+    # The module's layers project in bf16, but its own projection of z is in fp32.
+    if precision == "bf16_all":
         assert seen.products.pop("structure") == {dtype, torch.float32}
         assert all(dtypes == {dtype} for name, dtypes in seen.products.items() if part_of(name, ["structure"]))
     exact = [loss, *terms.values(), *vars(output.structure).values(), output.plddt_logits, output.distogram_logits]
@@ -125,7 +130,7 @@ def small() -> ModelConfig:
 
 
 def curve(precision: Precision, steps: int) -> tuple[Tensor, Optimizer]:
-    """Return the losses of a training on one protein, and the optimizer at its end."""
+    """Return the losses of training on one protein, and the optimizer after the last step."""
     torch.manual_seed(0)
     model = AlphaFold(small()).train()
     Execution(Plan(precision=precision)).bind(model)
@@ -143,7 +148,7 @@ def curve(precision: Precision, steps: int) -> tuple[Tensor, Optimizer]:
 
 
 def test_trainings_fall_alike() -> None:
-    """In means of ten steps, by which what one step rounds is small; fp16 leaves out what overflows at first."""
+    """Compare means of ten steps, which average out the rounding of single steps; fp16 omits the first overflows."""
     exact, _ = curve("fp32", 40)
     smooth = exact.view(-1, 10).mean(1)
     fallen = smooth[0] - smooth[-1]

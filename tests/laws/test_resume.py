@@ -1,4 +1,4 @@
-"""The law of resuming: a run killed at any moment, started again with the same command, is the run that was not."""
+"""Resuming: a run that is killed at any time and restarted with the same command equals an uninterrupted run."""
 
 import random
 import signal
@@ -19,11 +19,12 @@ STEPS = 12
 
 
 def begin(store: Path, out: Path, workers: int, window: int = 0) -> BaseProcess:
-    """A run in a process of its own, to be killed: forked, as loading torch takes longer than the run."""
+    """Start a run in a process that can be killed. It is forked, since importing torch takes longer than the run."""
 
     def run() -> None:
         server: Any = forkserver._forkserver  # type: ignore[attr-defined]
-        server._forkserver_pid = server._forkserver_alive_fd = server._forkserver_address = None  # the parent's
+        # Forget the parent's fork server.
+        server._forkserver_pid = server._forkserver_alive_fd = server._forkserver_address = None
         torch.set_num_threads(threads)
         train(tiny_run(steps=STEPS, workers=workers, window=window, digest_every=1), Store(store), out)
 
@@ -34,7 +35,7 @@ def begin(store: Path, out: Path, workers: int, window: int = 0) -> BaseProcess:
 
 
 def descendants(pid: int | str) -> list[Path]:
-    """The entries in /proc of the processes that a process has started, and of theirs; none where there is no /proc."""
+    """Return the /proc entries of all descendants of a process; empty without /proc."""
     listing = Path(f"/proc/{pid}/task/{pid}/children")
     own = listing.read_text().split() if listing.exists() else []
     return [Path("/proc") / child for child in own] + [entry for child in own for entry in descendants(child)]
@@ -48,7 +49,7 @@ def alive(entry: Path) -> bool:
 
 
 def kill(process: BaseProcess, log: Path, rows_then: int, seconds: float) -> None:
-    """SIGKILL a run so many seconds after its log has so many rows; its processes go with it."""
+    """Kill a run by SIGKILL some seconds after its log has this many rows, and wait until its workers have ended."""
     while process.is_alive() and (not log.exists() or log.read_bytes().count(b"\n") < rows_then):
         time.sleep(0.01)
     time.sleep(seconds)
@@ -69,9 +70,10 @@ def finish(process: BaseProcess) -> None:
 
 
 def moments() -> list[tuple[int, float]]:
-    """When a run is killed, twice: after so many rows and seconds."""
+    """Draw two moments at which a run is killed, as a number of rows and seconds."""
     drawn = [(random.randrange(2, 6), random.uniform(0, 0.5)), (random.randrange(7, 11), random.uniform(0, 0.5))]
-    print("killed after (rows, seconds):", drawn)  # shown when the test fails
+    # Shown if the test fails
+    print("killed after (rows, seconds):", drawn)
     return drawn
 
 
@@ -80,20 +82,22 @@ def test_killed_at_random_moments_a_run_is_the_same_to_the_bit(tmp_path: Path) -
     train(tiny_run(steps=STEPS, digest_every=1), store, tmp_path / "unbroken")
 
     out = tmp_path / "killed"
-    for workers, moment in enumerate(moments()):  # how examples are prepared may change on the way
+    # The number of workers may change between runs.
+    for workers, moment in enumerate(moments()):
         kill(begin(store.path, out, workers), out / "metrics.jsonl", *moment)
     finish(begin(store.path, out, workers=0))
 
     def results(folder: Path) -> list[dict]:
         return [row for row in rows(folder) if row["kind"] != "session"]
 
-    assert results(out) == results(tmp_path / "unbroken")  # digests of the state after each step are among them
+    # This includes digests of the state after each step.
+    assert results(out) == results(tmp_path / "unbroken")
     for name in ("params.safetensors", f"checkpoints/step-{STEPS:08d}/state.safetensors"):
         assert equal_tensors(out / name, tmp_path / "unbroken" / name), name
 
 
 def test_examples_that_passed_each_other_pass_each_other_again(tmp_path: Path) -> None:
-    """With a window, the order is the clock's; a killed run repeats its own, and another run can follow it."""
+    """With a window, the order depends on time. A killed run repeats its own order, and another run can follow it."""
     store = make_store(tmp_path / "store")
     out = tmp_path / "killed"
     seen: dict[int, dict] = {}
@@ -109,7 +113,8 @@ def test_examples_that_passed_each_other_pass_each_other_again(tmp_path: Path) -
 
     order = [tuple(map(int, line.split())) for line in (out / "order.txt").read_text().splitlines()[1:]]
     used = {place: number for place, number, _ in order}
-    assert sorted(used.values()) == list(used) == list(range(2 * STEPS))  # nothing lost, nothing twice
+    # No example is lost or repeated.
+    assert sorted(used.values()) == list(used) == list(range(2 * STEPS))
     train(tiny_run(steps=STEPS, digest_every=1), store, tmp_path / "follower", replay=out / "order.txt")
     followed = [[row for row in rows(folder) if row["kind"] != "session"] for folder in (tmp_path / "follower", out)]
     assert followed[0] == followed[1]

@@ -1,4 +1,4 @@
-"""The two laws of the axial contract, for every layer that there is, and what follows: execution in slices."""
+"""The two requirements of an `AxialUpdate` for all layers, and their consequence: execution in slices."""
 
 from contextlib import nullcontext
 
@@ -27,14 +27,14 @@ from warpfold.parallel.plan import Plan
 from warpfold.parallel.slices import layer_in_slices, mask_slice, shared_in_slices, slices_of
 
 C_M, C_Z, S, R = 16, 12, 7, 10
-# Slices may add in another order.  From x to an update there are at most some 150 additions one after another (a norm
-# of 16 channels, a product of them, a softmax over 10 keys, a product of 64), of numbers up to 10, and each rounds by
-# 2^-53 of these: 2e-13, which norm and softmax may make a few times as much.  Gradients sum over 100 positions besides.
+# Slices may change the order of sums. There are at most about 150 successive additions (a norm of 16 channels, products
+# of 16 and 64 channels, a softmax over 10 keys) of numbers up to 10, and each rounds by 2^-53 of these: 2e-13. Norm and
+# softmax may multiply this by a small factor. Gradients are sums over 100 positions.
 CLOSE = 1e-12
 
 
 def of_given_bias():
-    """Attention with pair bias of what was normalised before, with a bias that was made before."""
+    """Return an attention with pair bias that expects a normalised input and a given bias."""
     layer = AttentionPairBias(C_M, C_Z, heads=C_Z)
     layer.norm, layer.bias, layer.attention = NoNorm(), None, GatedAttention(C_M, C_Z, 3, biased=("v", "out"))
     return layer
@@ -69,7 +69,7 @@ READS_M = ("row", "column", "global column", "transition of m", "pair bias", "pa
 
 
 def make(name, seed=0, batch=()):
-    """A layer with random parameters (none is zero), and x, mask, other for it, in fp64."""
+    """Return a layer with random parameters (none is 0), and x, mask and other for it, in fp64."""
     torch.manual_seed(seed)
     layer = CASES[name]().double().train()
     for p in layer.parameters():
@@ -89,7 +89,7 @@ def all_subclasses(cls):
 
 
 def in_parts(layer, x, mask, other, factors=None, add=True):
-    """What a layer computes, by the definition of each of its operations, as a rank does."""
+    """Compute a layer in parts by the definition of each operation, as a rank does."""
     read = layer.named(layer.reads, x, other)
     with using("definition"):
         shared = layer.shared(layer.named(layer.shares, x, other), mask) if layer.shares else None
@@ -97,7 +97,7 @@ def in_parts(layer, x, mask, other, factors=None, add=True):
 
 
 def with_gradients(compute, layer, x, other):
-    """What is computed of copies of x and other, and every gradient of it."""
+    """Compute from copies of x and other, and return the result and all gradients."""
     inputs = [t.clone().requires_grad_() for t in (x, other) if t is not None]
     out = compute(*inputs, *([None] if other is None else []))
     leaves = inputs + list(layer.parameters())
@@ -117,11 +117,12 @@ def test_every_layer_has_a_case():
 
 @pytest.mark.parametrize("name", [name for name, make in CASES.items() if make().shares])
 def test_shared_is_the_join_of_shared_of_slices(name):
-    """Along every axis along which it may be made; with gradients joined, without written to its place."""
+    """Test all axes that allow slices; with gradients, the slices are concatenated, and otherwise written in place."""
     layer, x, mask, other = make(name)
     source = layer.named(layer.shares, x, other)
     expected = layer.shared(source, mask)
-    either = isinstance(layer, AttentionUpdate)  # a bias is made position by position
+    # A bias is computed position by position.
+    either = isinstance(layer, AttentionUpdate)
     for axis in (ROWS, COLS) if either else [layer.read_axis]:
         for rows, gradients in ((1, True), (3, False), (64, False)):
             with torch.set_grad_enabled(gradients):
@@ -133,7 +134,7 @@ def test_shared_is_the_join_of_shared_of_slices(name):
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("prepared", [False, True])
 def test_update_is_the_join_of_update_of_slices(name, gradients, prepared):
-    """Of what a slice has prepared, and as one operation; with x and dropout, and without."""
+    """Test prepared slices and single operations, with and without x and dropout."""
     layer, x, mask, other = make(name, batch=(2,))
     read = layer.named(layer.reads, x, other)
     factors = layer.dropout_factors(x.shape, x)
@@ -158,7 +159,10 @@ def test_update_is_the_join_of_update_of_slices(name, gradients, prepared):
 @pytest.mark.parametrize("name", [name for name, make in CASES.items() if make().pieces_axis is not None])
 @pytest.mark.parametrize("size", [1, 3])
 def test_update_may_be_cut_where_what_is_shared_is(name, size):
-    """By those axes of x; and what all prepares is the join of what slices do, along the axis of what is read."""
+    """Test the axes of x for which `shared` may be split.
+
+    Furthermore, `prepare` of the whole is the concatenation of `prepare` of slices, along the axis that is read.
+    """
     layer, x, mask, other = make(name)
     read, axis = layer.named(layer.reads, x, other), layer.read_axis
     prepared, shared = layer.prepare(read, mask), layer.shared(read, mask)
@@ -172,7 +176,7 @@ def test_update_may_be_cut_where_what_is_shared_is(name, size):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("rows", "dropped", "batch"), [(1, True, ()), (3, False, (2,)), (64, True, (2,))])
 def test_at_once_and_in_slices_it_is_its_parts_in_values_and_every_gradient(name, rows, dropped, batch):
-    """As one operation, as a plan cuts it, and as a caller does, for whom each slice is computed again."""
+    """Test a single operation, the slices of a plan, and slices with recomputation for a caller."""
     layer, x, mask, other = make(name, batch=batch)
     layer.train(dropped)
     factors = layer.dropout_factors(x.shape, x)

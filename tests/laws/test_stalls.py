@@ -1,4 +1,4 @@
-"""Nothing in a training step makes the host wait for the device, but for one reading at its end."""
+"""In a training step, the host waits for the device only once, when it reads the results at the end."""
 
 import math
 from collections import Counter
@@ -31,13 +31,14 @@ from warpfold.training.train import train
 
 SIZES = {"pass": 1, "res": 9, "seq": 4, "extra": 5, "tmpl": 2}
 LOSSES = LossConfig(predicted_aligned_error=0.1, experimentally_resolved=0.01, violation=1.0, scale_by_length=True)
-AT_THE_END = {  # of a step, whatever the number of its examples
-    "device.py: a copy to the host begins": 1,  # losses, terms, norms and lDDT of its examples, for the log
+AT_THE_END = {  # of a step, for any number of examples
+    # losses, terms, norms and lDDT of the examples, for the log
+    "device.py: a copy to the host begins": 1,
 }
 
 
 def by_file(found: list[str]) -> dict[str, int]:
-    """How often what was done, without its line."""
+    """Count the findings, without their line numbers."""
     parts = (one.split(":", 2) for one in found)
     return dict(Counter(f"{file}:{what}" for file, _, what in parts))
 
@@ -56,7 +57,8 @@ def test_neither_examples_nor_an_update_wait_for_anything(name: str) -> None:
     Execution(plan).bind(model)
     optimizer = Optimizer(model, config)
     batch = fake_batch(**SIZES)
-    total_loss(model(batch, recycles=0), batch, LOSSES)  # tables of constants go to the device once
+    # Constant tables are copied to the device once.
+    total_loss(model(batch, recycles=0), batch, LOSSES)
     with Stalls() as example:
         model.noise.seed(0, 1)
         output = model(batch, recycles=1)
@@ -73,7 +75,7 @@ def compressed(method: Method, **more: float) -> OptimConfig:
     return OptimConfig(accumulate=8, compression=CompressionConfig(method=method, start=0, **more))  # type: ignore[arg-type]
 
 
-RANKS = {  # whether passes are recorded as graphs; examples of each rank are two, but where there is no room for them
+RANKS = {  # whether passes are recorded as graphs; each rank has two examples, or one if accumulate=4
     "plain": (False, OptimConfig(accumulate=8), SyncConfig()),
     "an example each, sent early": (False, OptimConfig(accumulate=4), SyncConfig()),
     "recorded, sharded state, norms": (True, OptimConfig(accumulate=8, clip="step"), SyncConfig(shard_state=True)),
@@ -87,11 +89,12 @@ RANKS = {  # whether passes are recorded as graphs; examples of each rank are tw
 
 @pytest.mark.parametrize("name", RANKS)
 def test_data_ranks_wait_for_nothing_of_each_others(name: str) -> None:
-    """What they exchange is awaited by the device alone."""
+    """Only the device waits for the exchange, and not the host."""
     recorded, config, sync = RANKS[name]
     batch = fake_batch(**SIZES)
     with fake_mesh(data=4) as mesh:
-        with Recorder():  # what is compared at the start is the same
+        # The recorder makes the comparison at the start succeed.
+        with Recorder():
             model = AlphaFold(one_block(tiny_config())).train().to("meta")
             Execution(Plan(data=4), mesh).bind(model)
             optimizer = Optimizer(model, config, mesh, sync, records=recorded, whole=True)
@@ -105,11 +108,15 @@ def test_data_ranks_wait_for_nothing_of_each_others(name: str) -> None:
 
 
 def test_examples_of_a_complex_wait_for_nothing_once_it_is_known_whose_truth_is_whose() -> None:
-    """All losses of the fine-tuned multimer.  `with_truth` waits: it is called before, where a chain has copies."""
+    """Test all losses of the fine-tuned multimer.
+
+    `with_truth` does wait; it is called earlier, if a chain has copies.
+    """
     model = AlphaFold(one_block(as_multimer(tiny_config()))).train().to("meta")
     batch = fake_batch(**SIZES, row=9)
     losses = replace(LOSSES, center_of_mass=1.0, every_clash=True, average_clashes=True, fape_softening=0.0)
-    total_loss(model(batch, recycles=0), batch, losses)  # tables of constants go to the device once
+    # Constant tables are copied to the device once.
+    total_loss(model(batch, recycles=0), batch, losses)
     with Stalls() as example:
         model.noise.seed(0, 1)
         loss, _ = total_loss(model(batch, recycles=1), batch, losses, residues=model.residues)
@@ -118,11 +125,10 @@ def test_examples_of_a_complex_wait_for_nothing_once_it_is_known_whose_truth_is_
 
 
 def test_a_step_of_training_waits_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count the loop itself, from one row of metrics.jsonl to the next."""
+    """Count the stalls of the loop itself, from one row of metrics.jsonl to the next."""
     config = tiny_run(steps=2, validation=0.0, save_every=9)
-    monkeypatch.setattr(
-        "warpfold.training.train.save", lambda *_: None
-    )  # a thread writes, where there is no such device
+    # A thread writes checkpoints, which is not possible on "meta".
+    monkeypatch.setattr("warpfold.training.train.save", lambda *_: None)
     seen: list[dict[str, int]] = []
     order: list[str] = []
     for where, what in ((Learner, "step"), (Snapshot, "wait")):
@@ -131,14 +137,16 @@ def test_a_step_of_training_waits_once(tmp_path: Path, monkeypatch: pytest.Monke
     with Stalls() as stalls:
 
         def row(_: object) -> None:
-            # Features that workers make are copied from pinned memory, on a stream of their own; this run has none.
+            # Features from workers are copied from pinned memory on a separate stream; this run has no workers.
             seen.append(by_file([found for found in stalls.found if not found.startswith("batch.py")]))
             stalls.found.clear()
 
         train(config, make_store(tmp_path / "store"), tmp_path / "run", device="meta", watch=row)
     assert [row["kind"] for row in rows(tmp_path / "run")] == ["step"] * 2
-    assert seen[1:] == [AT_THE_END]  # before the first row tables of constants go to the device
-    assert order == ["step", "wait"] * 2  # when all of the step was given to the device
+    # Before the first row, constant tables are copied to the device.
+    assert seen[1:] == [AT_THE_END]
+    # The host waits only after the complete step was submitted.
+    assert order == ["step", "wait"] * 2
 
 
 def test_what_waits_is_seen() -> None:
@@ -152,13 +160,14 @@ def test_what_waits_is_seen() -> None:
         x.new_tensor([1.0])
         torch.ones(3).to("meta")
         x[torch.tensor([0, 1])]
-        x + torch.ones(3, device="meta") * torch.ones(()) * 2  # numbers of the host: none waits
+        # Numbers of the host do not wait.
+        x + torch.ones(3, device="meta") * torch.ones(()) * 2
         x.sum().fill_(3)
     assert len(stalls.found) == 8
 
 
 def test_lddt_on_the_device_is_the_metric() -> None:
-    """Also where one Ca is known, or none is near: NaN, as where nothing can be compared."""
+    """With only one known Ca, or without neighbours, the result is NaN, as there is nothing to compare."""
     generator = torch.Generator().manual_seed(0)
     for n, known, scale in ((60, 0.8, 8.0), (5, 1.0, 1000.0), (4, 0.0, 1.0)):
         truth = torch.randn(n, 37, 3, generator=generator) * scale

@@ -1,7 +1,7 @@
-"""Space has no origin and no preferred direction, and residues no number: what follows for the structure module.
+"""Symmetries of the structure module: space has no origin and no preferred direction, and residues have no number.
 
-Laws, on random weights in fp64: a rigid motion of all frames moves the structure and changes nothing else; a reflection
-does change it; renumbering the residues renumbers the structure.
+With random weights in fp64, a rigid motion of all frames moves the structure and changes nothing else, a reflection
+changes the result, and renumbering the residues renumbers the structure.
 """
 
 import pytest
@@ -28,19 +28,19 @@ def draw(seed: int, *shape: int) -> Tensor:
 
 
 def affines(seed: int, *shape: int) -> Tensor:
-    """Random quaternions and translations [*shape, 7]."""
+    """Return random quaternions and translations [*shape, 7]."""
     q = draw(seed, *shape, 4)
     return torch.cat([q / q.norm(dim=-1, keepdim=True), 3 * draw(seed + 100, *shape, 3)], dim=-1)
 
 
 def moved(motion: Tensor, affine: Tensor) -> Tensor:
-    """The frames after a motion [7] of the whole of space, kept as quaternions."""
+    """Return the frames after a motion [7] of the whole space, as quaternions."""
     turned = quaternion_multiply(motion[..., :4].expand_as(affine[..., :4]), affine[..., :4])
     return torch.cat([turned, Rigid.from_quaternion7(motion).apply(affine[..., 4:])], dim=-1)
 
 
 def fill(module: nn.Module) -> None:
-    """fp64, and no parameter at zero, so that every path counts."""
+    """Convert to fp64, and set all parameters to values other than 0, so that each path has an effect."""
     module.double().eval()
     for k, parameter in enumerate(module.parameters()):
         parameter.data = 0.4 * draw(k, *parameter.shape)
@@ -75,13 +75,16 @@ def test_attention_does_not_see_where_the_protein_is(ipa: InvariantPointAttentio
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_attention_does_see_the_frames(ipa: InvariantPointAttention, mask: Tensor, seed: int) -> None:
-    """Moving one residue alone, or reflecting all, changes what others receive: else the law above says nothing."""
+    """Moving a single residue, or reflecting all, changes the result for others.
+
+    Otherwise the test above would be void.
+    """
     s, z, affine = draw(seed, N, CONFIG.c), draw(seed + 1, N, N, C_Z), affines(seed, N)
     frames = Rigid.from_quaternion7(affine)
     here = ipa(s, z, frames, mask)
     alone = torch.cat([moved(affines(seed + 7), affine[:1]), affine[1:]])
     assert (ipa(s, z, Rigid.from_quaternion7(alone), mask) - here)[1].abs().max() > 1e-3
-    # The mirror image of a frame is a frame again once one of its axes is turned round.
+    # The mirror image of a frame becomes a frame again if one of its axes is reversed.
     mirror = torch.diag(torch.tensor([1.0, 1, -1], dtype=torch.float64))
     reflected = Rigid(mirror @ frames.rotation @ mirror, rotate(mirror, frames.translation))
     assert (ipa(s, z, reflected, mask) - here).abs().max() > 1e-3
@@ -89,7 +92,7 @@ def test_attention_does_see_the_frames(ipa: InvariantPointAttention, mask: Tenso
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_layers_move_with_the_frames(fold: FoldIteration, mask: Tensor, seed: int) -> None:
-    """Three layers in a row: activations and torsions stay, frames and atoms move along."""
+    """In three successive layers, activations and torsions stay the same, and frames and atoms move."""
     s_initial, z, motion = draw(seed, N, C_S), draw(seed + 1, N, N, C_Z), affines(seed + 7)
     here = there = draw(seed + 2, N, CONFIG.c)
     affine = affines(seed, N)
