@@ -236,17 +236,20 @@ REFUSED = [
     ("bench --op attention --shapes row:256", "SEQUENCESxRESIDUES"),
     ("bench --op gate --shapes starting:12", "none is a shape of gate"),
     ("bench --op gate --device cuda:77", "--device"),
-    ("bench --quick data --store x", "options of `data` go behind it"),
+    ("bench --quick data --store x", "bench data: options before `data`"),
     ("doctor --settings tiny", "--settings"),
     ("doctor --kernels --settings nowhere", "no such settings file"),
-    ("doctor --folder .", "of --cluster; add it"),
+    ("doctor --folder .", "they belong to --cluster. Add --cluster"),
     ("doctor --cluster --device cpu --link token-ring", "not a network"),
-    ("doctor --cluster --kernels", "--cluster goes without --kernels"),
-    ("doctor --cluster --settings tiny", "--cluster goes without"),
+    ("doctor --cluster --kernels", "--cluster: it excludes --kernels"),
+    ("doctor --cluster --settings tiny", "--cluster: it excludes"),
     ("doctor --cluster --device cuda:77", "--device"),
     # --cluster is a flag of the doctor, which writes the file, and takes that file elsewhere.
-    ("doctor --cluster cluster.toml", "cluster.toml: the doctor reads no file; doctor --cluster --out"),
-    ("doctor cluster.toml", "cluster.toml: the doctor reads no file; doctor --cluster --out"),
+    (
+        "doctor --cluster cluster.toml",
+        "cluster.toml: the doctor reads no file. Measure a cluster with doctor --cluster --out",
+    ),
+    ("doctor cluster.toml", "cluster.toml: the doctor reads no file. Measure a cluster with doctor --cluster --out"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Trials of candidates that end their process; in a module of its own, as other processes look for them by name."""
+"""Trials of candidates that end their process, in a separate module because other processes import them by name."""
 
 import os
 
@@ -7,8 +7,9 @@ from warpfold.ops.triton.launch import KernelConfig, kernels
 
 
 def kills(trial: Trial) -> tuple[Seconds, dict[KernelConfig, str]]:
-    """Die of the task's second candidate, as an illegal access makes a process do."""
-    kernels()  # loads them
+    """End the process at the second candidate of the task, as an illegal access would."""
+    # loads the kernels
+    kernels()
     if trial.task.candidates[1] in trial.candidates:
         os._exit(1)
     return {candidate: [1.0] for candidate in trial.candidates[1:]}, {trial.candidates[0]: "not exact"}

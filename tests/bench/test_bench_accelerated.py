@@ -1,4 +1,4 @@
-"""`warpfold bench --model`: somebody's model before and after accelerate, from the folder that one is in."""
+"""`warpfold bench --model`: a user's model from the current folder, before and after `accelerate`."""
 
 import copy
 import csv
@@ -15,7 +15,7 @@ from warpfold.bench.model import ACCELERATED, bench_accelerated, user_model
 from warpfold.bench.ops import table
 from warpfold.bench.timing import Times
 
-# A file in the current folder: plain torch, named by --only.
+# A file in the current folder: a plain torch model, selected by --only
 MINE = """
 from torch import nn, ones, zeros
 
@@ -49,7 +49,7 @@ BENCH = ("bench", "--device", "cpu", "--repeats", "1")
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Be in a folder with a module of the user's."""
+    """Change to a folder with a module of the user."""
     (tmp_path / "mine_to_bench.py").write_text(MINE, encoding="utf-8")
     (tmp_path / "broken_bench.py").write_text("import nowhere_to_be_found\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -78,16 +78,16 @@ def test_a_model_is_timed_before_and_after(here: Path, capsys: pytest.CaptureFix
 
 def test_what_is_not_there_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, why in (
-        (["--model", "mine_to_bench"], "not of the form module:function"),
-        (["--model", "not_there:f"], "there is no module not_there"),
+        (["--model", "mine_to_bench"], "not a function. Pass module:function"),
+        (["--model", "not_there:f"], "no module not_there"),
         (["--model", "broken_bench:f"], "broken_bench needs nowhere_to_be_found, which is not installed"),
         (["--model", "mine_to_bench:absent"], "mine_to_bench has no function absent"),
         (["--model", "mine_to_bench:number"], "has no function number"),
-        (["--model", "mine_to_bench:wrong"], "returns a int, not a torch.nn.Module"),
-        (["--model", "mine_to_bench:make_model"], "--inputs is missing"),
+        (["--model", "mine_to_bench:wrong"], "it returns a int. Return a torch.nn.Module"),
+        (["--model", "mine_to_bench:make_model"], "--inputs: missing"),
         (["--model", "mine_to_bench:make_both"], "nothing to swap in this Model"),
-        (["--inputs", "mine_to_bench:make_inputs"], "--model goes with"),
-        (["--model", "mine_to_bench:make_both", "--op", "gate"], "--model goes with"),
+        (["--inputs", "mine_to_bench:make_inputs"], "--model: it only allows"),
+        (["--model", "mine_to_bench:make_both", "--op", "gate"], "--model: it only allows"),
     ):
         assert why in refused(run(capsys, *BENCH, *options))
 
@@ -101,5 +101,5 @@ def test_a_frozen_model_has_one_pass_and_what_is_slower_says_so(here: Path, monk
 
     monkeypatch.setattr("warpfold.bench.model.measure", measured)
     rows = bench_accelerated("mine", model, after, call, torch.device("cpu"))["rows"]
-    assert [row["note"] for row in rows] == ["slower here", "no parameter wants a gradient"]
+    assert [row["note"] for row in rows] == ["slower here", "no parameter requires a gradient"]
     assert table(rows, ACCELERATED)[1][0][:4] == ("forward", "1000", "1250", "0.80")

@@ -1,4 +1,4 @@
-"""`bench data`: every figure is there, of the user's own store; our bench of simulated ranks runs the real loader."""
+"""`bench data` prints all figures for a store of the user; our bench of simulated ranks runs the real loader."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The bench of a block and of a training step: its ways (another's by a stand-in), its counts, its rows, its files."""
+"""The bench of a block and of a training step: implementations (another package as a stub), counts, rows and files."""
 
 import csv
 import json
@@ -37,28 +37,31 @@ def toy(model: ModelConfig | None = None, plan: Plan | None = None) -> ModelBenc
     return ModelBench(model=config, loss=LOSSES, optim=OptimConfig(), plan=plan or Plan(), sizes=SIZES)
 
 
-# ---- what is run
+# ---- the subjects
 
 
 def test_a_step_that_is_timed_as_a_graph_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded once and replayed from then on, all its passes, by the code of training; or the row says why not."""
+    """The training code records each pass once and replays it later, or the row explains why it does not."""
     monkeypatch.setattr(device, "find_recorder", lambda _: OperationRecorder())
     monkeypatch.setattr(bench_model, "find_recorder", lambda _: OperationRecorder())
     plain, graph = bench_step(replace(toy(), recycles=2), CPU, ways=["ours", "graph"], repeats=2)["rows"]
     assert (plain["replayed"], plain["note"], graph["note"]) == (0, "", "")
-    # Five steps: two that warm up, two that are timed, one whose memory is measured.  Of a step two passes without a
-    # gradient, the last one, the update; of each kind the first call is an ordinary one.
+    # Of the five steps, two are warm-up runs, two are timed, and one is for the memory. A step consists of two passes
+    # without gradients, the last pass and the update, and the first call of three kinds is an ordinary one.
     assert graph["replayed"] == 5 * 4 - 3
     assert "graphs" in graph["plan"]
     assert "graphs" not in plain["plan"]
     monkeypatch.setattr(device, "find_recorder", lambda _: None)
     (graph,) = bench_step(toy(), CPU, ways=["graph"], repeats=1)["rows"]
-    assert "graph of last_pass: a cpu has no graphs" in graph["note"]
+    assert "graph of differentiate_and_add: a cpu has no graphs" in graph["note"]
 
 
 def test_the_products_of_a_block_are_counted_as_torch_counts_them() -> None:
-    """On "meta" and on a CPU alike; and the backward pass has twice the products of the forward, which has one more for
-    the outer product's number of pairs, which needs no gradient."""
+    """The products of a block equal those of torch's counter, on "meta" and on a CPU.
+
+    The backward pass has twice the products of the forward pass, which has one more product for the number of pairs in
+    the outer product, without a gradient.
+    """
     sizes = BlockSizes.of(tiny_config(), SIZES)
     found = block_flops(sizes)
     block = RandomBlock(sizes, Plan(kernels="definition"), CPU)
@@ -73,7 +76,7 @@ def test_the_products_of_a_block_are_counted_as_torch_counts_them() -> None:
 
 
 def test_the_products_of_alphafold2s_block() -> None:
-    """216 and 2 x 216 GFLOP at 128 sequences and 256 residues, within what was worked out before by hand."""
+    """A block needs 216 GFLOP forward, and 2 x 216 backward, at 128 sequences and 256 residues, as computed by hand."""
     found = block_flops(BlockSizes.of(ModelConfig(), ExampleSizes(residues=256, sequences=128, extra=1, templates=0)))
     assert found["forward"] / 1e9 == pytest.approx(216, rel=0.02)
     assert found["both"] == found["forward"] + found["backward"]
@@ -104,7 +107,8 @@ def test_a_row_for_each_way_and_pass(monkeypatch: pytest.MonkeyPatch) -> None:
         plain = next(r for r in seen if (r["way"], r.get("pass")) == ("definition", row["pass"]))
         assert row["times_definition"] == pytest.approx(plain["ms"] / row["ms"])  # type: ignore[operator]
         assert row["launches"] > 20  # type: ignore[operator]
-        assert row["host_ms"] is None  # a CPU queues nothing
+        # A CPU has no queue.
+        assert row["host_ms"] is None
     assert [row["wall_ms"] is None for row in seen[:4]] == [False, True, True, False]
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert len(table(found["rows"], COLUMNS)[1]) == 9
@@ -124,7 +128,8 @@ def test_a_way_that_fails_says_why_and_the_others_are_timed(monkeypatch: pytest.
     rows = bench_block(toy(), CPU, ways=["openfold", "ours"], repeats=1)["rows"]
     assert rows[0]["note"] == "failed: RuntimeError: no such kernel"
     assert rows[1]["ms"] > 0
-    assert rows[1]["times_definition"] is None  # it was not asked for
+    # The definition was not requested.
+    assert rows[1]["times_definition"] is None
 
 
 def test_steps_take_turns_and_compiling_must_be_asked_for() -> None:
@@ -140,7 +145,7 @@ def test_steps_take_turns_and_compiling_must_be_asked_for() -> None:
 
 
 class StandIn(nn.Module):
-    """OpenFold's block by its published signature, computed by ours."""
+    """OpenFold's block with its published signature, computed by our layer."""
 
     def __init__(
         self, c_m: int, c_z: int, c_hidden_msa_att: int, c_hidden_opm: int, no_heads_msa: int, inf: float
@@ -182,8 +187,8 @@ def test_the_command_writes_rows_and_a_table(capsys: pytest.CaptureFixture[str],
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--block", "--op", "gate"], "--block and --step go without --op"),
-        (["--op", "gate", "--residues", 8], "are for --block and --step"),
+        (["--block", "--op", "gate"], "--block, --step: they exclude --op"),
+        (["--op", "gate", "--residues", 8], "they belong to --block and --step"),
         (["--block", "--settings", "monster"], "monster: no such settings file"),
         (["--step", "--ways", "jax"], "--ways jax: not one of definition, compile, openfold, ours, graph"),
         (

@@ -1,4 +1,4 @@
-"""The bench of operations: its shapes, its ways (others' by stand-ins of their documented form), its clocks, files."""
+"""The bench of operations: shapes, implementations (other packages as documented stubs), clocks and files."""
 
 import csv
 import json
@@ -47,7 +47,8 @@ def test_shapes_of_their_names() -> None:
     ]
     assert len(shapes("attention", quick=True)) == 5
     assert {name.partition(":")[0] for name, _ in shapes("tail")} == {"pair", "msa", "dropout"}
-    assert shapes("tail", ["starting"]) == []  # a kind of another operation
+    # This kind belongs to another operation.
+    assert shapes("tail", ["starting"]) == []
 
 
 @pytest.mark.parametrize("wrong", ["rows", "row:256", "starting:1x2", "starting:0", "row:128xN", "ending:-3"])
@@ -56,7 +57,7 @@ def test_shapes_that_are_none(wrong: str) -> None:
         shapes("attention", [wrong])
 
 
-# ---- ways
+# ---- implementations
 
 
 @pytest.mark.parametrize("shape", SMALL)
@@ -75,27 +76,27 @@ def test_every_way_computes_the_same(shape: str, dtype: torch.dtype) -> None:
 
 
 def stand_in(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
-    """Attention on [..., heads, n, d], as others' packages have it; hidden, where True, is not attended to."""
+    """Compute attention on [..., heads, n, d], as other packages do; keys with hidden = True are ignored."""
     logits = q @ k.mT * q.shape[-1] ** -0.5
     logits = logits if bias is None else logits + bias
     return (logits if hidden is None else logits.masked_fill(hidden, -1e9)).softmax(-1) @ v
 
 
 def trifast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
-    """q [h, n, n, d], bias [h, n, n], mask [n, n], True where hidden (trifast's tests and README)."""
+    """q [h, n, n, d], bias [h, n, n], mask [n, n] with True for hidden keys (from trifast's tests and README)."""
     assert bias.dim() == 3
     return stand_in(q, k, v, bias[:, None], mask[None, :, None, :])
 
 
 def cuequivariance(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
-    """q [B, N, H, Q, D], bias [B, 1, H, Q, K], mask [B, N, 1, 1, K], True where kept (its documentation)."""
+    """q [B, N, H, Q, D], bias [B, 1, H, Q, K], mask [B, N, 1, 1, K] with True for visible keys (documentation)."""
     assert bias.shape[1] == 1
     assert mask.shape[2:4] == (1, 1)
     return stand_in(q, k, v, bias, ~mask)
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q [batch, n, heads, d] (its interface)."""
+    """q [batch, n, heads, d] (from its interface)."""
     return stand_in(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
 
 
@@ -116,11 +117,12 @@ def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_others_get_what_they_document(
     monkeypatch: pytest.MonkeyPatch, name: str, shape: str, package: object, back: object
 ) -> None:
-    """The packages are not here: stand-ins of their documented signatures must find our result in our arguments."""
+    """With our arguments, other packages (stubs of their documented signatures) compute our result."""
     given = found(shape)
     keys = given.args[3]
     assert keys is not None
-    keys[0, 0] = 0  # one key hidden in one row: only flash-attn, which takes no mask, is given none
+    # One key of one row is hidden, except for flash-attn, which takes no mask.
+    keys[0, 0] = 0
     if name == "flash-attn":
         keys[0, 0] = 1
     monkeypatch.setattr(peers.importlib, "import_module", lambda _: package)
@@ -136,7 +138,7 @@ def test_others_get_what_they_document(
 def triangle_multiplicative_update(
     x: Tensor, direction: str, mask: Tensor | None = None, eps: float = 1e-5, **weights: Tensor
 ) -> Tensor:
-    """x [B, N, N, C], mask [B, N, N], p_in and g_in [2 D, C], p_out [C, D], g_out [C, C] (its documentation)."""
+    """x [B, N, N, C], mask [B, N, N], p_in and g_in [2 D, C], p_out [C, D], g_out [C, C] (from its documentation)."""
 
     def linear(x: Tensor, name: str) -> Tensor:
         return F.linear(x, weights[f"{name}_weight"], weights[f"{name}_bias"])
@@ -153,7 +155,7 @@ def triangle_multiplicative_update(
 
 @pytest.mark.parametrize("kind", ["outgoing", "incoming"])
 def test_another_triangle_product_gets_what_it_documents(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """It computes the update of ours, without dropout and the residual."""
+    """Another package's triangle product computes our update, without dropout and the residual."""
     ((_, case),) = shapes("triangle_multiplication", [f"{kind}:12"])
     given = inputs(replace(case, dropped=False, drawn=False), torch.float32, torch.device("cpu"))
     package = SimpleNamespace(triangle_multiplicative_update=triangle_multiplicative_update)
@@ -199,7 +201,8 @@ def test_a_slow_way_is_timed_less_and_a_broken_one_not() -> None:
     def wrong(x: Tensor) -> Tensor:
         raise RuntimeError("no kernel image\nfor this device")
 
-    slept: list[float] = []  # on a busy machine longer than was asked for
+    # On a busy machine, the actual pauses are longer than 0.02 s.
+    slept: list[float] = []
 
     def sleeping(x: Tensor) -> Tensor:
         began = time.perf_counter()
@@ -229,13 +232,15 @@ def test_peaks_are_what_torch_held() -> None:
 
     assert most_allocated(several) == 2 * 4 * 1024**2
     assert most_allocated(lambda: None) == 0
-    given = found("starting:12")  # registered operations hide what they compute with from modes, not their memory
+    # Modes do not see the operations inside registered operations, but they do see their memory.
+    given = found("starting:12")
     assert most_allocated(WAYS["attention"][-1].make(given).forward) >= given.grad.numel() * 4
     times = measure([subject("x", lambda x: x * 2)], CPU, repeats=1)["x"]
-    assert 16 <= times.peaks["forward"] < 64  # the result, and torch's scalar
+    # The result, and a scalar of torch
+    assert 16 <= times.peaks["forward"] < 64
 
 
-# ---- the whole
+# ---- complete runs
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +279,7 @@ def test_files_of_it(result: dict[str, object], tmp_path: Path) -> None:
     assert float(lines[0]["ms"]) > 0
     picture(result, tmp_path / "figures.png")
     assert (tmp_path / "figures.png").read_bytes()[:4] == b"\x89PNG"
-    with pytest.raises(UserError, match="must end in"):
+    with pytest.raises(UserError, match="unknown format"):
         picture(result, tmp_path / "figures.xyz")
     with pytest.raises(UserError, match="nothing was measured"):
         picture({**result, "rows": []}, tmp_path / "none.png")
@@ -288,10 +293,11 @@ def test_every_way_has_a_colour_and_a_marker_of_its_own() -> None:
 
 
 def test_what_is_too_large_is_named_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bench_ops.LARGEST, "cpu", 4 * 12**3)
+    monkeypatch.setitem(bench_ops.MAX_LOGITS, "cpu", 4 * 12**3)
     left = bench(["attention"], CPU, ["fp32"], ["starting", "starting:12"], repeats=1, ways=["ours"])["left_out"]
     assert left == [f"attention starting:{n}" for n in PROFILES["attention"].kinds["starting"]]
-    named = bench(["attention"], CPU, ["fp32"], ["starting:16"], repeats=1, ways=["ours"])  # larger, but asked for
+    # This shape is larger than the limit, but was requested.
+    named = bench(["attention"], CPU, ["fp32"], ["starting:16"], repeats=1, ways=["ours"])
     assert named["left_out"] == []
     assert {row["shape"] for row in named["rows"]} == {"starting:16"}
 

@@ -1,4 +1,4 @@
-"""The doctor: its sizes are those of the settings, its rows say what ran and how far off it was."""
+"""The doctor: its sizes are those of the settings, and its rows contain the path that ran and its errors."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ from warpfold import settings
 from warpfold.bench import doctor
 from warpfold.bench.doctor import (
     HEADS,
-    LOGITS,
+    MAX_LOGITS,
     SECTIONS,
     Finding,
     cases_of,
@@ -79,14 +79,15 @@ def test_settings_that_are_none() -> None:
 def test_rows_are_cut_and_lengths_stay() -> None:
     big = OpCase(op="attention", where="", rows=512, length=384, heads=2, width=32, bias=True)
     small = cut(big, CPU)
-    assert small.logits <= LOGITS["cpu"]
+    assert small.logits <= MAX_LOGITS["cpu"]
     assert (small.length, small.heads, small.full_rows) == (384, 2, 512)
     assert "of 512 rows" in size_in_words(small)
     pointwise = OpCase(op="attention", where="", rows=256 * 256, batches=256, length=1, keys=4, heads=4, width=16)
     assert cut(pointwise, CPU).rows % 256 == 0
     assert cut(GATE, CPU) is GATE
     deep = OpCase(op="attention", where="", rows=9, length=4096, heads=8, width=32)
-    assert cut(deep, CPU).rows == 2  # one to compute, one that is masked throughout
+    # One row to compute, and one that is completely masked
+    assert cut(deep, CPU).rows == 2
 
 
 def test_findings_say_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +110,7 @@ def test_findings_say_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_small_is_checked_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it is small is asked of the model's size, not of the one that was cut for the check."""
+    """The size of the model decides whether a case is small, and not the smaller size that is checked."""
     monkeypatch.setattr(gate, "prefer_definition", lambda t: t.x.shape[0] <= 6)
     (small,) = examine([GATE], CPU, ["fp32"])
     assert small.says == "ok; small, so its definition is chosen"
@@ -136,7 +137,7 @@ def test_what_is_wrong_is_red_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> 
 def test_findings_are_written_as_they_come(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """One is on the disk before the next is looked for, so that what is stopped keeps what it has."""
+    """Each finding is written before the next one is computed, so that an interrupted run keeps its findings."""
     rows, seen = tmp_path / "rows.jsonl", []
 
     def check(case: OpCase, dtype: str, device: torch.device) -> Verdict:
@@ -149,27 +150,28 @@ def test_findings_are_written_as_they_come(
     code, _, _ = run(capsys, "doctor", "--kernels", "--device", "cpu", "--dtype", "bf16", "--rows", rows)
     assert (code, seen) == (0, [0, 1])
     assert [json.loads(line)["dtype"] for line in rows.read_text().splitlines()] == ["bf16", "bf16"]
-    assert "add --kernels" in refused(run(capsys, "doctor", "--rows", tmp_path / "more.jsonl"))
+    assert "Add --kernels" in refused(run(capsys, "doctor", "--rows", tmp_path / "more.jsonl"))
 
 
-# ---- in sentences
+# ---- summaries
 
 GPU = torch.device("cuda")
 FAST = Finding(Verdict(GATE, "fp32", "cpu", "", (), True), 2.0)
 SMALL = replace(FAST, small=True)
 LEFT = Finding(Verdict(GATE, "bf16", "definition", "1024 channels (kernels are for 512 at most)", (), True), None)
-WRONG = replace(FAST, verdict=Verdict(GATE, "fp32", "cpu", "", (), False))  # two runs differ
+# Two runs differ.
+WRONG = replace(FAST, verdict=Verdict(GATE, "fp32", "cpu", "", (), False))
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A GPU with everything, which a test takes away."""
+    """Return the properties of a complete GPU machine, which a test can change."""
     has: dict[str, Any] = {"free": 80 * 10**9, "host": 100 * 10**9, "packages": {"openmm", "tensorboard"}}
     monkeypatch.setattr(doctor, "free_memory", lambda device: has["free"])
     monkeypatch.setattr(doctor, "host_memory", lambda: has["host"])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in has["packages"] else None)
     monkeypatch.setattr(doctor, "slow_notice", lambda device: None)
-    monkeypatch.setattr(doctor, "LITTLE_SHARED", 0)
+    monkeypatch.setattr(doctor, "MIN_SHARED", 0)
     return has
 
 
@@ -181,7 +183,7 @@ def test_a_gpu_with_everything_is_fine_and_nothing_else_is_said(machine: dict[st
 def test_what_is_missing_is_said_with_its_cure(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     machine.update(free=10**9, host=2 * 10**9, packages=set())
     monkeypatch.setattr(doctor, "slow_notice", lambda device: "in plain torch, because triton is not installed")
-    monkeypatch.setattr(doctor, "LITTLE_SHARED", 10**18)
+    monkeypatch.setattr(doctor, "MIN_SHARED", 10**18)
     monkeypatch.setattr(Path, "is_dir", lambda self: True)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 64 * 10**6}))
     first, *more = of_machine(GPU)
@@ -200,7 +202,7 @@ def test_what_is_missing_is_said_with_its_cure(machine: dict[str, Any], monkeypa
 def test_a_cpu_is_told_what_it_is_good_for_and_what_not(machine: dict[str, Any]) -> None:
     first, slow = of_machine(CPU)
     assert "fine for the demo" in first
-    assert slow.startswith("Slow: full-size models, because there is no GPU; warpfold plan ")
+    assert slow.startswith("Slow: full-size models, because there is no GPU. warpfold plan ")
 
 
 def test_another_device_is_said_to_be_none_of_ours() -> None:
@@ -210,14 +212,14 @@ def test_another_device_is_said_to_be_none_of_ours() -> None:
 
 def test_operations_are_summed_up() -> None:
     first, *more = of_findings([FAST, SMALL, LEFT], "monomer", CPU)
-    assert first == "All 3 operations of monomer are computed as they should be, forward and backward."
+    assert first == "All 3 operations of monomer are computed correctly, forward and backward."
     ours, small, slow = more
-    assert ours.startswith("Ours: 1 run in WarpFold's own way, 2.0 times as fast")
+    assert ours.startswith("Ours: 1 run by WarpFold's fast paths, 2.0 times as fast")
     assert small.startswith("As good: 1 are so small in monomer")
     assert slow == ("Slow: 1 run by their definitions (gate), because 1024 channels (kernels are for 512 at most)")
 
 
-@pytest.mark.parametrize(("device", "cure"), [(CPU, "do not trust"), (GPU, "use --device cpu")])
+@pytest.mark.parametrize(("device", "cure"), [(CPU, "Do not trust"), (GPU, "Use --device cpu")])
 def test_what_is_wrong_comes_first(device: torch.device, cure: str) -> None:
     first, *_ = of_findings([FAST, WRONG], "tiny", device)
-    assert first.startswith("WRONG: 1 of 2 operations are not computed as they should be (gate); " + cure)
+    assert first.startswith("WRONG: 1 of 2 operations are computed incorrectly (gate). " + cure)

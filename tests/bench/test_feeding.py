@@ -1,4 +1,4 @@
-"""Whether a store feeds GPUs: emulated storages take their time, what an example waits for is seen, and arithmetic."""
+"""Whether a store is fast enough for GPUs: emulated storage is slow, waiting times are measured, and the arithmetic."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +29,8 @@ def slow(tmp_path: Path) -> SlowStore:
 
 def test_reads_share_the_rate_and_wait_side_by_side(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(bytes(200_000))
-    emulation = Emulation.of("50 ms, 2MB/s", tmp_path / "link")  # 100 ms for the bytes
+    # The bytes take 100 ms.
+    emulation = Emulation.of("50 ms, 2MB/s", tmp_path / "link")
     began = time.monotonic()
     with ThreadPoolExecutor(2) as pool:
         ask = [pool.submit(SlowFolder(tmp_path, emulation).read, "x", [(0, 100_000), (100_000, 200_000)]) for _ in "ab"]
@@ -39,13 +40,13 @@ def test_reads_share_the_rate_and_wait_side_by_side(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["20ms", "20,100", "fast", "20ms,0MB/s", "-1ms,1MB/s", "20ms,1TB/s", "1s,1MB/s"])
 def test_another_text_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(UserError, match=r"--storage .*: give a latency and a rate, as 20ms,100MB/s"):
+    with pytest.raises(UserError, match=r"--storage .*: not a latency and a rate\. Pass for example 20ms,100MB/s"):
         Emulation.of(text, tmp_path / "link")
 
 
 def test_an_address_is_not_emulated(tmp_path: Path) -> None:
     emulation = Emulation.of("20ms,100MB/s", tmp_path / "link")
-    with pytest.raises(UserError, match="s3://bucket/store: --storage is for a folder of this machine"):
+    with pytest.raises(UserError, match="s3://bucket/store: --storage needs a folder of this machine"):
         SlowStore(place_of("s3://bucket/store"), emulation)
 
 
@@ -60,7 +61,8 @@ def test_what_an_example_waits_for_is_seen(slow: SlowStore) -> None:
 
 
 def test_the_emulation_goes_where_the_store_goes(slow: SlowStore) -> None:
-    there = ForkingPickler.loads(ForkingPickler.dumps(slow))  # as worker processes are sent it
+    # Worker processes receive the store in this form.
+    there = ForkingPickler.loads(ForkingPickler.dumps(slow))
     began = time.monotonic()
     read = there.record("e1").read("aatype")
     assert time.monotonic() - began >= 0.02, "its header and the array"

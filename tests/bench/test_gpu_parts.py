@@ -13,7 +13,7 @@ TOY = Options(torch.device("cpu"), toy=True)
 
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An empty cache of Triton's."""
+    """Make Triton's cache empty."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
@@ -27,7 +27,7 @@ def test_the_first_row_says_whether_the_cache_was_hit(cache: None) -> None:
 
 def test_steps_blocks_predictions_and_checks_are_compiled_ahead() -> None:
     names = {launch.kernel.name for launch in recorded_launches(TOY)}
-    # Of training, of the extra MSA, of a block without gradient, of the optimizer.
+    # Kernels of training, the extra MSA, a block without gradients, and the optimizer
     assert {"attention_forward", "transition", "norm_linear", "sum_partials", "adam_step", "tail_backward"} <= names
 
 

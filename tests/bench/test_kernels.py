@@ -1,6 +1,6 @@
-"""The launch table of a GPU: what is chosen from times, what is written and read back, and the command.
+"""The launch table of a GPU: the choice from times, writing and reading, and the command.
 
-Times are made up, since there is no GPU; what runs kernels on one is tested in tests/ops/triton/test_gpu.py.
+The times are invented, since there is no GPU. tests/ops/triton/test_gpu.py runs kernels on a GPU.
 """
 
 import json
@@ -20,7 +20,7 @@ from tests.test_cli import refused, run
 from warpfold import bulk
 from warpfold.bench import kernels as tuning
 from warpfold.bench.kernels import (
-    CHECKED,
+    MAX_CHECKED,
     IsolatedBench,
     Seconds,
     Timed,
@@ -60,7 +60,7 @@ HEAD = {"gpu": "NVIDIA Toy 9000", "driver": "1.2", "torch": "2", "triton": trito
 def times(
     kernel: str, key: tuple[int, ...], out: dict[KernelConfig, str] | None = None, **seconds: list[float]
 ) -> Timed:
-    """What candidates a, b, c took."""
+    """Return the timings of the candidates a, b and c."""
     found = {{"a": A, "b": B, "c": C}[name]: taken for name, taken in seconds.items()}
     return Timed(kernel, key, "somewhere", found, out or {})
 
@@ -68,13 +68,13 @@ def times(
 @pytest.mark.parametrize(
     ("found", "chosen"),
     [
-        # Not the fastest mean: one slow repeat says nothing.
+        # The fastest mean does not win: a single slow repeat is no evidence.
         ([times("k", (1,), a=[3.0, 3.0, 3.0], b=[2.0, 2.0, 90.0], c=[1.0, 4.0, 4.0])], [((1,), B)]),
-        # Of nearly equal ones the first that is named.
+        # Among nearly equal candidates, the first one wins.
         ([times("k", (1,), a=[1.009], b=[1.0])], [((1,), A)]),
         ([times("k", (1,), a=[1.011], b=[1.0])], [((1,), B)]),
         ([times("k", (1,), b=[1.009], a=[1.0])], [((1,), B)]),
-        # Places with one key decide together.
+        # Workloads with the same key are decided together.
         ([times("k", (1,), a=[1.0], b=[3.0]), times("k", (2,), a=[1.0], b=[3.0]), times("k", (1,), a=[9.0], b=[4.0])],
          [((1,), B), ((2,), A)]),
     ],
@@ -101,7 +101,7 @@ def test_a_candidate_that_is_out_at_one_place_is_out() -> None:
 
 
 def test_none_left_is_one_line() -> None:
-    with pytest.raises(UserError, match=r"k \(1,\): no candidate is fit: not exact: dq; too large; it gets no entry"):
+    with pytest.raises(UserError, match=r"k \(1,\): it gets no entry, because no candidate works: not exact: dq"):
         choose([times("k", (1,), {A: "not exact: dq", B: "too large", C: "too large"})])
 
 
@@ -114,7 +114,7 @@ def test_the_order_of_places_decides_nothing(order, seed) -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> torch.device:
-    """A GPU that is only said to be there, in a home of its own."""
+    """Pretend that there is a GPU, with an empty home folder."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: HEAD["gpu"])
     monkeypatch.setattr(launches, "home", lambda: tmp_path)
     monkeypatch.setattr(launches, "family_table", lambda device: read(SHIPPED / "default.json"))
@@ -146,7 +146,7 @@ def test_tuning_one_operation_keeps_the_others(gpu: torch.device, tmp_path: Path
     assert read(path).head["date"] == "2026-11-21"
 
 
-# ---- what is tried
+# ---- tuning tasks
 
 
 @pytest.mark.parametrize("quick", [True, False])
@@ -156,14 +156,16 @@ def test_every_operation_has_tasks(op: str, quick: bool) -> None:
     assert found
     assert all(task.candidates for task in found)
     keys = [(task.kernel, task.key) for task in found]
-    assert keys == sorted(
-        keys, key=keys.index
-    )  # those of one key behind one another: each entry is written when it is known
+    # The tasks of a key are adjacent: its entry is written as soon as it is known.
+    assert keys == sorted(keys, key=keys.index)
 
 
 def test_quick_tuning_inherits_nothing_from_another_layers_rows() -> None:
-    """A row attention of an alignment and a triangle have one key, and decide together; a starting and an ending node
-    have the same sizes, so one of them is enough."""
+    """Quick tuning covers each layer that may have a different optimum.
+
+    The row attention of an alignment and of a triangle have the same key, and are decided together. Starting and ending
+    nodes have the same sizes, so that one of them suffices.
+    """
     found = [task for task in tuning_tasks(workloads(["attention"], True), True) if task.kernel == "attention_forward"]
     first = [str(task.workload) for task in found if task.key == found[0].key]
     assert sum("msa row" in place for place in first) == 1
@@ -232,7 +234,7 @@ def test_chosen_kernels_are_tuned_in_the_order_given() -> None:
 
 
 def test_trials_launch_each_candidate_and_the_other_kernels_of_the_operation() -> None:
-    """At the model's size and at the size of the check, all of which `tune` compiles beforehand."""
+    """The trials use the sizes of the model and of the check; `tune` compiles the kernels of both in advance."""
     (task, *_) = (t for t in tuning_tasks(workloads(["attention"], True), True) if t.kernel == "attention_dbias")
     launches = list(trial_launches(task))
     assert {launch.config for launch in launches if launch.kernel.name == task.kernel} == set(task.candidates)
@@ -242,19 +244,19 @@ def test_trials_launch_each_candidate_and_the_other_kernels_of_the_operation() -
 
 
 def test_every_kernel_is_tuned() -> None:
-    """All but the one for more channels than the model has, and the optimizer's, which has nothing to choose."""
+    """All kernels are tuned, except the one for more channels than the model has, and the optimizer's single choice."""
     tuned = {task.kernel for task in tuning_tasks(workloads(TUNED))}
     assert set(kernels()) - tuned == {"adam_step", "norm_linear_wide"}
 
 
 def test_the_draw_of_noise_has_one_launch_which_is_that_of_the_table() -> None:
-    """A pair's factors are some 30,000 numbers, less than a launch costs: there is nothing to choose."""
+    """The factors of a pair are about 30,000 numbers, which cost less than a launch, so that there is no choice."""
     (only,) = kernels()["keep"].candidates
     assert [e.config for e in read(SHIPPED / "default.json").entries if e.kernel == "keep"] == [only]
 
 
 def test_tails_are_tuned_as_they_draw() -> None:
-    """A launch must fit the registers of a kernel that draws its factors: they are what training runs."""
+    """The tuned tails draw their factors, as in training, and their launches fit the registers that this needs."""
     drawing = [
         call
         for workload in workloads(["tail"])
@@ -270,7 +272,7 @@ def test_attention_is_tuned_at_every_width_of_the_model() -> None:
 
 
 def test_a_forced_launch_is_what_runs() -> None:
-    """What a task's candidates are tried by."""
+    """A forced configuration is launched, as the trials of a task require."""
     task = tuning_tasks(workloads(["gate"], True), True)[0]
     for candidate in task.candidates[:3]:
         with launches.forced({task.kernel: candidate}):
@@ -281,8 +283,8 @@ def test_a_forced_launch_is_what_runs() -> None:
 
 def test_cases_are_checked_at_a_size_that_fits() -> None:
     large = OpCase(op="attention", where="x", rows=4096, length=512, heads=8, width=32, bias=True)
-    assert with_room(large).logits <= CHECKED
-    assert with_room(large).rows == CHECKED // (512 * 512 * 8)
+    assert with_room(large).logits <= MAX_CHECKED
+    assert with_room(large).rows == MAX_CHECKED // (512 * 512 * 8)
     small = OpCase(op="gate", where="x", rows=8, length=8, channels=16)
     assert with_room(small) is small
 
@@ -300,7 +302,7 @@ class Toy:
 
 
 def largest(kernel: str, candidate: KernelConfig) -> float:
-    """The largest tiles win."""
+    """Return a time for which the largest tiles win."""
     return 1.0 / sum(candidate.sizes.values()) + 1e-3 * candidate.warps
 
 
@@ -320,8 +322,9 @@ def test_tuning_by_made_up_times_gives_a_table_that_is_used(gpu: torch.device, t
 def test_a_candidate_that_breaks_the_device_is_out_and_the_others_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     (task, *_) = tuning_tasks(workloads(["gate"], quick=True), quick=True)
     three = task.candidates[:3]
-    monkeypatch.setattr(TuningTask, "candidates", three)  # a process begins again for each that breaks it:
-    context = get_context("forkserver")  # in seconds if each loads torch
+    monkeypatch.setattr(TuningTask, "candidates", three)
+    # Each candidate that breaks its process causes a new one, which would take seconds to load torch.
+    context = get_context("forkserver")
     context.set_forkserver_preload([kills.__module__])
     monkeypatch.setattr(bulk, "get_context", lambda method: context)
     first, second, *rest = task.candidates
@@ -336,7 +339,7 @@ def test_a_candidate_that_breaks_the_device_is_out_and_the_others_are_timed(monk
 
 def test_wrong_use_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     error = refused(run(capsys, "tune", "--op", "gate", "--device", "cpu", "--out", tmp_path))
-    assert "launch tables are made there; --dry-run lists what would be timed" in error
+    assert "launch tables are made on a GPU. Run it there, or pass --dry-run" in error
     assert not list(tmp_path.iterdir())
     assert "--op gates: not one of all, attention" in refused(run(capsys, "tune", "--op", "gates", "--dry-run"))
 
@@ -369,5 +372,6 @@ def test_the_command_writes_the_table_and_says_so(
     assert "BLOCK_C" in out
     arguments = ["--kernel", "gate:128x2", "--device", "cpu", "--out", tmp_path / "new", "--rows", tmp_path / "rows"]
     assert run(capsys, "tune", "--op", "gate", "--quick", *arguments)[0] == 0
-    assert read(path).entries == entries  # also those of the kernel's other keys
+    # The entries of the kernel's other keys are still there.
+    assert read(path).entries == entries
     assert json.loads((tmp_path / "rows").read_text())["kernel"] == "gate"

@@ -1,4 +1,4 @@
-"""A profile: rows add up to the run, backward time belongs to the layers that caused it, the trace has names."""
+"""A profile: rows add up to the run, backward time is attributed to its layer, and the trace has names."""
 
 import gzip
 import json
@@ -44,7 +44,8 @@ TOY = ModelBench(
     plan=Plan(),
     sizes=ExampleSizes(residues=9, sequences=5, extra=6, templates=2),
 )
-NAP = 0.2  # seconds; the other layers need some 0.1 ms
+# Seconds; the other layers need about 0.1 ms.
+NAP = 0.2
 
 
 class Slow(torch.autograd.Function):
@@ -92,7 +93,7 @@ def test_backward_time_is_that_of_the_layer_that_caused_it(again: bool) -> None:
 
 
 def event(name: str, start: int, parent: Any = None, kernels: tuple[float, ...] = (), **more: Any) -> Any:
-    """Make an event of the host as torch's profiler has it; microseconds."""
+    """Return an event of the host in the form of torch's profiler, with times in microseconds."""
     fields = {"sequence_nr": -1, "thread": 1, "fwd_thread": None, **more}
     return SimpleNamespace(
         name=name, time_range=SimpleNamespace(start=start, end=start + 1), cpu_parent=parent, is_async=False,
@@ -134,7 +135,7 @@ def test_kernels_belong_to_what_launched_them_also_on_autograds_thread() -> None
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Profile a step of a toy."""
+    """Profile a step of a toy model."""
     trace = tmp_path_factory.mktemp("profile") / "trace.json.gz"
     return profile_model(TOY, CPU, trace) | {"trace": json.loads(gzip.decompress(trace.read_bytes()))}
 

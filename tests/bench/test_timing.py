@@ -1,4 +1,4 @@
-"""The GPU's clock, by a stand-in for torch.cuda: what is queued, in which order, and what is counted."""
+"""The GPU timer with a stub for torch.cuda: queued work, its order, and the durations."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from warpfold.cost.memory import most_allocated
 
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was queued on a device that counts a millisecond for each entry."""
+    """Return the queue of a device that counts one millisecond per entry."""
     done: list[str] = []
 
     class Event:
@@ -25,7 +25,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             done.append("mark")
 
         def query(self) -> bool:
-            """Whether the device has come to it, before anybody waited."""
+            """Return whether the device has reached the event before the first wait."""
             return "late" in done
 
         def elapsed_time(self, end: "Event") -> float:
@@ -42,7 +42,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     }
     for name, function in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, function)
-    monkeypatch.setattr(timing, "FLUSH", 16)
+    monkeypatch.setattr(timing, "FLUSH_BYTES", 16)
     return done
 
 
@@ -64,7 +64,8 @@ def subject(queue: list[str]) -> Subject:
 
 def test_only_what_runs_between_two_marks_counts(queue: list[str]) -> None:
     clock, times = CudaTimer(torch.device("cpu")), Times()
-    assert clock.cycles_per_second == 10_000_000 / (2 / 1e3)  # the mark and the wait of the first kernel
+    # The first kernel's mark and wait
+    assert clock.cycles_per_second == 10_000_000 / (2 / 1e3)
     queue.clear()
     clock.once(subject(queue), times)
     kinds = [entry.split()[0] for entry in queue]
@@ -77,7 +78,10 @@ def test_only_what_runs_between_two_marks_counts(queue: list[str]) -> None:
 
 
 def test_a_clock_is_calibrated_when_it_is_warm(monkeypatch: pytest.MonkeyPatch, queue: list[str]) -> None:
-    """A cold device waits longer for the same number of cycles; what counts is the rate that no longer changes."""
+    """The timer is calibrated on a warm device.
+
+    A cold device waits longer for the same number of cycles. The calibration ends when the rate no longer changes.
+    """
     milliseconds = iter([8.0, 4.0, 3.0, 2.5, 2.01, 2.0, 1.0])
     monkeypatch.setattr(torch.cuda.Event, "elapsed_time", lambda self, end: next(milliseconds))
     assert CudaTimer(torch.device("cpu")).cycles_per_second == 10_000_000 / 2.0e-3
@@ -117,7 +121,7 @@ def test_on_a_device_the_wall_is_timed_apart(queue: list[str]) -> None:
 
 def test_a_device_on_which_nothing_was_seen_has_no_count(queue: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.profiler, "profile", lambda activities: nullcontext(SimpleNamespace(profiler=None)))
-    with pytest.raises(RuntimeError, match="saw no kernel"):
+    with pytest.raises(RuntimeError, match="recorded no kernel"):
         kernels_launched(lambda: None, torch.device("cpu"))
 
 

@@ -1,4 +1,4 @@
-"""`warpfold plan` for trainings on many devices: the table, what it costs, and options that do not go together."""
+"""`warpfold plan` for training on many devices: the table, the cost, and options that exclude each other."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_the_table_has_what_each_plan_takes(tmp_path: Path, capsys: pytest.Captu
         assert one["device_hours_per_million"] == pytest.approx(hours)
         assert one["cost_per_million"] == pytest.approx(2 * hours)
         assert one["sent_bytes"] > 0
-    # The same, as the cluster's file has it; in words.
+    # The same cluster from a file, with the result as text
     cluster = Cluster(ranks=4, per_node=2, within=Link(**found["cluster"]["within"]), device="H100",
                       between=Link(**found["cluster"]["between"]))  # fmt: skip
     cluster.save(tmp_path / "cluster.toml")
@@ -74,11 +74,11 @@ def test_what_fits_nowhere_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     ("given", "why"),
     [
         (["--devices", "16", "--node", "8", "--link", "ib"], "ib: not a network"),
-        (["--cluster", "nowhere.toml", "--devices", "4"], "--devices: nowhere.toml says it; leave one of the two out"),
+        (["--cluster", "nowhere.toml", "--devices", "4"], "--devices: nowhere.toml contains it. Omit one of the two"),
         (["--cluster", "nowhere.toml"], "nowhere.toml"),
-        (["--link", "ib400"], "--link: it is for trainings on several devices"),
-        (["--design"], "--design: it is for a sequence; give a query, or its length with --residues"),
-        (["--residues", "100", "--price", "3"], "--price: it is for trainings on several devices"),
+        (["--link", "ib400"], "--link: it is for training on several devices"),
+        (["--design"], "--design: it needs a sequence. Pass a query, or its length with --residues"),
+        (["--residues", "100", "--price", "3"], "--price: it is for training on several devices"),
         (
             ["--devices", "4", "--set", "optim.accumulate=3", "--set", "plan.data=3"],
             "4 ranks cannot divide a step of 3",

@@ -1,5 +1,6 @@
-"""Apple GPUs (`--device mps`), on a stand-in (tests/mac.py): what runs there computes what the CPU does, and what
-cannot is refused beforehand.  No Mac has run this.
+"""Apple GPUs (`--device mps`), with a stub (tests/mac.py): results equal those of the CPU, or the run is refused.
+
+These tests have not run on a Mac.
 """
 
 import copy
@@ -97,7 +98,7 @@ def test_a_training_is_that_of_the_definitions_on_a_cpu_and_continues(name: str,
     train(replace(config, plan=replace(plan, kernels="definition")), store, tmp_path / "cpu")
     with mac():
         whole = train(config, store, tmp_path / "mps", device="mps")
-        for steps in (1, 2) if loss is FULL else ():  # the second goes on from the first's checkpoint
+        for steps in (1, 2) if loss is FULL else ():  # the second one continues from the first one's checkpoint
             part = train(replace(config, train=replace(config.train, steps=steps)), store, tmp_path / "2", device="mps")
             assert steps < 2 or equal_tensors(part.params, whole.params)
     cpu, mps = (rows(tmp_path / run) for run in ("cpu", "mps"))
@@ -180,7 +181,7 @@ def test_the_doctor_says_that_it_was_never_tried_and_checks_it(
     assert code == 0
     assert "on mps every operation runs by its definition" in out
     assert "WarpFold was never run on an Apple GPU" in out
-    assert "All 2 operations of tiny are computed as they should be" in out
+    assert "All 2 operations of tiny are computed correctly" in out
 
 
 def test_what_the_device_computes_wrongly_is_red(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""Time operations, models and loaders, and tell what a machine can do."""
+"""Measure the speed of operations, models and loaders, and check what a machine can do."""

@@ -1,8 +1,6 @@
-"""Measure how fast data is here: `warpfold bench data`.
+"""Measure the speed of data loading on this machine: `warpfold bench data`.
 
-Everything is measured on the user's own store and machine, in one run: read the figures as ratios.  What slow examples
-and new epochs cost a step is simulated: each rank has a real loader with real processes, but making an example and
-computing a step are sleeps.  So a machine with few cores shows what many would do.
+All figures are measured in one run on the user's own store and machine, so their ratios are meaningful.
 """
 
 import json
@@ -40,9 +38,9 @@ from warpfold.progress import Progress, no_progress
 
 
 def footprint(store: Store, config: SampleConfig, workers: int = 4, examples: int = 40) -> dict[str, Any]:
-    """Return the seconds until the first example comes, and the MiB of each worker after so many examples (Linux).
+    """Measure the seconds until the first example, and the median MiB of a worker after a number of examples (Linux).
 
-    private: memory that only this process has; proportional: with its share of what it shares with others.  Medians.
+    private: memory of this process only. proportional: including its share of memory that processes share.
     """
     began = time.perf_counter()
     order = RunOrder(Order([Source(store)], seed=0), Schedule(State(), examples), Quarantine(0))
@@ -70,10 +68,14 @@ def _mib(pid: int) -> dict[str, float]:
 # ---- a store
 
 
-INITIAL = SampleConfig(crop=256, max_msa=128, max_extra=1024)  # Supp. table 4
-ROW_BUDGET = 8.0  # `max_cost`
-PASSES = (1, 4)  # without recycling, and with three recycles
-DRAWS = 3  # of each entry
+# Initial training (Supp. table 4).
+INITIAL = SampleConfig(crop=256, max_msa=128, max_extra=1024)
+# `max_cost` of the row budget.
+ROW_BUDGET = 8.0
+# Without recycling, and with three recycles.
+PASSES = (1, 4)
+# Samples of each entry.
+DRAWS = 3
 
 
 def bench_data(
@@ -85,12 +87,13 @@ def bench_data(
     cores: int = 16,
     step: float = STEP,
 ) -> dict[str, Any]:
-    """Return all figures of a store, by name.
+    """Measure all figures of a store, by name.
 
-    sources: the folder that holds what the store was packed from; without it, what needs the files is left out.
-    entries: how many, spread over the alignment depths, and how many as a training draws them.
-    gpus, cores, step: what the store is to feed, and the seconds in which a GPU uses an example (`feeding`).
-    Errors: UserError for sources that are not the store's.
+    sources: folder with the files from which the store was packed; without it, measurements of these files are left
+    out.
+    entries: number of entries over all alignment depths, and of entries as training draws them.
+    gpus, cores, step: GPUs to feed, cores, and the seconds in which a GPU uses an example (`feeding`).
+    Raises UserError for sources that do not belong to the store.
     """
     chosen = spread_out(store, entries)
     files = source_files(store, sources, chosen) if sources is not None else {}
@@ -103,19 +106,20 @@ def bench_data(
     }
     if sources is not None:
         parts["pack"] = lambda: packing(store, sources)
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for done, (name, measure) in enumerate(parts.items()):
         progress(done, len(parts), name)
-        found[name] = measure()
+        figures[name] = measure()
     machine = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
     versions = {"warpfold": __version__, "torch": torch.__version__, "numpy": np.__version__}
-    return {"date": date.today().isoformat(), **machine, **versions, "store": store.path.name, **found}
+    return {"date": date.today().isoformat(), **machine, **versions, "store": store.path.name, **figures}
 
 
 def spread_out(store: Store, entries: int) -> list[str]:
-    """Return at most `entries` keys, spread evenly over the depths of the alignments; the deepest is among them."""
+    """Select at most `entries` keys evenly over the depths of the alignments, including the deepest one."""
     depths = dict(zip(store.keys, store.column("depth")))
-    ranked = sorted({depths[key]: key for key in chain_keys(store)}.items())  # one chain of each depth
+    # One chain of each depth.
+    ranked = sorted({depths[key]: key for key in chain_keys(store)}.items())
     chosen = np.unique(np.linspace(0, len(ranked) - 1, min(entries, len(ranked))).round().astype(int))
     return [ranked[index][1] for index in chosen]
 
@@ -126,29 +130,29 @@ def kept_entries(store: Store) -> list[PackEntry]:
 
 
 def source_files(store: Store, folder: Path, keys: Sequence[str]) -> dict[str, tuple[Path, list[Path]]]:
-    """Return the structure file and the alignment files of each entry, as the store's reports name them.
+    """Return the structure file and the alignment files of each entry according to the store's reports.
 
-    Errors: UserError if one of them is not there.
+    Raises UserError if a file is missing.
     """
     entries = {entry.name: entry for entry in kept_entries(store)}
-    found = {}
+    files = {}
     for key in keys:
         paths = [folder / name for name in (entries[key].file, *entries[key].alignments)]
         if missing := [path for path in paths if not path.is_file()]:
             raise UserError(
-                f"{missing[0]}: no such file; --sources is the folder that holds what the store was made of"
+                f"{missing[0]}: no such file. Pass the folder with the files of the packed store as --sources."
             )
-        found[key] = paths[0], paths[1:]
-    return found
+        files[key] = paths[0], paths[1:]
+    return files
 
 
 def features(
     store: Store, keys: Sequence[str], files: dict[str, tuple[Path, list[Path]]]
 ) -> dict[str, dict[str, float | None]]:
-    """Return the samples per second of one core, from the store or the source files to tensors of the feature table.
+    """Measure the samples per second of one core, from the store or the source files to feature tensors.
 
-    Seconds are the thread's CPU time, and each entry is drawn equally often.  "exact": all rows that block deletion
-    leaves, as in the paper.
+    Seconds are the thread's CPU time, and each entry is sampled equally often. "exact" uses all rows that block
+    deletion leaves, as in the paper.
     """
     torch.set_num_threads(1)
     exact, budget = INITIAL, replace(INITIAL, max_cost=ROW_BUDGET)
@@ -184,7 +188,8 @@ def _rate(
     def one(key: str, draw: int) -> None:
         to_tensors(make_features(read(key), config, 0, (key, draw), passes, train=True))
 
-    one(keys[-1], draws)  # warm up
+    # Warm-up.
+    one(keys[-1], draws)
     began = time.thread_time()
     for key in keys:
         for draw in range(draws):
@@ -193,9 +198,9 @@ def _rate(
 
 
 def reading(store: Store, seconds: float = 2.0) -> dict[str, float]:
-    """Read whole records in random order, check their checksums, and return MB/s and records/s, cold and warm.
+    """Measure MB/s and records/s of reading complete records in random order with checksums, cold and warm.
 
-    Cold: the kernel is first asked to drop the shards from its cache, which some file systems ignore.
+    For "cold", the kernel is asked to drop the shards from its cache, which some file systems ignore.
     """
     order = random.Random(0).sample(store.keys, len(store.keys))
     rates = {}
@@ -217,7 +222,7 @@ def reading(store: Store, seconds: float = 2.0) -> dict[str, float]:
 
 
 def sizes(store: Store) -> dict[str, float]:
-    """Return the MB of the store, and of the files that it was packed from."""
+    """Return the MB of the store, and of the files from which it was packed."""
     plan = json.loads(store.file("sources.json") or "{}")
     source = sum(kind["bytes"] for kind in plan["inputs"].values())
     own = store.nbytes
@@ -225,7 +230,7 @@ def sizes(store: Store) -> dict[str, float]:
 
 
 def packing(store: Store, folder: Path) -> dict[str, float]:
-    """Return the seconds to pack the store's sources again, with one, two and one process for each core."""
+    """Measure the seconds of packing the store's sources again, with one, two and one process per core."""
     from warpfold.data.pack.pack import pack
 
     kept = kept_entries(store)
@@ -241,13 +246,14 @@ def packing(store: Store, folder: Path) -> dict[str, float]:
     return seconds
 
 
-def rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the rows of a table: what was measured, under which conditions, and the figure."""
+def rows(report: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Format the figures as rows of a table: measurement, conditions, figure."""
     lines = []
-    for part, figures in found.items():
+    for part, figures in report.items():
         if isinstance(figures, dict):
             for name, figure in figures.items():
-                if name == "verdict":  # a sentence of its own
+                # The verdict is printed as a sentence.
+                if name == "verdict":
                     continue
                 inner = figure.items() if isinstance(figure, dict) else [("", figure)]
                 for sub, value in inner:

@@ -1,8 +1,8 @@
-"""Say whether a store feeds so many GPUs from so many cores: what an example waits for and costs, and arithmetic.
+"""Estimate whether a store can feed a number of GPUs from a number of cores.
 
-One process makes examples from a storage that is cold, and each takes so long in three ways: it waits for the storage,
-unpacks, and computes features.  Then C processes on C cores make C times as many, unless all of them together ask for
-more bytes than the storage gives, which is measured by reading with as many threads.
+One process makes examples from a cold storage, and its time is divided into waiting for the storage, decompression and
+computing features. C processes on C cores make C times as many examples, unless together they need more bytes than the
+storage delivers. This bandwidth is measured by reading with as many threads.
 """
 
 import fcntl
@@ -31,34 +31,37 @@ from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import open_entry
 from warpfold.errors import UserError
 
-STEP = 0.41  # of an H200, initial training without recycling: benchmarks/results/gpu-h200-2026-11-26.json
-PIECE = 1 << 20  # bytes that each thread reads at a time for the bandwidth
-SECONDS = 2.0  # for which the bandwidth is measured
+# Seconds of a step on an H200, initial training without recycling (benchmarks/results/gpu-h200-2026-11-26.json).
+STEP = 0.41
+# Bytes that each thread reads at a time, and seconds, in the measurement of the bandwidth.
+PIECE = 1 << 20
+SECONDS = 2.0
 _UNITS = {"kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
 
 
 @dataclass(frozen=True)
 class Emulation:
-    """A slower storage: each read takes so long, and all processes of the machine share so many bytes per second.
+    """An emulated slower storage with a latency per read and a bandwidth that all processes of the machine share.
 
-    link: a file of 8 bytes, the moment from which on the link that all share is free.
+    latency: seconds of a read with all its ranges. rate: bytes per second. link: a file of 8 bytes with the moment at
+    which the shared link becomes free.
     """
 
-    latency: float  # seconds, for all ranges of one read, which travel together
-    rate: float  # bytes per second
+    latency: float
+    rate: float
     link: Path
 
     @staticmethod
     def of(text: str, link: Path) -> "Emulation":
-        """Read "20ms,100MB/s".  Errors: UserError for another text."""
-        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?ms, ?(\d+(?:\.\d+)?) ?([kMG]B/s)", text)
-        if found is None or not float(found[2]):
-            raise UserError(f"--storage {text}: give a latency and a rate, as 20ms,100MB/s")
+        """Parse "20ms,100MB/s". Raises UserError for any other text."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?ms, ?(\d+(?:\.\d+)?) ?([kMG]B/s)", text)
+        if match is None or not float(match[2]):
+            raise UserError(f"--storage {text}: not a latency and a rate. Pass for example 20ms,100MB/s.")
         link.write_bytes(struct.pack("<d", 0.0))
-        return Emulation(float(found[1]) / 1e3, float(found[2]) * _UNITS[found[3]], link)
+        return Emulation(float(match[1]) / 1e3, float(match[2]) * _UNITS[match[3]], link)
 
     def arrival(self, asked: float, size: int) -> float:
-        """Return when so many bytes will be there that are asked for now, and take the link for them."""
+        """Reserve the link for a number of bytes, and return the moment of their arrival."""
         with open(self.link, "r+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             free = max(struct.unpack("<d", file.read(8))[0], asked) + size / self.rate
@@ -68,26 +71,27 @@ class Emulation:
 
 
 class SlowFolder(Folder):
-    """A folder that answers as late as an emulation says."""
+    """A folder whose reads are delayed by an emulation."""
 
     def __init__(self, path: Path, emulation: Emulation) -> None:
         super().__init__(path)
         self.emulation = emulation
 
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        asked = time.monotonic()  # one clock for all processes
-        found = super().read(name, ranges)
-        arrival = self.emulation.arrival(asked, sum(map(len, found)))
+        # The monotonic clock is common to all processes.
+        asked = time.monotonic()
+        answers = super().read(name, ranges)
+        arrival = self.emulation.arrival(asked, sum(map(len, answers)))
         time.sleep(max(arrival - time.monotonic(), 0.0))
-        return found
+        return answers
 
 
 class SlowStore(Store):
-    """A store on an emulated storage, also in the processes that it is sent to.  Errors: as of `Store`."""
+    """A store on an emulated storage, also in other processes to which it is sent. Raises UserError as `Store`."""
 
     def __init__(self, path: Place, emulation: Emulation, checked: bool = False) -> None:
         if isinstance(place_of(path), Address):
-            raise UserError(f"{place_of(path)}: --storage is for a folder of this machine; leave it out")
+            raise UserError(f"{place_of(path)}: --storage needs a folder of this machine. Omit --storage.")
         super().__init__(path, checked)
         self.emulation, self.storage = emulation, SlowFolder(Path(self.path), emulation)
 
@@ -96,16 +100,17 @@ class SlowStore(Store):
 
 
 class _Watched:
-    """A storage that notes what is read."""
+    """A storage that records its reads."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self.forget_all()
 
     def forget_all(self) -> None:
-        """Begin anew, with nothing of what was read in memory."""
+        """Start again with a cold storage."""
         self.storage.cool()
-        self.reads, self.seconds, self.busy = 0, 0.0, 0.0  # busy: seconds of these in which a core worked
+        # busy: CPU seconds within the seconds of reads.
+        self.reads, self.seconds, self.busy = 0, 0.0, 0.0
         self.answers: list[bytes] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -113,19 +118,19 @@ class _Watched:
 
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         began, busy = time.perf_counter(), time.thread_time()
-        found = self.storage.read(name, ranges)
+        answers = self.storage.read(name, ranges)
         self.reads += 1
         self.seconds += time.perf_counter() - began
         self.busy += time.thread_time() - busy
-        self.answers += found
-        return found
+        self.answers += answers
+        return answers
 
 
 def feeding(store: Store, config: SampleConfig, entries: int, gpus: int, cores: int, step: float) -> dict[str, Any]:
-    """Measure examples as a training draws them, without recycling, and judge whether `cores` make enough of them.
+    """Measure examples as training draws them, without recycling, and judge whether `cores` make enough of them.
 
-    step: seconds in which a GPU uses an example.  A core has one process.  "storage": the time until answers are there;
-    "decompression" has the checksums, too; "features" is the rest.
+    step: seconds in which a GPU uses an example. Each core runs one process. "storage" is the time of reads,
+    "decompression" includes checksums, and "features" is the remaining time.
     """
     import zstandard
 
@@ -135,7 +140,8 @@ def feeding(store: Store, config: SampleConfig, entries: int, gpus: int, cores: 
     watched, parts, reads, sizes = _Watched(store.storage), [], [], []
     store.storage = watched
     try:
-        for number in range(-1, entries):  # the first one does not count: libraries are loaded
+        # The first example does not count, because it loads libraries.
+        for number in range(-1, entries):
             key = order.entry(max(number, 0)).key
             watched.forget_all()
             began = time.thread_time()
@@ -151,56 +157,60 @@ def feeding(store: Store, config: SampleConfig, entries: int, gpus: int, cores: 
     finally:
         store.storage = watched.storage
     storage, unpacking, rest = map(statistics.fmean, zip(*parts))
-    found = Feeding(storage, unpacking, rest, statistics.fmean(sizes), rate, gpus, cores, step)
+    supply = Feeding(storage, unpacking, rest, statistics.fmean(sizes), rate, gpus, cores, step)
     named = zip(("storage, ms", "decompression, ms", "features, ms"), zip(*parts))
     return {
         "reads of an example": {"mean": round(statistics.fmean(reads), 1), "most": max(reads)},
-        "bytes of an example": {"mean, MB": round(found.size / 1e6, 3), "median, MB": statistics.median(sizes) / 1e6},
+        "bytes of an example": {"mean, MB": round(supply.size / 1e6, 3), "median, MB": statistics.median(sizes) / 1e6},
         **{
             name: {"mean": round(1e3 * statistics.fmean(every), 2), "median": round(1e3 * statistics.median(every), 2)}
             for name, every in named
         },
         "bandwidth, MB/s": round(rate / 1e6, 1),
-        "examples per second": round(found.given, 1),
-        "needed": round(found.needed, 1),
-        "limit": found.limit,
-        "verdict": found.verdict(isinstance(watched.storage, Remote)),
+        "examples per second": round(supply.given, 1),
+        "needed": round(supply.needed, 1),
+        "limit": supply.limit,
+        "verdict": supply.verdict(isinstance(watched.storage, Remote)),
     }
 
 
 @dataclass(frozen=True)
 class Feeding:
-    """What an example takes of a storage and of a core, in seconds and bytes, and what is asked of both."""
+    """Costs of an example and the demand of the GPUs.
+
+    storage, decompression, features: seconds of an example. size: bytes of an example. bandwidth: bytes per second.
+    step: seconds in which a GPU uses an example.
+    """
 
     storage: float
     decompression: float
     features: float
     size: float
-    bandwidth: float  # bytes per second
+    bandwidth: float
     gpus: int
     cores: int
-    step: float  # seconds
+    step: float
 
     @property
     def given(self) -> float:
-        """Return how many examples a second there are of a process on each core."""
+        """Examples per second from one process per core."""
         return min(self.cores / (self.storage + self.decompression + self.features), self.bandwidth / self.size)
 
     @property
     def needed(self) -> float:
-        """Return how many examples a second the GPUs use."""
+        """Examples per second that the GPUs use."""
         return self.gpus / self.step
 
     @property
     def limit(self) -> str:
-        """Name what would have to be faster for more."""
+        """Name of the bottleneck."""
         if self.bandwidth / self.size <= self.given:
             return "storage bandwidth"
         parts = {"storage latency": self.storage, "decompression": self.decompression, "features": self.features}
         return max(parts, key=lambda name: parts[name])
 
     def verdict(self, cached: bool = False) -> str:
-        """Say in a sentence whether it is enough, and what would be.  cached: the storage is one that keeps copies."""
+        """Describe whether the supply is sufficient, and what would be. cached: the storage keeps local copies."""
         busy = self.decompression + self.features
         figures = (
             f"{self.gpus} GPUs from {self.cores} cores: {self.given:,.1f} examples a second, {self.needed:,.1f} needed"
@@ -208,18 +218,21 @@ class Feeding:
         if self.given >= self.needed:
             return f"feeds {figures}; the limit is {self.limit}"
         if self.bandwidth / self.size < self.needed:
-            cure = f"storage of {self.needed * self.size / 1e6:.3g} MB/s would, or a copy of the store on a local disk"
-            cure += "; of what fits into WARPFOLD_CACHE_GB, there is one after the first epoch" if cached else ""
-        elif self.needed * busy <= self.cores:  # a process that waits needs no core
+            remedy = (
+                f"storage of {self.needed * self.size / 1e6:.3g} MB/s would, or a copy of the store on a local disk"
+            )
+            remedy += "; entries that fit into WARPFOLD_CACHE_GB have one after the first epoch" if cached else ""
+        elif self.needed * busy <= self.cores:
+            # A waiting process needs no core.
             processes = ceil(self.needed * (self.storage + busy) / self.gpus)
-            cure = f"train.workers={processes} for each GPU would, as processes that wait for storage need no core"
+            remedy = f"train.workers={processes} for each GPU would, as processes that wait for storage need no core"
         else:
-            cure = f"{ceil(self.needed * (self.storage + busy))} cores would"
-        return f"does not feed {figures}; the limit is {self.limit}; {cure}"
+            remedy = f"{ceil(self.needed * (self.storage + busy))} cores would"
+        return f"does not feed {figures}; the limit is {self.limit}; {remedy}"
 
 
 def bandwidth(store: Store, threads: int) -> float:
-    """Read a store's shards, cold, in random order by so many threads, and return bytes per second."""
+    """Measure the bytes per second of reading a store's cold shards in random order with a number of threads."""
     store.storage.cool()
     draw = Random(0)
     shards = draw.sample(store.index.shards, min(len(store.index.shards), 256))

@@ -1,10 +1,9 @@
-"""Make the launch table of a GPU: check and time every candidate of every kernel, and write down the fastest.
+"""Create the launch table of a GPU: check and time every candidate of every kernel, and write the fastest ones.
 
-Sizes are those of the model's operations in initial training and in fine-tuning.
+The sizes are those of the model's operations in initial training and in fine-tuning.
 
-Kernels are launched by their own launchers, and each is timed alone: the launches of a forward and a backward pass are
-recorded as they run, then run again one by one.  A candidate whose results are not exact enough (check/checks.py) is
-not timed.
+Each kernel is timed separately: the launches of a forward and a backward pass are recorded, and then repeated one by
+one. A candidate whose results are not exact enough (check/checks.py) is not timed.
 """
 
 import datetime
@@ -49,21 +48,23 @@ from warpfold.ops.triton.launch import (
 from warpfold.progress import Progress, no_progress
 
 REPEATS = 20
-CHECKED = 2**26  # the most numbers in the largest tensor of a case that is checked, in fp64
+# Most elements of the largest tensor of a case that is checked in fp64.
+MAX_CHECKED = 2**26
 
-Seconds = dict[KernelConfig, list[float]]  # of each repeat
+# The seconds of each repetition.
+Seconds = dict[KernelConfig, list[float]]
 
 
 @contextmanager
 def launching() -> Iterator[list[KernelLaunch]]:
-    """Note what registered operations on "meta" would launch within the context."""
+    """Record the launches of registered operations on "meta" within the context."""
     with dispatch.interpreting(), recorded() as launches, Operations(lambda *_: None, launchers=True):
         yield launches
 
 
 @dataclass(frozen=True)
 class Workload:
-    """An operation at a size of the model, in a dtype."""
+    """An operation at a size of the model in a dtype."""
 
     op: str
     case: OpCase
@@ -75,7 +76,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class TuningTask:
-    """The candidates of a kernel that a workload launches with this key."""
+    """A kernel that a workload launches with a key, and whose candidates are to be timed."""
 
     workload: Workload
     kernel: str
@@ -83,16 +84,16 @@ class TuningTask:
 
     @property
     def candidates(self) -> list[KernelConfig]:
-        """The kernel's candidates in its order, each once."""
+        """Distinct candidates of the kernel in its order."""
         return list(dict.fromkeys(KERNELS[self.kernel].candidates))
 
     def among(self, launches: Iterable[KernelLaunch]) -> list[KernelLaunch]:
-        """Return the launches of this kernel with this key."""
+        """Select the launches of this kernel with this key."""
         return [launch for launch in launches if (launch.kernel.name, launch.key) == (self.kernel, self.key)]
 
 
 def launches_of(workload: Workload) -> list[KernelLaunch]:
-    """Return the launches of a workload's forward and backward pass, on any machine: tensors have no memory."""
+    """Record the launches of a workload's forward and backward pass with meta tensors, on any machine."""
     given = inputs(workload.case, DTYPES[workload.dtype], "meta")
     with launching() as launches:
         run(OPS[workload.case.op].fast, given)
@@ -100,44 +101,44 @@ def launches_of(workload: Workload) -> list[KernelLaunch]:
 
 
 def tuning_tasks(workloads: Iterable[Workload], quick: bool = False) -> list[TuningTask]:
-    """Return every kernel that workloads launch, with its keys, those of one key behind one another.
+    """List every kernel that workloads launch with its keys. Tasks of equal keys are consecutive.
 
-    quick: of layers with the same sizes (a starting and an ending node) only the first; others of one key decide
-    together, so that none inherits what was tuned on another's rows.
+    Workloads with the same key are timed together, so that the choice does not depend on the rows of a single one.
+    quick: of layers with equal sizes (such as starting and ending node) only the first.
     """
-    found: dict[tuple[str, Key], list[TuningTask]] = {}
+    tasks: dict[tuple[str, Key], list[TuningTask]] = {}
     seen: set[Any] = set()
     for workload in workloads:
         case = workload.case
         sizes = (case.rows, case.length, case.keys, case.heads, case.width, case.channels, case.outputs, case.bias)
         for kernel, key in dict.fromkeys((launch.kernel.name, launch.key) for launch in launches_of(workload)):
             if not (quick and (kernel, key, workload.dtype, sizes) in seen):
-                found.setdefault((kernel, key), []).append(TuningTask(workload, kernel, key))
+                tasks.setdefault((kernel, key), []).append(TuningTask(workload, kernel, key))
             seen.add((kernel, key, workload.dtype, sizes))
-    return [task for tasks in found.values() for task in tasks]
+    return [task for group in tasks.values() for task in group]
 
 
 def choose_kernels(todo: Sequence[TuningTask], wanted: Sequence[str]) -> list[TuningTask]:
-    """Keep the tasks of these kernels, in this order: NAME for all keys of a kernel, NAME:32x2x256x256 for one key.
+    """Select the tasks of kernels in this order: NAME for all keys of a kernel, NAME:32x2x256x256 for one key.
 
-    Errors: UserError for a kernel or key that no task has.
+    Raises UserError for a kernel or key without a task.
     """
-    found: dict[TuningTask, None] = {}
+    selected: dict[TuningTask, None] = {}
     for text in wanted:
         name, _, key = text.partition(":")
         matching = [t for t in todo if t.kernel == name and key in ("", "x".join(map(str, t.key)))]
         if not matching:
             keys = dict.fromkeys("x".join(map(str, t.key)) for t in todo if t.kernel == name)
-            known = [f"{name}:{one}" for one in keys] or sorted({t.kernel for t in todo})
-            raise UserError(f"--kernel {text}: nothing to tune. Choose from: {', '.join(known)}")
-        found |= dict.fromkeys(matching)
-    return list(found)
+            choices = [f"{name}:{key}" for key in keys] or sorted({t.kernel for t in todo})
+            raise UserError(f"--kernel {text}: nothing to tune. Choose from: {', '.join(choices)}")
+        selected |= dict.fromkeys(matching)
+    return list(selected)
 
 
 def compile_candidates(todo: Sequence[TuningTask], device: torch.device, progress: Progress) -> None:
     """Fill Triton's cache with every candidate.
 
-    A candidate that does not compile is skipped: its trial will report the error.
+    A candidate that does not compile is skipped, because its trial will report the error.
     """
     if torch.version.hip is not None:
         return
@@ -148,23 +149,25 @@ def compile_candidates(todo: Sequence[TuningTask], device: torch.device, progres
     major, minor = torch.cuda.get_device_capability(device)
     with table_used(family_table(device)):
         launches = [launch for task in todo for launch in trial_launches(task)]
-    with suppress(OSError):  # the cache cannot be written to
+    # Without a writable cache, the trials compile.
+    with suppress(OSError):
         compile_ahead(launches, GPUTarget("cuda", 10 * major + minor, 32), progress)
 
 
 def trial_launches(task: TuningTask) -> Iterator[KernelLaunch]:
-    """Yield everything that the trials of a task launch, also the operation's other kernels, by the table in use."""
-    launches_of(task.workload)  # loads, and so registers, the kernel
-    # A check has fewer rows than the model: another number, which Triton may specialise the code for.
-    places = dict.fromkeys((task.workload, replace(task.workload, case=with_room(task.workload.case))))
+    """Yield all launches of a task's trials, including the operation's other kernels by the table in use."""
+    # Loading the kernel registers it.
+    launches_of(task.workload)
+    # A check has fewer rows than the model, and Triton may specialise the code for this number.
+    workloads = dict.fromkeys((task.workload, replace(task.workload, case=with_room(task.workload.case))))
     for candidate in task.candidates:
         with forced({task.kernel: candidate}):
-            launches = [launch for place in places for launch in launches_of(place)]
+            launches = [launch for workload in workloads for launch in launches_of(workload)]
         yield from launches
 
 
 class GpuBench:
-    """The part of tuning that needs a CUDA device; tests replace it."""
+    """The steps of tuning that need a CUDA device. Tests replace it."""
 
     def __init__(self, device: torch.device, repeats: int = REPEATS) -> None:
         self.device, self.repeats = device, repeats
@@ -173,7 +176,10 @@ class GpuBench:
     def time(
         self, task: TuningTask, candidates: Sequence[KernelConfig] | None = None
     ) -> tuple[Seconds, dict[KernelConfig, str]]:
-        """Check each candidate at a size that the definition has room for, and time it at the whole; or only some."""
+        """Check each candidate at a size for which the definition has memory, and time it at the full size.
+
+        candidates: all by default. Returns the seconds, and the reasons why candidates were not timed.
+        """
         if task.workload != self.workload:
             self._prepare(task.workload)
         launches: dict[KernelConfig, list[KernelLaunch]] = {}
@@ -197,7 +203,7 @@ class GpuBench:
         return {c: times[str(c)].seconds["whole"] for c in launches if c not in out}, out
 
     def _prepare(self, workload: Workload) -> None:
-        """Draw inputs and compute the definition's results, for all kernels of a workload."""
+        """Draw inputs and compute the definition's results for all kernels of a workload."""
         dtype, op = DTYPES[workload.dtype], OPS[workload.case.op]
         self.workload, self.fast = workload, op.fast
         self.whole = inputs(workload.case, dtype, self.device)
@@ -205,13 +211,14 @@ class GpuBench:
         self.truth = truth(op.definition, self.checked.args, self.checked.grad, self.checked.names)
 
     def _reason_against(self) -> str:
-        """Return why the candidate that is forced now is out; an empty string if it is right."""
+        """Explain why the forced candidate is excluded; "" if its results are correct."""
         from triton.backends.nvidia.compiler import PTXASError
         from triton.compiler.errors import CompilationError
         from triton.runtime.errors import OutOfResources
 
         try:
             ours = run(self.fast, self.checked)
+            # Errors of asynchronous kernels appear here.
             torch.cuda.synchronize(self.device)
         except (OutOfResources, PTXASError, CompilationError) as error:
             return f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -221,35 +228,39 @@ class GpuBench:
 
 @dataclass(frozen=True)
 class Trial:
-    """Candidates of a task to be tried on a device, in the process that is given them."""
+    """Candidates of a task that another process tries on a device."""
 
     task: TuningTask
     candidates: tuple[KernelConfig, ...]
     device: torch.device
 
 
-_bench: list[GpuBench] = []  # of this process, which keeps a workload's inputs from one trial to the next
+# The bench of this process, which keeps a workload's inputs between trials.
+_bench: list[GpuBench] = []
 
 
 def try_candidates(trial: Trial) -> tuple[Seconds, dict[KernelConfig, str]]:
-    """Time candidates (`GpuBench.time`).  An illegal access takes the device from a process for good: this one ends."""
-    launches_of(trial.task.workload)  # loads, and so registers, the kernel
+    """Time candidates (`GpuBench.time`). After an illegal access this process ends, since its device is unusable."""
+    # Loading the kernel registers it.
+    launches_of(trial.task.workload)
     if not _bench:
         _bench.append(GpuBench(trial.device))
     try:
-        with table_used(family_table(trial.device)):  # of the other kernels: the same on every GPU of its kind
+        # The table for the other kernels, which is equal on every GPU of the family.
+        with table_used(family_table(trial.device)):
             return _bench[0].time(trial.task, trial.candidates)
-    except RuntimeError as error:  # torch's and Triton's
+    except RuntimeError as error:
+        # torch and Triton have no class for these errors.
         if "CUDA error" not in str(error) and "[CUDA]" not in str(error):
             raise
         os._exit(1)
 
 
 class IsolatedBench:
-    """Times tasks as a `GpuBench` in a process of its own, which a candidate may kill.
+    """A `GpuBench` in a separate process, because a candidate may kill its process.
 
-    An assembler makes wrong code now and then: of 36 candidates for the transition, ptxas 12.8 made one that read
-    where no memory is (H200, 2026-11-26).
+    The assembler sometimes generates wrong code: for one of 36 candidates of the transition, ptxas 12.8 generated an
+    illegal read (H200, 2026-11-26).
     """
 
     def __init__(
@@ -261,7 +272,7 @@ class IsolatedBench:
         self.device, self.process, self.trial = device, process, trial
 
     def time(self, task: TuningTask) -> tuple[Seconds, dict[KernelConfig, str]]:
-        """Time all candidates together; if that kills the process, those that do not do so alone."""
+        """Time all candidates together. If this kills the process, find the responsible candidates and exclude them."""
         whole = Trial(task, tuple(task.candidates), self.device)
         with suppress(ProcessDied):
             return self.process(self.trial, whole)
@@ -273,8 +284,8 @@ class IsolatedBench:
                 out[candidate] = "its code broke the device's context"
         if not out:
             raise UserError(
-                f"{task.kernel} {task.key}: its candidates end a process together, and none alone; is the device fit? "
-                "warpfold doctor --kernels"
+                f"{task.kernel} {task.key}: its candidates end a process together, but no candidate does so alone. "
+                "Check the device with: warpfold doctor --kernels"
             )
         rest = tuple(candidate for candidate in task.candidates if candidate not in out)
         seconds, others = self.process(self.trial, replace(whole, candidates=rest)) if rest else ({}, {})
@@ -282,20 +293,21 @@ class IsolatedBench:
 
 
 def with_room(case: OpCase) -> OpCase:
-    """Return the case with no more rows than its definition in fp64 has room for."""
-    return case.with_rows(case.rows * CHECKED // PROFILES[case.op].numbers(case))
+    """Reduce the rows of a case so that its definition in fp64 fits in memory."""
+    return case.with_rows(case.rows * MAX_CHECKED // PROFILES[case.op].numbers(case))
 
 
 # ---- tables
 
 
 INITIAL, FINE_TUNING = DataSizes(crop=256, max_msa=128, max_extra=1024), DataSizes(crop=384)
-SAME = 1.01  # faster by less is no difference: of such candidates the first is taken
+# Candidates within this factor of the fastest count as equal, and the first of them is chosen.
+TIE_TOLERANCE = 1.01
 
 
 @dataclass(frozen=True)
 class Timed:
-    """What the candidates of a kernel took in one workload; and why others were not timed."""
+    """The seconds of a kernel's candidates in a workload, and the reasons why others were not timed."""
 
     kernel: str
     key: Key
@@ -305,15 +317,15 @@ class Timed:
 
 
 def workloads(ops: Iterable[str], quick: bool = False) -> list[Workload]:
-    """Return how the model calls the operations that --op means; quick: only in initial training, in bf16."""
-    found: dict[Workload, None] = {}
+    """List the model's calls of the operations that --op selects. quick: only for initial training in bf16."""
+    calls: dict[Workload, None] = {}
     for op in ops:
         names = meant_by([op])
         for sizes in (INITIAL,) if quick else (INITIAL, FINE_TUNING):
             for dtype in ("bf16",) if quick else ("bf16", "fp32"):
                 cases = (case for case in of_settings(ModelConfig(), sizes) if case.op in names)
-                found |= dict.fromkeys(Workload(op, case, dtype) for case in cases)
-    return list(found)
+                calls |= dict.fromkeys(Workload(op, case, dtype) for case in cases)
+    return list(calls)
 
 
 def tune_on(
@@ -325,17 +337,18 @@ def tune_on(
     kernels: Sequence[str] = (),
     sink: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> list[Timed]:
-    """Try every candidate on a GPU; each entry is in the folder's table as soon as it is known.
+    """Try every candidate on a GPU, and write each entry to the folder's table as soon as it is known.
 
-    kernels: as of `choose_kernels`; by default all.  sink: gets the times of each task as soon as it is done.
-    Errors: UserError where the device is not a GPU, or for kernels that the operations do not launch.
+    kernels: see `choose_kernels`; all by default. sink: receives the times of each task.
+    Raises UserError if the device is not a GPU, or for kernels that the operations do not launch.
     """
     if device.type != "cuda":
         raise UserError(
-            f"--device {device}: kernels run on a GPU, and launch tables are made there; --dry-run lists what would be "
-            "timed, on any machine"
+            f"--device {device}: launch tables are made on a GPU. Run it there, or pass --dry-run to list the tasks on "
+            "any machine."
         )
-    with table_used(family_table(device)):  # of the other kernels: the same on every GPU of its kind
+    # The table for the other kernels, which is equal on every GPU of the family.
+    with table_used(family_table(device)):
         todo = tuning_tasks(workloads(ops, quick), quick)
         todo = choose_kernels(todo, kernels) if kernels else todo
         compile_candidates(todo, device, progress)
@@ -353,52 +366,55 @@ def timed(
     known: Callable[[list[TableEntry]], object] = lambda entries: None,
     sink: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> list[Timed]:
-    """Try the candidates of every task, in order; `known` is given the entry of each key when its last task is done.
+    """Try the candidates of every task in order.
 
-    time: measures the seconds of each candidate, and says why others are out.  sink: gets the times of each task.
+    time: returns the seconds of each candidate, and the reasons why others were not timed. known: receives the entry of
+    each key after its last task. sink: receives the times of each task.
     """
-    found: list[Timed] = []
+    results: list[Timed] = []
     for done, task in enumerate(todo):
         progress(done, len(todo), f"{task.kernel}: {task.workload}")
-        found.append(Timed(task.kernel, task.key, str(task.workload), *time(task)))
-        medians = {str(c): round(1e6 * statistics.median(s), 1) for c, s in found[-1].seconds.items() if s}
-        out = {str(c): reason for c, reason in found[-1].out.items()}
+        results.append(Timed(task.kernel, task.key, str(task.workload), *time(task)))
+        medians = {str(c): round(1e6 * statistics.median(s), 1) for c, s in results[-1].seconds.items() if s}
+        out = {str(c): reason for c, reason in results[-1].out.items()}
         row = {"kernel": task.kernel, "key": list(task.key), "workload": str(task.workload)}
         sink(row | {"microseconds": medians, "out": out})
         if not any((later.kernel, later.key) == (task.kernel, task.key) for later in todo[done + 1 :]):
-            group = [one for one in found if (one.kernel, one.key) == (task.kernel, task.key)]
-            if _totals(group):  # else `choose` says at the end why there is none
+            group = [one for one in results if (one.kernel, one.key) == (task.kernel, task.key)]
+            # Without totals, `choose` explains at the end why there is no entry.
+            if _totals(group):
                 known(choose(group))
-    return found
+    return results
 
 
-def choose(found: Iterable[Timed]) -> list[TableEntry]:
+def choose(results: Iterable[Timed]) -> list[TableEntry]:
     """Choose the fastest candidate for each kernel and key, by the sum of medians over all workloads with that key.
 
-    A candidate must have been timed in each of them.  Of those within one per cent of the fastest, the first that the
-    kernel names, so that noise decides less.
-    Errors: UserError where no candidate is left.
+    A candidate must have been timed in each of them. Among candidates within 1 % of the fastest, the first in the
+    kernel's order is chosen, which reduces the influence of noise.
+    Raises UserError if no candidate is left.
     """
     entries = []
-    for (kernel, key), group in sorted(_grouped(found).items()):
+    for (kernel, key), group in sorted(_grouped(results).items()):
         totals = _totals(group)
         if not totals:
             reasons = dict.fromkeys(reason for one in group for reason in one.out.values())
-            raise UserError(f"{kernel} {key}: no candidate is fit: {'; '.join(reasons)}; it gets no entry")
+            raise UserError(f"{kernel} {key}: it gets no entry, because no candidate works: {'; '.join(reasons)}")
         best = min(totals.values())
-        entries.append(TableEntry(kernel, key, next(c for c, total in totals.items() if total <= SAME * best)))
+        chosen = next(candidate for candidate, total in totals.items() if total <= TIE_TOLERANCE * best)
+        entries.append(TableEntry(kernel, key, chosen))
     return entries
 
 
-def _grouped(found: Iterable[Timed]) -> dict[tuple[str, Key], list[Timed]]:
+def _grouped(results: Iterable[Timed]) -> dict[tuple[str, Key], list[Timed]]:
     groups: dict[tuple[str, Key], list[Timed]] = {}
-    for one in found:
-        groups.setdefault((one.kernel, one.key), []).append(one)
+    for result in results:
+        groups.setdefault((result.kernel, result.key), []).append(result)
     return groups
 
 
 def _totals(group: Sequence[Timed]) -> dict[KernelConfig, float]:
-    """Add up the seconds of each candidate that was timed in every workload."""
+    """Sum the median seconds of each candidate that was timed in every workload."""
     return {
         candidate: sum(statistics.median(one.seconds[candidate]) for one in group)
         for candidate in group[0].seconds
@@ -406,9 +422,9 @@ def _totals(group: Sequence[Timed]) -> dict[KernelConfig, float]:
     }
 
 
-def report(found: Sequence[Timed], entries: Iterable[TableEntry]) -> list[dict[str, Any]]:
-    """Make a row for each kernel and key: what was chosen, its microseconds and the slowest's, and what is out."""
-    rows, groups = [], _grouped(found)
+def report(results: Sequence[Timed], entries: Iterable[TableEntry]) -> list[dict[str, Any]]:
+    """Report for each kernel and key the choice, its microseconds and the slowest's, and the excluded candidates."""
+    rows, groups = [], _grouped(results)
     for entry in entries:
         group = groups[entry.kernel, entry.key]
         totals = _totals(group)
@@ -426,10 +442,11 @@ def report(found: Sequence[Timed], entries: Iterable[TableEntry]) -> list[dict[s
 
 
 def write(folder: Path, head: Mapping[str, str], entries: Iterable[TableEntry], whole: bool = True) -> Path:
-    """Write a GPU's table, one launch a line; entries of kernels that are not among these stay as they were, or, if
-    these are not the `whole` of a kernel's, those of other keys.  A table of another version of Triton is dropped.
+    """Write a GPU's table with one launch per line.
 
-    head: says "gpu", the name.  Errors: UserError where it cannot be written, or what is there cannot be read.
+    Entries of other kernels are kept; unless `whole`, also those of other keys of the same kernel. A table of another
+    version of Triton is replaced completely.
+    head: includes "gpu", the name. Raises UserError if the table cannot be written or the existing one not be read.
     """
     path = folder / file_of(head["gpu"])
     entries = list(entries)
@@ -442,17 +459,17 @@ def write(folder: Path, head: Mapping[str, str], entries: Iterable[TableEntry], 
 
 
 def ship(table: Path, family: Path) -> int:
-    """Write the entries of a tuned table into a shipped one, replacing those of the same keys; return how many.
+    """Merge a tuned table into a shipped one, replacing entries of equal keys; returns the number of new entries.
 
-    A shipped table names no version of Triton: `./dev triton` compiles its launches with the oldest and the newest, and
-    fails where one does not fit. Errors: UserError where a table cannot be read or written.
+    A shipped table has no version of Triton: `./dev triton` compiles its launches with the oldest and the newest one,
+    and fails if one does not compile. Raises UserError if a table cannot be read or written.
     """
     tuned, before = read(table), read(family)
-    anew = {(entry.kernel, entry.key) for entry in tuned.entries}
-    kept = [entry for entry in before.entries if (entry.kernel, entry.key) not in anew]
-    made = ", ".join(tuned.head[name] for name in ("gpu", "date") if name in tuned.head)
-    _write_table(family, {**before.head, "tuned": made}, [*kept, *tuned.entries])
-    return len(anew)
+    new = {(entry.kernel, entry.key) for entry in tuned.entries}
+    unchanged = [entry for entry in before.entries if (entry.kernel, entry.key) not in new]
+    source = ", ".join(tuned.head[name] for name in ("gpu", "date") if name in tuned.head)
+    _write_table(family, {**before.head, "tuned": source}, [*unchanged, *tuned.entries])
+    return len(new)
 
 
 def _write_table(path: Path, head: Mapping[str, str], entries: Iterable[TableEntry]) -> None:
@@ -467,7 +484,7 @@ def _write_table(path: Path, head: Mapping[str, str], entries: Iterable[TableEnt
 
 
 def head(device: torch.device) -> dict[str, str]:
-    """Return the head of a table: how it was made."""
-    found = describe(device)
-    versions: dict[str, str] = {name: found[name] for name in ("driver", "torch", "triton") if name in found}
-    return {"gpu": found["device"], **versions, "date": datetime.date.today().isoformat(), "how": "warpfold tune"}
+    """Return the head of a table, which describes its creation."""
+    machine = describe(device)
+    versions: dict[str, str] = {name: machine[name] for name in ("driver", "torch", "triton") if name in machine}
+    return {"gpu": machine["device"], **versions, "date": datetime.date.today().isoformat(), "how": "warpfold tune"}

@@ -1,15 +1,15 @@
-"""Time an Evoformer block or a whole training step, each way to compute it (`warpfold bench --block`, `--step`), and a
-user-supplied model before and after `accelerate` (`warpfold bench --model`).
+"""Time implementations of an Evoformer block, a training step, or a user-supplied model before and after `accelerate`.
 
-Other packages are imported only where they are installed; their signatures come from their public code.
+These are `warpfold bench --block`, `--step` and `--model`. Other packages are imported only if they are installed, and
+their signatures come from their public code.
 
-Ways take turns, so that a slow minute of the machine affects all of them.  Each row is one way and one pass: "forward"
-keeps nothing for a gradient, "training" is a forward pass that keeps what its gradient needs, "backward" the backward
-pass alone, "both" these two, "step" everything from the batch on the device to the new weights.
+Implementations are interleaved, so that a slow machine affects all of them equally. Each row is an implementation and a
+pass: "forward" saves no tensors, "training" is a forward pass that saves tensors, "backward" is the backward pass
+alone, "both" are these two, and "step" is everything from the batch on the device to the new weights.
 
-* ms: on a GPU the device's own time, by events, with the device kept busy until all is queued; on a CPU wall time.
-* wall_ms: until the result is there, nothing queued before.  host_ms: until Python had queued everything.
-* launches: on a GPU kernels, copies and fills, as the profiler saw them; elsewhere what a GPU would launch, counted.
+* ms: on a GPU, the device's time by events, with the device kept busy until all work is queued; on a CPU, wall time.
+* wall_ms: time until the result exists, from an idle device. host_ms: time until Python has queued all work.
+* launches: on a GPU, kernels, copies and fills by the profiler; elsewhere, the counted launches that a GPU would make.
 """
 
 import functools
@@ -40,31 +40,34 @@ from warpfold.parallel.plan import DTYPES, Plan, Precision
 from warpfold.progress import Progress, no_progress
 
 REPEATS = {"cpu": 3, "cuda": 20}
-BUDGET = {"cpu": 60.0, "cuda": 4.0}  # seconds for a way, without its warm-up
+# Seconds for an implementation, without warm-up.
+BUDGET = {"cpu": 60.0, "cuda": 4.0}
 COLUMNS: Columns = {
     "what": (None, ""), "way": ("way", ""), "pass": ("pass", ""), "ms": ("ms", ".4g"),
     "times_definition": ("x definition", ".2f"), "wall_ms": ("wall ms", ".4g"), "host_ms": ("host ms", ".4g"),
     "tflops": ("TFLOP/s", ".3g"), "share_of_gemm": ("of GEMM", ".0%"), "peak_mib": ("MiB", ".0f"),
     "launches": ("launches", "d"), "repeats": (None, ""), "note": ("", ""),
 }  # fmt: skip
-COUNTED: Mapping[str, Kernels] = {"definition": "definition", "ours": "fast"}  # ways whose launches are counted
-# Of a block: the parts that are timed together, and the run whose memory and wall time are those of the pass.
+# Implementations whose launches are counted.
+COUNTED: Mapping[str, Kernels] = {"definition": "definition", "ours": "fast"}
+# The parts of a block that a pass consists of, and the run whose memory and wall time are those of the pass.
 PASSES = {
     "forward": (("forward",), "forward"),
     "training": (("training",), ""),
     "backward": (("backward",), ""),
     "both": (("training", "backward"), "both"),
 }
-RowSink = Callable[[Row], None]  # is given each row as soon as it is there
+# Receives each row as soon as it is measured.
+RowSink = Callable[[Row], None]
 OPENFOLD = "openfold.model.evoformer"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWay:
-    """One way to compute a block or a step: changes of a plan, or a block of another package, which `make` returns.
+    """An implementation of a block or a step: changes of a plan, or a block of another package that `make` returns.
 
-    unsupported_reason: says why a device cannot compute it so; None if it can.
-    left_out: why it is not timed in steps unless it is asked for.
+    unsupported_reason: returns why a device does not support it, or None. left_out: why it is not timed in steps by
+    default, or "".
     """
 
     name: str
@@ -75,7 +78,7 @@ class ModelWay:
     make: Callable[[BlockSizes, Precision, torch.device], Subject] | None = None
 
     def block(self, sizes: BlockSizes, precision: Precision, device: torch.device) -> Subject:
-        """Make a block, as a subject."""
+        """Create a block as a subject."""
         if self.make is not None:
             return self.make(sizes, precision, device)
         block = RandomBlock(sizes, Plan(precision=precision, **self.changes), device)
@@ -88,16 +91,17 @@ def _graph_unsupported(device: torch.device) -> str | None:
 
 def _openfold_unsupported(device: torch.device) -> str | None:
     try:
-        found = importlib.util.find_spec(OPENFOLD)
-    except ModuleNotFoundError:  # the package itself
-        found = None
-    return None if found else "not installed"
+        spec = importlib.util.find_spec(OPENFOLD)
+    except ModuleNotFoundError:
+        # The package itself is missing.
+        spec = None
+    return None if spec else "not installed"
 
 
 def _openfold(sizes: BlockSizes, precision: Precision, device: torch.device) -> Subject:
     """Bind OpenFold's EvoformerBlock(m [*, s, r, c_m], z [*, r, r, c_z], msa_mask, pair_mask), under autocast in bf16.
 
-    Its releases differ in what the constructor takes: what one does not know is left out.
+    The arguments of the constructor differ between releases, and unknown ones are left out.
     """
     made = importlib.import_module(OPENFOLD).EvoformerBlock
     config, pair = sizes.config, sizes.config.pair
@@ -119,8 +123,8 @@ def _openfold(sizes: BlockSizes, precision: Precision, device: torch.device) -> 
         "inf": 1e9,
         "eps": 1e-10,
     }
-    known = inspect.signature(made).parameters
-    module = made(**{name: value for name, value in arguments.items() if name in known}).to(device).train()
+    accepted = inspect.signature(made).parameters
+    module = made(**{name: value for name, value in arguments.items() if name in accepted}).to(device).train()
     block, dtype = RandomBlock(sizes, Plan(precision=precision), device), DTYPES[precision]
     msa_mask, pair_mask = (mask.to(dtype) for mask in block.masks)
 
@@ -134,14 +138,14 @@ def _openfold(sizes: BlockSizes, precision: Precision, device: torch.device) -> 
 
 
 KEPT: dict[str, Any] = {"kernels": "fast", "recompute": None, "keep_blocks": 0}
-MAY_NOT_FIT = "left out, as nothing is recomputed, which may not fit: name it (--ways)"
+MAY_NOT_FIT = "left out, because without recomputation it may not fit: name it (--ways)"
 WAYS = (
     ModelWay(name="definition", changes={"kernels": "definition", "compile": False}),
     ModelWay(
         name="compile",
         changes={"kernels": "definition", "compile": True},
         unsupported_reason=compile_unsupported,
-        left_out="left out, as it compiles for minutes: name it (--ways)",
+        left_out="left out, because it compiles for minutes: name it (--ways)",
     ),
     ModelWay(name="openfold", of=("block",), unsupported_reason=_openfold_unsupported, make=_openfold),
     ModelWay(name="ours", changes={"kernels": "fast"}),
@@ -160,7 +164,7 @@ WAYS = (
 
 
 def _chosen(of: str, ways: Sequence[str], device: torch.device) -> dict[str, tuple[ModelWay, str]]:
-    """Choose ways by name, all by default; with each why it is not timed here, or nothing."""
+    """Choose implementations by name, all by default. Each comes with the reason why it is not timed, or ""."""
     return {
         way.name: (way, ("" if ways or of == "block" else way.left_out) or way.unsupported_reason(device) or "")
         for way in WAYS
@@ -169,10 +173,10 @@ def _chosen(of: str, ways: Sequence[str], device: torch.device) -> dict[str, tup
 
 
 def _row(times: Mapping[str, Times], way: str, parts: Sequence[str], run: str, flops: float | None, rate: float) -> Row:
-    """Make the figures of a way: of parts of its runs together, and of the run that is all of them."""
-    found, seconds = times[way], times[way].median(*parts)
-    plain, peak = times.get("definition", Times()).median(*parts), found.peaks.get(run)
-    wall, host = found.median_wall(run)
+    """Compute the figures of an implementation: for some parts of its runs, and for the run that consists of them."""
+    own, seconds = times[way], times[way].median(*parts)
+    plain, peak = times.get("definition", Times()).median(*parts), own.peaks.get(run)
+    wall, host = own.median_wall(run)
     tflops = flops / seconds / 1e12 if flops and seconds else None
     return {
         "ms": seconds and seconds * 1e3,
@@ -182,12 +186,12 @@ def _row(times: Mapping[str, Times], way: str, parts: Sequence[str], run: str, f
         "wall_ms": wall and wall * 1e3,
         "host_ms": host and host * 1e3,
         "peak_mib": None if peak is None else peak / 2**20,
-        "repeats": found.repeats,
+        "repeats": own.repeats,
     }
 
 
 def _launches(run: Callable[[], object], device: torch.device) -> Row:
-    """Count what one run launches on a GPU.  The times stand where nothing was seen: a count of nothing is none."""
+    """Count the launches of a run on a GPU. If the profiler recorded none, the row has a note instead of a count."""
     try:
         return {"launches": kernels_launched(run, device)}
     except RuntimeError as error:
@@ -203,16 +207,18 @@ def bench_block(
     progress: Progress = no_progress,
     sink: RowSink = lambda row: None,
 ) -> dict[str, Any]:
-    """Time one Evoformer block each way.  ways: names, all by default; sink: gets each row as soon as it is measured.
+    """Time each implementation of an Evoformer block.
 
-    Returns the machine, what it can do, the rows, and what was refused.
+    ways: names, all by default. sink: receives each row as soon as it is measured.
+    Returns the machine, its peak throughput, the rows, and the operations that ran by their definitions.
     """
     kind, precision, what = device.type, given.plan.precision, block_name(given)
     counts: dict[str, dict[str, int]] = {}
     for way, kernels in COUNTED.items() if kind != "cuda" else ():
-        of_passes = block_launches(given.block, precision, kernels)
-        counts[way] = {which: sum(of_passes[part].total for part in parts) for which, (parts, _) in PASSES.items()}
-    before = refusals()  # what a GPU would refuse does not count
+        by_pass = block_launches(given.block, precision, kernels)
+        counts[way] = {which: sum(by_pass[part].total for part in parts) for which, (parts, _) in PASSES.items()}
+    # Refusals of the counting, which imitates a GPU, are excluded.
+    before = refusals()
     chosen = _chosen("block", ways, device)
     subjects = {name: way.block(given.block, precision, device) for name, (way, note) in chosen.items() if not note}
     top, flops = ceilings(device, DTYPES[precision]), block_flops(given.block)
@@ -236,8 +242,8 @@ def bench_block(
                 timed = subjects[name].runs
                 if which == "backward":
                     timed["both"]["training"]()
-                runs = [one for of_run in timed.values() for part, one in of_run.items() if part in parts]
-                row |= _launches(lambda: [one() for one in runs], device)  # noqa: B023, it is called here
+                runs = [run for run_parts in timed.values() for part, run in run_parts.items() if part in parts]
+                row |= _launches(lambda: [run() for run in runs], device)  # noqa: B023, it is called here
             add(row)
     if kind == "cuda" and "ours" in subjects:
         add(_as_graph(subjects["ours"], device))
@@ -247,7 +253,7 @@ def bench_block(
 
 
 def _as_graph(one: Subject, device: torch.device) -> Row:
-    """Time our forward pass replayed as a CUDA graph, or say why it cannot be captured."""
+    """Time our forward pass as a replayed CUDA graph, or explain why it cannot be captured."""
     row: Row = {"way": "ours, as a graph", "pass": "forward"}
     graph = torch.cuda.CUDAGraph()
     try:
@@ -269,14 +275,16 @@ def bench_step(
     progress: Progress = no_progress,
     sink: RowSink = lambda row: None,
 ) -> dict[str, Any]:
-    """Time a whole training step each way, as `bench_block` does a block; the plan is that of the settings."""
+    """Time each implementation of a training step like `bench_block`, with the plan of the settings."""
     kind, precision, what = device.type, given.plan.precision, step_name(given)
     chosen = _chosen("step", ways, device)
     plans = {name: replace(given.plan, **{"graph": False, **way.changes}) for name, (way, note) in chosen.items()
              if not note}  # fmt: skip
     progress(0, 3, "counting")
-    flops, launches = step_counts(given) if kind == "cpu" else (None, {})  # on a GPU they would take longer than it
-    before = refusals()  # what a GPU would refuse does not count
+    # On a GPU, counting would take longer than the measurement.
+    flops, launches = step_counts(given) if kind == "cpu" else (None, {})
+    # Refusals of the counting, which imitates a GPU, are excluded.
+    before = refusals()
     top = ceilings(device, DTYPES[precision])
     progress(1, 3, f"a step of {given.sizes}")
     step = TrainingStep(given, device)
@@ -308,18 +316,18 @@ def bench_step(
 
 
 def block_name(given: ModelBench) -> str:
-    """Say in the rows of a block how large it is."""
+    """Return the name of a block in its rows, with its sizes."""
     return f"Evoformer block, {given.block}, {given.plan.precision}"
 
 
 def step_name(given: ModelBench) -> str:
-    """Say in the rows of a step how large it is."""
+    """Return the name of a step in its rows, with its sizes."""
     blocks = f"{given.model.evoformer.blocks} blocks, recycles {given.recycles}"
     return f"training step, {given.sizes}, {blocks}, {given.plan.precision}"
 
 
 def block_flops(sizes: BlockSizes) -> dict[str, int]:
-    """Count the floating point operations of a block's products by its definition, as torch counts them."""
+    """Count the floating point operations of the products in a block's definition."""
     with torch.device("meta"):
         block = RandomBlock(sizes, Plan(kernels="definition"), "meta")
         wanted = block.wanted
@@ -336,8 +344,9 @@ def block_flops(sizes: BlockSizes) -> dict[str, int]:
 
 
 def step_counts(given: ModelBench) -> tuple[int, dict[str, int]]:
-    """Count the products of the model and its losses in one step by their definitions, those that are recomputed once;
-    and the launches of each way that can be counted without a GPU.
+    """Count the floating point operations of a step's products by the definitions, and launches without a GPU.
+
+    Recomputed products count once.
     """
     step = TrainingStep(given, "meta")
     plan = Plan(precision=given.plan.precision, recompute=given.plan.recompute)
@@ -356,7 +365,8 @@ def step_counts(given: ModelBench) -> tuple[int, dict[str, int]]:
 # ---- a user-supplied model, before and after `accelerate`
 
 ACCELERATED_REPEATS = {"cpu": 5, "cuda": 20}
-ACCELERATED_BUDGET = {"cpu": 120.0, "cuda": 20.0}  # seconds for each way, without its warm-up
+# Seconds for each of the two models, without warm-up.
+ACCELERATED_BUDGET = {"cpu": 120.0, "cuda": 20.0}
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 ACCELERATED: Columns = {
     "model": (None, ""), "pass": ("pass", ""), "before_ms": ("before, ms", ".4g"), "after_ms": ("after, ms", ".4g"),
@@ -366,21 +376,21 @@ ACCELERATED: Columns = {
 
 
 def user_model(factory: str, inputs: str | None, device: torch.device) -> tuple[nn.Module, Call]:
-    """Make a model and its inputs by functions that are named "module:function", and put both on a device.
+    """Create a model and its inputs by functions "module:function", and move both to a device.
 
-    The model's function takes nothing and returns a model, or (model, inputs).  The function of the inputs takes
-    nothing and returns a tensor, a tuple of arguments, a dict of arguments by name, or (tuple, dict).
-    Errors: UserError for a function that does not exist or returns something else.
+    The model's function has no parameters and returns a model, or (model, inputs). The function of the inputs has no
+    parameters and returns a tensor, a tuple of arguments, a dict of arguments by name, or (tuple, dict).
+    Raises UserError for a function that does not exist or returns something else.
     """
     model, given = _function("--model", factory)(), None
     if isinstance(model, tuple) and len(model) == 2:
         model, given = model
     if not isinstance(model, nn.Module):
-        raise UserError(f"--model {factory}: returns a {type(model).__name__}, not a torch.nn.Module")
+        raise UserError(f"--model {factory}: it returns a {type(model).__name__}. Return a torch.nn.Module.")
     if inputs is not None:
         given = _function("--inputs", inputs)()
     if given is None:
-        raise UserError(f"--inputs is missing: name a function that returns what {factory} is called with")
+        raise UserError(f"--inputs: missing. Name a function that returns the inputs of {factory}.")
     if isinstance(given, Mapping):
         call: Call = (), dict(given)
     elif not isinstance(given, tuple):
@@ -393,10 +403,10 @@ def user_model(factory: str, inputs: str | None, device: torch.device) -> tuple[
 
 
 def _function(option: str, text: str) -> Callable[[], Any]:
-    """Import the function that "module:function" names; modules of the current folder come first."""
+    """Import the function "module:function". Modules of the current folder come first."""
     name, _, attribute = text.partition(":")
     if not name or not attribute.isidentifier():
-        raise UserError(f"{option} {text}: not of the form module:function")
+        raise UserError(f"{option} {text}: not a function. Pass module:function.")
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -405,7 +415,9 @@ def _function(option: str, text: str) -> Callable[[], Any]:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise UserError(f"{option} {text}: {name} needs {error.name}, which is not installed") from error
-        raise UserError(f"{option} {text}: there is no module {error.name}, here or among what is installed") from error
+        raise UserError(
+            f"{option} {text}: no module {error.name} in this folder or among installed packages"
+        ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
         raise UserError(f"{option} {text}: {name} has no function {attribute}")
@@ -422,11 +434,11 @@ def bench_accelerated(
     repeats: int = 0,
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
-    """Time a model before and after `accelerate`, taking turns: a forward pass without gradient, and both passes.
+    """Time a model before and after `accelerate`, interleaved: a forward pass without gradients, and both passes.
 
-    Returns the machine, a row for each pass, the reasons why operations were refused, and the difference of the
-    outputs without dropout, relative to the largest number of each.
-    Errors: UserError where memory does not suffice.
+    Returns the machine, a row for each pass, the reasons why operations ran by their definitions, and the difference of
+    the outputs without dropout, relative to the largest element of each.
+    Raises UserError if the memory does not suffice.
     """
     args, kwargs = call
     refused = refusals()
@@ -440,18 +452,18 @@ def bench_accelerated(
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise UserError(f"--model {name}: out of memory; give smaller inputs") from error
+        raise UserError(f"--model {name}: out of memory. Use smaller inputs.") from error
     times = measure(ways, device, repeats or ACCELERATED_REPEATS[device.type], ACCELERATED_BUDGET[device.type])
-    failed = "; ".join(f"{way}: {found.failed}" for way, found in times.items() if found.failed)
+    failed = "; ".join(f"{way}: {own.failed}" for way, own in times.items() if own.failed)
     rows: list[Row] = []
     for which in ("forward", "both"):
         parts, run = PASSES[which]
         row: Row = {"model": name, "pass": which, "note": failed}
         if which == "both" and not ways[0].wanted:
-            rows.append(row | {"note": "no parameter wants a gradient"})
+            rows.append(row | {"note": "no parameter requires a gradient"})
             continue
-        for way, found in times.items():
-            seconds, peak = found.median(*parts), found.peaks.get(run)
+        for way, own in times.items():
+            seconds, peak = own.median(*parts), own.peaks.get(run)
             row[f"{way}_ms"] = seconds and seconds * 1e3
             row[f"{way}_mib"] = None if peak is None else peak / 2**20
         if row["before_ms"] and row["after_ms"]:
@@ -466,14 +478,14 @@ def bench_accelerated(
 
 
 def _difference(before: nn.Module, after: nn.Module, call: Call) -> float:
-    """Compute how far the outputs are apart, relative to the largest number of each, without dropout."""
+    """Compute the difference of the outputs without dropout, relative to the largest element of each."""
     args, kwargs = call
     outputs = []
     for model in (before, after):
         training = {module: module.training for module in model.modules()}
         with torch.no_grad():
-            found = tensors_of(model.eval()(*args, **kwargs))
-            outputs.append([x for x in found if x.is_floating_point() and x.numel()])
+            tensors = tensors_of(model.eval()(*args, **kwargs))
+            outputs.append([x for x in tensors if x.is_floating_point() and x.numel()])
         for module, was in training.items():
             module.training = was
     return max((float((a - b).abs().max() / a.abs().max().clamp_min(1e-30)) for a, b in zip(*outputs)), default=0.0)

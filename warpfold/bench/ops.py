@@ -1,6 +1,6 @@
-"""Time an operation on this device, beside what the device allows.
+"""Time operations on this device and compare them with the device's limits.
 
-Rows are dictionaries, which become a table, a CSV file, JSON or a picture.
+The results are rows (dictionaries), which can be written as a table, CSV, JSON or a picture.
 """
 
 import datetime
@@ -24,13 +24,16 @@ from warpfold.errors import UserError
 from warpfold.files import as_csv, write_atomically
 from warpfold.progress import Progress, no_progress
 
-LARGEST = {"cpu": 2**28, "cuda": 2**36}  # the most logits of a shape that is timed without being named
-NUMBERS = {"cpu": 2**24, "cuda": 2**31}  # likewise, the most numbers in x
+# Most logits, and most elements of x, of a shape that is timed without being named.
+MAX_LOGITS = {"cpu": 2**28, "cuda": 2**36}
+MAX_ELEMENTS = {"cpu": 2**24, "cuda": 2**31}
 REPEATS = {"cpu": 5, "cuda": 30}
-BUDGET = {"cpu": 20.0, "cuda": 2.0}  # seconds for a way at a shape, without its warm-up
+# Seconds for an implementation at a shape, without warm-up.
+BUDGET = {"cpu": 20.0, "cuda": 2.0}
 
 Row = dict[str, Any]
-Columns = Mapping[str, tuple[str | None, str]]  # of a row: the head in a table (None: only in files), and the format
+# Columns of a row, with the head in a table (None: only in files) and the format.
+Columns = Mapping[str, tuple[str | None, str]]
 COLUMNS: Columns = {
     "op": ("op", ""), "shape": ("shape", ""), "dtype": ("dtype", ""), "way": ("way", ""), "pass": ("pass", ""),
     "ms": ("ms", ".4g"), "times_definition": ("x definition", ".2f"), "tflops": ("TFLOP/s", ".3g"),
@@ -51,12 +54,13 @@ def bench(
     progress: Progress = no_progress,
     sink: Callable[[Row], None] = lambda row: None,
 ) -> dict[str, Any]:
-    """Time every way to compute the operations, forward and backward.
+    """Time every implementation of the operations, forward and backward.
 
-    wanted: shapes (`sizes.shapes`); ways: names, all by default; repeats: 0 for the device's own number; sink: gets
-    each row as soon as it is measured.  Returns the device, its ceilings for each dtype, the rows, and the shapes left
-    out because they are too large for the device.
-    Errors: UserError for shapes that the operations do not have.
+    wanted: shapes (`sizes.shapes`). ways: names of implementations, all by default. repeats: 0 for the device's
+    default.
+    sink: receives each row as soon as it is measured.
+    Returns the device, its peak throughput for each dtype, the rows, and the shapes that are too large for the device.
+    Raises UserError for shapes that the operations do not have.
     """
     kind = "cuda" if device.type == "cuda" else "cpu"
     named = [(op, name, case) for op in ops for name, case in shapes(op, wanted, quick)]
@@ -73,14 +77,15 @@ def bench(
         for row in _rows(given, chosen, repeats or REPEATS[kind], BUDGET[kind], tops[dtype]):
             rows.append(head | row)
             sink(rows[-1])
-        del given  # before the next shape's are made
+        # Free the inputs before the next shape's are drawn.
+        del given
     what = "WarpFold operations: ms are medians, interleaved; backward is the backward pass alone"
     left_out = [f"{op} {name}" for op, name, case in named if (op, name, case) not in cases]
     return report_of(what, device, tops, rows) | {"left_out": left_out}
 
 
 def report_of(what: str, device: torch.device, tops: Mapping[str, Ceilings], rows: list[Row]) -> dict[str, Any]:
-    """Put rows together with the machine and what it can do: its ceilings by dtype."""
+    """Assemble a report of rows, the machine and its peak throughput by dtype."""
     return {
         "what": what,
         "date": datetime.date.today().isoformat(),
@@ -99,11 +104,11 @@ def report_of(what: str, device: torch.device, tops: Mapping[str, Ceilings], row
 
 
 def _fits(case: OpCase, kind: str) -> bool:
-    return case.logits <= LARGEST[kind] and case.rows * case.length * (case.channels or 1) <= NUMBERS[kind]
+    return case.logits <= MAX_LOGITS[kind] and case.rows * case.length * (case.channels or 1) <= MAX_ELEMENTS[kind]
 
 
 def _rows(given: OpInputs, ways: Sequence[Way], repeats: int, budget: float, top: Ceilings) -> Iterator[Row]:
-    """Time the ways for these inputs, and yield a row for each way and pass."""
+    """Time the implementations for these inputs, and yield a row for each implementation and pass."""
     notes = {way.name: way.unsupported_reason(given) or too_large(way, given) for way in ways}
     subjects = [way.make(given) for way in ways if notes[way.name] is None]
     times = measure(subjects, given.grad.device, repeats, budget)
@@ -133,7 +138,7 @@ def _rows(given: OpInputs, ways: Sequence[Way], repeats: int, budget: float, top
 
 
 def table(rows: Iterable[Row], columns: Columns = COLUMNS) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Write rows as figures for people: heads, and lines; what did not run says why."""
+    """Format rows as the heads and lines of a table. The note of a failed run is its reason."""
     shown = {name: form for name, (head, form) in columns.items() if head is not None}
     lines = [
         tuple("" if row.get(name) is None else format(row[name], form) for name, form in shown.items()) for row in rows
@@ -141,17 +146,17 @@ def table(rows: Iterable[Row], columns: Columns = COLUMNS) -> tuple[tuple[str, .
     return tuple(head for head, _ in columns.values() if head is not None), lines
 
 
-def write_csv(found: dict[str, Any], path: Path, columns: Iterable[str] = COLUMNS) -> None:
-    """Write the rows as CSV, with the machine and the date in columns of their own.
+def write_csv(report: dict[str, Any], path: Path, columns: Iterable[str] = COLUMNS) -> None:
+    """Write the rows as CSV with additional columns for the machine and the date.
 
-    Errors: UserError when it cannot be written.
+    Raises UserError if the file cannot be written.
     """
-    machine = "; ".join(f"{key} {value}" for key, value in found["machine"].items())
-    rows = (row | {"date": found["date"], "machine": machine} for row in found["rows"])
+    machine = "; ".join(f"{key} {value}" for key, value in report["machine"].items())
+    rows = (row | {"date": report["date"], "machine": machine} for row in report["rows"])
     write_atomically(path, as_csv((*columns, "date", "machine"), rows))
 
 
-# Okabe and Ito's colours, which the colour-blind can tell apart; the markers serve prints without colour.
+# Okabe and Ito's colours, which colour-blind people can distinguish, and markers for prints without colour.
 STYLES = {
     "definition": ("#000000", "o"),
     "compile": ("#E69F00", "s"),
@@ -162,27 +167,28 @@ STYLES = {
     "flash-attn": ("#8C6BB1", "D"),
     "ours": ("#D55E00", "*"),
 }
-PANEL = (3.6, 2.9)  # inches
+# Inches.
+PANEL = (3.6, 2.9)
 
 
-def picture(found: dict[str, Any], path: Path) -> None:
-    """Draw milliseconds over size, a panel for each kind of shape and pass; the file's ending says which format.
+def picture(report: dict[str, Any], path: Path) -> None:
+    """Draw milliseconds over size with a panel for each kind of shape and pass, in the format of the file's ending.
 
-    Errors: UserError where nothing was measured, or for an ending that matplotlib does not know.
+    Raises UserError if nothing was measured, or for an ending that matplotlib does not know.
     """
     from matplotlib.figure import Figure
 
     panels: dict[tuple[str, str, str], dict[str, list[Row]]] = {}
-    for row in found["rows"]:
+    for row in report["rows"]:
         if "ms" in row:
             panel = panels.setdefault((row["op"], row["shape"].partition(":")[0], row["dtype"]), {})
             panel.setdefault(row["pass"], []).append(row)
     if not panels:
-        raise UserError("nothing was measured, so there is nothing to draw")
+        raise UserError(f"--plot {path}: nothing was measured, so there is nothing to draw")
     figure = Figure(figsize=(2 * PANEL[0], PANEL[1] * len(panels) + 1.3), layout="constrained")
     ending = path.suffix.lstrip(".").lower()
     if ending not in figure.canvas.get_supported_filetypes():
-        raise UserError(f"--plot {path}: the name must end in .png, .pdf or .svg")
+        raise UserError(f"--plot {path}: unknown format. Pass a name that ends in .png, .pdf or .svg.")
     axes = figure.subplots(len(panels), 2, squeeze=False, sharey="row")
     for line, (of, by_pass) in zip(axes, panels.items()):
         for axis, direction in zip(line, ("forward", "backward")):
@@ -190,8 +196,8 @@ def picture(found: dict[str, Any], path: Path) -> None:
         line[0].set_ylabel("milliseconds")
     handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    machine = found["machine"]
-    figure.suptitle(f"{machine['device']}, torch {machine['torch']}, {found['date']}", fontsize=9)
+    machine = report["machine"]
+    figure.suptitle(f"{machine['device']}, torch {machine['torch']}, {report['date']}", fontsize=9)
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=150, format=ending)
     write_atomically(path, drawn.getvalue())
@@ -201,7 +207,8 @@ def _panel(axis: Any, rows: list[Row], title: str) -> None:
     from matplotlib.ticker import LogLocator
 
     names = {row["shape"]: row["shape"].partition(":")[2] for row in rows}
-    size = {shape: math.prod(map(int, name.split("x"))) for shape, name in names.items()}  # N, or sequences x residues
+    # N, or sequences x residues.
+    size = {shape: math.prod(map(int, name.split("x"))) for shape, name in names.items()}
     for way, (colour, marker) in STYLES.items():
         if points := sorted((size[row["shape"]], row["ms"]) for row in rows if row["way"] == way):
             top, large = (3, 9) if way == "ours" else (2, 5)

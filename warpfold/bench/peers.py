@@ -1,7 +1,7 @@
-"""The ways to compute an operation that the bench compares: its definition, torch's, ours and other packages'.
+"""The implementations of an operation that the benchmark compares: definition, torch, ours and other packages.
 
-Other packages are imported only if they are installed and asked for.  Each gets its arguments in the layout that it
-wants, made before timing starts; the signatures come from their public documentation.
+Other packages are imported only if they are installed and selected. Each gets its arguments in its own layout, which is
+created before timing starts. The signatures come from public documentation.
 """
 
 import importlib
@@ -20,15 +20,16 @@ from warpfold.check.op_profile import Argument, OpInputs
 from warpfold.memory import free_memory
 from warpfold.parallel.execution import cpp_compiler
 
-PER_LOGIT = 20  # bytes that the definition has at its peak, forward and backward, in fp32 and bf16 alike
+# Peak bytes per logit of the definition, forward and backward, both in fp32 and in bf16.
+PER_LOGIT = 20
 
 
 @dataclass(frozen=True)
 class Way:
-    """A column of the bench.
+    """An implementation in the benchmark.
 
-    unsupported_reason: says why it cannot compute these inputs; None if it can.  make: binds it to inputs.
-    materialises: it holds all logits at once.
+    unsupported_reason: returns why it cannot compute the inputs, or None. make: binds it to inputs. materialises: it
+    has all logits in memory at once.
     """
 
     name: str
@@ -42,7 +43,7 @@ def _call(name: str, function: Callable[..., Tensor], given: OpInputs) -> Subjec
 
 
 def _dense(t: Tensor) -> Tensor:
-    """Return a dense copy that has a gradient of its own."""
+    """Return a dense copy with a separate gradient."""
     return t.detach().contiguous().requires_grad_(t.requires_grad)
 
 
@@ -55,19 +56,20 @@ def _tensor(x: Argument) -> Tensor:
 
 
 def _compiled(given: OpInputs) -> Subject:
-    torch.compiler.reset()  # compile each size for itself, without coming to torch's limit of recompilations
+    # Compile each size separately, without reaching torch's limit of recompilations.
+    torch.compiler.reset()
     return _call("compile", torch.compile(OPS[given.case.op].definition, dynamic=False), given)
 
 
 def compile_unsupported(device: torch.device) -> str | None:
-    """Return why torch.compile cannot be used on a device; None if it can."""
+    """Explain why torch.compile cannot be used on a device; None if it can."""
     if device.type == "cpu" and cpp_compiler() is None:
         return "no C++ compiler"
     return None
 
 
 def _heads_first(given: OpInputs) -> tuple[Tensor, ...]:
-    """Return q, k, v as SDPA takes them, [*, h, n, d]; in global attention, heads are the queries of one head."""
+    """Return q, k, v in SDPA's layout [*, h, n, d]. In global attention, heads are the queries of a single head."""
     q, k, v = map(_tensor, given.args[:3])
     if given.case.op == "global_attention":
         return q[..., None, :, :], k[..., None, :, :], v[..., None, :, :]
@@ -75,14 +77,14 @@ def _heads_first(given: OpInputs) -> tuple[Tensor, ...]:
 
 
 def _sdpa(given: OpInputs, materialised: bool) -> Subject:
-    """Bind SDPA with a bias that the rows share; without a mask, as the bench masks nothing.
+    """Bind SDPA with a bias that the rows share, and without a mask, because the benchmark masks nothing.
 
-    materialised: with bias and mask added up in one tensor of all rows, as a model with masks needs it.
+    materialised: with the sum of bias and mask in a tensor of all rows, as a model with masks needs it.
     """
     mask, bias = _tensor(given.args[3]), _tensor(given.args[4]) if given.case.bias else None
 
     def forward() -> Tensor:
-        """Compute attention; the mask is made each time, as in a model."""
+        """Compute attention. The mask is computed each time, as in a model."""
         q, k, v = _heads_first(given)
         attn_mask = None
         if bias is not None and materialised:
@@ -153,16 +155,16 @@ def _cuequivariance(given: OpInputs) -> Subject:
 
 
 def _cuequivariance_product(given: OpInputs) -> Subject:
-    """Bind triangle_multiplicative_update, which adds no residual and drops nothing out.
+    """Bind triangle_multiplicative_update, which has no residual and no dropout.
 
-    It takes x [1, n, n, c], and the weights of a and b apart from those of their gates.
+    It takes x [1, n, n, c], and separate weights of a and b and of their gates.
     """
     package: Any = importlib.import_module("cuequivariance_torch")
     x, mask, *parameters = map(_tensor, (*given.args[:2], *given.args[3:11]))
     norm_in, norm_in_bias, weight, bias, norm_out, norm_out_bias, out, out_bias = map(_dense, parameters)
     h = out.shape[1]
-    # Ours are those of a, its gate, b, its gate, and the gate of the product. Incoming, theirs sums a_ki b_kj over k,
-    # and ours a_kj b_ki.
+    # Our weights are those of a, its gate, b, its gate, and the gate of the product. The incoming product of the
+    # package sums a_ki b_kj over k, and ours sums a_kj b_ki, so a and b are swapped.
     outgoing = given.args[12]
     a, b = (0, 2) if outgoing else (2, 0)
     named = {
@@ -193,7 +195,7 @@ def _flash_unsupported(given: OpInputs) -> str | None:
 
 
 def _flash(given: OpInputs) -> Subject:
-    """Bind flash_attn_func(q, k, v): q [r, n, h, d]; it takes no mask."""
+    """Bind flash_attn_func(q, k, v) with q [r, n, h, d] and without a mask."""
     package: Any = importlib.import_module("flash_attn")
     q, k, v = (_dense(_tensor(t)) for t in given.args[:3])
     return Subject("flash-attn", lambda: package.flash_attn_func(q, k, v), [q, k, v], given.grad.contiguous())
@@ -224,7 +226,7 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
 
 
 def too_large(way: Way, given: OpInputs) -> str | None:
-    """Return why a way that holds all logits at once is not tried; None if it is."""
+    """Explain why an implementation that has all logits in memory is not run; None if it fits."""
     needs = PER_LOGIT * given.case.logits
     if way.materialises and needs > 0.8 * free_memory(given.grad.device):
         return f"would need {needs / 2**30:.0f} GiB"

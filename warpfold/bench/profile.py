@@ -1,7 +1,7 @@
 """Profile a training step or a forward pass with torch.profiler: time by layer and operation, and a trace for Perfetto.
 
-Hooks on the layers and on the calls of our operations open `record_function` ranges with their names.  A node of the
-backward pass belongs to the layer and operation whose range the forward pass was in when it made the node.
+Hooks on the layers and on the calls of our operations open `record_function` ranges with their names. A node of the
+backward pass belongs to the layer and operation in whose range the forward pass created it.
 """
 
 import statistics
@@ -29,18 +29,20 @@ from warpfold.ops.dispatch import Op, refusals
 from warpfold.progress import Progress, no_progress
 
 WARMUP_RUNS, TIMED_RUNS = {"cpu": 1, "cuda": 3}, {"cpu": 2, "cuda": 5}
-LAYER, OPERATION = "layer ", "operation "  # before the names of ranges
+# Prefixes of the names of ranges.
+LAYER, OPERATION = "layer ", "operation "
 # Modules down to this depth have a range, and so has every layer of the trunk.
 DEPTH = 2
-NODE = "autograd::engine::evaluate_function: "  # how torch names the range of a node of the backward pass
+# torch's prefix for the range of a node of the backward pass.
+NODE = "autograd::engine::evaluate_function: "
 OUTSIDE, PARAMETERS = "outside of layers", "gradients of parameters"
 
 
 @dataclass(frozen=True)
 class Place:
-    """The layer and operation that an event of the profiler belongs to.
+    """The layer and operation to which an event of the profiler belongs.
 
-    op: "" outside of our operations.  call: number of the range of the layer or operation.
+    op: "" outside of our operations. call: number of the range of the layer or operation.
     """
 
     layer: str
@@ -56,9 +58,9 @@ def profile_model(
     training: bool = True,
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
-    """Profile one training step, or one forward pass without gradients; return the figures, JSON-able.
+    """Profile one training step, or one forward pass without gradients; returns the figures as a JSON value.
 
-    trace: a new file, .json or .json.gz, that Perfetto and Chrome read.
+    trace: a new file, .json or .json.gz, for Perfetto or Chrome.
     """
     warmup, runs, cuda = WARMUP_RUNS[device.type], TIMED_RUNS[device.type], device.type == "cuda"
     before, step = refusals(), TrainingStep(bench, device)
@@ -66,7 +68,7 @@ def profile_model(
     step.bind(replace(bench.plan, graph=False))
 
     def run() -> float:
-        """Run once, and return the seconds."""
+        """Run once and return the seconds."""
         start = time.perf_counter()
         if training:
             with record_function(LAYER + OUTSIDE):
@@ -93,7 +95,7 @@ def profile_model(
     events = list(profiler.events() or ())
     rows, kernels = time_rows(events, cuda), kernel_rows(events)
     if cuda and not kernels:
-        raise RuntimeError("the profiler saw no kernel on the device: there is nothing to report")
+        raise RuntimeError("the profiler recorded no kernel on the device: there is nothing to report")
     blocks = bench.model.evoformer.blocks
     passes = f"recycles {bench.recycles}, {blocks} block{'s' * (blocks > 1)}, {bench.plan.precision}"
     return {
@@ -138,16 +140,17 @@ def named_ranges(model: nn.Module) -> Iterator[None]:
 
 
 def time_rows(events: Sequence[Any], cuda: bool) -> list[dict[str, Any]]:
-    """Sum the time of the profiler's events by layer and operation; the numbers of blocks are replaced by "*".
+    """Sum the time of the profiler's events by layer and operation. The numbers of blocks are replaced by "*".
 
-    The time of an event excludes the events within it, so that the rows add up to the whole.  On a GPU it is the time
-    of the kernels that the event launched.
+    The time of an event excludes nested events, so that the rows add up to the total. On a GPU it is the time of the
+    kernels that the event launched.
     """
     host = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU and not event.is_async]
-    # Outer events come before those within them, and the forward pass before the backward pass.
+    # Outer events come before nested ones, and the forward pass before the backward pass.
     host.sort(key=lambda event: (event.time_range.start, -event.time_range.end))
     places: dict[int, Place | None] = {}
-    made_at: dict[tuple[int, int], Place] = {}  # by the thread of the forward pass, and the number of the node
+    # By the thread of the forward pass and the number of the node.
+    made_at: dict[tuple[int, int], Place] = {}
     seconds, calls = defaultdict[Place, float](float), defaultdict[Place, set[int]](set)
     for number, event in enumerate(host):
         outer = places.get(id(event.cpu_parent)) if event.cpu_parent is not None else None
@@ -162,8 +165,9 @@ def time_rows(events: Sequence[Any], cuda: bool) -> list[dict[str, Any]]:
             place = replace(outer, op=event.name.removeprefix(OPERATION), call=number)
         places[id(event)] = place
         if place is None:
-            continue  # of the profiler itself
-        # An event has the number of the next node: the last event with a number made the node, and others only saw it.
+            # An event of the profiler itself.
+            continue
+        # An event has the number of the next node, so the last event with a number has created the node.
         if event.sequence_nr >= 0 and not event.name.startswith(NODE):
             made_at[event.thread, event.sequence_nr] = place
         is_torch = event.name.startswith("aten::")
@@ -174,7 +178,7 @@ def time_rows(events: Sequence[Any], cuda: bool) -> list[dict[str, Any]]:
         own = sum(kernel.duration for kernel in event.kernels) if cuda else event.self_cpu_time_total
         seconds[key] += own / 1e6
     if cuda:
-        # Kernels that no event of the host launched.
+        # Kernels without a launching event on the host.
         placed = sum(seconds.values())
         whole = sum(row["ms"] for row in kernel_rows(events)) / 1e3
         seconds[Place("not attributed", "kernels")] = max(0.0, whole - placed)
@@ -191,7 +195,7 @@ def kernel_rows(events: Sequence[Any]) -> list[dict[str, Any]]:
     """Sum the time of the kernels, copies and fills on the device by name; empty for a CPU."""
     seconds, calls = defaultdict[str, float](float), defaultdict[str, int](int)
     for event in events:
-        # A range of the host appears on the device, too, around its kernels.
+        # Ranges of the host also appear on the device, around their kernels.
         is_range = event.name.startswith((LAYER, OPERATION)) or getattr(event, "is_user_annotation", False)
         if event.device_type != torch.autograd.DeviceType.CPU and not is_range:
             seconds[event.name] += event.time_range.elapsed_us() / 1e6
@@ -219,7 +223,7 @@ HEADS = ("layer", "operation", "pass", "calls", "ms", "share")
 
 
 def table_rows(profile: Mapping[str, Any], longest: int) -> list[list[str]]:
-    """Make the rows of the printed table: those that take longest, and the sum of the others."""
+    """Format the rows of the printed table: the longest ones, and the sum of the others."""
     rows, others = profile["rows"][:longest], profile["rows"][longest:]
     lines = [[row["layer"], row["op"], row["pass"], f"{row['calls']:,}", f"{row['ms']:,.4g}", f"{row['share']:.1%}"]
              for row in rows]  # fmt: skip

@@ -1,8 +1,7 @@
-"""Time several ways to compute the same thing in turns, so that a slow minute of the machine affects all of them.
+"""Time implementations of the same computation, interleaved, so that a slow machine affects all of them equally.
 
-On CUDA: by events, with the L2 cache flushed before each pass and the device kept busy until the whole pass is queued,
-so that only the device's own time counts; and once more by the process's clock where that is asked for.  On a CPU: by
-the process's clock.
+On CUDA, events measure the device's time. The L2 cache is flushed before each pass, and the device is kept busy until
+the whole pass is queued. On request, the host's clock measures each pass once more. On a CPU, the host's clock is used.
 """
 
 import statistics
@@ -18,27 +17,36 @@ from warpfold.cost.memory import most_allocated
 from warpfold.errors import UserError
 from warpfold.ops.torch_internals import device_sleep
 
-SETTLE = 2  # warm-up runs, which do not count
-FLUSH = 2**28  # bytes; several times the largest L2
-SLOWER = 0.97  # a ratio of speeds below it is slower: a clock cannot tell the numbers above it from 1
-STEADY, CALIBRATIONS = 0.02, 50  # a clock is warm when two waits of some milliseconds differ by less; tried so often
+# Warm-up runs, which do not count.
+WARMUP_RUNS = 2
+# Bytes that flush the cache, several times the largest L2.
+FLUSH_BYTES = 2**28
+# A relative speed below this value is reported as slower. Values closer to 1 are within the measurement error.
+SLOWER = 0.97
+# A device is warm if two waits of some milliseconds differ by less than this fraction. Limit of attempts.
+STEADY, CALIBRATIONS = 0.02, 50
 
-Runs = Mapping[str, Mapping[str, Callable[[], object]]]  # by name, the parts of each run in their order
+# The parts of each run in order, by name.
+Runs = Mapping[str, Mapping[str, Callable[[], object]]]
 
 
 @dataclass(frozen=True)
 class Subject:
-    """One way to compute something that has a gradient: "forward" without it, "both" a forward and a backward pass."""
+    """An implementation with gradients. Its runs are "forward" without gradients, and "both" passes.
+
+    wanted: tensors whose gradients the backward pass computes. grad: gradient of the result of `forward`.
+    longest: most seconds for which a device is kept busy while a run is queued.
+    """
 
     name: str
     forward: Callable[[], Tensor | tuple[Tensor, ...]]
-    wanted: Sequence[Tensor]  # the tensors whose gradients the backward pass computes
-    grad: Tensor | tuple[Tensor, ...]  # the gradient of what `forward` returns
-    longest: ClassVar[float] = 0.05  # seconds for which a device is kept busy, at most, while a run is queued
+    wanted: Sequence[Tensor]
+    grad: Tensor | tuple[Tensor, ...]
+    longest: ClassVar[float] = 0.05
 
     @property
     def runs(self) -> Runs:
-        """A forward pass alone; one that saves tensors for its gradient ("training"), and its backward pass."""
+        """A forward pass without gradients; a forward pass that saves tensors ("training") and its backward pass."""
         held: list[Tensor | tuple[Tensor, ...]] = []
 
         def forward() -> None:
@@ -54,7 +62,7 @@ class Subject:
         return {"forward": {"forward": forward}, "both": {"training": training, "backward": backward}}
 
     def prepare(self) -> None:
-        """Do nothing: each run is like the others."""
+        """Do nothing, because all runs are equal."""
 
 
 def tensors_of(output: Any) -> Iterator[Tensor]:
@@ -62,8 +70,8 @@ def tensors_of(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, tuple | list):
-        for one in output:
-            yield from tensors_of(one)
+        for item in output:
+            yield from tensors_of(item)
     elif isinstance(output, Mapping):
         yield from tensors_of(list(output.values()))
     elif is_dataclass(output):
@@ -71,21 +79,24 @@ def tensors_of(output: Any) -> Iterator[Tensor]:
 
 
 def subject(name: str, run: Callable[[], Any], wanted: Sequence[Tensor]) -> Subject:
-    """Make a subject of any function.  wanted: tensors whose gradients are computed, where the outputs have some."""
+    """Create a subject from any function.
+
+    wanted: tensors whose gradients are computed if the outputs depend on them.
+    """
 
     def forward() -> tuple[Tensor, ...]:
         every = not torch.is_grad_enabled()
         return tuple(x for x in tensors_of(run()) if x.is_floating_point() and (every or x.requires_grad))
 
     outputs = forward()
-    found = torch.autograd.grad([x.sum() for x in outputs], wanted, allow_unused=True) if outputs else []
-    used = [x for x, gradient in zip(wanted, found) if gradient is not None]
+    gradients = torch.autograd.grad([x.sum() for x in outputs], wanted, allow_unused=True) if outputs else []
+    used = [x for x, gradient in zip(wanted, gradients) if gradient is not None]
     return Subject(name, forward, used, tuple(torch.ones_like(x) for x in outputs))
 
 
 @dataclass(frozen=True)
 class Whole:
-    """Something that is timed as a whole."""
+    """A function that is timed as a whole."""
 
     name: str
     run: Callable[[], object]
@@ -99,28 +110,34 @@ class Whole:
 
 @dataclass
 class Times:
-    """Seconds of each run of one way after the warm-up, and its peak bytes above what was allocated before."""
+    """Times of an implementation after the warm-up, and its peak memory above that before.
 
-    seconds: dict[str, list[float]] = field(default_factory=dict)  # of each part; of a GPU its own time
-    wall: dict[str, list[float]] = field(default_factory=dict)  # of each run, until its result was there
-    host: dict[str, list[float]] = field(default_factory=dict)  # until all was queued; a CPU queues nothing
-    peaks: dict[str, int] = field(default_factory=dict)  # of each run
-    warm_peak: int = 0  # of a GPU, in the warm-up: a graph allocates when it is recorded, and nothing when replayed
-    late: int = 0  # runs in which a device began before all was queued, so that the host's time may be in the figure
+    seconds: of each part; on a GPU, the device's time. wall: of each run, until its result existed. host: of each run,
+    until all work was queued; empty for a CPU. peaks: bytes of each run. warm_peak: bytes of a GPU during the warm-up,
+    because a graph allocates when it is recorded and not when it is replayed. late: runs in which the device started
+    before all work was queued, so that the host's time may be included. failed: reason, or "".
+    """
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    wall: dict[str, list[float]] = field(default_factory=dict)
+    host: dict[str, list[float]] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=dict)
+    warm_peak: int = 0
+    late: int = 0
     failed: str = ""
 
     @property
     def repeats(self) -> int:
-        """How often it was timed."""
+        """Number of timed runs."""
         return max(map(len, self.seconds.values()), default=0)
 
     def median(self, *parts: str) -> float | None:
-        """The median seconds of a part, or of several together; None if one never ran."""
-        found = [self.seconds.get(part) for part in parts]
-        return sum(statistics.median(one) for one in found if one) if all(found) else None
+        """Compute the sum of the median seconds of one or several parts; None if a part never ran."""
+        seconds = [self.seconds.get(part) for part in parts]
+        return sum(statistics.median(values) for values in seconds if values) if all(seconds) else None
 
     def median_wall(self, run: str) -> tuple[float | None, float | None]:
-        """The median seconds of a run until its result was there, and until all was queued; None: not measured."""
+        """Compute the median seconds of a run until its result existed, and until all work was queued; else None."""
         wall, host = self.wall.get(run), self.host.get(run)
         return statistics.median(wall) if wall else None, statistics.median(host) if host else None
 
@@ -133,50 +150,53 @@ def measure(
     peaks: bool = True,
     walls: bool = False,
 ) -> dict[str, Times]:
-    """Time each way `repeats` times, in turns; fewer if its times would add up to more than `budget` seconds.
+    """Time each subject `repeats` times, interleaved; fewer times if they would take more than `budget` seconds.
 
-    walls: on a GPU time each run once more by the process's clock, from a device with nothing to do to its end.
-    A way that runs out of memory, or that fails in another's code, is left out, with the reason in `failed`.
+    walls: on a GPU, time each run once more by the host's clock, from an idle device to its end.
+    If a subject runs out of memory or fails in another package, the reason is in `failed`.
     """
     cuda = device.type == "cuda"
     timer: CpuTimer = CudaTimer(device, walls) if cuda else CpuTimer()
-    found = {s.name: Times() for s in subjects}
-    left = {}
+    results = {s.name: Times() for s in subjects}
+    runs_left = {}
     for subject in subjects:
-        times, before = found[subject.name], 0
+        times, before = results[subject.name], 0
         if cuda:
-            torch.cuda.empty_cache()  # the last way's, which a graph of this one could not use
+            # A graph of this subject could not use the cached memory of the previous one.
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
         try:
-            for _ in range(SETTLE):
+            for _ in range(WARMUP_RUNS):
                 start = time.perf_counter()
                 timer.once(subject, Times())
                 took = time.perf_counter() - start
-                if took > budget / 2 and not cuda:  # a GPU's first run compiles, and the second may record a graph
+                # On a GPU both are needed: the first run compiles, and the second may record a graph.
+                if took > budget / 2 and not cuda:
                     break
             times.warm_peak = torch.cuda.max_memory_allocated(device) - before if cuda else 0
             for name, parts in subject.runs.items() if peaks else ():
                 subject.prepare()
                 times.peaks[name] = most_allocated(lambda: [run() for run in parts.values()], device)  # noqa: B023, called here
-            left[subject.name] = max(1, int(min(repeats, budget / max(took, 1e-9))))
-        except (RuntimeError, ValueError, TypeError, UserError) as error:  # torch's own out-of-memory is a RuntimeError
+            runs_left[subject.name] = max(1, int(min(repeats, budget / max(took, 1e-9))))
+        except (RuntimeError, ValueError, TypeError, UserError) as error:
+            # torch's out-of-memory error is a RuntimeError.
             text = str(error).strip()
             times.failed = f"failed: {type(error).__name__}: {text.splitlines()[0] if text else ''}"
             if isinstance(error, torch.OutOfMemoryError | MemoryError):
                 times.failed = "out of memory"
-    for turn in range(repeats):
+    for number in range(repeats):
         for subject in subjects:
-            if turn < left.get(subject.name, 0):
-                timer.once(subject, found[subject.name])
-    return found
+            if number < runs_left.get(subject.name, 0):
+                timer.once(subject, results[subject.name])
+    return results
 
 
 class CpuTimer:
-    """Time by the process's clock."""
+    """Time by the host's clock."""
 
     def once(self, subject: Subject | Whole, times: Times) -> None:
-        """Time each run of a way once."""
+        """Time each run of a subject once."""
         for name, parts in subject.runs.items():
             subject.prepare()
             marks = [time.perf_counter()]
@@ -193,14 +213,15 @@ class CudaTimer(CpuTimer):
 
     def __init__(self, device: torch.device, walls: bool = False) -> None:
         self.device, self.walls = device, walls
-        self.cache = torch.empty(FLUSH, dtype=torch.int8, device=device)
+        self.cache = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
         self.cycles_per_second = self._calibrated()
-        self.queueing: dict[tuple[str, str], float] = {}  # seconds that it last took to queue a way's run
+        # Seconds of the last time in which a run was queued.
+        self.queueing: dict[tuple[str, str], float] = {}
 
     def _calibrated(self, cycles: int = 10_000_000) -> float:
-        """Measure how many cycles the device waits in a second, until it no longer changes.
+        """Measure the cycles per second of the device's waits until they are steady.
 
-        The first waits are those of a cold device, whose clock is still rising.
+        The clock of a cold device is still rising during the first waits.
         """
         rates: list[float] = []
         while len(rates) < 3 or (abs(rates[-1] / rates[-2] - 1) > STEADY and len(rates) < CALIBRATIONS):
@@ -217,7 +238,7 @@ class CudaTimer(CpuTimer):
         return event
 
     def once(self, subject: Subject | Whole, times: Times) -> None:
-        """Time each run by events, the cache flushed, the device busy for twice the time that it took to queue it."""
+        """Time each run by events with a flushed cache, while the device is busy for twice the time of queueing it."""
         late = False
         for name, parts in subject.runs.items():
             subject.prepare()
@@ -230,12 +251,15 @@ class CudaTimer(CpuTimer):
                 run()
                 marks.append(self._mark())
             self.queueing[subject.name, name] = time.perf_counter() - began
+            # The device was late if it had reached the first mark before all work was queued.
             late |= marks[0].query()
+            # The events' times exist only when the device has passed them.
             torch.cuda.synchronize(self.device)
             for part, begin, end in zip(parts, marks, marks[1:]):
                 times.seconds.setdefault(part, []).append(begin.elapsed_time(end) / 1e3)
             if self.walls:
                 subject.prepare()
+                # The device must be idle at the start, and finished at the end.
                 torch.cuda.synchronize(self.device)
                 began = time.perf_counter()
                 for run in parts.values():
@@ -247,18 +271,18 @@ class CudaTimer(CpuTimer):
 
 
 def kernels_launched(run: Callable[[], object], device: torch.device) -> int:
-    """Count the kernels, copies and fills that ran on a CUDA device, as the profiler saw them.
+    """Count the kernels, copies and fills on a CUDA device by the profiler.
 
-    Errors: RuntimeError where it saw none: then it saw nothing, for every run launches some.
+    Raises RuntimeError if there are none, because every run launches some.
     """
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         run()
         torch.cuda.synchronize(device)
-    # What the profiler recorded: torch's tree of events, of some ten thousand in a step, takes seconds to make.
+    # Use the recorded events directly: building torch's tree of events, about ten thousand in a step, takes seconds.
     recorded = profile.profiler and profile.profiler.kineto_results
     events = recorded.events() if recorded else ()
     count = sum(event.device_type() == torch.autograd.DeviceType.CUDA for event in events)
     if count == 0:
-        raise RuntimeError("the profiler saw no kernel on the device: launches cannot be counted here")
+        raise RuntimeError("the profiler recorded no kernel on the device: launches cannot be counted here")
     return count

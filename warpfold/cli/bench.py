@@ -1,4 +1,4 @@
-"""`warpfold bench`, `warpfold tune` and `warpfold profile`: how fast this machine is, and how it becomes faster."""
+"""`warpfold bench`, `warpfold tune` and `warpfold profile`: measure and improve the speed of this machine."""
 
 import contextlib
 import copy
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from warpfold.bench.kernels import TuningTask
     from warpfold.cost.example import ModelBench
 
-# As in check/cases.py, which loads torch: --help does not.
+# A copy of the list in check/cases.py, whose import would load torch for --help.
 BENCHED = (
     "attention", "gated_attention", "layer_norm", "norm_linear", "gate", "tail", "transition", "triangle_factor",
     "outer_product", "outer_product_mean", "triangle_multiplication", "aligned_errors", "overlaps",
 )  # fmt: skip
-TUNED = tuple(one for one in BENCHED if one not in ("gated_attention", "outer_product_mean"))
+TUNED = tuple(op for op in BENCHED if op not in ("gated_attention", "outer_product_mean"))
 
-# The size of a random example that is timed or profiled; what is left out is that of the settings' training examples.
+# Sizes of the random example that is timed or profiled. The defaults are those of the settings' training examples.
 Residues = Annotated[
     int | None, decides("Residues of the example; default: the settings' crop, on a CPU at most 64.", min=4)
 ]
@@ -56,14 +56,15 @@ Extra = Annotated[
     int | None, decides("Rows of its extra MSA; default: the settings' max_extra, on a CPU at most 64.", min=1)
 ]
 Templates = Annotated[
-    int | None, decides("Its templates; default: the settings' max_templates, on a CPU at most 1.", min=0)
+    int | None, decides("Templates of the example; default: the settings' max_templates, on a CPU at most 1.", min=0)
 ]
-Blocks = Annotated[int | None, decides("Blocks of each stack, at most; default: the settings', on a CPU 2.", min=1)]
-Recycles = Annotated[int, decides("Passes without gradient before the one that counts.", min=0)]
-# A whole model on a CPU: at most these, so that the large settings take a minute or two.
+Blocks = Annotated[int | None, decides("Most blocks of each stack; default: the settings', on a CPU 2.", min=1)]
+Recycles = Annotated[int, decides("Passes without gradients before the last one.", min=0)]
+# Limits of the defaults for a whole model on a CPU, with which large settings take a minute or two.
 ON_CPU = {"residues": 64, "sequences": 32, "extra": 64, "templates": 1}
 BLOCKS_ON_CPU = 2
-LONGEST = 30  # rows of a profile's table on the terminal; profile.json has all
+# Rows of a profile's table on the terminal. profile.json has all rows.
+MAX_ROWS = 30
 
 
 def measured(
@@ -74,30 +75,30 @@ def measured(
     recycles: int,
     on_cpu: bool = False,
 ) -> "ModelBench":
-    """Return the example that `bench --block`, `bench --step` and `profile` measure, from settings and given sizes.
+    """Build the example of `bench --block`, `bench --step` and `profile` from settings and options.
 
-    on_cpu: a whole model, on a CPU: what was not given is at most `ON_CPU`, and that is said on stderr.
-    Errors: UserError for settings that are wrong, or that are for several processes.
+    on_cpu: limit the default sizes of a whole model to `ON_CPU`, with a notice on stderr.
+    Raises UserError for wrong settings, and for settings of several processes.
     """
     from warpfold import settings as toml
     from warpfold.cost.example import bench_of, shortened
 
     given = bench_of(toml.load(settings, changes), settings, blocks)
     chosen = {name: value for name, value in sizes.items() if value is not None}
-    found = replace(given, sizes=replace(given.sizes, **chosen), recycles=recycles)
+    full = replace(given, sizes=replace(given.sizes, **chosen), recycles=recycles)
     if not on_cpu:
-        return found
-    less = {name: min(most, getattr(found.sizes, name)) for name, most in ON_CPU.items() if name not in chosen}
-    model = found.model if blocks else shortened(found.model, BLOCKS_ON_CPU)
-    small = replace(found, model=model, sizes=replace(found.sizes, **less))
-    if small != found:
+        return full
+    limited = {name: min(most, getattr(full.sizes, name)) for name, most in ON_CPU.items() if name not in chosen}
+    model = full.model if blocks else shortened(full.model, BLOCKS_ON_CPU)
+    small = replace(full, model=model, sizes=replace(full.sizes, **limited))
+    if small != full:
         most = ", ".join(f"{count} {name}" for name, count in ON_CPU.items())
         warn(f"on a CPU, unless options say otherwise, at most: {most}, {BLOCKS_ON_CPU} blocks")
     return small
 
 
 def timed_device(name: str | None) -> str:
-    """Return the device to time or profile on.  Errors: UserError as of `device_of`, and for an Apple GPU."""
+    """Choose the device for timing. Raises UserError as `device_of` does, and for an Apple GPU."""
     from warpfold.device import unsupported_on_mps
 
     device = device_of(name)
@@ -119,11 +120,13 @@ app.add_typer(bench, name="bench")
 )
 @dataclass(frozen=True, kw_only=True)
 class BenchCommand:
-    """Measure the speed of operations (--op), a block (--block), a training step (--step) on this machine, each way to
-    compute it; of a user-supplied model (--model) before and after accelerate; or of data (`bench data --help`).
+    """Measure the speed of this machine.
 
-    --op first checks the operations, forward and backward, against their definitions in fp64; if one is wrong, it
-    times nothing and exits with 1.
+    Times every implementation of operations (--op), a block (--block) or a training step (--step), or a user-supplied
+    model before and after accelerate (--model). For data loading see `bench data --help`.
+
+    --op first checks the operations, forward and backward, against their definitions in fp64. If one is wrong, it times
+    nothing and exits with 1.
     """
 
     context: typer.Context
@@ -132,14 +135,14 @@ class BenchCommand:
     model: Annotated[
         str | None,
         decides(
-            "module:function that returns a user-supplied model (or model and inputs): before and after accelerate."
+            "Time a user-supplied model before and after accelerate: module:function that returns it, or (it, inputs)."
         ),
     ] = None
     inputs: Annotated[
-        str | None, decides("module:function that returns what it is called with: a tensor, a tuple, a dict by name.")
+        str | None, decides("With --model: module:function that returns its inputs: tensor, tuple or dict by name.")
     ] = None
     only: Annotated[
-        list[str] | None, decides("Of --model: patterns of its layers' names, or operations; default: all.")
+        list[str] | None, decides("With --model: patterns of layer names, or operations; default: all.")
     ] = None
     memory: Memory = None
     op: Annotated[list[str] | None, decides(f"{', '.join(BENCHED)}; several with commas, or repeated.")] = None
@@ -161,42 +164,43 @@ class BenchCommand:
     blocks: Blocks = None
     recycles: Recycles = 0
     quick: Annotated[bool, runs("Time one size of each kind of shape.")] = False
-    unchecked: Annotated[
-        bool, runs("Time at once: whether the figures are of right results, `doctor --kernels` says.")
-    ] = False
+    unchecked: Annotated[bool, runs("Skip the check of the operations (see `doctor --kernels`).")] = False
     repeats: Annotated[int | None, runs("Runs of each measurement; default: 30 on a GPU, 5 on a CPU.", min=1)] = None
     device: Device = None
-    csv: Annotated[Path | None, writes("File for the figures, as CSV.")] = None
+    csv: Annotated[Path | None, writes("File for the figures as CSV.")] = None
     plot: Annotated[Path | None, writes("File for a picture: .png, .pdf, .svg.")] = None
-    rows: Annotated[Path | None, writes("File for each figure as soon as it is measured, a JSON object a line.")] = None
+    rows: Annotated[Path | None, writes("File for figures as they are measured, one JSON object per line.")] = None
     as_json: AsJson = False
 
     def __call__(self) -> None:
-        """Time what was asked for; `bench data` is a command of its own, and all options here are of others."""
+        """Run the selected measurement, unless the command is `bench data`."""
         sizes = [self.residues, self.sequences, self.extra, self.templates]
-        of_model = any([self.settings, self.change, *sizes, self.blocks, self.recycles])
-        of_ops = any([self.op, self.shapes, self.quick, self.unchecked, self.plot])
-        of_foreign = any([self.model, self.inputs, self.only, self.memory])
+        has_model_options = any([self.settings, self.change, *sizes, self.blocks, self.recycles])
+        has_op_options = any([self.op, self.shapes, self.quick, self.unchecked, self.plot])
+        has_user_model_options = any([self.model, self.inputs, self.only, self.memory])
         timed = any([self.block, self.step, self.dtype, self.ways, self.rows])
         if (name := self.context.invoked_subcommand) is not None:
-            if any([of_model, of_ops, of_foreign, timed, self.repeats, self.device, self.csv, self.as_json]):
-                raise UserError(f"options of `{name}` go behind it; those before it belong to --op")
+            others = timed, self.repeats, self.device, self.csv, self.as_json
+            if any([has_model_options, has_op_options, has_user_model_options, *others]):
+                raise UserError(
+                    f"bench {name}: options before `{name}` belong to --op. Put its options after `{name}`."
+                )
             return
         check_outputs(self.csv, self.plot, self.rows)
-        if of_foreign:
-            if self.model is None or of_model or of_ops or timed:
+        if has_user_model_options:
+            if self.model is None or has_model_options or has_op_options or timed:
                 raise UserError(
-                    "--model goes with --inputs, --only, --memory, --device, --repeats, --csv and --json alone"
+                    "--model: it only allows --inputs, --only, --memory, --device, --repeats, --csv and --json"
                 )
-            answer = self._foreign()
+            answer = self._user_model()
         elif self.block or self.step:
-            if of_ops:
-                raise UserError("--block and --step go without --op, --shapes, --quick, --unchecked and --plot")
+            if has_op_options:
+                raise UserError("--block, --step: they exclude --op, --shapes, --quick, --unchecked and --plot")
             answer = self._models()
-        elif of_model:
-            raise UserError("--settings, --set and the sizes of an example are for --block and --step")
+        elif has_model_options:
+            raise UserError("--settings, --set and the sizes of an example: they belong to --block and --step")
         elif not self.op:
-            raise UserError("--op is missing: name an operation, for example warpfold bench --op attention")
+            raise UserError("--op: missing. Name an operation, for example warpfold bench --op attention.")
         else:
             answer = self._operations()
         show(answer, self.as_json)
@@ -212,10 +216,11 @@ class BenchCommand:
 
         ops, where = chosen("--op", self.op, BENCHED), torch.device(timed_device(self.device))
         dtypes = chosen("--dtype", self.dtype or [resolve_precision("auto", where)], checks.DTYPES)
-        names = chosen("--ways", self.ways, [way.name for one in ops for way in peers.WAYS[one]])
+        names = chosen("--ways", self.ways, [way.name for op in ops for way in peers.WAYS[op]])
         wanted = parts(self.shapes)
-        for one in ops:
-            sizes.shapes(one, wanted)  # so that a wrong name is an error before the checks begin
+        # Report a wrong name before the checks begin.
+        for op in ops:
+            sizes.shapes(op, wanted)
         wrong = [] if self.unchecked else checks.failures(checks.odd(ops), where)
         for verdict in wrong:
             warn(f"red: {verdict.says()}")
@@ -223,40 +228,40 @@ class BenchCommand:
             raise typer.Exit(1)
         more: dict[str, Any] = {"ways": names, "quick": self.quick, "repeats": self.repeats or 0}
         with progress_bar(narrate=True) as progress, row_file(self.rows) as sink:
-            found = bench_ops.bench(ops, where, dtypes, wanted, progress=progress, sink=sink, **more)
+            report = bench_ops.bench(ops, where, dtypes, wanted, progress=progress, sink=sink, **more)
         if self.csv is not None:
-            bench_ops.write_csv(found, self.csv)
+            bench_ops.write_csv(report, self.csv)
         if self.plot is not None:
-            bench_ops.picture(found, self.plot)
+            bench_ops.picture(report, self.plot)
 
         def text() -> "Iterator[str | Table]":
-            """Yield what is printed."""
-            yield from _facts(found)
-            for dtype, top in found["ceilings"].items():
+            """Yield the printed lines and tables."""
+            yield from _facts(report)
+            for dtype, top in report["ceilings"].items():
                 exps = "" if top["gexp_per_s"] is None else f", {top['gexp_per_s']:.3g} Gexp/s"
                 yield f"{dtype}: {top['tflops']:.3g} TFLOP/s, {top['gb_per_s']:.4g} GB/s{exps} ({top['how']})"
             yield ""
-            yield table(*bench_ops.table(found["rows"]), lambda row: "bold" if row[3] == "ours" else "")
-            if any(row.get("share_of_limit", 0) > 1 for row in found["rows"]):
+            yield table(*bench_ops.table(report["rows"]), lambda row: "bold" if row[3] == "ours" else "")
+            if any(row.get("share_of_limit", 0) > 1 for row in report["rows"]):
                 yield (
-                    "over 100 % of the limit: the machine was busier while its ceilings were measured, or the way "
-                    "stores what the ideal recomputes"
+                    "over 100 % of the limit: the machine was busier while its peak was measured, or the "
+                    "implementation stores tensors that the ideal recomputes"
                 )
-            if found["left_out"]:
-                left_out = ", ".join(found["left_out"])
-                yield f"left out, too large for this device unless named (--shapes): {left_out}"
+            if report["left_out"]:
+                left_out = ", ".join(report["left_out"])
+                yield f"left out, because too large for this device; name them to time them (--shapes): {left_out}"
 
-        return Answer(found, text())
+        return Answer(report, text())
 
     def _models(self) -> Answer:
-        """Time a block, a step, or both, of a model of ours."""
+        """Time a block, a step, or both, of our model."""
         import torch
 
         from warpfold.bench import model as bench_model
         from warpfold.bench import ops as bench_ops
 
         device = timed_device(self.device)
-        changes = [*(self.change or ()), *(f"plan.precision={one}" for one in self.dtype or ())]
+        changes = [*(self.change or ()), *(f"plan.precision={dtype}" for dtype in self.dtype or ())]
         given = measured(
             self.settings or ("tiny" if device == "cpu" else "monomer"),
             changes,
@@ -269,27 +274,26 @@ class BenchCommand:
         benches = [bench_model.bench_block] * self.block + [bench_model.bench_step] * self.step
         with progress_bar(narrate=True) as progress, row_file(self.rows) as sink:
             more |= {"repeats": self.repeats or 0, "progress": progress, "sink": sink}
-            found = [one(given, torch.device(device), **more) for one in benches]
+            reports = [run(given, torch.device(device), **more) for run in benches]
         if self.csv is not None:
-            every = {**found[0], "rows": [row for one in found for row in one["rows"]]}
+            every = {**reports[0], "rows": [row for report in reports for row in report["rows"]]}
             bench_ops.write_csv(every, self.csv, bench_model.COLUMNS)
 
         def text() -> "Iterator[str | Table]":
-            """Yield what is printed."""
-            yield from _facts(found[0])
-            for one in found:
-                yield f"\n{one['what']}"
-                yield table(
-                    *bench_ops.table(one["rows"], bench_model.COLUMNS), lambda row: "bold" if row[0] == "ours" else ""
-                )
+            """Yield the printed lines and tables."""
+            yield from _facts(reports[0])
+            for report in reports:
+                yield f"\n{report['what']}"
+                figures = bench_ops.table(report["rows"], bench_model.COLUMNS)
+                yield table(*figures, lambda row: "bold" if row[0] == "ours" else "")
                 if device == "cpu":
-                    yield "launches: what a GPU would launch, counted without one"
-                for refusal, count in one["refused"].items():
+                    yield "launches: those of a GPU, counted without one"
+                for refusal, count in report["refused"].items():
                     yield f"by its definition, {count} times: {refusal}"
 
-        return Answer(found[0] if len(found) == 1 else {"parts": found}, text())
+        return Answer(reports[0] if len(reports) == 1 else {"parts": reports}, text())
 
-    def _foreign(self) -> Answer:
+    def _user_model(self) -> Answer:
         """Time a user-supplied model before and after `accelerate`."""
         import torch
 
@@ -301,52 +305,50 @@ class BenchCommand:
         where = torch.device(timed_device(self.device))
         with progress_bar(narrate=True) as progress:
             before, call = bench_model.user_model(self.model, self.inputs, where)
-            # `accelerate` prints its table, which is shown below.
+            # `accelerate` prints its table, which is printed below instead.
             with contextlib.redirect_stdout(io.StringIO()):
                 after = accelerate(copy.deepcopy(before), only=parts(self.only) or None, memory=self.memory)
             more: dict[str, Any] = {"repeats": self.repeats or 0, "progress": progress}
-            found = bench_model.bench_accelerated(self.model, before, after, call, where, **more)
-        report = acceleration(after)
-        found["table"] = str(report)
-        found["swapped"] = {name: kind.operation for kind in report.swapped for name in kind.names}
+            report = bench_model.bench_accelerated(self.model, before, after, call, where, **more)
+        swaps = acceleration(after)
+        report["table"] = str(swaps)
+        report["swapped"] = {name: kind.operation for kind in swaps.swapped for name in kind.names}
         if self.csv is not None:
-            bench_ops.write_csv(found, self.csv, bench_model.ACCELERATED)
+            bench_ops.write_csv(report, self.csv, bench_model.ACCELERATED)
 
         def text() -> "Iterator[str | Table]":
-            """Yield what is printed."""
-            yield from _facts(found)
-            yield f"\n{found['table']}\n\n{found['what']}"
-            figures = bench_ops.table(found["rows"], bench_model.ACCELERATED)
+            """Yield the printed lines and tables."""
+            yield from _facts(report)
+            yield f"\n{report['table']}\n\n{report['what']}"
+            figures = bench_ops.table(report["rows"], bench_model.ACCELERATED)
             yield table(*figures, lambda row: "bold" if row[-1] else "")
-            yield f"outputs differ by {found['difference']:.0e}"
-            say_refused(found["refused"])
+            yield f"outputs differ by {report['difference']:.0e}"
+            say_refused(report["refused"])
 
-        return Answer(found, text())
+        return Answer(report, text())
 
 
-def _facts(found: Mapping[str, Any]) -> list[str]:
-    return [f"{key}: {value}" for key, value in found["machine"].items()]
+def _facts(report: Mapping[str, Any]) -> list[str]:
+    return [f"{key}: {value}" for key, value in report["machine"].items()]
 
 
 @command(register=bench.command, example="Example:  warpfold bench data --store store --sources files/ --out data.json")
 def data(
-    store: Annotated[Path, reads("What `warpfold pack` made.", path="store")],
-    sources: Annotated[Path | None, reads("The folder that holds what the store was packed from.")] = None,
-    entries: Annotated[
-        int, runs("How many entries to make features of, spread over the alignment depths.", min=2)
-    ] = 48,
-    gpus: Annotated[int, decides("How many GPUs the store is to feed.", min=1)] = 8,
-    cores: Annotated[int, decides("From how many cores, with a loader process on each.", min=1)] = 16,
+    store: Annotated[Path, reads("A store of `warpfold pack`.", path="store")],
+    sources: Annotated[Path | None, reads("Folder with the files from which the store was packed.")] = None,
+    entries: Annotated[int, runs("Number of entries to compute features for, over all alignment depths.", min=2)] = 48,
+    gpus: Annotated[int, decides("Number of GPUs to feed.", min=1)] = 8,
+    cores: Annotated[int, decides("Number of cores, with a loader process on each.", min=1)] = 16,
     step: Annotated[
         float | None,
         decides("Seconds in which a GPU uses an example; default: 0.41, an H200, initial training.", above=0),
     ] = None,
     storage: Annotated[
-        str | None, decides("Emulate a slower storage than the store's: 20ms,100MB/s for each read, and for all.")
+        str | None, decides("Emulate a slower storage: 20ms,100MB/s (latency per read, total bandwidth).")
     ] = None,
-    out: Annotated[Path | None, writes("File for the figures, as JSON.")] = None,
+    out: Annotated[Path | None, writes("File for the figures as JSON.")] = None,
 ) -> Answer:
-    """Say whether a store feeds your GPUs, and measure features per second, reading, memory, packing: minutes."""
+    """Check whether a store feeds your GPUs, and measure features per second, reading, memory and packing (minutes)."""
     from warpfold.bench.data import bench_data, rows
     from warpfold.bench.feeding import STEP, Emulation, SlowStore
     from warpfold.data.store.store import Store
@@ -354,14 +356,14 @@ def data(
     check_outputs(out)
     with progress_bar() as progress, tempfile.TemporaryDirectory() as scratch:
         opened = SlowStore(store, Emulation.of(storage, Path(scratch) / "link")) if storage else Store(store)
-        found = bench_data(opened, sources, entries, progress, gpus, cores, STEP if step is None else step)
+        report = bench_data(opened, sources, entries, progress, gpus, cores, STEP if step is None else step)
     if out is not None:
-        write_atomically(out, json.dumps(found, indent=1) + "\n")
+        write_atomically(out, json.dumps(report, indent=1) + "\n")
     lines, last = [], ""
-    for part, what, figure in rows(found):
+    for part, what, figure in rows(report):
         lines.append((part if part != last else "", what, figure))
         last = part
-    return Answer(found, [table(("", "", "figure"), lines), found["feeding"]["verdict"]])
+    return Answer(report, [table(("", "", "figure"), lines), report["feeding"]["verdict"]])
 
 
 @command(example="Example:  warpfold tune --op attention --quick;  warpfold tune --kernel attention_short --quick")
@@ -369,22 +371,20 @@ def tune(
     op: Annotated[list[str] | None, decides(f"{', '.join(TUNED)}; default: all; repeated, or with commas.")] = None,
     kernel: Annotated[
         list[str] | None,
-        decides(
-            "Kernels of these operations to tune, in this order: NAME, or NAME:256x1024 for one key; default: all."
-        ),
+        decides("Kernels to tune in this order: NAME, or NAME:256x1024 for one key; default: all of the operations."),
     ] = None,
-    quick: Annotated[bool, decides("Tune for initial training in bf16 alone.")] = False,
+    quick: Annotated[bool, decides("Tune only for initial training in bf16.")] = False,
     out: Annotated[
         Path | None, writes("Folder for the table; default: ~/.cache/warpfold/tuned, where runs look for it.")
     ] = None,
     device: Device = None,
-    dry_run: Annotated[bool, runs("Only say what would be timed; needs no GPU.")] = False,
-    rows: Annotated[Path | None, writes("File for the times of each task as they come, a JSON object a line.")] = None,
+    dry_run: Annotated[bool, runs("Only list the tasks; needs no GPU.")] = False,
+    rows: Annotated[Path | None, writes("File for the times of tasks as they come, one JSON object per line.")] = None,
 ) -> Answer:
-    """Make the launch table of this GPU: for every kernel, the fastest of the launches that are exact.
+    """Create the launch table of this GPU: for every kernel, the fastest launch with exact results.
 
-    Minutes with --quick, else up to an hour.  Shapes that the table lacks, and GPUs without a
-    table, use the package's default.  Runs agree bit for bit only with the same table.
+    Takes minutes with --quick, otherwise up to an hour. Shapes that are not in the table, and GPUs without a table, use
+    the package's default. Runs are bitwise equal only with the same table.
     """
     import torch
 
@@ -399,9 +399,9 @@ def tune(
         return _tasks(choose_kernels(todo, parts(kernel)) if kernel else todo)
     where = torch.device(timed_device(device))
     with progress_bar(narrate=True) as progress, row_file(rows) as sink:
-        found = tune_on(where, ops, quick, out or home(), progress, parts(kernel), sink)
-    entries = choose(found)
-    chosen_launches = report(found, entries)
+        results = tune_on(where, ops, quick, out or home(), progress, parts(kernel), sink)
+    entries = choose(results)
+    chosen_launches = report(results, entries)
     path = write(out or home(), head(where), entries, whole=not kernel)
     lines = []
     for row in chosen_launches:
@@ -426,7 +426,7 @@ def _tasks(todo: "Sequence[TuningTask]") -> Answer:
 def profile(
     settings: Annotated[str, argument("A TOML file, or the name of a preset: monomer, tiny ...", path="local")],
     out: Annotated[Path | None, writes("New folder for profile.json, and trace.json.gz for ui.perfetto.dev.")] = None,
-    forward: Annotated[bool, decides("One forward pass without gradient, in place of a training step.")] = False,
+    forward: Annotated[bool, decides("Profile a forward pass without gradients instead of a training step.")] = False,
     change: Change = None,
     residues: Residues = None,
     sequences: Sequences = None,
@@ -436,10 +436,10 @@ def profile(
     recycles: Recycles = 0,
     device: Device = None,
 ) -> Answer:
-    """Measure where the time of a training step goes, by layer and operation, forward and backward.
+    """Measure the time of a training step by layer and operation, forward and backward.
 
-    The example is random.  With fewer --blocks only those are run and shown: nothing is scaled up.  On a CPU large
-    settings are measured at a small size unless the options name another.
+    The example is random. With fewer --blocks, only these are run, and times are not scaled up. On a CPU, large
+    settings are measured at a small size by default.
     """
     import torch
 
@@ -454,7 +454,7 @@ def profile(
     with progress_bar(narrate=True) as progress:
         trace = None if out is None else out / "trace.json.gz"
         figures = profile_model(bench, where, trace, training=not forward, progress=progress)
-    text: list[Any] = [*in_words(figures), "", table(HEADS, table_rows(figures, LONGEST))]
+    text: list[Any] = [*in_words(figures), "", table(HEADS, table_rows(figures, MAX_ROWS))]
     if out is not None:
         write_atomically(out / "profile.json", json.dumps(figures, indent=1, allow_nan=False) + "\n")
         text.append(f"\nwrote {out / 'profile.json'} and trace.json.gz: open it at ui.perfetto.dev")

@@ -1,4 +1,4 @@
-"""`warpfold doctor`: of one process, and of all that start together."""
+"""`warpfold doctor`: checks of a single process, and of all processes of a job."""
 
 import os
 import time
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from warpfold.training.replay import Replay
 
 HINT = (
-    "warpfold doctor --kernels checks every operation on this device against its definition; under torchrun or srun "
-    "warpfold doctor --cluster checks all ranks, their links and files"
+    "Check every operation on this device against its definition: warpfold doctor --kernels. Check all ranks, their "
+    "links and files, under torchrun or srun: warpfold doctor --cluster."
 )
 RED, YELLOW, GREEN = typer.colors.RED, typer.colors.YELLOW, typer.colors.GREEN
 COLORS = dict.fromkeys(("WRONG", "wrong"), RED) | {"ok": GREEN}
@@ -49,16 +49,16 @@ SEVERITY: tuple["Outcome", ...] = ("wrong", "note", "not checked", "ok")
 
 
 class WithoutFile(Lists):
-    """A command that takes no file, and says so: `--cluster FILE` is what others take."""
+    """A command without file arguments, with an error for `--cluster FILE`, which other commands accept."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments.  Errors: UserError for a file among them."""
+        """Parse the arguments. Raises UserError for a file among them."""
         ctx.allow_extra_args = True
         rest = super().parse_args(ctx, args)
         if rest:
             raise UserError(
-                f"{rest[0]}: the doctor reads no file; doctor --cluster --out FILE measures a cluster and writes one, "
-                "and plan and train read it: --cluster FILE"
+                f"{rest[0]}: the doctor reads no file. Measure a cluster with doctor --cluster --out FILE, and pass "
+                "the file to plan and train: --cluster FILE."
             )
         return rest
 
@@ -71,40 +71,40 @@ class WithoutFile(Lists):
 )
 @dataclass(frozen=True, kw_only=True)
 class DoctorCommand:
-    """Say what this machine has, and check that it computes what it should; exit with 1 if it does not."""
+    """Describe this machine, and check that it computes correctly; exit with 1 if it does not."""
 
     kernels: Annotated[
-        bool, decides("Check every operation, forward and backward, against its definition; a minute.")
+        bool, decides("Check every operation, forward and backward, against its definition (a minute).")
     ] = False
     settings: Annotated[
         str | None,
-        reads("TOML file or preset whose sizes to check; default: tiny on a CPU, monomer on a GPU.", path="local"),
+        reads("TOML file or preset with the sizes; default: tiny on a CPU, monomer on a GPU.", path="local"),
     ] = None
-    dtype: Annotated[list[str] | None, decides("Of --kernels: bf16, fp32; default: both.")] = None
+    dtype: Annotated[list[str] | None, decides("With --kernels: bf16, fp32; default: both.")] = None
     rows: Annotated[
-        Path | None, writes("Of --kernels: file for each finding as soon as it is there, a JSON object a line.")
+        Path | None, writes("With --kernels: file for findings as they come, one JSON object per line.")
     ] = None
-    cluster: Annotated[bool, decides("Check all ranks, their links and a folder, started as training is; seconds.")] = (
-        False
-    )
-    folder: Annotated[Path | None, reads("Of --cluster: a folder where runs will be written, to try it.")] = None
+    cluster: Annotated[
+        bool, decides("Check all ranks, their links and a folder; start it like training (seconds).")
+    ] = False
+    folder: Annotated[Path | None, reads("With --cluster: test this folder, where runs will be written.")] = None
     link: Annotated[
-        str | None, reads("Of --cluster: what the network should be: ib400, roce100x2, eth25 (Gb/s, adapters).")
+        str | None, reads("With --cluster: expected network: ib400, roce100x2, eth25 (Gb/s, adapters).")
     ] = None
-    out: Annotated[Path | None, writes("Of --cluster: file for the measured links, which plan and train read.")] = None
+    out: Annotated[Path | None, writes("With --cluster: file for the measured links, for plan and train.")] = None
     replay: Annotated[
         Path | None,
-        reads("Folder of a training run with train.digest_every: compute its steps again, and compare digests."),
+        reads("Folder of a training run with train.digest_every: recompute its steps and compare digests."),
     ] = None
     start: Annotated[
-        int | None, decides("Of --replay: step of the checkpoint to start from; default: the first.", "--from")
+        int | None, decides("With --replay: step of the first checkpoint; default: the first one.", "--from")
     ] = None
     device: Device = None
     as_json: AsJson = False
 
     def __call__(self) -> Answer:
-        """Say what is here, or check the operations, or the cluster."""
-        of_kernels = any([self.settings, self.dtype, self.rows])
+        """Describe the machine, or check the operations or the cluster."""
+        has_kernel_options = any([self.settings, self.dtype, self.rows])
         if self.start is not None and self.replay is None:
             raise UserError("--from: belongs to --replay. Add --replay RUN.")
         if self.replay is not None:
@@ -112,24 +112,22 @@ class DoctorCommand:
                 raise UserError("--replay: goes without --kernels and --cluster. Use one of them at a time.")
             self._replay(self.replay)
         if self.cluster:
-            if self.kernels or of_kernels:
+            if self.kernels or has_kernel_options:
                 raise UserError(
-                    "--cluster goes without --kernels, --settings, --dtype and --rows; check the operations on one "
-                    "process"
+                    "--cluster: it excludes --kernels, --settings, --dtype and --rows. Check the operations in one "
+                    "process."
                 )
             self._check_cluster()
         if any([self.folder, self.link, self.out]):
-            raise UserError("--folder, --link and --out are of --cluster; add it")
+            raise UserError("--folder, --link, --out: they belong to --cluster. Add --cluster.")
         import torch
 
         from warpfold.bench.doctor import of_machine
         from warpfold.check.versions import describe_versions
         from warpfold.cost.machine import describe
 
-        if of_kernels and not self.kernels:
-            raise UserError(
-                "--settings gives the sizes for --kernels, and --dtype and --rows are for it; add --kernels"
-            )
+        if has_kernel_options and not self.kernels:
+            raise UserError("--settings, --dtype, --rows: they belong to --kernels. Add --kernels.")
         where = torch.device(device_of(self.device))
         if self.kernels:
             return self._check_kernels(where)
@@ -138,7 +136,7 @@ class DoctorCommand:
         return Answer({"machine": machine, "verdict": verdict}, text)
 
     def _check_kernels(self, where: "torch.device") -> Answer:
-        """Check every operation for the sizes of some settings."""
+        """Check every operation at the sizes of settings."""
         from warpfold import settings as toml
         from warpfold.bench import doctor as checks
         from warpfold.bench.doctor import of_findings, of_machine
@@ -151,12 +149,13 @@ class DoctorCommand:
         check_outputs(self.rows)
         with progress_bar() as progress, row_file(self.rows) as sink:
             findings = checks.examine(cases, where, dtypes, progress, sink)
-        memory = None if where.type == "mps" else check_memory(where)  # it does not say how much was taken at most
+        # mps does not report its peak memory.
+        memory = None if where.type == "mps" else check_memory(where)
         verdict = [*of_findings(findings, source, where), *of_machine(where), describe_versions()]
         report = {**checks.report(findings, where, source), "memory": memory and asdict(memory), "verdict": verdict}
 
         def text() -> "Iterator[str | Table]":
-            """Yield what is printed."""
+            """Yield the printed lines and tables."""
             yield from _facts(report["machine"])
             yield from _findings(findings, where.type, source)
             if memory is not None:
@@ -169,7 +168,7 @@ class DoctorCommand:
         return Answer(report, text(), bool(report["red"]))
 
     def _replay(self, run: Path) -> NoReturn:
-        """Compute steps of a run again with all processes, print the outcome from the first, and exit: 1 if wrong."""
+        """Recompute steps of a run with all processes, print the result on rank 0, and exit with 1 on a difference."""
         import torch
 
         from warpfold.parallel.team import distributed_context
@@ -181,13 +180,13 @@ class DoctorCommand:
         with distributed_context(process, None, where) as team:
             with bar as tell:
                 found = replay(run, self.start, where, team, tell)
-            # Print before any rank can leave, since torchrun ends all ranks when one exits with 1.
+            # Print before any rank exits, because torchrun ends all ranks when one exits with 1.
             if team.is_rank_zero:
                 show(Answer(asdict(found), replay_report(found)), self.as_json)
         raise typer.Exit(0 if found.interval is None else 1)
 
     def _check_cluster(self) -> NoReturn:
-        """Check the cluster with all processes, print from the first what was found, and exit on all: 1 if wrong."""
+        """Check the cluster with all processes, print the findings on rank 0, and exit with 1 if something is wrong."""
         import torch
 
         from warpfold.cluster.doctor import LIMIT, Examined, examine_cluster
@@ -204,7 +203,8 @@ class DoctorCommand:
             network(self.link, process.ranks_per_node)
         if process.rank == 0:
             check_outputs(self.out)
-        each = process.ranks_per_node  # of the nodes, until they say it themselves
+        # A guess until the nodes report their ranks.
+        each = process.ranks_per_node
         nodes = [list(range(process.ranks))[start : start + each] for start in range(0, process.ranks, each)]
         latest = [Examined(nodes, where.type)]
 
@@ -213,28 +213,29 @@ class DoctorCommand:
             if process.rank == 0 and not are_hidden():
                 warn(f"checking {what} ...")
 
-        # A doctor that has to end says what it knows.
+        # On SIGTERM, report the findings so far.
         ended = TeamError(
             f"rank {process.rank} was asked to end (SIGTERM): torchrun does so when another rank of the node has "
-            "ended, which says why itself; Slurm when the time is over"
+            "ended, whose log has the reason; Slurm when the time is over"
         )
         try:
             with on_sigterm(ended), distributed_context(process, None, where, LIMIT, LIMIT) as team:
                 found = examine_cluster(team, where, os.environ, self.folder, self.link, report)
-                if team.is_rank_zero:  # before the others may leave: torchrun ends all when one has
+                # Print before the other ranks may exit, because torchrun ends all ranks when one exits with 1.
+                if team.is_rank_zero:
                     show(cluster_report(found, self.out), self.as_json)
         except TeamError as error:
             if process.rank == 0:
-                cure = "see what that process and its node say (its log, dmesg); leave the node out"
+                cure = "check the logs of that process and its node (dmesg), or leave the node out"
                 lost = ClusterFinding("ranks", "all ranks answer", "wrong", str(error), cure)
-                known = replace(latest[0], findings=[*latest[0].findings, lost], seconds=time.monotonic() - began)
-                show(cluster_report(known, self.out), self.as_json)
+                so_far = replace(latest[0], findings=[*latest[0].findings, lost], seconds=time.monotonic() - began)
+                show(cluster_report(so_far, self.out), self.as_json)
             raise
         raise typer.Exit(1 if found.wrong else 0)
 
 
 def replay_report(found: "Replay") -> list[str]:
-    """Report the outcome of a replay in a few lines."""
+    """Format the result of a replay in a few lines."""
     compared = f"{found.equal} digest{'s' * (found.equal > 1)}"
     left_out = [typer.style(f"not compared: {found.left_out}", fg=YELLOW)] if found.left_out else []
     if found.interval is None:
@@ -250,8 +251,8 @@ def replay_report(found: "Replay") -> list[str]:
         lines.append("a second recomputation has the digests of the first: this machine repeats its work")
     else:
         lines.append(
-            f"a second recomputation differs from the first in step {found.parted}: this machine does not repeat its "
-            "work, and the run may be right; check it with warpfold doctor --kernels"
+            f"a second recomputation differs from the first in step {found.parted}: this machine is not reproducible, "
+            "and the run may be correct. Check the machine with warpfold doctor --kernels"
         )
     return [*lines, *left_out]
 
@@ -271,19 +272,19 @@ def _findings(findings: "list[Finding]", kind: str, source: str) -> "Iterator[st
 
     if kind == "cpu":
         yield "\nNo GPU is checked: these are the CPU's fast paths."
-    yield f"\nSizes of {source}.  Errors to fp64, ours / the definition's; rough speeds, from a few passes.\n"
+    yield f"\nSizes of {source}. Errors to fp64, ours / the definition's. Speeds are rough, from a few passes.\n"
     yield table(HEADS, rows_of(findings), lambda row: "bold red" if row[-1] == "RED" else "")
     if any(f.verdict.case.full_rows for f in findings):
-        yield "where rows were cut, speeds are those of the cut"
+        yield "if rows were reduced, speeds are those of the reduced case"
 
 
 def cluster_report(examined: "Examined", out: Path | None) -> Answer:
-    """Report the findings of a cluster, and write its measured links to `out`."""
+    """Format the findings of a cluster, and write its measured links to `out`."""
     if out and examined.cluster:
         examined.cluster.save(out)
 
     def text() -> Iterator[str]:
-        """Yield what is printed."""
+        """Yield the printed lines."""
         ranks, nodes = sum(map(len, examined.nodes)), len(examined.nodes)
         yield f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}, {examined.device}\n"
         missing: dict[str, list[str]] = {}
@@ -303,6 +304,6 @@ def cluster_report(examined: "Examined", out: Path | None) -> Answer:
         if out and examined.cluster:
             yield f"measured links: {out}; `plan --cluster` and `train --cluster` read it"
         elif out:
-            warn(f"{out} was not written: there are no links, or the nodes differ in size")
+            warn(f"{out}: not written, because there are no links, or the nodes differ in size")
 
     return Answer(examined.as_json(), text(), bool(examined.wrong))

@@ -1,4 +1,4 @@
-"""`warpfold plan`: the memory and time that predictions and trainings need, before they run."""
+"""`warpfold plan`: estimate memory and time of predictions and training before they run."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from warpfold.prediction.plan_report import PlanTarget
     from warpfold.training.config import GivenSettings
 
-# Far above any real input: titin has 34,350 residues.  Beyond these bounds sizes of tensors overflow 64 bits.
+# Far above any real input: titin has 34,350 residues. Beyond these bounds, tensor sizes overflow 64 bits.
 MAX_RESIDUES = 100_000
 MAX_ROWS, MAX_TEMPLATES = 1_000_000, 1_000
 
@@ -41,63 +41,61 @@ MAX_ROWS, MAX_TEMPLATES = 1_000_000, 1_000
 )
 @dataclass(frozen=True, kw_only=True)
 class PlanCommand:
-    """Say what a prediction or a training needs and how long it takes, before it runs; nothing is computed.
+    """Estimate the memory and time of a prediction or a training run before it starts.
 
-    Every plan that could run it is shown, and the one that `predict` or `train` would choose; of a training on many
-    devices the best dozen.
+    All possible plans are listed with the one that `predict` or `train` would choose; for training on several devices,
+    the best dozen.
     """
 
     target: Annotated[
         str,
-        argument(
-            "What `predict` folds (FASTA, CSV, A3M ...), or what `train` reads: a TOML file or a preset.", path="local"
-        ),
+        argument("Input of `predict` (FASTA, CSV, A3M ...), or of `train`: a TOML file or a preset.", path="local"),
     ]
     memory: Annotated[
         str | None,
-        runs("Of each device: 24GB, 24GiB; default: what is free, or its nominal memory.", show_default=False),
+        runs("Memory of each device: 24GB, 24GiB; default: its free or nominal memory.", show_default=False),
     ] = None
-    devices: Annotated[int | None, runs("How many there are; default: 1.", min=1, show_default=False)] = None
-    node: Annotated[int | None, runs("Devices of each node; default: 8.", min=1)] = None
+    devices: Annotated[int | None, runs("Number of devices; default: 1.", min=1, show_default=False)] = None
+    node: Annotated[int | None, runs("Devices per node; default: 8.", min=1)] = None
     link: Annotated[
         str | None,
-        runs("Between nodes: ib400 (the default), roce100, eth25 (Gb/s), ib200x4 for four adapters on each."),
+        runs("Link between nodes: ib400 (the default), roce100, eth25 (Gb/s), ib200x4 for 4 adapters per node."),
     ] = None
     cluster: Annotated[
-        Path | None, reads("What `doctor --cluster` wrote of a cluster, in place of --devices, --node and --link.")
+        Path | None, reads("Cluster file of `doctor --cluster`, instead of --devices, --node and --link.")
     ] = None
-    device: Annotated[
-        str | None, runs("cpu, cuda, or a GPU that need not be here: A100, H100, H200, 'RTX 4090' ...")
-    ] = None
+    device: Annotated[str | None, runs("cpu, cuda, or a GPU of another machine: A100, H100, H200, 'RTX 4090' ...")] = (
+        None
+    )
     residues: Annotated[
         list[int] | None,
-        decides("Fold proteins of so many residues with the model of the settings.", min=1, max=MAX_RESIDUES),
+        decides("Fold proteins of these lengths with the model of the settings.", min=1, max=MAX_RESIDUES),
     ] = None
     design: Annotated[
         bool,
-        decides("A gradient by the sequence, as of `design`, in place of a fold; by default without an alignment."),
+        decides("Plan a gradient by the sequence, as in `design`, instead of a fold; by default without alignment."),
     ] = False
-    params: Annotated[Path | None, reads("Parameters that would fold; default: the model of monomer.")] = None
+    params: Annotated[Path | None, reads("Parameters of the model; default: the model of monomer.")] = None
     msa: Annotated[
-        list[Path] | None, reads("Alignments, as of `predict`; default: as many rows as the model takes.")
+        list[Path] | None, reads("Alignments as for `predict`; default: as many rows as the model uses.")
     ] = None
-    recycles: Annotated[int | None, decides("Passes before the last, at most; default: the model's.", min=0)] = None
+    recycles: Annotated[int | None, decides("Most passes before the last; default: the model's.", min=0)] = None
     max_msa: Annotated[int | None, decides("Cluster centres of the alignment.", min=1, max=MAX_ROWS)] = None
     max_extra: Annotated[int | None, decides("Rows of the extra alignment.", min=1, max=MAX_ROWS)] = None
     templates: Annotated[int | None, decides("Templates of each protein.", min=0, max=MAX_TEMPLATES)] = None
     precision: Annotated[
         Literal["fp32", "bf16", "bf16_all", "fp16"] | None,
-        runs("Of the trunk's activations; default: as `predict` or the settings."),
+        runs("Precision of the trunk's activations; default: that of `predict` or the settings."),
     ] = None
     change: Change = None
     price: Annotated[
         float | None,
-        decides("Price of one device for an hour, in any currency; default: costs are in device-hours.", above=0),
+        decides("Price of a device-hour in any currency; default: costs are in device-hours.", above=0),
     ] = None
     figure: Figure = None
 
     def __call__(self) -> Answer:
-        """Make the report, and the picture of the largest target, or of a rank."""
+        """Create the report, and the picture of the largest target, or of a rank."""
         from warpfold.cost.planner import CHOSEN, CHOSEN_IN_TRAINING
         from warpfold.data.example.query_files import is_sequence
         from warpfold.device import caveats
@@ -112,19 +110,20 @@ class PlanCommand:
         targets = self._targets(given, is_query)
         if self.design:
             if not (is_query or self.residues):
-                raise UserError("--design: it is for a sequence; give a query, or its length with --residues")
+                raise UserError("--design: it needs a sequence. Pass a query, or its length with --residues.")
             alone = {} if self.msa else {"sequences": 1, "extra": 1, "templates": 0}
             targets = [type(one)(one.name, replace(with_sizes(one.job, **alone), gradient="last")) for one in targets]
-        found = [type(one)(one.name, with_sizes(one.job, **changed)) for one in targets]
+        targets = [type(target)(target.name, with_sizes(target.job, **changed)) for target in targets]
 
-        machine, there = self.machine_and_cluster()
+        machine, cluster = self.machine_and_cluster()
         trains = not is_query and not self.residues
-        of_ranks = {"--node": self.node, "--link": self.link, "--cluster": self.cluster, "--price": self.price}
-        for name, value in of_ranks.items():
-            if value is not None and not (trains and there is not None):
-                raise UserError(f"{name}: it is for trainings on several devices; leave it out, or give --devices")
+        cluster_options = {"--node": self.node, "--link": self.link, "--cluster": self.cluster, "--price": self.price}
+        for name, value in cluster_options.items():
+            if value is not None and not (trains and cluster is not None):
+                raise UserError(f"{name}: it is for training on several devices. Omit it, or pass --devices.")
         fixed, sync = given.fixed_on_ranks(CHOSEN_IN_TRAINING) if trains else (given.fixed(CHOSEN), {})
-        if not trains:  # of settings, keys that the user gave; the rest is for trainings
+        if not trains:
+            # Presets fix keys for training. Only those that the user has set apply to predictions.
             fixed = {key: value for key, value in fixed.items() if key in given.own}
         fixed |= {} if self.precision is None else {"precision": self.precision}
         if not trains and fixed.get("precision", "auto") == "auto":
@@ -132,7 +131,7 @@ class PlanCommand:
         for caveat in caveats(fixed.get("precision", "fp32"), machine.kind) if machine.here else ():
             warn(caveat)
         with progress_bar(every=10) as tell:
-            report = plan_report(found, machine, fixed, sync, there, self.price, tell)
+            report = plan_report(targets, machine, fixed, sync, cluster, self.price, tell)
         if self.figure is not None:
             if course := report["largest"]["course"]:
                 from warpfold.report.figures import draw_memory
@@ -140,13 +139,13 @@ class PlanCommand:
                 write_atomically(self.figure, draw_memory(course, report["free"], self.figure.suffix[1:]))
                 warn(f"wrote {self.figure}")
             else:
-                warn(f"{report['largest']['name']}: nothing fits, so there is no course of memory to draw")
+                warn(f"{report['largest']['name']}: nothing fits, so there is no memory timeline to draw")
         return Answer(report, _text(report), any("refused" in row for row in report["targets"]))
 
     def machine_and_cluster(self) -> "tuple[Machine, Cluster | None]":
-        """Return the devices, and how they are joined where there are several.
+        """Return the devices, and for several devices their cluster.
 
-        Errors: UserError for what contradicts itself, is not known, or is not a cluster.
+        Raises UserError for contradicting options, unknown devices, and files that are not clusters.
         """
         from warpfold.cost.links import read_cluster
         from warpfold.cost.machine import parse_memory, planned_cluster, planned_machine
@@ -154,18 +153,18 @@ class PlanCommand:
 
         for name, value in (("--devices", self.devices), ("--node", self.node), ("--link", self.link)):
             if self.cluster is not None and value is not None:
-                raise UserError(f"{name}: {self.cluster} says it; leave one of the two out")
-        there = None if self.cluster is None else read_cluster(self.cluster)
+                raise UserError(f"{name}: {self.cluster} contains it. Omit one of the two.")
+        cluster = None if self.cluster is None else read_cluster(self.cluster)
         device, devices = self.device, self.devices or 1
-        if there is not None:
-            device, devices = device or sheet_of(there.device) or None, there.ranks
+        if cluster is not None:
+            device, devices = device or sheet_of(cluster.device) or None, cluster.ranks
         machine = planned_machine(device, None if self.memory is None else parse_memory(self.memory), devices)
-        if there is None and devices > 1:
-            there = planned_cluster(machine, self.node, self.link)
-        return machine, there
+        if cluster is None and devices > 1:
+            cluster = planned_cluster(machine, self.node, self.link)
+        return machine, cluster
 
     def _targets(self, given: "GivenSettings", is_query: bool) -> "list[PlanTarget]":
-        """Return the targets to plan: queries, proteins of some length, or the training of the settings."""
+        """List the targets to plan: queries, proteins of given lengths, or the training of the settings."""
         from warpfold.prediction.params import read_params
         from warpfold.prediction.plan_report import PlanTarget, folding, full_sizes, targets_of_queries
         from warpfold.training.planning import training_job
@@ -173,10 +172,11 @@ class PlanCommand:
         config = given.config()
         model, sample = config.model, replace(config.data, crop=None)
         if self.params is not None:
-            (known,) = read_params([self.params])
-            model, sample = known.config, known.sample
+            (params,) = read_params([self.params])
+            model, sample = params.config, params.sample
         elif is_query or self.residues:
-            sample = type(sample)()  # AlphaFold2's at inference
+            # AlphaFold2's sizes at inference.
+            sample = type(sample)()
         if self.residues:
             jobs = {n: folding(model, full_sizes(n, model, sample), self.recycles) for n in self.residues}
             return [PlanTarget(f"{n} residues", job) for n, job in jobs.items()]
@@ -187,7 +187,7 @@ class PlanCommand:
 
 
 def _text(report: dict[str, Any]) -> "Iterator[str | Table]":
-    """Yield the machine, a line for each target, the plans of the largest, and how long a protein can be."""
+    """Yield the machine, a line for each target, the plans of the largest, and the longest protein that fits."""
     from warpfold.cost.machine import in_gb
 
     largest = report["largest"]
@@ -217,14 +217,14 @@ def _text(report: dict[str, Any]) -> "Iterator[str | Table]":
 
 
 def _table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the heads and rows of the table of plans: columns of which none has anything to say are left out."""
+    """Format the heads and rows of the table of plans, without empty columns."""
     from warpfold.cost.machine import in_gb
     from warpfold.cost.planner import in_words, sent
 
     plans = report["plans"]
     priced = any(one["cost_per_million"] is not None for one in plans)
-    dear = "cost_per_million" if priced else "device_hours_per_million"
-    of_million = "cost of a million" if priced else "device-hours of a million"
+    cost = "cost_per_million" if priced else "device_hours_per_million"
+    cost_head = "cost of a million" if priced else "device-hours of a million"
     speeds = [one["examples_per_second"] for one in plans]
     columns = {
         "memory": [None if one["bytes"] is None else in_gb(one["bytes"]) for one in plans],
@@ -237,7 +237,7 @@ def _table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             f"{100 * one['efficiency']:.0f} %" if one["efficiency"] and one["sent_bytes"] else None for one in plans
         ],
         "sent by a rank": [sent(one["sent_bytes"]) if one["sent_bytes"] else None for one in plans],
-        of_million: [None if one[dear] is None else f"{one[dear]:,.0f}" for one in plans],
+        cost_head: [None if one[cost] is None else f"{one[cost]:,.0f}" for one in plans],
     }
     shown = {head: cells for head, cells in columns.items() if any(cells)}
     rows = []
