@@ -151,6 +151,10 @@ def test_every_block_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert page != "python" or (tmp_path / "folded" / "query.cif").exists()
 
 
+# Any free port: other tests may use torchrun's default port at the same time.
+RENDEZVOUS = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
+
+
 def test_the_evoformer_page_runs_on_two_ranks(tmp_path: Path) -> None:
     """The script of the page compares each rank's shard with the whole trunk."""
     page = ROOT / "docs" / "howto" / "evoformer.md"
@@ -160,13 +164,13 @@ def test_the_evoformer_page_runs_on_two_ranks(tmp_path: Path) -> None:
     program, *arguments = command.split()
     assert program == "torchrun"
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--master-port", "0", *arguments],
+        [sys.executable, "-m", "torch.distributed.run", *RENDEZVOUS, *arguments],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert sorted(line.partition(",")[0] for line in done.stdout.splitlines()) == [
