@@ -21,14 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from warpfold import settings
+from warpfold import predict, settings
 from warpfold.geometry.residue import RESTYPES
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.weights.files import save_params
 from warpfold.prediction import outputs
-from warpfold.prediction.fold_options import PredictOptions
 from warpfold.prediction.outputs import Prediction
-from warpfold.prediction.predict import predict
 from warpfold.prediction.predictor import Predictor
 from warpfold.scoring import interface
 from warpfold.training.config import RunConfig
@@ -135,9 +133,10 @@ def main() -> None:
             printed.append(len(measured.memory))
             print(f"{int(done)}/{total}  {measured.memory[-1]:.0f} MiB", flush=True)
 
-    options = PredictOptions(device="cpu", keep="best:10:ipsae")
     start = time.process_time()
-    summary = predict(fasta, [], params, chosen.out / f"predictions-{chosen.designs}", options, tell)
+    summary = predict(
+        fasta, params, chosen.out / f"predictions-{chosen.designs}", device="cpu", keep="best:10:ipsae", progress=tell
+    )
     whole = time.process_time() - start
     process, count = summary["processes"][-1], len(measured.memory)
     loop = process["computing"] + process["waiting_for_features"] + process["waiting_for_files"]

@@ -20,12 +20,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from warpfold import settings
+from warpfold import predict, settings
 from warpfold.geometry.residue import RESTYPES
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.weights.files import save_params
-from warpfold.prediction.fold_options import PredictOptions
-from warpfold.prediction.predict import Share, predict
 from warpfold.training.config import RunConfig
 
 SHORTEST, MEDIAN, LONGEST, SPREAD = 30, 100, 400, 0.5
@@ -70,8 +68,7 @@ def main() -> None:
     chosen = parser.parse_args()
     fasta, params = write_inputs(chosen.out, chosen.proteins)
     told = Told()
-    share = Share(workers=chosen.workers)
-    summary = predict(fasta, [], params, chosen.out / "predictions", PredictOptions(device="cpu"), told, share=share)
+    summary = predict(fasta, params, chosen.out / "predictions", device="cpu", progress=told, workers=chosen.workers)
     entries = summary["predictions"]
     length = np.array([entry["length"] for entry in entries])
     model, features = (np.array([entry["seconds"][kind] for entry in entries]) for kind in ("model", "features"))

@@ -1,7 +1,7 @@
 """Options, declared once: what an argument is in Python, an option in a shell, and which values it may have.
 
 A command is a dataclass whose fields are its options, `recycles: Annotated[int | None, decides("help", min=0)] = None`.
-Of it are made the options of the command line (cli/common.py), the function of Python (`function`), and their checks.
+The options of the command line (cli/common.py), the checks, and the Python functions derive from these fields.
 Functions and methods declare their arguments the same way, and `checked` checks them at the call.
 """
 
@@ -32,20 +32,20 @@ Changes = Sequence[str] | Mapping[str, Any]  # of settings: ["train.steps=5"], {
 
 
 class WrongArgument(UserError):
-    """An argument of a wrong kind, which no other input would mend."""
+    """An argument of a wrong type or value, which is wrong for every input."""
 
 
-# ---- what is declared
+# ---- Declarations
 
 
 @dataclass(frozen=True)
 class Option:
-    """What stands in `Annotated` beside the type of an option.
+    """The declaration of an option, which follows its type in `Annotated`.
 
-    names: in a shell, where they are not that of the field.  panel: of --help; none: a positional argument.  min, max:
-    what a number may be; above: what it must be more than.  shell: the type in a shell, where Python takes more.
-    metavar, show_default: of --help.  path: "local" for texts that are paths of this machine, as options of the type
-    Path are anyway; "store" for what may also be the address of a store.
+    names: in a shell; default: from the name of the field.  panel: of --help; None: a positional argument.  min, max:
+    the smallest and the largest number; above: a bound that the number must exceed.  shell: the type in a shell, if
+    Python accepts more.  metavar, show_default: of --help.  path: "local" for texts that are paths of this machine (all
+    options of type Path are); "store" for paths that may also be addresses of stores.
     """
 
     help: str
@@ -60,29 +60,33 @@ class Option:
     path: Literal["local", "store"] | None = None
 
 
-def of_panel(panel: str | None) -> Callable[..., Option]:
+def option_in_panel(panel: str | None) -> Callable[..., Option]:
     """Return a function that declares options of one panel of --help, from help, names, and fields of `Option`."""
 
-    def declared(help: str, *names: str, **more: Any) -> Option:
+    def declare(help: str, *names: str, **more: Any) -> Option:
         return Option(help, names, panel, **more)
 
-    return declared
+    return declare
 
 
-argument = of_panel(None)
-reads, writes = of_panel("Input"), of_panel("Output")
-decides = of_panel("What is computed")  # options that change the result
-runs = of_panel("How it runs")  # options that do not
+argument = option_in_panel(None)
+reads, writes = option_in_panel("Input"), option_in_panel("Output")
+decides = option_in_panel("What is computed")  # options that change the result
+runs = option_in_panel("How it runs")  # options that do not
 
 
-# What several commands take.
+# Options of several commands.
 Seed = Annotated[int, decides("The same seed gives the same result.")]
-Workers = Annotated[int, runs("Number of processes; of several GPUs each takes its own.", min=1)]
+Workers = Annotated[int, runs("Number of processes; each takes a GPU of its own if there are several.", min=1)]
 Shard = Annotated[str | None, runs("I/N: only the I-th of N parts, for job arrays that share --out.")]
 Device = Annotated[str | None, runs("cpu, cuda, cuda:1, mps ...; default: the first CUDA GPU, or the CPU.")]
 Memory = Annotated[
     str | int | None,
-    runs("Of a device, to be used at most: 24GB; default: what is free.", shell=str | None, show_default=False),
+    runs(
+        "Limit for the memory of a device, such as 24GB; default: the free memory.",
+        shell=str | None,
+        show_default=False,
+    ),
 ]
 Strict = Annotated[bool, runs("Fail if an operation has no fast kernel here, instead of running slower.")]
 Force = Annotated[bool, writes("Replace an earlier run of this command in the folder; other files stay.")]
@@ -90,29 +94,31 @@ Cluster = Annotated[str | None, runs("Address of a Dask scheduler: tcp://host:87
 
 
 def declaration(hint: Any) -> tuple[Any, Option | None]:
-    """Return the type of an annotation, and what it declares in a shell; None: it is Python's alone."""
+    """Split an annotation into its type and its `Option`; None for an argument that exists only in Python."""
     if get_origin(hint) is not Annotated:
         return hint, None
-    kind, *more = get_args(hint)
-    return kind, next((one for one in more if isinstance(one, Option)), None)
+    kind, *metadata = get_args(hint)
+    return kind, next((item for item in metadata if isinstance(item, Option)), None)
 
 
 def kinds_of(kind: Any) -> tuple[Any, ...]:
-    """Return the members of a union, but None; of another type itself."""
+    """Return the members of a union without None; any other type is its only member."""
     members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    return tuple(one for one in members if one is not NoneType)
+    return tuple(member for member in members if member is not NoneType)
 
 
-# ---- checks
+# ---- Checks
 
 
 def check(name: str, hint: Any, value: Any) -> Any:
-    """Return a value as its annotation declares it: numbers, True or False, words, texts, paths; another one as it is.
+    """Check and convert a value as its annotation declares: numbers, bools, words, texts and paths.
 
-    Errors: WrongArgument for what is none, or out of its range.
+    Values of other types are returned as they are.
+    Errors: WrongArgument for a value of another type or out of its range.
     """
     kind, option = declaration(hint)
-    if option is None or option.shell is not None:  # in Python it may be more, which only its command knows
+    # If the type in a shell differs, Python accepts more, which only the command can check.
+    if option is None or option.shell is not None:
         return value
     members = kinds_of(kind)
     if value is None and NoneType in get_args(kind):
@@ -137,26 +143,26 @@ def check(name: str, hint: Any, value: Any) -> Any:
 
 
 class Checked:
-    """A dataclass of options that are checked when it is made, and are then of the types that they declare."""
+    """A dataclass that checks its options when it is created, and converts them to their declared types."""
 
     def __post_init__(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]  # its subclasses are dataclasses
             object.__setattr__(self, field.name, check(field.name, field.type, getattr(self, field.name)))
 
     def only(self, kind: type[R]) -> R:
-        """Return the options that a base class declares, as one of it."""
+        """Return an instance of a base class with the options that it declares."""
         return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})  # type: ignore[arg-type]
 
 
 class Command(Protocol[Made]):
-    """A dataclass of options, and what is done with them."""
+    """A dataclass of options that can be run."""
 
     def __call__(self) -> Made:
-        """Do it; return what the function of the command returns."""
+        """Run the command and return its result."""
 
 
 def function(command: Callable[P, Command[Made]]) -> Callable[P, Made]:
-    """Return a command as a function of its options: types, names and defaults are those of its fields."""
+    """Convert a command to a function of its options: types, names and defaults are those of its fields."""
     names = {name: name for name in inspect.signature(command).parameters}
 
     def run(*args: P.args, **kwargs: P.kwargs) -> Made:
@@ -167,37 +173,60 @@ def function(command: Callable[P, Command[Made]]) -> Callable[P, Made]:
     run.__module__, run.__doc__ = command.__module__, _doc(command)
     signature = inspect.signature(command)
     made = inspect.signature(vars(command)["__call__"]).return_annotation
-    run.__signature__ = _of_types(signature).replace(return_annotation=made)  # type: ignore[attr-defined]
+    run.__signature__ = _without_declarations(signature).replace(return_annotation=made)  # type: ignore[attr-defined]
     return run
 
 
-def _of_types(signature: inspect.Signature) -> inspect.Signature:
-    """Return a signature as people read it: types without what they declare."""
+def _without_declarations(signature: inspect.Signature) -> inspect.Signature:
+    """Return a signature for help(): types without declarations."""
     plain = [one.replace(annotation=declaration(one.annotation)[0]) for one in signature.parameters.values()]
     return signature.replace(parameters=plain)
 
 
 def name_of(command: Any) -> str:
-    """Return the name of a command: of the class `PackCommand`, or of the function `pack_in_shell`, pack."""
+    """Return the name of a command: "pack" for the class `PackCommand` and for the function `pack_in_shell`."""
     name = str(command.__name__).removesuffix("_in_shell").removesuffix("Command")
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
 def _doc(command: Any) -> str:
-    """Write the docstring of a command's function: what it does, returns and raises, and its arguments."""
-    parts = [inspect.getdoc(command) or "", inspect.getdoc(vars(command)["__call__"]) or "", "Arguments:"]
-    told = ((field.name, declaration(field.type)[1]) for field in fields(command))
-    return "\n\n".join(parts) + "".join(f"\n    {name}: {option.help}" for name, option in told if option)
+    """Write the docstring of a command's function: the command's, that of `__call__`, and a line per argument."""
+    paragraphs = [inspect.getdoc(command) or "", inspect.getdoc(vars(command)["__call__"]) or ""]
+    return "\n\n".join([*paragraphs, _help_of_arguments(command)])
+
+
+def _help_of_arguments(options: Any) -> str:
+    """Write the part of a docstring that has a line for each option of a dataclass."""
+    declared = ((field.name, declaration(field.type)[1]) for field in fields(options))
+    return "Arguments:" + "".join(f"\n    {name}: {option.help}" for name, option in declared if option)
+
+
+def documented(options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator for a function whose arguments are the options of a dataclass.
+
+    The docstring gets a line for each option, and errors name arguments instead of options of the command line.
+    """
+    names = {field.name: field.name for field in fields(options)}
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            with _named(names):
+                return function(*args, **kwargs)
+
+        run.__doc__ = f"{inspect.getdoc(function)}\n\n{_help_of_arguments(options)}"
+        return run
+
+    return decorate
 
 
 def checked(**others: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator: what a function is given is checked at the call, as its annotations declare it.
+    """Return a decorator that checks the arguments of a function at the call, as its annotations declare.
 
-    Errors that name options of the command line name its arguments.  others: options that are called otherwise there.
+    Errors name arguments instead of options of the command line.  others: option -> argument where the names differ.
     """
 
-    def decorated(function: Callable[P, R]) -> Callable[P, R]:
-        """Return the function with checks."""
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
         names = {name: name for name in signature.parameters} | others
         hints = {name: one.annotation for name, one in signature.parameters.items() if declaration(one.annotation)[1]}
@@ -205,20 +234,21 @@ def checked(**others: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             with _named(names):
-                given = signature.bind(*args, **kwargs)
-                for name in given.arguments.keys() & hints.keys():
-                    given.arguments[name] = check(name, hints[name], given.arguments[name])
-                return function(*given.args, **given.kwargs)
+                bound = signature.bind(*args, **kwargs)
+                for name in bound.arguments.keys() & hints.keys():
+                    bound.arguments[name] = check(name, hints[name], bound.arguments[name])
+                return function(*bound.args, **bound.kwargs)
 
-        run.__signature__ = _of_types(signature)  # type: ignore[attr-defined]
+        # Type checkers follow the wrapped function; this is for help() alone.
+        run.__signature__ = _without_declarations(signature)  # type: ignore[attr-defined]
         return run
 
-    return decorated
+    return decorate
 
 
 @contextmanager
 def _named(names: Mapping[str, str]) -> Iterator[None]:
-    """Have errors that name options of the command line name arguments instead, within the context."""
+    """Replace options of the command line by arguments in the text of errors, within the context."""
     try:
         yield
     except UserError as error:
@@ -227,20 +257,20 @@ def _named(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def whole(name: str, value: Any, least: float | None = None, most: float | None = None) -> int:
-    """Return a whole number, of at least `least` and at most `most`."""
+    """Convert a value to an int from `least` to `most`."""
     try:
         if isinstance(value, bool):
             raise TypeError
-        found = operator.index(value)
+        number = operator.index(value)
     except TypeError:
         raise WrongArgument(f"{given(name, shown(value))}: a whole number is needed") from None
-    return _in_range(name, found, least, most)
+    return _in_range(name, number, least, most)
 
 
 def number(
     name: str, value: Any, least: float | None = None, most: float | None = None, above: float | None = None
 ) -> float:
-    """Return a finite number, of at least `least`, at most `most` and more than `above`."""
+    """Convert a value to a finite float from `least` to `most` that exceeds `above`."""
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         raise WrongArgument(f"{given(name, shown(value))}: a number is needed")
     if not math.isfinite(value):
@@ -262,14 +292,14 @@ def _in_range(name: str, value: Number, least: float | None, most: float | None)
 
 
 def flag(name: str, value: Any) -> bool:
-    """Return True or False."""
+    """Check that a value is True or False."""
     if not isinstance(value, bool):
         raise WrongArgument(f"{given(name, shown(value))}: True or False is needed")
     return value
 
 
 def one_of(name: str, value: Any, known: Iterable[str]) -> str:
-    """Return one of the known words."""
+    """Check that a value is one of the known words."""
     known = list(known)
     if value not in known:
         raise WrongArgument(f"{given(name, shown(value))}: not one of {', '.join(known)}")
@@ -277,21 +307,24 @@ def one_of(name: str, value: Any, known: Iterable[str]) -> str:
 
 
 def text(name: str, value: Any) -> str:
-    """Return a text that is not empty."""
+    """Check that a value is a text that is not blank."""
     if not isinstance(value, str) or not value.strip():
         raise WrongArgument(f"{given(name, shown(value))}: a text is needed")
     return value
 
 
 def progress_of(value: Any) -> Progress:
-    """Return the function that is told of progress, or one that tells nobody."""
+    """Check a callback for progress; None becomes a function that does nothing."""
     if value is not None and not callable(value):
         raise WrongArgument(f"progress = {shown(value)}: a function of (done, total, what) is needed")
     return no_progress if value is None else value
 
 
 def path(name: str, value: Any, store: bool = False) -> Path:
-    """Return a path; an empty one would be the current folder.  store: it may be the address of a store."""
+    """Convert a value to a Path.  store: the address of a store is allowed.
+
+    An empty text is refused, as it would mean the current folder.
+    """
     if not isinstance(value, str | os.PathLike) or not str(value).strip():
         raise WrongArgument(f"{given(name, shown(value))}: a path is needed, text or pathlib.Path")
     if not store:
@@ -300,21 +333,21 @@ def path(name: str, value: Any, store: bool = False) -> Path:
 
 
 def refuse_addresses(name: str, value: Any) -> None:
-    """Raise WrongArgument for an address, or NAME=ADDRESS, in place of a local path; value: one or a list."""
-    for one in value if is_list(value) else [value]:
-        text = os.fspath(one) if isinstance(one, str | os.PathLike) else ""
+    """Raise WrongArgument for an address, or NAME=ADDRESS, in place of a local path; value: a path or a list."""
+    for item in value if is_list(value) else [value]:
+        text = os.fspath(item) if isinstance(item, str | os.PathLike) else ""
         if is_address(text) or is_address(text.partition("=")[2]):
             address = re.sub(r":/(?!/)", "://", text, count=1)
             raise WrongArgument(f"{given(name, address)}: is an address. Give a path of this machine.")
 
 
 def path_or_none(name: str, value: Any) -> Path | None:
-    """Return a path, or None where there is none."""
+    """Convert a value to a Path; None stays None."""
     return None if value is None else path(name, value)
 
 
 def paths(name: str, value: Any) -> list[Path]:
-    """Return the paths of a list, or the one path that was given instead of a list; None is an empty list."""
+    """Convert a path or a list of paths to a list; None becomes an empty list."""
     if value is None:
         return []
     if isinstance(value, str | os.PathLike):
@@ -325,29 +358,48 @@ def paths(name: str, value: Any) -> list[Path]:
 
 
 def queries(name: str, value: Any) -> list[str | Path]:
-    """Return queries, of which text may be a path or a sequence itself, and a path object is a path."""
-    found = paths(name, value)
-    given = [value] if isinstance(value, str | os.PathLike) else value
-    return [one if isinstance(one, str) else file for one, file in zip(given or [], found)]
+    """Convert queries to a list of texts, which are paths or sequences, and of Paths."""
+    files = paths(name, value)
+    items = [value] if isinstance(value, str | os.PathLike) else value
+    return [item if isinstance(item, str) else file for item, file in zip(items or [], files)]
 
 
 def is_list(value: Any) -> bool:
-    """Return whether this is a list: a sequence that is no text."""
+    """Return whether a value is a list: a sequence other than text."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
+UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_memory(text: str | int) -> int:
+    """Parse "24GB", "24 GiB" or "24000MB" to bytes; a number is bytes already.
+
+    Errors: UserError without a unit, without a number, and for an amount that is not positive.
+    """
+    if not isinstance(text, str):
+        return whole("memory", text, 1)
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([kmgt]i?b)", text.strip(), flags=re.IGNORECASE)
+    size = 0
+    if match is not None and match[2].upper() in UNITS:
+        size = int(float(match[1]) * UNITS[match[2].upper()])
+    if size <= 0:
+        raise UserError(f"--memory {text}: not an amount of memory; give a number with its unit, as in 24GB or 24GiB")
+    return size
+
+
 def changes_of(name: str, value: Any) -> list[str]:
-    """Return settings over those of a file as "KEY=VALUE", given so or as a mapping, {"train.steps": 5}."""
+    """Convert changes of settings, a list of "KEY=VALUE" or a mapping such as {"train.steps": 5}, to "KEY=VALUE"."""
     if value is None:
         return []
     if isinstance(value, Mapping):
-        return [f"{text(f'a key of {name}', key)}={toml_value(plain(one))}" for key, one in value.items()]
+        return [f"{text(f'a key of {name}', key)}={toml_value(plain(new))}" for key, new in value.items()]
     if not is_list(value):
         raise WrongArgument(f'{name} = {shown(value)}: a list or a mapping is needed, as in {{"train.steps": 500}}')
-    return [text(f"{name}[{i}]", one) for i, one in enumerate(value)]
+    return [text(f"{name}[{i}]", change) for i, change in enumerate(value)]
 
 
 def shown(value: Any) -> str:
-    """Return a value as a one-line error has it."""
-    found = " ".join(repr(value).split())
-    return found if len(found) <= 60 else f"{found[:60]} ..."
+    """Format a value for an error message of one line."""
+    line = " ".join(repr(value).split())
+    return line if len(line) <= 60 else f"{line[:60]} ..."

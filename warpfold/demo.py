@@ -34,8 +34,9 @@ from warpfold.demo_report import DIMERS, PROTEINS, demo_report
 from warpfold.engine.watch import Row
 from warpfold.evaluation.before_after import LDDT, Measured, fold_before_after, means
 from warpfold.files import write_atomically
-from warpfold.prediction.outputs import claim_folder, put_aside, write_prediction, write_summary
+from warpfold.prediction.outputs import write_prediction
 from warpfold.prediction.predictor import Predictor, load
+from warpfold.prediction.summary_file import claim_folder, put_aside, write_summary
 from warpfold.progress import Progress, no_progress
 from warpfold.report.figures import draw_prediction
 from warpfold.report.report import write_report

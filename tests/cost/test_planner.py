@@ -12,10 +12,11 @@ from typing import Any, Literal
 import pytest
 
 from tests.helpers import tiny_config
+from warpfold.arguments import parse_memory
 from warpfold.cost import planner
 from warpfold.cost.example import ExampleSizes, Job
 from warpfold.cost.links import Cluster, Link
-from warpfold.cost.machine import Machine, parse_memory
+from warpfold.cost.machine import Machine
 from warpfold.cost.memory import MemoryEstimate, estimate_memory
 from warpfold.cost.planner import (
     TIE_TOLERANCE,

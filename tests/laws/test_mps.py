@@ -31,8 +31,9 @@ from warpfold.model.alphafold import HeadsConfig, ModelConfig
 from warpfold.model.losses import LossConfig
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import Team
-from warpfold.prediction.predict import Share
+from warpfold.prediction.predict import check_processes
 from warpfold.prediction.predictor import Predictor
+from warpfold.prediction.request import Request
 from warpfold.training.train import train
 
 SEQUENCE = "MKTAYIAKQRQISFVKSHFSRQ"
@@ -138,7 +139,7 @@ def test_what_else_cannot_be_is_said_in_a_line(capsys: pytest.CaptureFixture[str
         with pytest.raises(UserError, match=r"train\.digest_every: not supported on mps"):
             train(tiny_run(digest_every=1), [], Path("run"), device="mps")
         with pytest.raises(UserError, match=r"--workers 2: more than --device mps has GPUs \(1\)"):
-            Share(workers=2).check(Team(), "mps")
+            check_processes(Request("q.fasta", "p.npz", "out", device="mps", workers=2), Team())
         for words, says in (
             ("bench --op gate --device mps", "timing: not supported on mps"),
             ("profile tiny --device mps", "timing: not supported on mps"),

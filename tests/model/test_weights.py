@@ -13,12 +13,11 @@ from safetensors.torch import save
 
 import warpfold
 from tests.helpers import as_multimer, filled_model, random_batch, tiny_config, tiny_model
+from warpfold import predict
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.weights.deepmind import PREFIX, arrays, config_from_deepmind, from_deepmind, to_deepmind
 from warpfold.model.weights.files import FORMAT, assumed_settings, data_settings, load_config, load_model, save_params
-from warpfold.prediction.fold_options import PredictOptions
-from warpfold.prediction.predict import predict
 
 CONFIG = tiny_config()
 FUSED = replace(CONFIG, evoformer=replace(CONFIG.evoformer, pair=replace(CONFIG.evoformer.pair, fused=True)))
@@ -286,6 +285,6 @@ def test_predictions_use_them_and_say_what_was_assumed(tmp_path: Path) -> None:
     (tmp_path / "q.fasta").write_text(">one\nMKTAYIAKQR\n")
     for name, extra, assumed in (("params_model_2_ptm", 1024, False), ("renamed", 5120, True)):
         params = save_deepmind(tmp_path / f"{name}.npz", True)
-        summary = predict(tmp_path / "q.fasta", [], params, tmp_path / name, PredictOptions(device="cpu", recycles=0))
+        summary = predict(tmp_path / "q.fasta", params, tmp_path / name, device="cpu", recycles=0)
         assert (summary["settings"]["max_msa"], summary["settings"]["max_extra"]) == (508, extra)
         assert summary["params"]["assumed"] == (assumed_settings(params) if assumed else None)

@@ -9,14 +9,13 @@ import pytest
 
 from tests.prediction.test_predict_complexes import ONE, PAIRED, PARTNER, TWO, multimer
 from tests.prediction.test_score_table import Killed, options
-from warpfold.bulk import JobPart
+from warpfold import predict
 from warpfold.data.example import query_files
 from warpfold.data.example.query_files import read_complexes, read_query_files
 from warpfold.errors import UserError
 from warpfold.model.weights.files import save_params
 from warpfold.prediction.folder import Journal
 from warpfold.prediction.pages import prediction_report
-from warpfold.prediction.predict import Share, predict
 from warpfold.prediction.queries import pair_names
 from warpfold.report.report import render
 
@@ -47,7 +46,7 @@ def inputs(tmp_path: Path) -> tuple[Path, list[Path]]:
 def test_each_two_chains_are_folded_as_their_complex_is(
     tmp_path: Path, inputs: tuple[Path, list[Path]], params: Path
 ) -> None:
-    summary = predict(*inputs, params, tmp_path / "out", options(pairs="all", batch=1))
+    summary = predict(inputs[0], params, tmp_path / "out", msa=inputs[1], **options(pairs="all", batch=1))
     assert [entry["name"] for entry in summary["predictions"]] == PAIRS
     assert summary["pairs"] == [*NAMES]
     by_name = {entry["name"]: entry for entry in summary["predictions"]}
@@ -58,7 +57,7 @@ def test_each_two_chains_are_folded_as_their_complex_is(
     for name, fasta in {"one_and_two": f"{ONE}:{TWO}", "one_and_one": f"{ONE}:{ONE}"}.items():
         (tmp_path / f"{name}.fasta").write_text(f">{name}\n{fasta}\n")
         msas = inputs[1][: fasta.count(TWO) + 1]
-        predict(tmp_path / f"{name}.fasta", msas, params, tmp_path / name, options())
+        predict(tmp_path / f"{name}.fasta", params, tmp_path / name, msa=msas, **options())
         for ending in (".cif", "_pae.json", ".pdb"):
             alone, pair = (tmp_path / out / name / f"{name}{ending}" for out in (name, "out"))
             assert alone.read_bytes() == pair.read_bytes()
@@ -84,7 +83,7 @@ def test_what_is_read_of_a_chain_is_read_once(
 
     monkeypatch.setattr(query_files, "from_sequence", counted)
     monkeypatch.setattr(Journal, "add", add)
-    predict(*inputs, params, tmp_path / "out", options(pairs="all"))
+    predict(inputs[0], params, tmp_path / "out", msa=inputs[1], **options(pairs="all"))
     assert sorted(made) == sorted([ONE, TWO, ONE[:9]])
     assert len({id(chain) for query in kept for chain in query.chains}) == 3
 
@@ -103,18 +102,18 @@ def test_a_killed_run_goes_on_and_parts_share_it(
     with monkeypatch.context() as patched:
         patched.setattr(Journal, "add", dying)
         with pytest.raises(Killed):
-            predict(*inputs, params, out, options(pairs="all"))
-    first = predict(*inputs, params, out, options(pairs="all"), share=Share(part=JobPart(2, 2)))
+            predict(inputs[0], params, out, msa=inputs[1], **options(pairs="all"))
+    first = predict(inputs[0], params, out, msa=inputs[1], **options(pairs="all"), shard="2/2")
     assert first["status"] == "running"
-    last = predict(*inputs, params, out, options(pairs="all"), share=Share(part=JobPart(1, 2)))
+    last = predict(inputs[0], params, out, msa=inputs[1], **options(pairs="all"), shard="1/2")
     assert [entry["name"] for entry in last["predictions"]] == PAIRS
     with pytest.raises(UserError, match="another run"):
-        predict(*inputs, params, out, options())
+        predict(inputs[0], params, out, msa=inputs[1], **options())
 
 
 def test_what_cannot_be_paired_is_said(tmp_path: Path, params: Path) -> None:
     (tmp_path / "q.fasta").write_text(f">one\n{ONE}\n>both\n{ONE}:{TWO}\n")
-    summary = predict(tmp_path / "q.fasta", [], params, tmp_path / "out", options(pairs="all"))
+    summary = predict(tmp_path / "q.fasta", params, tmp_path / "out", **options(pairs="all"))
     assert [entry["name"] for entry in summary["predictions"]] == ["one_and_one"]
     (failure,) = summary["failures"]
     assert failure["error"] == "both: is a complex, and --pairs pairs single chains; give each chain as a record"

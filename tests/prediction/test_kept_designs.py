@@ -8,14 +8,13 @@ import pytest
 from tests.helpers import tiny_model
 from tests.prediction.test_predict_complexes import ONE, TWO, multimer
 from tests.prediction.test_score_table import BINDERS, DESIGNS, Killed, keys, options, rows
-from warpfold.bulk import JobPart
+from warpfold import predict
 from warpfold.errors import UserError
 from warpfold.evaluation.layouts import find_predictions
 from warpfold.model.alphafold import HeadsConfig
 from warpfold.model.weights.files import save_params
 from warpfold.prediction.folder import Journal
 from warpfold.prediction.outputs import Prediction
-from warpfold.prediction.predict import Share, predict
 from warpfold.relax.files import find_targets
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -37,7 +36,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, params: dict[str, Path]) -> 
     """The rows of a run that keeps everything: two models, five designs."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "designs.fasta").write_text(DESIGNS)
-    predict(folder / "designs.fasta", [], two(params), folder / "out", options())
+    predict(folder / "designs.fasta", two(params), folder / "out", **options())
     return [row | {"clashes": int(row["clashes"])} for row in rows(folder / "out/scores.csv")]
 
 
@@ -76,7 +75,7 @@ def test_the_best_of_a_run_keep_their_structures(
     tmp_path: Path, designs: Path, params: dict[str, Path], whole: list[dict[str, Any]]
 ) -> None:
     out = tmp_path / "out"
-    summary = predict(designs, [], two(params), out, options(keep="best:3:clashes"))
+    summary = predict(designs, two(params), out, **options(keep="best:3:clashes"))
     check_kept(out, whole, best(whole, 3))
     dropped = [entry for entry in summary["predictions"] if entry.get("dropped")]
     assert (len(summary["predictions"]), len(dropped), dropped[0]["files"]) == (10, 7, {})
@@ -84,7 +83,7 @@ def test_the_best_of_a_run_keep_their_structures(
         out / place for place in best(whole, 3)
     }
     assert len(list(find_targets(out))) == 3
-    again = predict(designs, [], two(params), out, options(keep="best:03:clashes"))
+    again = predict(designs, two(params), out, **options(keep="best:03:clashes"))
     assert again["predictions"] == summary["predictions"]
 
 
@@ -106,11 +105,11 @@ def test_a_later_run_makes_again_what_it_wants(
         ("best:2:clashes", 2, 0),
     ):
         folded.clear()
-        predict(designs, [], two(params), out, options(keep=keep))
+        predict(designs, two(params), out, **options(keep=keep))
         assert len(folded) == new
         check_kept(out, whole, best(whole, count))
     folded.clear()
-    predict(designs, [], two(params), out, options(keep=1))  # of each design one keeps all files, and all a structure
+    predict(designs, two(params), out, **options(keep=1))  # of each design one keeps all files, and all a structure
     assert (len(folded), len(structures(out))) == (8, 10)
 
 
@@ -143,9 +142,9 @@ def test_a_killed_run_keeps_the_same(
     with monkeypatch.context() as patched:
         patched.setattr(Journal, "write", dying)
         with pytest.raises(Killed):
-            predict(designs, [], two(params), out, options(keep=keep))
+            predict(designs, two(params), out, **options(keep=keep))
     assert max(there) <= len(kept) + 1
-    predict(designs, [], two(params), out, options(keep=keep))
+    predict(designs, two(params), out, **options(keep=keep))
     check_kept(out, whole, kept)
 
 
@@ -153,8 +152,7 @@ def test_parts_and_workers_keep_the_same(
     tmp_path: Path, designs: Path, params: dict[str, Path], whole: list[dict[str, Any]]
 ) -> None:
     for number in (2, 3, 1):
-        share = Share(part=JobPart(number, 3))
-        predict(designs, [], two(params), tmp_path / "out", options(keep="best:2:clashes"), share=share)
+        predict(designs, two(params), tmp_path / "out", **options(keep="best:2:clashes"), shard=f"{number}/3")
     check_kept(tmp_path / "out", whole, best(whole, 2))
 
 
@@ -162,7 +160,7 @@ def test_parts_and_workers_keep_the_same(
 def test_workers_keep_the_same(
     tmp_path: Path, designs: Path, params: dict[str, Path], whole: list[dict[str, Any]]
 ) -> None:
-    predict(designs, [], two(params), tmp_path / "out", options(keep="best:2:clashes"), share=Share(workers=2))
+    predict(designs, two(params), tmp_path / "out", **options(keep="best:2:clashes"), workers=2)
     check_kept(tmp_path / "out", whole, best(whole, 2))
 
 
@@ -177,14 +175,14 @@ def test_what_an_expression_refuses_is_never_written(
 
     monkeypatch.setattr(Prediction, "save", saving)
     (tmp_path / "out").mkdir()
-    predict(designs, [], params["first"], tmp_path / "out", options(keep="length > 30 and not mean_plddt < 0"))
+    predict(designs, params["first"], tmp_path / "out", **options(keep="length > 30 and not mean_plddt < 0"))
     assert saved == [f"d{i}" for i, binder in enumerate(BINDERS) if len(binder) > 12]
     assert len(rows(tmp_path / "out/scores.csv")) == 5
 
 
 def test_single_chains_are_kept_by_their_plddt(tmp_path: Path, params: dict[str, Path]) -> None:
     (tmp_path / "q.fasta").write_text(f">a\n{ONE}\n>b\n{TWO}\n>c\n{ONE}A\n")
-    predict(tmp_path / "q.fasta", [], params["monomer"], tmp_path / "out", options(keep="best:1"))
+    predict(tmp_path / "q.fasta", params["monomer"], tmp_path / "out", **options(keep="best:1"))
     found = rows(tmp_path / "out/scores.csv")
     top = max(found, key=lambda row: float(row["mean_plddt"]))
     assert [row["name"] for row in found if row["structure"]] == [top["name"]]
@@ -205,5 +203,5 @@ def test_scores_that_there_will_not_be_are_refused_before_anything_is_done(
 ) -> None:
     (tmp_path / "q.fasta").write_text(fasta)
     with pytest.raises(UserError, match=said):
-        predict(tmp_path / "q.fasta", [], params[model], tmp_path / "out", options(keep=keep))
+        predict(tmp_path / "q.fasta", params[model], tmp_path / "out", **options(keep=keep))
     assert not (tmp_path / "out").exists()

@@ -17,12 +17,12 @@ from warpfold.model.alphafold import HeadsConfig, ModelConfig
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import ProcessInfo, Team
-from warpfold.prediction.fold_options import Asked, Recycling
 from warpfold.prediction.outputs import Prediction
 from warpfold.prediction.predictor import Predictor, Prepared
 from warpfold.prediction.queries import query_of
+from warpfold.prediction.request import FoldOptions, Recycling
 
-ALL = Asked(representations=True, distogram=True, logits=True, save_recycles=True)
+ALL = FoldOptions(representations=True, distogram=True, logits=True, save_recycles=True)
 LETTERS = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRV"
 MONOMER = tiny_config(heads=HeadsConfig(plddt_c=8, pae=True))
 MULTIMER = as_multimer(tiny_config(recycle_tolerance=0.5))

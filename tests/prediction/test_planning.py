@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.helpers import tiny_model
 from tests.ranks import RankError, run_ranks
 from tests.training.runs import tiny_run
-from warpfold import settings
+from warpfold import predict, settings
 from warpfold.cli import main
 from warpfold.cost import planner
 from warpfold.cost.example import Job
@@ -32,8 +32,6 @@ from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import ProcessInfo, Team
-from warpfold.prediction.fold_options import PredictOptions
-from warpfold.prediction.predict import predict
 from warpfold.prediction.predictor import Predictor
 from warpfold.training import planning
 from warpfold.training.config import load_settings
@@ -117,7 +115,7 @@ def test_what_fails_at_the_tightest_leaves_the_others_be(
         "fold",
         lambda model, batch, *rest: (failing if batch["aatype"].shape[-1] > 12 else fold)(model, batch, *rest),
     )
-    summary = predict(fasta, [], params, tmp_path / "out", PredictOptions(device="cpu", batch=1))
+    summary = predict(fasta, params, tmp_path / "out", device="cpu", batch=1)
     assert [entry["name"] for entry in summary["predictions"]] == ["short"]
     (failure,) = summary["failures"]
     assert (failure["name"], "out of memory even with the tightest plan" in failure["error"]) == ("long", True)
@@ -140,8 +138,8 @@ def test_a_run_at_its_limit_makes_the_files_of_one_with_room(
     found = []
     for memory in (None, min(needs[False]), min(needs[True])):
         out = tmp_path / str(memory)
-        options = PredictOptions(device="cpu", recycles=1, memory=memory, batch=1, representations=True, distogram=True)
-        summary = predict(fasta, [], params, out, options)
+        options = {"recycles": 1, "memory": memory, "batch": 1, "representations": True, "distogram": True}
+        summary = predict(fasta, params, out, **options)
         (entry,) = (one for one in summary["predictions"] if one["name"] == "long")
         found.append((entry["plan"], numbers_in(out)))
     room, limit, tightest = (plan for plan, _ in found)

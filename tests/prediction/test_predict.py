@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,13 +15,12 @@ import pytest
 import warpfold
 from tests.helpers import tiny_model
 from tests.prediction.runs import contents, run_cli, write_entry
+from warpfold import predict
 from warpfold.data.example.templates import template_from_file
 from warpfold.data.formats.alignment import decode
 from warpfold.errors import UserError
 from warpfold.model.weights.files import save_params
 from warpfold.parallel.team import ProcessInfo, Team
-from warpfold.prediction.fold_options import PredictOptions
-from warpfold.prediction.predict import predict
 from warpfold.prediction.predictor import Predictor, Prepared, load
 from warpfold.prediction.queries import read_queries
 from warpfold.prediction.templates import TemplateQuery, TemplateSources, find_templates
@@ -55,7 +55,7 @@ def test_selenocysteine_is_unknown_in_the_sequence_and_cysteine_in_the_alignment
         assert query.sequences == ("MKTAYIUKQRQISFVKSH",)
         assert decode(query.chains[0].msa[0]) == "MKTAYICKQRQISFVKSH"
         assert query.rows == 2
-    entry = predict(tmp_path / "q.fasta", [tmp_path / "U.a3m"], tiny_params, tmp_path / "o")["predictions"][0]
+    entry = predict(tmp_path / "q.fasta", tiny_params, tmp_path / "o", msa=[tmp_path / "U.a3m"])["predictions"][0]
     assert (entry["sequence"], entry["msa_depth"]) == ("MKTAYIXKQRQISFVKSH", 2)
     assert "not one of the twenty amino acids, so without atoms: 1 (X at 7)" in entry["warnings"][0]["text"]
     prediction = load(tiny_params, device="cpu").fold(query.sequences[0], ["-KTAYLUKQRQISFVRSH"], name="one")
@@ -75,7 +75,7 @@ def test_alignments_are_stacked_in_the_official_order_whatever_the_shell_gives(t
 def test_every_record_is_folded(tmp_path: Path, fasta: Path, a3m: Path, tiny_params: Path) -> None:
     out = tmp_path / "out"
     seen: list[tuple[int, int, str]] = []
-    summary = predict(fasta, [a3m], tiny_params, out, progress=lambda *at: seen.append(at))
+    summary = predict(fasta, tiny_params, out, msa=[a3m], progress=lambda *at: seen.append(at))
     assert summary == json.loads((out / "summary.json").read_text())
     assert (summary["status"], summary["failures"]) == ("complete", [])
     assert [(e["name"], e["length"], e["msa_depth"]) for e in summary["predictions"]] == [
@@ -91,7 +91,7 @@ def test_every_record_is_folded(tmp_path: Path, fasta: Path, a3m: Path, tiny_par
 
 def test_same_seed_same_files_other_seed_others(tmp_path: Path, a3m: Path, tiny_params: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        predict(a3m, [], tiny_params, tmp_path / name, PredictOptions(seed=seed))
+        predict(a3m, tiny_params, tmp_path / name, seed=seed)
     a, b, c = (contents(tmp_path / name / "one") for name in "abc")
     assert a == b
     assert a["one.cif"] != c["one.cif"]
@@ -110,7 +110,7 @@ def test_a_failure_is_named_and_leaves_the_others_be(
     monkeypatch.setattr(Predictor, "compute", failing)
     monkeypatch.setattr(Predictor, "compute_together", lambda *args: failing(args[0], args[1][0]))
     out = tmp_path / "out"
-    summary = predict(fasta, [], tiny_params, out)
+    summary = predict(fasta, tiny_params, out)
     assert summary["failures"] == [{"name": "one", "error": "RuntimeError: out of memory"}]
     assert summary["status"] == "failed"
     assert [e["name"] for e in summary["predictions"]] == ["two"]
@@ -118,7 +118,7 @@ def test_a_failure_is_named_and_leaves_the_others_be(
     assert "out of memory" in (out / "report.html").read_text()
 
     monkeypatch.setattr(Predictor, "compute", fold)
-    again = predict(fasta, [], tiny_params, out)  # only what failed is folded
+    again = predict(fasta, tiny_params, out)  # only what failed is folded
     assert again["status"] == "complete"
     assert [e["name"] for e in again["predictions"]] == ["one", "two"]  # in the order of the query
     assert again["predictions"][1] == summary["predictions"][0]
@@ -148,13 +148,13 @@ def test_damaged_results_are_folded_again(
 ) -> None:
     """Each kind of file, flipped, cut or gone; what is damaged is kept beside, for somebody may have edited it."""
     out = tmp_path / "out"
-    files = predict(fasta, [], tiny_params, out)["predictions"][0]["files"]
+    files = predict(fasta, tiny_params, out)["predictions"][0]["files"]
     before, other = contents(out / "one"), (out / "two/two.cif").stat().st_mtime_ns
     for file, damage in zip(files.values(), cycle([flip, cut, Path.unlink])):
         caplog.clear()
         damage(out / "one" / file)
         left = contents(out / "one").get(file)
-        assert predict(fasta, [], tiny_params, out)["status"] == "complete"
+        assert predict(fasta, tiny_params, out)["status"] == "complete"
         after = contents(out / "one")
         assert after.pop(f"damaged-{file}", None) == left
         (out / "one" / f"damaged-{file}").unlink(missing_ok=True)
@@ -166,12 +166,12 @@ def test_damaged_results_are_folded_again(
 def test_any_bytes_in_summary_or_journal_are_one_line_or_a_result(
     tmp_path: Path, fasta: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, rng, refused, options = Predictor.compute, np.random.default_rng(0), list[str](), PredictOptions(batch=1)
-    predict(fasta, [], tiny_params, tmp_path / "whole", options)
+    one, rng, refused, options = Predictor.compute, np.random.default_rng(0), list[str](), {"batch": 1}
+    predict(fasta, tiny_params, tmp_path / "whole", **options)
     whole = contents(tmp_path / "whole")
     monkeypatch.setattr(Predictor, "compute", stopped_at_two)
     with pytest.raises(KeyboardInterrupt):
-        predict(fasta, [], tiny_params, tmp_path / "stopped", options)
+        predict(fasta, tiny_params, tmp_path / "stopped", **options)
     monkeypatch.setattr(Predictor, "compute", one)
     journal = contents(tmp_path / "stopped")
     odd = [b"", b"{}", b"[]", b"null", b"[" * 100_000, b"\xff", b'{"format": "warpfold-predictions-1"}']
@@ -188,21 +188,21 @@ def test_any_bytes_in_summary_or_journal_are_one_line_or_a_result(
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_bytes(data)
         try:
-            assert predict(fasta, [], tiny_params, folder, options)["status"] == "complete"
+            assert predict(fasta, tiny_params, folder, **options)["status"] == "complete"
         except UserError as error:
             refused.append(str(error))
     assert 12 < len(refused) < len(cases)
     assert not any("\n" in line for line in refused)
-    assert predict(fasta, [], tiny_params, tmp_path / "6", replace(options, force=True))["status"] == "complete"
+    assert predict(fasta, tiny_params, tmp_path / "6", **(options | {"force": True}))["status"] == "complete"
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:
     (tmp_path / "mine").mkdir()
-    predict(fasta, [], tiny_params, tmp_path / "out")
+    predict(fasta, tiny_params, tmp_path / "out")
     shutil.rmtree(tmp_path / "out/one")
     (tmp_path / "out/one").symlink_to(tmp_path / "mine")
     with pytest.raises(UserError, match="one: is a symbolic link"):
-        predict(fasta, [], tiny_params, tmp_path / "out")
+        predict(fasta, tiny_params, tmp_path / "out")
     assert not contents(tmp_path / "mine")
 
 
@@ -212,7 +212,7 @@ def test_names_that_the_run_needs_itself_are_refused_before_anything_is_folded(
 ) -> None:
     (tmp_path / "q.fasta").write_text(f">{name}\n{ONE}\n")
     with pytest.raises(UserError, match=f"{name}: no protein can have this name"):
-        predict(tmp_path / "q.fasta", [], tiny_params, tmp_path / "out")
+        predict(tmp_path / "q.fasta", tiny_params, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -246,7 +246,7 @@ def test_bad_input_is_refused_before_anything_is_written(
     if msa:
         msas[0].write_text(msa)
     with pytest.raises(UserError, match=message) as error:
-        predict(tmp_path / "q.fasta", msas, tiny_params, tmp_path / "out")
+        predict(tmp_path / "q.fasta", tiny_params, tmp_path / "out", msa=msas)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
 
@@ -257,7 +257,7 @@ def test_several_processes_do_not_share_a_pipe(tmp_path: Path, a3m: Path, tiny_p
     pipe, team = Path(f"/dev/fd/{read}"), Team(ProcessInfo(rank=0, ranks=2))
     for query, msas in ((pipe, []), (a3m, [pipe])):
         with pytest.raises(UserError, match=rf"{pipe}: is a pipe, which several processes cannot share"):
-            predict(query, msas, tiny_params, tmp_path / "out", team=team)
+            predict(query, tiny_params, tmp_path / "out", msa=msas, team=team)
     os.close(read), os.close(write)
 
 
@@ -270,7 +270,7 @@ def test_parameters_that_are_none(tmp_path: Path, fasta: Path) -> None:
         (wrong, "params.npz"),
     ):
         with pytest.raises(UserError, match=message):
-            predict(fasta, [], params, tmp_path / "out")
+            predict(fasta, params, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -345,28 +345,31 @@ def a3m_hits(tmp_path: Path, name: str = "one.hits.a3m", entries: Sequence[str] 
 def test_a_template_is_used_reported_and_counts(
     tmp_path: Path, a3m: Path, structures: Path, template_params: Path
 ) -> None:
-    sources = TemplateSources(files=[f"{structures / '1abc.cif'}:A"])
-    entry = predict(a3m, [], template_params, tmp_path / "with", templates=sources)["predictions"][0]
+    sources: dict[str, Any] = {"template": f"{structures / '1abc.cif'}:A"}
+    entry = predict(a3m, template_params, tmp_path / "with", **sources)["predictions"][0]
     assert (entry["templates"], entry["templates_unused"]) == (["1abc_A"], 0)
     (outcome,) = json.loads((tmp_path / "with" / "one" / entry["files"]["templates"]).read_text())
     assert (outcome["name"], outcome["used"], outcome["residues"]) == ("1abc_A", True, 18)
     assert outcome["identity"] == pytest.approx(15 / 18, abs=1e-4)
     assert "1abc_A" in (tmp_path / "with" / "report.html").read_text()
-    without = predict(a3m, [], template_params, tmp_path / "without")["predictions"][0]
+    without = predict(a3m, template_params, tmp_path / "without")["predictions"][0]
     assert (without["templates"], without["templates_unused"]) == ([], 0)
     assert "templates" not in without["files"]
     assert (tmp_path / "with/one/one.cif").read_bytes() != (tmp_path / "without/one/one.cif").read_bytes()
     with pytest.raises(UserError, match="another run"):  # templates decide the result
-        predict(a3m, [], template_params, tmp_path / "with")
+        predict(a3m, template_params, tmp_path / "with")
 
 
 def test_hits_come_after_the_users_files_and_refusals_are_written(
     tmp_path: Path, a3m: Path, structures: Path, template_params: Path
 ) -> None:
-    sources = TemplateSources(
-        files=[f"{structures / '2xyz.cif'}:A"], hits=[a3m_hits(tmp_path)], structures=structures, max_date="2015-01-01"
+    sources: dict[str, Any] = dict(
+        template=[f"{structures / '2xyz.cif'}:A"],
+        hits=[a3m_hits(tmp_path)],
+        template_structures=structures,
+        max_template_date="2015-01-01",
     )
-    entry = predict(a3m, [], template_params, tmp_path / "out", templates=sources)["predictions"][0]
+    entry = predict(a3m, template_params, tmp_path / "out", **sources)["predictions"][0]
     assert (entry["templates"], entry["templates_unused"]) == (["2xyz_A", "1abc_A"], 2)
     outcomes = json.loads((tmp_path / "out/one/one_templates.json").read_text())
     notes = {outcome["name"]: outcome["note"] for outcome in outcomes if not outcome["used"]}
@@ -493,7 +496,7 @@ def test_templates_that_cannot_be_used_end_the_run_before_it_writes(
         (template_params, [good] * 5, "the model takes 4"),
     ):
         with pytest.raises(UserError, match=message):
-            predict(a3m, [], params, tmp_path / "out", templates=TemplateSources(files=files))
+            predict(a3m, params, tmp_path / "out", template=files)
     with pytest.raises(UserError, match="no template parts"):
         load(tiny_params, device="cpu").fold(ONE, templates=[good])
     assert not (tmp_path / "out").exists()

@@ -15,16 +15,15 @@ import pytest
 
 from tests.helpers import tiny_config, tiny_model
 from tests.prediction.runs import run_cli, write_entry
+from warpfold import predict
 from warpfold.data.formats.alignment import decode, parse_a3m
 from warpfold.errors import UserError
 from warpfold.model.embed import MultimerConfig
 from warpfold.model.weights.files import save_params
 from warpfold.prediction import notices
-from warpfold.prediction.fold_options import PredictOptions
 from warpfold.prediction.notices import Notice, noted
 from warpfold.prediction.pages import warnings_of
 from warpfold.prediction.params import read_params
-from warpfold.prediction.predict import predict
 from warpfold.prediction.predictor import Predictor, Prepared, load
 from warpfold.prediction.queries import query_of, read_queries, with_templates
 from warpfold.prediction.templates import TemplateSources, files_of_chains
@@ -74,8 +73,8 @@ def ranked(tmp_path_factory: pytest.TempPathFactory, params: dict[str, Path]) ->
 
 def fold_ranked(folder: Path, params: dict[str, Path], **options: Any) -> dict[str, Any]:
     msas, models = [folder / "h.a3m", folder / "l.a3m"], [params["first"], params["second"]]
-    given = PredictOptions(**{"seed": 7, "seeds": 2, "recycles": 0} | options)
-    return predict(folder / "trio.fasta", msas, models, folder / "out", given)
+    given: dict[str, Any] = {"seed": 7, "seeds": 2, "recycles": 0} | options
+    return predict(folder / "trio.fasta", models, folder / "out", msa=msas, **given)
 
 
 def written(folder: Path) -> dict[str, int]:
@@ -171,11 +170,11 @@ def test_a_ranked_run_continues_where_it_was_stopped(
 
 
 def test_force_takes_away_all_that_a_ranked_run_made(tmp_path: Path, fasta: Path, params: dict[str, Path]) -> None:
-    predict(fasta, [], params["first"], tmp_path / "out", PredictOptions(recycles=0, seeds=2))
+    predict(fasta, params["first"], tmp_path / "out", recycles=0, seeds=2)
     (tmp_path / "out/trio/notes.txt").write_text("mine")
     with pytest.raises(UserError, match="another run"):
-        predict(fasta, [], params["first"], tmp_path / "out", PredictOptions(recycles=0))
-    predict(fasta, [], params["first"], tmp_path / "out", PredictOptions(recycles=0, force=True))
+        predict(fasta, params["first"], tmp_path / "out", recycles=0)
+    predict(fasta, params["first"], tmp_path / "out", recycles=0, force=True)
     stem = {f"trio/trio{end}" for end in (".cif", ".pdb", ".npz", "_plddt.json", "_pae.json", "_scores.json")}
     assert set(written(tmp_path / "out")) - {"scores.parquet"} == {
         "summary.json",
@@ -213,9 +212,7 @@ def test_a_homodimer_uses_rows_that_are_named_as_serving_to_pair(tmp_path: Path,
         msas = [tmp_path / f"{name}.a3m"] if name else []
         for path in msas:
             path.write_text(PAIRED)
-        summary = predict(
-            tmp_path / "q.fasta", msas, params["first"], tmp_path / f"out{name}", PredictOptions(recycles=0)
-        )
+        summary = predict(tmp_path / "q.fasta", params["first"], tmp_path / f"out{name}", msa=msas, recycles=0)
         (entry,) = summary["predictions"]
         with np.load(
             tmp_path / f"out{name}" / entry["folder"] / entry["files"]["arrays"], allow_pickle=False
@@ -323,7 +320,7 @@ def test_the_report_shows_what_was_relaxed(
     monkeypatch.setattr(relax_files, "require_openmm", lambda: None)
     monkeypatch.setattr(relax_files, "relax_file", lambda *_: relaxed)
     out = tmp_path / "out"
-    predict(fasta, [], params["first"], out, PredictOptions(recycles=0))
+    predict(fasta, params["first"], out, recycles=0)
     (done,) = relax_files.relax_paths([out])["relaxed"]
     assert done["violations_after"]["residues"] == 3
     page = (out / "report.html").read_text()
@@ -351,8 +348,8 @@ def test_records_are_chains_with_a_multimers_parameters_and_proteins_otherwise(t
 def test_a_multimer_folds_one_sequence_as_chain_a(tmp_path: Path, params: dict[str, Path]) -> None:
     """Also several of them, each alone, if the user says so."""
     (tmp_path / "q.fasta").write_text(f">one\n{ONE}\n>two\n{TWO}\n")
-    options = PredictOptions(recycles=0, complex=False)
-    entry, other = predict(tmp_path / "q.fasta", [], params["first"], tmp_path / "o", options)["predictions"]
+    options: dict[str, Any] = {"recycles": 0, "complex": False}
+    entry, other = predict(tmp_path / "q.fasta", params["first"], tmp_path / "o", **options)["predictions"]
     assert other["name"] == "two"
     assert (entry["folder"], entry["rank"]) == ("one", 1)
     assert not {"iptm", "chains", "interfaces", "ranked"} & set(entry)
@@ -473,10 +470,12 @@ def test_templates_of_complexes_are_found_used_and_reported(
     tmp_path: Path, fasta: Path, structure: Path, params: dict[str, Path]
 ) -> None:
     (tmp_path / "L.a3m").write_text(f">1abc_B/1-11 mol:protein\n{TWO}\n")
-    sources = TemplateSources(files=[f"{structure}:A"], hits=[tmp_path / "L.a3m"], structures=tmp_path)
-    entry = predict(fasta, [], params["first"], tmp_path / "out", PredictOptions(recycles=0), templates=sources)[
-        "predictions"
-    ][0]
+    sources: dict[str, Any] = {
+        "template": f"{structure}:A",
+        "hits": tmp_path / "L.a3m",
+        "template_structures": tmp_path,
+    }
+    entry = predict(fasta, params["first"], tmp_path / "out", recycles=0, **sources)["predictions"][0]
     assert (entry["templates"], entry["templates_unused"]) == (["1abc_A"], 1)  # the hit is the query's own sequence
     outcomes = json.loads((tmp_path / "out/trio" / entry["files"]["templates"]).read_text())
     assert [(one["name"], one["chains"], one["used"]) for one in outcomes] == [
@@ -484,7 +483,7 @@ def test_templates_of_complexes_are_found_used_and_reported(
         ("1abc_B", ["L"], False),
     ]
     assert "1abc_A on H, x" in (tmp_path / "out/report.html").read_text()
-    without = predict(fasta, [], params["first"], tmp_path / "without", PredictOptions(recycles=0))["predictions"][0]
+    without = predict(fasta, params["first"], tmp_path / "without", recycles=0)["predictions"][0]
     assert without["folder"] == entry["folder"]
     assert (tmp_path / "out/trio/trio.cif").read_bytes() != (tmp_path / "without/trio/trio.cif").read_bytes()
     p = load(params["first"], device="cpu").fold(

@@ -19,9 +19,9 @@ from warpfold.cost.machine import Machine
 from warpfold.device import Named
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan, Precision
-from warpfold.prediction.fold_options import Recycling
 from warpfold.prediction.outputs import Prediction
 from warpfold.prediction.predictor import Predictor
+from warpfold.prediction.request import Recycling
 from warpfold.training import planning
 from warpfold.training.planning import GRAPHS_HOLD, FoldPlanner
 

@@ -11,14 +11,12 @@ import pytest
 from tests.helpers import tiny_model
 from tests.prediction.runs import run_cli
 from tests.prediction.test_predict_complexes import multimer
-from warpfold.bulk import JobPart
+from warpfold import predict
 from warpfold.data.example.templates import TemplateOutcome
 from warpfold.errors import UserError
 from warpfold.model.template import TemplateConfig
 from warpfold.model.weights.files import save_params
-from warpfold.prediction.fold_options import PredictOptions
 from warpfold.prediction.params import params_files
-from warpfold.prediction.predict import Share, predict
 from warpfold.prediction.predictor import load
 from warpfold.prediction.queries import read_given
 from warpfold.prediction.templates import (
@@ -42,8 +40,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def options(**changes: Any) -> PredictOptions:
-    return PredictOptions(**{"device": "cpu", "recycles": 0} | changes)
+def options(**changes: Any) -> dict[str, Any]:
+    return {"device": "cpu", "recycles": 0} | changes
 
 
 # ---- one bad record among others
@@ -99,10 +97,7 @@ def test_records_that_are_all_bad_are_refused_in_one_line(
 
 def test_a_bad_record_among_the_parts_of_a_run(tmp_path: Path, tiny_params: Path) -> None:
     (tmp_path / "q.fasta").write_text(BAD)
-    found = [
-        predict(tmp_path / "q.fasta", [], tiny_params, tmp_path / "out", options(), share=Share(part=JobPart(i, 2)))
-        for i in (2, 1)
-    ]
+    found = [predict(tmp_path / "q.fasta", tiny_params, tmp_path / "out", **options(), shard=f"{i}/2") for i in (2, 1)]
     assert [[one["name"] for one in summary["failures"]] for summary in found] == [[], ["bad"]]
     assert [summary["status"] for summary in found] == ["running", "failed"]
 
@@ -150,7 +145,7 @@ def test_from_python_a_bad_record_is_a_result_in_its_place(tmp_path: Path, tiny_
 
 def test_a_folder_of_parameters_and_the_best_kept_whole(tmp_path: Path, models: Path) -> None:
     def fold(**changes: Any) -> list[dict[str, Any]]:
-        return predict([ONE], [], models, tmp_path / "out", options(**changes))["predictions"]
+        return predict([ONE], models, tmp_path / "out", **options(**changes))["predictions"]
 
     def modified() -> list[int]:
         return [path.stat().st_mtime_ns for path in sorted((tmp_path / "out/query").rglob("query.cif"))]

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.helpers import tiny_model
 from tests.ranks import RankError, run_ranks
+from warpfold import predict
 from warpfold.errors import UserError
 from warpfold.model.alphafold import HeadsConfig
 from warpfold.model.embed import MultimerConfig
@@ -19,8 +20,6 @@ from warpfold.model.evoformer import EvoformerConfig
 from warpfold.model.weights.files import save_params
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.team import ProcessInfo, Team
-from warpfold.prediction.fold_options import PredictOptions
-from warpfold.prediction.predict import predict
 from warpfold.prediction.predictor import Predictor, Prepared
 
 LONG, SHORT = "MKTAYIAKQRQISFVKSHFSR", "GS"  # fewer residues than ranks
@@ -33,8 +32,16 @@ def folded_on_ranks(
     def on_a_rank() -> dict[str, Any]:
         mesh = make_mesh(1, axial, branch)
         team = Team(ProcessInfo(mesh.world.rank, axial * branch), mesh)
-        found = PredictOptions(representations=True, device="cpu", **options)
-        return predict(folder / "q.fasta", [folder / "long.a3m"], params, out, found, team=team)
+        return predict(
+            folder / "q.fasta",
+            params,
+            out,
+            msa=[folder / "long.a3m"],
+            representations=True,
+            device="cpu",
+            team=team,
+            **options,
+        )
 
     return run_ranks(on_a_rank, axial * branch)
 
@@ -50,8 +57,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             heads=HeadsConfig(plddt_c=8, pae=True), evoformer=EvoformerConfig(blocks=1, heads=4, outer=outer)
         )
         save_params(folder / f"{outer}.safetensors", model)
-        predict(folder / "q.fasta", [folder / "long.a3m"], folder / f"{outer}.safetensors", folder / outer,
-                PredictOptions(representations=True, device="cpu"))  # fmt: skip
+        predict(
+            folder / "q.fasta",
+            folder / f"{outer}.safetensors",
+            folder / outer,
+            msa=[folder / "long.a3m"],
+            representations=True,
+            device="cpu",
+        )
     return folder
 
 
@@ -90,7 +103,7 @@ def test_a_complex_on_ranks_has_the_scores_of_one_device(tmp_path: Path) -> None
     query, params = tmp_path / "dimer.fasta", tmp_path / "params.safetensors"
 
     def fold(out: Path, team: Team | None = None) -> dict[str, Any]:
-        return predict(query, [], params, out, PredictOptions(device="cpu", recycles=0, seeds=2), team=team)
+        return predict(query, params, out, device="cpu", recycles=0, seeds=2, team=team)
 
     def on_a_rank() -> dict[str, Any]:
         mesh = make_mesh(1, 2)

@@ -14,11 +14,10 @@ from tests.data.search.alignment_server import Server, packed, serving
 from tests.helpers import tiny_multimer
 from tests.prediction.runs import run_cli, write_entry
 from tests.test_cli import run
+from warpfold import predict
 from warpfold.data.search.server import AlignmentServer, ServerLimits
 from warpfold.errors import DiskError, UserError
 from warpfold.files import writing
-from warpfold.prediction.fold_options import PredictOptions
-from warpfold.prediction.predict import predict
 from warpfold.prediction.predictor import Predictor, load
 
 ONE, TWO, ROW = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGLIEVQ", "-KTAYLAKQRQISFVRSH"
@@ -128,16 +127,14 @@ def test_a_server_is_asked_for_what_has_no_alignment(host: Server, tmp_path: Pat
     (tmp_path / "one.a3m").write_text(f">one\n{ONE}\n>x\n-{ONE[1:]}\n")
 
     def fold(**more: Any) -> dict[str, Any]:
-        return predict(
-            query, [tmp_path / "one.a3m"], tiny_params, out, PredictOptions(device="cpu", recycles=0), **more
-        )
+        return predict(query, tiny_params, out, msa=[tmp_path / "one.a3m"], device="cpu", recycles=0, **more)
 
-    summary = fold(server=quick(host, out / "alignments"))
+    summary = fold(msa_server=quick(host, out / "alignments"))
     assert host.sequences == [(TWO,)]
     assert [entry["msa_depth"] for entry in summary["predictions"]] == [2, 2]
     assert (summary["msa_server"], summary["input_warnings"]) == (host.url, {})
     asked = len(host.asked)
-    assert fold(server=quick(host, out / "alignments"))["run"] == summary["run"]
+    assert fold(msa_server=quick(host, out / "alignments"))["run"] == summary["run"]
     assert len(host.asked) == asked
     with pytest.raises(UserError, match="another run"):
         fold()  # by the sequence alone

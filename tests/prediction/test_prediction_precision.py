@@ -22,9 +22,9 @@ from warpfold.errors import UserError
 from warpfold.model.losses import lddt
 from warpfold.ops.capabilities import Capabilities
 from warpfold.parallel.plan import Precision, log_precision, resolve_precision
-from warpfold.prediction.fold_options import DEFAULT_PRECISION, PredictOptions
 from warpfold.prediction.outputs import Prediction
 from warpfold.prediction.predictor import Predictor, load
+from warpfold.prediction.request import DEFAULT_PRECISION, Request
 
 ONE = "MKTAYIAKQRQISFVKSH"
 
@@ -57,7 +57,7 @@ def test_auto_is_fp32_on_other_devices() -> None:
 
 def test_the_default_is_declared_once() -> None:
     declared = [inspect.signature(function).parameters["precision"].default for function in (load, Predictor)]
-    for kind in (PredictOptions, DesignCommand):
+    for kind in (Request, DesignCommand):
         declared += [one.default for one in fields(kind) if one.name == "precision"]
     assert declared == 4 * [DEFAULT_PRECISION] == 4 * ["auto"]
 

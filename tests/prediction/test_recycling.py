@@ -10,13 +10,12 @@ import pytest
 from tests.data.examples import templates
 from tests.helpers import filled_model, tiny_config
 from tests.ranks import run_ranks
+from warpfold import predict
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.structure.mmcif import read_structure
 from warpfold.errors import UserError
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.team import ProcessInfo, Team
-from warpfold.prediction.fold_options import PredictOptions
-from warpfold.prediction.predict import predict
 from warpfold.prediction.predictor import Predictor, load
 
 SEQUENCE = "MKTAYIAKQRQISFVKSH"
@@ -41,16 +40,16 @@ def query(tmp_path: Path) -> Path:
 def test_recycling_ends_by_length_or_tolerance_and_is_part_of_a_run_as_dropout_is(
     recycling: dict[str, Any], passes: int, query: Path, tiny_params: Path, tmp_path: Path
 ) -> None:
-    options = PredictOptions(recycles=3, **recycling)
-    summary = predict(query, [], tiny_params, tmp_path / "out", options)
+    options = {"recycles": 3} | recycling
+    summary = predict(query, tiny_params, tmp_path / "out", **options)
     assert summary["predictions"][0]["recycles"] == passes
     assert recycling.keys() - {"batch"} <= summary["settings"].keys()
     with pytest.raises(UserError, match="output of another run"):  # it changes the result
-        predict(query, [], tiny_params, tmp_path / "out", PredictOptions(recycles=3))
+        predict(query, tiny_params, tmp_path / "out", recycles=3)
 
 
 def test_contacts_and_distogram_on_demand(query: Path, tiny_params: Path, tmp_path: Path) -> None:
-    summary = predict(query, [], tiny_params, tmp_path / "out", PredictOptions(distogram=True))
+    summary = predict(query, tiny_params, tmp_path / "out", distogram=True)
     files = summary["predictions"][0]["files"]
     distogram = np.load(tmp_path / "out/one" / files["distogram"], allow_pickle=False)
     arrays = np.load(tmp_path / "out/one" / files["arrays"], allow_pickle=False)
@@ -96,8 +95,8 @@ def test_dropout_is_drawn_by_the_seed_and_alike_under_every_plan() -> None:
 
 
 def test_recycles_are_saved(query: Path, tiny_params: Path, tmp_path: Path) -> None:
-    options = PredictOptions(recycles=3, save_recycles=True, max_recycles=(17, 2))
-    entry = predict(query, [], tiny_params, tmp_path / "out", options)["predictions"][0]
+    options: dict[str, Any] = {"recycles": 3, "save_recycles": True, "max_recycles": (17, 2)}
+    entry = predict(query, tiny_params, tmp_path / "out", **options)["predictions"][0]
     files = [entry["files"][f"recycle_{number}"] for number in range(2)]
     assert files == ["one_recycle_0.cif", "one_recycle_1.cif"]
     predictor = load(tiny_params, "cpu", chunk=4)
@@ -111,7 +110,7 @@ def test_recycles_are_saved(query: Path, tiny_params: Path, tmp_path: Path) -> N
             "iptm": None,
         }
     (tmp_path / "out/one" / files[1]).unlink()
-    predict(query, [], tiny_params, tmp_path / "out", options)  # a file is missing: folded again
+    predict(query, tiny_params, tmp_path / "out", **options)  # a file is missing: folded again
     assert (tmp_path / "out/one" / files[1]).is_file()
     predictor.fold(SEQUENCE, name="one").save(tmp_path / "out/one", overwrite=True)
     assert not list((tmp_path / "out/one").glob("*_recycle_*"))  # they were the earlier prediction's

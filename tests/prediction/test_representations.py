@@ -12,20 +12,19 @@ import numpy as np
 import pytest
 
 from tests.prediction.runs import contents, run_cli
-from warpfold.bulk import JobPart
+from warpfold import predict
 from warpfold.data.store.store import Store
 from warpfold.errors import UserError
-from warpfold.prediction.fold_options import PredictOptions
-from warpfold.prediction.predict import Share, predict
 from warpfold.prediction.predictor import Predictor, load
+from warpfold.prediction.request import Request
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 SEQUENCES = ("MKTAYIAKQRQI", "GSHMLEERLGL", "GSHML")
 
 
-def options(store: Path, **more: Any) -> PredictOptions:
-    return PredictOptions(**({"device": "cpu", "recycles": 0, "batch": 1, "representations": store} | more))
+def options(store: Path, **more: Any) -> dict[str, Any]:
+    return {"device": "cpu", "recycles": 0, "batch": 1, "representations": store} | more
 
 
 def records(out: Path) -> list[str]:
@@ -43,7 +42,7 @@ def fasta(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(tmp_path_factory: pytest.TempPathFactory, fasta: Path, tiny_params: Path) -> dict[str, bytes]:
     """The files of the store of one process."""
     at = tmp_path_factory.mktemp("alone")
-    predict(fasta, [], tiny_params, at / "out", options(at / "r.store"))
+    predict(fasta, tiny_params, at / "out", **options(at / "r.store"))
     return contents(at / "r.store")
 
 
@@ -92,7 +91,7 @@ def test_parts_make_the_store_of_one_process(
     store = tmp_path / "parts.store"
     for number in (2, 1):
         assert not store.exists()
-        predict(fasta, [], tiny_params, tmp_path / "parts", options(store), share=Share(part=JobPart(number, 2)))
+        predict(fasta, tiny_params, tmp_path / "parts", **options(store), shard=f"{number}/2")
     assert contents(store) == alone
     assert records(tmp_path / "parts") == []
 
@@ -102,7 +101,7 @@ import itertools, os, signal, sys
 from pathlib import Path
 from warpfold.data.store.store import StoreWriter
 from warpfold.prediction import folder
-from warpfold.prediction.predict import PredictOptions, predict
+from warpfold import predict
 
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -122,7 +121,7 @@ for when in ("folding", "writing", "before the summary"):
             StoreWriter.add = lambda *given: die() if next(count) == 2 else add(*given)
         else:
             folder.write_report = die
-        given = PredictOptions(device="cpu", recycles=0, batch=1, representations=place / f"{when}.store")
+        given = {"device": "cpu", "recycles": 0, "batch": 1, "representations": place / f"{when}.store"}
         predict(fasta, [], params, place / when, given)
         os._exit(1)
     assert os.wait()[1] == signal.SIGKILL
@@ -139,7 +138,7 @@ def test_a_kill_loses_none_and_repeats_none(
         assert (len(records(out)), store.exists()) == there
         times = {path: path.stat().st_mtime_ns for path in out.rglob("*.npz")}
         assert len(times) >= 2
-        assert predict(fasta, [], tiny_params, out, options(store))["status"] == "complete"
+        assert predict(fasta, tiny_params, out, **options(store))["status"] == "complete"
         assert {path: path.stat().st_mtime_ns for path in times} == times
         assert contents(store) == alone
         assert (records(out), sorted(tmp_path.glob(f"{when}*.partial"))) == ([], [])
@@ -157,15 +156,15 @@ def test_what_failed_and_is_folded_later_comes_into_the_store(
         return prepare(self, assembly, **more)
 
     monkeypatch.setattr(Predictor, "prepare", fails)
-    assert predict(fasta, [], tiny_params, out, options(store))["status"] == "failed"
+    assert predict(fasta, tiny_params, out, **options(store))["status"] == "failed"
     assert Store(store).keys == ["p0", "p2"]
     monkeypatch.setattr(Predictor, "prepare", prepare)
-    summary = predict(fasta, [], tiny_params, out, options(store))
+    summary = predict(fasta, tiny_params, out, **options(store))
     assert (summary["status"], contents(store)) == ("complete", alone)
     assert {path.name for path in tmp_path.glob("*.store")} == {"out.store"}
     store.rename(tmp_path / "out.new.store")  # as a kill would leave it
     times = {path: path.stat().st_mtime_ns for path in out.rglob("*.npz")}
-    assert predict(fasta, [], tiny_params, out, options(store))["status"] == "complete"
+    assert predict(fasta, tiny_params, out, **options(store))["status"] == "complete"
     assert contents(store) == alone
     assert {path: path.stat().st_mtime_ns for path in times} == times
 
@@ -174,9 +173,9 @@ def test_what_the_store_lost_is_predicted_again(
     tmp_path: Path, fasta: Path, tiny_params: Path, alone: dict[str, bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     out, store = tmp_path / "out", tmp_path / "out.store"
-    predict(fasta, [], tiny_params, out, options(store))
+    predict(fasta, tiny_params, out, **options(store))
     shutil.rmtree(store)
-    assert predict(fasta, [], tiny_params, out, options(store))["status"] == "complete"
+    assert predict(fasta, tiny_params, out, **options(store))["status"] == "complete"
     assert contents(store) == alone
     assert "lacks 3 of its entries, which are predicted again" in caplog.text
 
@@ -184,12 +183,12 @@ def test_what_the_store_lost_is_predicted_again(
 def test_what_is_not_kept_is_not_in_the_store(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:
     """Of several seeds, and of the whole run; a later --keep that wants more has more."""
     out, store = tmp_path / "out", tmp_path / "out.store"
-    summary = predict(fasta, [], tiny_params, out, options(store, seeds=2, keep=1))
+    summary = predict(fasta, tiny_params, out, **options(store, seeds=2, keep=1))
     assert Store(store).keys == [one["folder"] for one in summary["predictions"] if one["rank"] == 1]
     assert len(Store(store)) == 3
-    predict(fasta, [], tiny_params, out, options(store, seeds=2))
+    predict(fasta, tiny_params, out, **options(store, seeds=2))
     assert len(Store(store)) == 6
-    summary = predict(fasta, [], tiny_params, tmp_path / "two", options(tmp_path / "two.store", keep="best:1"))
+    summary = predict(fasta, tiny_params, tmp_path / "two", **options(tmp_path / "two.store", keep="best:1"))
     best = max(summary["predictions"], key=lambda one: one["mean_plddt"])["folder"]
     assert Store(tmp_path / "two.store").keys == [best]
 
@@ -212,7 +211,7 @@ def test_values_beyond_half_precision_fail_that_prediction(tiny_params: Path) ->
 )
 def test_what_is_no_store_of_representations(given: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says.replace(" = ", "( = | )")):
-        PredictOptions(**given)
+        Request("q", "p", "out", **given)
 
 
 def test_what_is_there_stays(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:
@@ -226,6 +225,6 @@ def test_what_is_there_stays(tmp_path: Path, fasta: Path, tiny_params: Path) -> 
         ("file.store/below", "file.store is not a folder that can be written"),
     ):
         with pytest.raises(UserError, match=says):
-            predict(fasta, [], tiny_params, tmp_path / "out", options(tmp_path / f"{name}.store", force=True))
+            predict(fasta, tiny_params, tmp_path / "out", **options(tmp_path / f"{name}.store", force=True))
         assert not (tmp_path / "out").exists()
     assert (tmp_path / "file.store").read_text() == "years of work"

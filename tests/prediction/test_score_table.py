@@ -14,14 +14,13 @@ import pytest
 from tests.data.entries import random_chain
 from tests.prediction.test_predict_complexes import ONE, RECORDS, TWO, multimer
 from tests.prediction.test_ranking import helices
-from warpfold.bulk import JobPart
+from warpfold import predict
 from warpfold.errors import UserError
 from warpfold.model.weights.files import save_params
-from warpfold.prediction.fold_options import PredictOptions
 from warpfold.prediction.folder import Journal
-from warpfold.prediction.outputs import write_prediction, write_summary
-from warpfold.prediction.predict import Share, predict
+from warpfold.prediction.outputs import write_prediction
 from warpfold.prediction.predictor import load
+from warpfold.prediction.summary_file import write_summary
 from warpfold.scoring.interface import PairScore, chain_pair_scores
 from warpfold.scoring.score_table import COLUMNS, PAIR_COLUMNS, ScoreTables, design_scores, row_of
 
@@ -47,8 +46,8 @@ def designs(tmp_path: Path) -> Path:
     return tmp_path / "designs.fasta"
 
 
-def options(**more: Any) -> PredictOptions:
-    return PredictOptions(**({"device": "cpu", "recycles": 0} | more))
+def options(**more: Any) -> dict[str, Any]:
+    return {"device": "cpu", "recycles": 0} | more
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -63,7 +62,7 @@ def keys(path: Path) -> list[str]:
 def test_every_prediction_has_a_row_of_its_best_interface(tmp_path: Path, params: dict[str, Path]) -> None:
     (tmp_path / "trio.fasta").write_text(RECORDS)
     out = tmp_path / "out"
-    summary = predict(tmp_path / "trio.fasta", [], [*params.values()], out, options(seeds=2))
+    summary = predict(tmp_path / "trio.fasta", [*params.values()], out, **options(seeds=2))
     assert summary["tables"][:2] == ["scores.csv", "scores_pairs.csv"]
     found = rows(out / "scores.csv")
     assert [*found[0]] == [*COLUMNS]
@@ -107,7 +106,7 @@ def test_the_design_that_was_given_is_compared_with(tmp_path: Path) -> None:
 
 def test_single_chains_have_no_table(tmp_path: Path, params: dict[str, Path]) -> None:
     (tmp_path / "q.fasta").write_text(f">q\n{TWO}\n")
-    summary = predict(tmp_path / "q.fasta", [], params["first"], tmp_path / "out", options())
+    summary = predict(tmp_path / "q.fasta", params["first"], tmp_path / "out", **options())
     assert "tables" not in summary
     assert not list((tmp_path / "out").glob("*.csv"))
 
@@ -135,7 +134,7 @@ def test_a_run_that_is_killed_has_each_row_once(
     with monkeypatch.context() as patched:
         patched.setattr(ScoreTables, "append", dying)
         with pytest.raises(Killed):
-            predict(designs, [], params["first"], out, options())
+            predict(designs, params["first"], out, **options())
     assert len(keys(out / "scores.csv")) == (2 if when == "before the row" else 3)
     seen, add = list[list[str]](), Journal.add
 
@@ -144,13 +143,13 @@ def test_a_run_that_is_killed_has_each_row_once(
         add(journal, outcome)
 
     monkeypatch.setattr(Journal, "add", adding)
-    summary = predict(designs, [], params["first"], out, options())
+    summary = predict(designs, params["first"], out, **options())
     assert sorted(seen[0]) == sorted(written)  # the table is whole again before the next one is added
     assert [len(set(one)) for one in seen] == [len(one) for one in seen] == [3, 4]
     assert keys(out / "scores.csv") == [f"d{i} first 0" for i in range(5)]
     assert summary["tables"][0] == "scores.csv"
     alone = tmp_path / "alone"
-    predict(designs, [], params["first"], alone, options())
+    predict(designs, params["first"], alone, **options())
     assert (out / "scores.csv").read_bytes() == (alone / "scores.csv").read_bytes()
     assert not (out / "scores_pairs.csv").exists()  # the only pair is in scores.csv
 
@@ -158,52 +157,52 @@ def test_a_run_that_is_killed_has_each_row_once(
 def test_parts_fill_one_table(tmp_path: Path, designs: Path, params: dict[str, Path]) -> None:
     models, out = [*params.values()], tmp_path / "out"
     for number in (2, 1):
-        predict(designs, [], models, out, options(batch=2), share=Share(part=JobPart(number, 3)))
+        predict(designs, models, out, **options(batch=2), shard=f"{number}/3")
         assert (out / "journal").is_dir()
         assert len(set(keys(out / "scores.csv"))) == len(keys(out / "scores.csv")) > 0
-    predict(designs, [], models, out, options(batch=2), share=Share(part=JobPart(3, 3)))
-    predict(designs, [], models, tmp_path / "alone", options(batch=2))
+    predict(designs, models, out, **options(batch=2), shard="3/3")
+    predict(designs, models, tmp_path / "alone", **options(batch=2))
     assert (out / "scores.csv").read_bytes() == (tmp_path / "alone" / "scores.csv").read_bytes()
     assert len(keys(out / "scores.csv")) == 10
 
 
 @pytest.mark.slow
 def test_workers_fill_one_table(tmp_path: Path, designs: Path, params: dict[str, Path]) -> None:
-    predict(designs, [], params["first"], tmp_path / "two", options(), share=Share(workers=2))
-    predict(designs, [], params["first"], tmp_path / "alone", options())
+    predict(designs, params["first"], tmp_path / "two", **options(), workers=2)
+    predict(designs, params["first"], tmp_path / "alone", **options())
     assert keys(tmp_path / "two/scores.csv") == keys(tmp_path / "alone/scores.csv")
 
 
 def test_the_rows_of_what_is_damaged_are_made_again(tmp_path: Path, designs: Path, params: dict[str, Path]) -> None:
     out = tmp_path / "out"
-    predict(designs, [], params["first"], out, options())
+    predict(designs, params["first"], out, **options())
     before = (out / "scores.csv").read_bytes()
     (out / "d1/d1.cif").unlink()
     (out / "scores.csv").write_text("mine")
-    predict(designs, [], params["first"], out, options())
+    predict(designs, params["first"], out, **options())
     assert (out / "scores.csv").read_bytes() == before
 
 
 def test_tables_of_somebody_else_stay(tmp_path: Path, designs: Path, params: dict[str, Path]) -> None:
     """Of a folder that an earlier version has left, which wrote none; those of another run go with it."""
     out = tmp_path / "out"
-    summary = predict(designs, [], params["first"], out, options())
+    summary = predict(designs, params["first"], out, **options())
     del summary["tables"]
     write_summary(out, summary)
     (out / "scores.csv").write_text("mine")
     with pytest.raises(UserError, match=r"scores\.csv: not written by WarpFold, .*\. Move the file"):
-        predict(designs, [], params["first"], out, options())
+        predict(designs, params["first"], out, **options())
     assert (out / "scores.csv").read_text() == "mine"
     (out / "scores.csv").unlink()
-    assert predict(designs, [], params["first"], out, options())["tables"][0] == "scores.csv"
+    assert predict(designs, params["first"], out, **options())["tables"][0] == "scores.csv"
     designs.write_text(f">q\n{TWO}\n")
-    predict(designs, [], params["first"], out, options(force=True))
+    predict(designs, params["first"], out, **options(force=True))
     assert not list(out.glob("scores*"))
 
 
 def test_python_gives_the_rows_of_the_table(tmp_path: Path, designs: Path, params: dict[str, Path]) -> None:
     """And holds no prediction, whatever else is given: a bad design is a row, in its place."""
-    predict(designs, [], params["first"], tmp_path / "out", options(recycles=1, batch=1))
+    predict(designs, params["first"], tmp_path / "out", **options(recycles=1, batch=1))
     predictor, made = load(params["first"], device="cpu"), list[Any]()
     compute = predictor.compute
 
@@ -234,7 +233,7 @@ def test_python_gives_the_rows_of_the_table(tmp_path: Path, designs: Path, param
 
 def test_a_parquet_file_has_the_same_rows(tmp_path: Path, designs: Path, params: dict[str, Path]) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
-    summary = predict(designs, [], params["first"], tmp_path / "out", options())
+    summary = predict(designs, params["first"], tmp_path / "out", **options())
     assert summary["tables"] == ["scores.csv", "scores.parquet"]
     table = parquet.read_table(tmp_path / "out/scores.parquet").to_pylist()
     assert table == [row_of(entry) for entry in summary["predictions"]]

@@ -21,6 +21,7 @@ from tests.helpers import as_multimer, filled_model, random_batch, random_comple
 from tests.killers import DiesTwice
 from tests.prediction.runs import run_cli
 from tests.ranks import run_ranks
+from warpfold import predict
 from warpfold.batch import Batch, stack
 from warpfold.bulk import JobPart
 from warpfold.data.example.raw_example import Assembly, from_sequence
@@ -35,14 +36,14 @@ from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import ProcessInfo, Team
-from warpfold.prediction.fold_options import PredictOptions, Recycling
 from warpfold.prediction.folder import Journal, PredictionFolder, read_journals
 from warpfold.prediction.folding import Clock, FoldItem, cost_of, fold_groups, in_groups, part_of
 from warpfold.prediction.pages import prediction_report
 from warpfold.prediction.params import read_params
-from warpfold.prediction.predict import ProgressOfRun, Share, in_jobs, predict
+from warpfold.prediction.predict import ProgressOfRun, check_processes, in_jobs
 from warpfold.prediction.predictor import Predictor, Prepared
 from warpfold.prediction.queries import query_of
+from warpfold.prediction.request import Recycling, Request
 from warpfold.progress import as_time
 from warpfold.report.report import render
 from warpfold.training.passes import PassPlace
@@ -77,8 +78,8 @@ def journals(out: Path) -> dict[str, bytes]:
     return {name: data for name, data in predictions(out).items() if name.startswith("journal/")}
 
 
-def options(**more: Any) -> PredictOptions:
-    return PredictOptions(**({"device": "cpu", "recycles": 0} | more))
+def options(**more: Any) -> dict[str, Any]:
+    return {"device": "cpu", "recycles": 0} | more
 
 
 def items(params: Path, lengths: Sequence[int]) -> list[FoldItem]:
@@ -263,7 +264,7 @@ def test_one_that_fails_in_a_group_leaves_the_others_be(
 
     monkeypatch.setattr(Predictor, "prepare", failing)
     monkeypatch.setattr(Predictor, "compute_together", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
-    summary = predict(fasta, [], tiny_params, tmp_path / "out", options())
+    summary = predict(fasta, tiny_params, tmp_path / "out", **options())
     assert summary["failures"] == [{"name": "p3", "error": "p3: cannot be"}]
     assert [entry["name"] for entry in summary["predictions"]] == ["p0", "p1", "p2", "p4", "p5"]  # one by one
 
@@ -306,13 +307,13 @@ def test_a_full_disk_ends_a_run_that_goes_on_after_what_is_one_proteins_fault(
 
 def test_parts_make_the_files_of_one_process(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:
     """To the bit; the last part writes summary and report, in the order of the query."""
-    alone = predict(fasta, [], tiny_params, tmp_path / "alone", options(batch=2))
+    alone = predict(fasta, tiny_params, tmp_path / "alone", **options(batch=2))
     out = tmp_path / "parts"
     for number in (3, 1):
-        found = predict(fasta, [], tiny_params, out, options(batch=2), share=Share(part=JobPart(number, 3)))
+        found = predict(fasta, tiny_params, out, **options(batch=2), shard=f"{number}/3")
         assert found["status"] == "running"
         assert not (out / "report.html").exists()
-    whole = predict(fasta, [], tiny_params, out, options(batch=2), share=Share(part=JobPart(2, 3)))
+    whole = predict(fasta, tiny_params, out, **options(batch=2), shard="2/3")
     assert whole == json.loads((out / "summary.json").read_text())
     assert (whole["status"], [e["name"] for e in whole["predictions"]]) == ("complete", [f"p{i}" for i in range(6)])
     assert {one["part"] for one in whole["processes"]} == {"1/3", "2/3", "3/3"}
@@ -325,29 +326,29 @@ def test_a_part_is_folded_by_one_process_at_a_time(
     tmp_path: Path, fasta: Path, tiny_params: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, part = tmp_path / "out", JobPart(1, 2)
-    run = predict(fasta, [], tiny_params, out, options(), share=Share(part=part))["run"]
+    run = predict(fasta, tiny_params, out, **options(), shard=str(part))["run"]
     journal = Journal(out, run, part)
     for argument, message in (("1/2", "on part 1/2"), ("1/3", "on part 1/2"), ("1/1", "on part 1/2")):
         with pytest.raises(UserError, match=f"another process is at work there {message}"):
-            predict(fasta, [], tiny_params, out, options(), share=Share(part=JobPart.parse(argument)))
+            predict(fasta, tiny_params, out, **options(), shard=argument)
     with pytest.raises(UserError, match="another process is at work there"):
-        predict(fasta, [], tiny_params, out, options(seed=1, force=True))
-    second = predict(fasta, [], tiny_params, out, options(), share=Share(part=JobPart(2, 2)))
+        predict(fasta, tiny_params, out, **options(seed=1, force=True))
+    second = predict(fasta, tiny_params, out, **options(), shard="2/2")
     assert second["status"] == "running"  # though all is done: the first is still at work
     journal.close()
-    assert predict(fasta, [], tiny_params, out, options())["status"] == "complete"
+    assert predict(fasta, tiny_params, out, **options())["status"] == "complete"
 
 
 @pytest.mark.slow
 def test_workers_make_the_files_of_one_process(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:
-    predict(fasta, [], tiny_params, tmp_path / "alone", options(batch=2))
-    summary = predict(fasta, [], tiny_params, tmp_path / "two", options(batch=2), share=Share(workers=2))
+    predict(fasta, tiny_params, tmp_path / "alone", **options(batch=2))
+    summary = predict(fasta, tiny_params, tmp_path / "two", **options(batch=2), workers=2)
     assert summary["status"] == "complete"
     assert predictions(tmp_path / "two") == predictions(tmp_path / "alone")
     with pytest.raises(UserError, match=r"--workers 2: more than --device cuda:1 has GPUs \(1\); give 1"):
-        Share(workers=2).check(Team(), "cuda:1")
+        check_processes(Request("q", "p", "out", device="cuda:1", workers=2), Team())
     with pytest.raises(UserError, match="without torchrun"):
-        Share(workers=2).check(Team(ProcessInfo(0, 2)), "cpu")
+        check_processes(Request("q", "p", "out", device="cpu", workers=2), Team(ProcessInfo(0, 2)))
 
 
 @pytest.mark.slow
@@ -355,11 +356,11 @@ def test_two_workers_each_killed_once_make_the_same_files_and_nothing_twice(
     tmp_path: Path, fasta: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They die when they have done a job, which nobody has heard of."""
-    predict(fasta, [], tiny_params, tmp_path / "alone", options(batch=1))
+    predict(fasta, tiny_params, tmp_path / "alone", **options(batch=1))
     dies = DiesTwice("warpfold.prediction.predict", "fold_job", tmp_path / "killed", after=True)
     monkeypatch.setattr("warpfold.prediction.predict.fold_job", dies)
     monkeypatch.setattr("warpfold.prediction.folder.remove_journals", lambda out: None)
-    summary = predict(fasta, [], tiny_params, tmp_path / "two", options(batch=1), share=Share(workers=2))
+    summary = predict(fasta, tiny_params, tmp_path / "two", **options(batch=1), workers=2)
     assert (summary["status"], dies.deaths) == ("complete", 2)
     assert predictions(tmp_path / "two") == predictions(tmp_path / "alone") | journals(tmp_path / "two")
     entries = [row["entry"]["name"] for row in read_journals(tmp_path / "two", summary["run"]) if "entry" in row]
@@ -367,12 +368,12 @@ def test_two_workers_each_killed_once_make_the_same_files_and_nothing_twice(
 
 
 def test_ranks_with_examples_of_their_own_share_the_queries(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:
-    predict(fasta, [], tiny_params, tmp_path / "alone", options(batch=1))
+    predict(fasta, tiny_params, tmp_path / "alone", **options(batch=1))
 
     def on_a_rank() -> dict[str, Any]:
         mesh = make_mesh(2, 1)
         return predict(
-            fasta, [], tiny_params, tmp_path / "ranks", options(), team=Team(ProcessInfo(mesh.world.rank, 2), mesh)
+            fasta, tiny_params, tmp_path / "ranks", **options(), team=Team(ProcessInfo(mesh.world.rank, 2), mesh)
         )
 
     first, second = run_ranks(on_a_rank, 2)
@@ -403,8 +404,8 @@ def test_how_many_predictions_a_query_has_is_counted_once() -> None:
 def test_a_killed_run_continues_and_makes_nothing_twice(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:
     """kill -9 as soon as something is there; what a line of the journal lacks is predicted again."""
     out, program = tmp_path / "out", (
-        "import sys; from pathlib import Path; from warpfold.prediction.predict import *\n"
-        "q, p, o = map(Path, sys.argv[1:]); predict(q, [], p, o, PredictOptions(device='cpu', recycles=0, batch=1))"
+        "import sys; from warpfold import predict\n"
+        "predict(*sys.argv[1:], device='cpu', recycles=0, batch=1)"
     )  # fmt: skip
     process = subprocess.Popen([sys.executable, "-c", program, str(fasta), str(tiny_params), str(out)])
     journal = out / "journal" / "1-of-1.jsonl"
@@ -423,11 +424,11 @@ def test_a_killed_run_continues_and_makes_nothing_twice(tmp_path: Path, fasta: P
     for folder in (half, other):
         folder.mkdir()
         (folder / "a.cif").write_text("half")
-    assert predict(fasta, [], tiny_params, out, options(batch=1))["status"] == "complete"
+    assert predict(fasta, tiny_params, out, **options(batch=1))["status"] == "complete"
     assert (half.exists(), other.exists()) == (False, True)
     (other / "a.cif").unlink()
     assert times_of(out, there) == times
-    predict(fasta, [], tiny_params, tmp_path / "alone", options(batch=1))
+    predict(fasta, tiny_params, tmp_path / "alone", **options(batch=1))
     assert predictions(out) == predictions(tmp_path / "alone")
     assert {path.name for path in out.iterdir() if path.is_file()} == {"summary.json", "report.html"}
 
@@ -437,14 +438,14 @@ def test_failures_of_other_parts_stay_and_own_ones_are_tried_again(
 ) -> None:
     out, prepare = tmp_path / "out", Predictor.prepare
     monkeypatch.setattr(Predictor, "prepare", lambda *_, **__: (_ for _ in ()).throw(UserError("no")))
-    shares = [Share(part=JobPart(i, 2)) for i in (1, 2)]
-    for share in shares:
-        summary = predict(fasta, [], tiny_params, out, options(batch=1), share=share)
+    shards = ["1/2", "2/2"]
+    for shard in shards:
+        summary = predict(fasta, tiny_params, out, **options(batch=1), shard=shard)
     assert (summary["status"], len(summary["failures"])) == ("failed", 6)
     monkeypatch.setattr(Predictor, "prepare", prepare)
-    summary = predict(fasta, [], tiny_params, out, options(batch=1), share=shares[0])
+    summary = predict(fasta, tiny_params, out, **options(batch=1), shard=shards[0])
     assert (summary["status"], len(summary["predictions"]), len(summary["failures"])) == ("failed", 3, 3)
-    assert predict(fasta, [], tiny_params, out, options(batch=1), share=shares[1])["status"] == "complete"
+    assert predict(fasta, tiny_params, out, **options(batch=1), shard=shards[1])["status"] == "complete"
 
 
 # ---- thousands
@@ -520,7 +521,7 @@ def test_the_report_draws_time_against_length(
     monkeypatch.setattr("warpfold.prediction.pages.LENGTHS", 3)
     out = tmp_path / "out"
     told: list[tuple[int, int, str]] = []
-    summary = predict(fasta, [], tiny_params, out, options(), lambda *at: told.append(at))
+    summary = predict(fasta, tiny_params, out, **options(), progress=lambda *at: told.append(at))
     page = render(prediction_report(out, summary))
     assert "seconds of each protein against its residues" in page
     assert "and waited" in page

@@ -27,7 +27,8 @@ from warpfold.adapt.adapter import Adapter, NotServed, adapter_of, is_swapped, n
 from warpfold.adapt.report import NO_OPERATION, Acceleration, LayerKind, pattern
 from warpfold.adapt.slices import SlicedExecution, on_meta
 from warpfold.adapt.verify import compare, gain, glanced_speed, measured_speed
-from warpfold.cost.machine import in_gb, parse_memory
+from warpfold.arguments import parse_memory
+from warpfold.cost.machine import in_gb
 from warpfold.device import keep_memory, slow_precision, spinning_threads
 from warpfold.errors import UserError
 from warpfold.memory import is_out_of_memory, memory_in_use

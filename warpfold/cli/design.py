@@ -9,7 +9,7 @@ from warpfold import arguments
 from warpfold.arguments import Changes, Checked, Device, Force, Memory, PathLike, Seed, argument, decides, reads, writes
 from warpfold.cli.common import Answer, command, plans_said, table, this_process
 from warpfold.errors import UserError
-from warpfold.prediction.fold_options import DEFAULT_PRECISION, ChainGap, TrunkPrecision
+from warpfold.prediction.request import DEFAULT_PRECISION, ChainGap, TrunkPrecision
 from warpfold.progress import Progress, progress_bar
 
 if TYPE_CHECKING:

@@ -1,27 +1,29 @@
 """`warpfold distill`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from warpfold.arguments import PathLike, function, path, paths, progress_of, queries, writes
 from warpfold.cli.common import Answer, StoppedByUser, command, on_sigterm, plans_said, this_process, warn
 from warpfold.cli.pack import PackCommand
-from warpfold.cli.predict import PredictCommand
+from warpfold.cli.predict import run
 from warpfold.data.pack.options import ExampleOptions
 from warpfold.errors import UserError
-from warpfold.progress import progress_bar
+from warpfold.prediction.request import Request
+from warpfold.progress import Progress, progress_bar
 
 SHOWN = 20  # reasons for which predictions are dropped
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillCommand(PredictCommand, ExampleOptions):
-    """Fold sequences and pack the confident predictions into a store for `train` (self-distillation, Supp. 1.3)."""
+class DistillCommand(Request, ExampleOptions):
+    """Fold sequences, and make a store of the predictions that are sure, for `train` to learn from (Supp. 1.3)."""
 
     out: Annotated[PathLike, writes("The store; the same command continues a stopped run.")] = field(kw_only=False)
     predictions: Annotated[PathLike | None, writes("Folder for the predictions; default: OUT.predictions.")] = None
+    progress: Progress | None = None
 
     def __call__(self) -> dict[str, Any]:
         """Fold as `predict` does, into the folder `predictions`, and pack the predictions with their alignments.
@@ -35,8 +37,7 @@ class DistillCommand(PredictCommand, ExampleOptions):
         if out.exists() and not (out / "sources.json").is_file():
             raise UserError(f"{out}: exists already; remove it, or choose another name")
         folder = out.with_name(f"{out.name}.predictions") if self.predictions is None else Path(self.predictions)
-        given = {one.name: getattr(self, one.name) for one in fields(PredictCommand)}
-        summary = PredictCommand(**given | {"out": folder})()
+        summary = run(replace(self.only(Request), out=folder), self.progress)
         found: dict[str, Any] = {"predictions": str(folder), "failures": summary["failures"], "store": None}
         if summary["status"] == "running":
             return found
@@ -55,8 +56,8 @@ class DistillCommand(PredictCommand, ExampleOptions):
         return {**found, "store": report.to_json(), "summary": report.summary()}
 
 
-def _alignments(given: PredictCommand, folder: Path) -> list[Path]:
-    """List the files and folders of the alignments with which the sequences were folded."""
+def _alignments(given: Request, folder: Path) -> list[Path]:
+    """Return the files and folders of alignments that the sequences were folded with."""
     from warpfold.data.formats.input_files import ALIGNMENTS, find
 
     every = [*paths("msa", given.msa), Path(given.msa_cache or folder / "alignments")]

@@ -79,7 +79,6 @@ class FinetuneCommand(Checked):
 
         from warpfold import device
         from warpfold.cli.train import sources_of
-        from warpfold.cost.machine import parse_memory
         from warpfold.finetuning.finetune import FinetuneOptions, finetune
 
         if not 0.3 <= self.split_identity <= 1:
@@ -108,7 +107,7 @@ class FinetuneCommand(Checked):
             seed=self.seed,
             workers=self.workers,
             processes=self.processes or (torch.cuda.device_count() if where == "cuda" else 1),
-            memory=None if self.memory is None else parse_memory(self.memory),
+            memory=None if self.memory is None else arguments.parse_memory(self.memory),
         )
         tell = arguments.progress_of(self.progress)
         said = shlex.join(["warpfold", *sys.argv[1:]]) if sys.argv[1:2] == ["finetune"] else ""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from warpfold.arguments import argument, decides, reads, runs
+from warpfold.arguments import argument, decides, parse_memory, reads, runs
 from warpfold.cli.common import (
     Answer,
     Change,
@@ -148,7 +148,7 @@ class PlanCommand:
         Raises UserError for contradicting options, unknown devices, and files that are not clusters.
         """
         from warpfold.cost.links import read_cluster
-        from warpfold.cost.machine import parse_memory, planned_cluster, planned_machine
+        from warpfold.cost.machine import planned_cluster, planned_machine
         from warpfold.cost.rates import sheet_of
 
         for name, value in (("--devices", self.devices), ("--node", self.node), ("--link", self.link)):

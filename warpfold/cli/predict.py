@@ -1,17 +1,16 @@
 """`warpfold predict` and `warpfold relax`."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
-from warpfold import arguments
-from warpfold.arguments import Cluster, Device, PathLike, Paths, Shard, Workers, argument, decides, paths, reads, writes
-from warpfold.bulk import JobPart
+from warpfold.arguments import Device, PathLike, Paths, argument, decides, documented, progress_of, writes
 from warpfold.cli.common import (
     Answer,
     AsJson,
@@ -26,26 +25,15 @@ from warpfold.cli.common import (
     this_process,
     warn,
 )
-from warpfold.errors import UserError
-from warpfold.prediction.fold_options import (
-    FixedChains,
-    Hits,
-    InitialGuess,
-    MaxTemplateDate,
-    MsaCache,
-    MsaServer,
-    PredictOptions,
-    Template,
-    TemplateStructures,
-)
+from warpfold.prediction.request import Request, ServerLike, WhichRelaxed
 from warpfold.progress import Progress, progress_bar
 
 if TYPE_CHECKING:
     from warpfold.parallel.team import Team
 
-WARNED = 20  # warnings that are printed at most
+MAX_WARNINGS = 20  # printed at most
 
-# ColabFold's names of options, and the words that stand for them here.
+# ColabFold's names of options, and the words that replace them.
 ALIASES = {
     "--amber": ("--relax", "all"),
     "--data": ("--params",),
@@ -63,7 +51,7 @@ ALIASES = {
     "--save-single-representations": ("--representations",),
     "--use-dropout": ("--dropout",),
 }
-# Those of ColabFold and OpenFold whose values mean something else here: what to give.
+# Options of ColabFold and OpenFold whose values mean something else here, and what to pass instead.
 INSTEAD = {
     "--config_preset": "--params: a file of parameters says which model it is of",
     "--custom-template-path": "--template FILE ... (a file, or FILE:CHAIN, for each template)",
@@ -78,201 +66,223 @@ INSTEAD = {
     "--use-gpu-relax": "--device: relaxation runs where the model does",
     "--use_precomputed_alignments": "--msa FOLDER",
 }
-WhichRelaxed = Literal["all", "best", "none"]
+# Options that --help shows; --help-all shows the others too.
+ESSENTIAL = (
+    *("params", "out", "msa", "msa_server", "template", "num_models", "recycles", "seeds", "relax", "device"),
+    *("workers", "force", "help_all"),
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PredictCommand(PredictOptions):
-    """Fold proteins and complexes: mmCIF, PDB, pLDDT, PAE, a summary and a report; rank models and seeds."""
+@documented(Request)
+def predict(
+    query: Paths,
+    params: Paths,
+    out: PathLike,
+    *,
+    msa: Paths | None = None,
+    msa_server: ServerLike = None,
+    msa_cache: PathLike | None = None,
+    template: Paths | None = None,
+    hits: Paths | None = None,
+    template_structures: PathLike | None = None,
+    max_template_date: str | None = None,
+    initial_guess: PathLike | Mapping[str, Any] | None = None,
+    fixed_chains: str | Sequence[str] | None = None,
+    num_models: int | None = None,
+    complex: bool | None = None,
+    pairs: Literal["all"] | None = None,
+    seed: int = 0,
+    seeds: int = 1,
+    recycles: int | None = None,
+    recycle_tolerance: float | None = None,
+    max_recycles: str | tuple[int, int] | None = None,
+    ensemble: int | None = None,
+    dropout: bool = False,
+    max_msa: int | None = None,
+    max_extra: int | None = None,
+    chain_gap: int | None = None,
+    relax: WhichRelaxed = "none",
+    representations: bool | PathLike | None = None,
+    pair_representation: Literal["pooled", "whole"] = "pooled",
+    distogram: bool = False,
+    save_recycles: bool = False,
+    keep: int | str | None = None,
+    device: str | None = None,
+    chunk: int | None = None,
+    offload: bool | None = None,
+    graphs: bool = True,
+    memory: str | int | None = None,
+    precision: Literal["auto", "fp32", "bf16", "bf16_all", "fp16"] = "auto",
+    batch: int | str = "auto",
+    workers: int = 1,
+    cluster: str | None = None,
+    shard: str | None = None,
+    strict: bool = False,
+    force: bool = False,
+    progress: Progress | None = None,
+    team: "Team | None" = None,
+) -> dict[str, Any]:
+    """Fold every query with each of the parameters and seeds into the folder `out`; return its summary.
 
-    query: Annotated[
-        Paths,
-        argument(
-            "FASTA (A:B is a complex), CSV (id,sequence), alignments (A3M, Stockholm), structures (their chains), "
-            "jobs of Boltz and AlphaFold 3 (YAML, JSON), folders of these, - (standard input), or a sequence itself.",
-            metavar="QUERY...",
-            shell=list[str],
-            path="local",
-        ),
-    ] = field(kw_only=False)
-    params: Annotated[
-        Paths,
-        reads(
-            "WarpFold's .safetensors, DeepMind's params_model_*.npz, or a folder of these; several: each folds, and "
-            "they are ranked."
-        ),
-    ] = field(kw_only=False)
-    out: Annotated[PathLike, writes("Folder for the predictions; a stopped run continues in it.")] = field(
-        kw_only=False
-    )
-    msa: Annotated[
-        Paths | None, reads("Alignments, or folders of them; each goes to the sequence that is its first row.")
-    ] = None
-    msa_server: MsaServer = None
-    msa_cache: MsaCache = None
-    template: Template = None
-    hits: Hits = None
-    template_structures: TemplateStructures = None
-    max_template_date: MaxTemplateDate = None
-    initial_guess: InitialGuess = None
-    fixed_chains: FixedChains = None
-    workers: Workers = 1
-    cluster: Cluster = None
-    shard: Shard = None
-    relax: Annotated[
-        WhichRelaxed, decides("Relax all predictions, or of each query the best one, with OpenMM: docs/howto/score.md.")
-    ] = "none"
-    progress: Progress | None = None
-    team: "Team | None" = None
-
-    def __call__(self) -> dict[str, Any]:
-        """Fold every query with each of the parameters and seeds into the folder `out`; return its summary.
-
-        Alignments, templates and hits belong to sequences by what is in them, or by their names.  team: processes that
-        share proteins; all call this.  A stopped run continues by the same call.  Returns what `--json` prints:
-        proteins that failed are under "failures" (docs/reference/outputs.md).
-        Errors: UserError for bad input and arguments, where nothing is written, and for an `out` that is something
-        else.
-        """
-        from warpfold.parallel.team import team_of
-        from warpfold.prediction.predict import Share
-        from warpfold.prediction.predict import predict as fold_all
-        from warpfold.prediction.queries import fixed_chains, server_of
-        from warpfold.prediction.templates import TemplateSources
-
-        _check_relax(self.relax)
-        team, tell, out = team_of(self.team), arguments.progress_of(self.progress), Path(self.out)
-        sources = TemplateSources(
-            files=[str(one) for one in paths("template", self.template)],
-            hits=paths("hits", self.hits),
-            structures=arguments.path_or_none("template_structures", self.template_structures),
-            max_date=self.max_template_date,
-        )
-        part = JobPart.parse(self.shard) if self.shard else JobPart(1, 1)
-        share = Share(part=part, workers=self.workers, cluster=self.cluster)
-        asked, parameters = arguments.queries("query", self.query), paths("params", self.params)
-        for name, found in (("query", asked), ("params", parameters)):
-            if not found:
-                what = "what to fold" if name == "query" else "files of parameters"
-                raise UserError(f"{name}: is empty; name {what}")
-        options = replace(self.only(PredictOptions), device=device_of(self.device))
-        server = server_of(self.msa_server, self.msa_cache, out / "alignments")
-        guess = self.initial_guess
-        guess = guess if guess == "self" else arguments.path_or_none("initial_guess", guess)
-        summary = fold_all(
-            asked, paths("msa", self.msa), parameters, out, options, tell, sources, team, share, server,
-            guess, fixed_chains(self.fixed_chains),
-        )  # fmt: skip
-        if not team.is_rank_zero:
-            return summary
-        return relax_predictions(summary, out, self.relax, options.device or "cpu", tell)
+    Alignments, templates and hits are assigned to sequences by their contents or their names.  team: the processes
+    that share proteins, all of which call this function.  The same call continues a stopped run.  Returns the output
+    of `--json`, with failed proteins under "failures" (docs/outputs.md).
+    Errors: UserError for bad input and arguments, before anything is written, and for an `out` that holds something
+    else.
+    """
+    options = locals()
+    progress, team = options.pop("progress"), options.pop("team")
+    return run(Request(**options), progress, team)
 
 
-def _check_relax(which: WhichRelaxed) -> None:
-    """Raise UserError where OpenMM is missing: before hours of work, not after them."""
-    if which != "none":
+def run(request: Request, progress: Progress | None = None, team: "Team | None" = None) -> dict[str, Any]:
+    """Check a request, fold, and relax; return the summary, as `predict` does."""
+    tell = progress_of(progress)
+    check(request)
+    from warpfold.parallel.team import team_of
+    from warpfold.prediction import predict
+
+    team = team_of(team)
+    summary = predict.run(replace(request, device=device_of(request.device)), tell, team)
+    return relax_predictions(request, summary, tell) if team.is_rank_zero else summary
+
+
+def check(request: Request) -> None:
+    """Check paths, options and packages without importing torch, before hours of work.  Errors: UserError."""
+    request.check()
+    if request.relax != "none":
         from warpfold.relax.amber import require_openmm
 
         require_openmm()
 
 
-def relax_predictions(
-    summary: dict[str, Any], out: Path, which: WhichRelaxed, device: str, progress: Progress
-) -> dict[str, Any]:
-    """Relax what `predict` wrote into `out`; return its summary with the reports, and with what failed here too."""
-    if which == "none" or summary["status"] == "running":  # others are at work
+def relax_predictions(request: Request, summary: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    """Relax the predictions of a finished run; return the summary with the reports and the failures of relaxation."""
+    if request.relax == "none" or summary["status"] == "running":  # other processes are still folding
         return summary
     from warpfold.relax.files import relax_paths
 
-    done = relax_paths([out], device, which, progress=progress)
+    out = request.folder
+    report = relax_paths([out], device_of(request.device), request.relax, progress=progress)
     written = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-    failed = [{"name": one["name"], "error": f"relaxation: {one['error']}"} for one in done["failures"]]
+    failed = [{"name": one["name"], "error": f"relaxation: {one['error']}"} for one in report["failures"]]
     return written | {"failures": [*written["failures"], *failed]}
 
 
-predict = arguments.function(PredictCommand)
-
-
 class Predict(Lists):
-    """The command `predict`, which takes ColabFold's names of its options too.
+    """The command `predict`, which also accepts ColabFold's names of its options, and has a short and a long help.
 
-    --representations needs no value: alone, it means those of the .npz.
+    --representations needs no value: alone, it means the representations in the .npz.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse words with our names in the place of ColabFold's, and a value for --representations."""
+        """Replace ColabFold's names by ours, and add the value of a bare --representations."""
         words = []
-        for place, one in enumerate(args):
-            name, equals, value = one.partition("=")
+        for index, word in enumerate(args):
+            name, equals, value = word.partition("=")
             *before, last = ALIASES.get(name, (name,))
             words += [*before, last + equals + value]
-            if words[-1] == "--representations" and not "".join(args[place + 1 : place + 2]).endswith(".store"):
+            if words[-1] == "--representations" and not "".join(args[index + 1 : index + 2]).endswith(".store"):
                 words.append("npz")
         return super().parse_args(ctx, words)
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help of the essential options."""
+        every = self.params
+        self.params = [one for one in every if one.name in ESSENTIAL or one.param_type_name == "argument"]
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self.params = every
+
+    def full_help(self, ctx: Any) -> str:
+        """Return the help of all options as plain text, which never cuts the name of an option."""
+        formatter = ctx.make_formatter()
+        super(TyperCommand, self).format_help(ctx, formatter)
+        return str(formatter.getvalue().rstrip())
+
+
+def _help_all(ctx: typer.Context, value: bool) -> None:
+    if value:
+        typer.echo(ctx.command.full_help(ctx))  # type: ignore[attr-defined]  # `Predict`
+        raise typer.Exit
+
+
+HelpAll = Annotated[
+    bool, typer.Option("--help-all", help="Show all options.", is_eager=True, callback=_help_all, show_default=False)
+]
+
 
 @command(
-    PredictCommand,
+    Request,
     cls=Predict,
     continues=True,
+    name="predict",
     example="Example:  warpfold predict query.fasta --msa query.a3m --params params.safetensors --out folded\n\n"
     "A complex, a FASTA record for each chain:  warpfold predict dimer.fasta --msa msas/ "
     "--params params_model_*_multimer_v3.npz --seeds 2 --out folded\n\n"
     "Many different structures of one protein:  warpfold predict q.a3m --params params.npz --seeds 50 --dropout "
     "--out folded\n\n"
-    "What each pass found:  warpfold predict q.a3m --params params.npz --recycles 12 --save-recycles --out folded\n\n"
+    "The structure of every pass:  warpfold predict q.a3m --params params.npz --recycles 12 --save-recycles "
+    "--out folded\n\n"
     "A proteome, by a job array of 8:  warpfold predict all.fasta --params params.npz --shard $I/8 --out folded\n\n"
-    "Long ones on several processes, under torchrun: docs/howto/clusters.md.  Many, on several machines: "
-    "docs/howto/many_proteins.md.\n\n"
-    "ColabFold's names of options (--num-recycle, --num-seeds, --amber ...) work too: docs/howto/migrate.md.",
+    "Long proteins on several processes, under torchrun: docs/parallel.md.  Many proteins on several machines: "
+    "docs/throughput.md.\n\n"
+    "ColabFold's names of options (--num-recycle, --num-seeds, --amber ...) work too: docs/howto/from_colabfold.md.",
 )
 def predict_in_shell(
-    given: dict[str, Any], axial: Axial = None, branch: Branch = None, as_json: AsJson = False
+    options: dict[str, Any],
+    axial: Axial = None,
+    branch: Branch = None,
+    as_json: AsJson = False,
+    help_all: HelpAll = False,
 ) -> None:
-    """Have the processes meet and fold, relax what was predicted, and say how it went."""
+    """Fold proteins and complexes: mmCIF, PDB, pLDDT, PAE, a summary and a report; rank models and seeds."""
+    request = Request(**options)
+    check(request)
     from warpfold.parallel.plan import Plan
     from warpfold.parallel.team import distributed_context
+    from warpfold.prediction import predict
     from warpfold.prediction.pages import warnings_of
 
-    process, out, relax = this_process(), given["out"], given.pop("relax")
-    _check_relax(relax)
-    given["device"] = where = device_of(given["device"], process)
-    # Without either, how the processes share out the proteins is chosen when these are known.
+    process, out = this_process(), request.folder
+    device = device_of(request.device, process)
+    request = replace(request, device=device)
+    # Without --plan options, the process grid is chosen once the proteins are known.
     plan = None if axial is None and branch is None else Plan(axial=axial or 1, branch=branch or 1)
-    # Of several processes the first has a bar; `predict` says how much time is left.
+    # Only the first of several processes has a bar; `predict` adds the remaining time to it.
     bar = progress_bar(remaining=False, every=30.0) if process.rank == 0 else nullcontext()
-    with distributed_context(process, plan, where) as team, bar as progress, plans_said(process.rank):
-        summary = predict(**given, progress=progress, team=team)
+    with distributed_context(process, plan, device) as team, bar as progress, plans_said(process.rank):
+        summary = predict.run(request, progress_of(progress), team)
     if team.is_rank_zero:
-        if summary["status"] == "running":  # others are at work on the rest, or have yet to begin
-            then = f", then `warpfold relax {out}`" if relax != "none" else ""
-            part = given["shard"] or "1/1"
-            warn(f"part {part} is done; the last part writes {out / 'summary.json'}{then}")
-        with progress_bar() as tell:  # the other processes have ended
-            summary = relax_predictions(summary, out, relax, where, tell)
+        if summary["status"] == "running":  # other parts are being folded, or have not begun
+            then = f", then `warpfold relax {out}`" if request.relax != "none" else ""
+            warn(f"part {request.part} is done; the last part writes {out / 'summary.json'}{then}")
+        with progress_bar() as progress:  # the other processes have ended
+            summary = relax_predictions(request, summary, progress)
         say_refused(summary["refused"])
         show(Answer(summary, _lines(summary, out)), as_json)
         warnings = warnings_of(summary)
-        for one in warnings[:WARNED]:
-            warn(f"{one.heading('queries') or 'warning: '}{one.said}")
-        if len(warnings) > WARNED:
-            warn(f"and {len(warnings) - WARNED} more warnings, in {out / 'summary.json'}")
+        for warning in warnings[:MAX_WARNINGS]:
+            warn(f"{warning.heading('queries') or 'warning: '}{warning.said}")
+        if len(warnings) > MAX_WARNINGS:
+            warn(f"and {len(warnings) - MAX_WARNINGS} more warnings, in {out / 'summary.json'}")
         for failure in summary["failures"]:
-            of = f" ({failure['model']}, seed {failure['seed']})" if "model" in failure else ""
-            warn(f"failed {failure['name']}{of}: {failure['error']}")
-    # A protein may have hits, and there is none of their structures.
-    lack = any(not one["templates"] and one.get("templates_missing", 0) > 0 for one in summary["predictions"])
-    raise typer.Exit(1 if summary["failures"] or lack else 0)
+            where = f" ({failure['model']}, seed {failure['seed']})" if "model" in failure else ""
+            warn(f"failed {failure['name']}{where}: {failure['error']}")
+    # A protein whose template hits all lack their structure files is a failure too.
+    lacks = any(not one["templates"] and one.get("templates_missing", 0) > 0 for one in summary["predictions"])
+    raise typer.Exit(1 if summary["failures"] or lacks else 0)
 
 
 def _lines(summary: dict[str, Any], out: Path) -> Iterator[str]:
-    """Yield what is printed of each prediction."""
+    """Yield the printed lines of each prediction."""
     for entry in summary["predictions"]:
         chains = f" ({len(entry['chains'])} chains)" if "chains" in entry else ""
         rank = f", rank {entry['rank']}" if "ranked" in entry else ""
         scores = [f"mean pLDDT {entry['mean_plddt']:.1f}"]
-        known = [(title, entry.get(key)) for key, title in (("iptm", "ipTM"), ("ptm", "pTM"))]
-        scores += [f"{title} {score:.2f}" for title, score in known if score is not None]
+        tm_scores = [(title, entry.get(key)) for key, title in (("iptm", "ipTM"), ("ptm", "pTM"))]
+        scores += [f"{title} {score:.2f}" for title, score in tm_scores if score is not None]
         if entry["templates"]:
             scores.append(f"templates {', '.join(entry['templates'])}")
         where = "not kept" if entry.get("dropped") else out / entry["folder"]
@@ -289,7 +299,7 @@ def _lines(summary: dict[str, Any], out: Path) -> Iterator[str]:
 @command(continues=True, example="Example:  warpfold relax folded")
 def relax(
     paths: Annotated[list[Path], argument("Folders of `warpfold predict`; mmCIF or PDB files.")],
-    best: Annotated[bool, decides("Of several predictions of one query, only the one that is ranked first.")] = False,
+    best: Annotated[bool, decides("Relax only the prediction of each query that is ranked first.")] = False,
     device: Device = None,
     force: Annotated[bool, writes("Relax again what is relaxed already.")] = False,
 ) -> Answer:
@@ -297,13 +307,13 @@ def relax(
     from warpfold.relax.files import relax_paths
 
     with progress_bar() as progress:
-        done = relax_paths(paths, device_of(device), "best" if best else "all", force, progress)
+        report = relax_paths(paths, device_of(device), "best" if best else "all", force, progress)
     lines = (
-        f"{relaxed_line(one['name'], one)}{', kept' if one['kept'] else ''}, {one['path']}" for one in done["relaxed"]
+        f"{relaxed_line(one['name'], one)}{', kept' if one['kept'] else ''}, {one['path']}" for one in report["relaxed"]
     )
-    for failure in done["failures"]:
+    for failure in report["failures"]:
         warn(f"failed {failure['name']}: {failure['error']}")
-    return Answer(done, lines, bool(done["failures"]))
+    return Answer(report, lines, bool(report["failures"]))
 
 
 def relaxed_line(name: str, report: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from warpfold.arguments import Checked, Cluster, PathLike, Paths, Shard, Workers
 from warpfold.bulk import JobPart
 from warpfold.cli.common import Answer, command, plans_said, warn
 from warpfold.errors import UserError, listed
-from warpfold.prediction.fold_options import MsaServer
+from warpfold.prediction.request import MsaServer
 from warpfold.progress import Progress, progress_bar
 
 
@@ -79,7 +79,7 @@ class SearchCommand(Checked):
         tell = arguments.progress_of(self.progress)
         if self.msa_server is not None:
             from warpfold.data.search.fetch import search_by_server
-            from warpfold.prediction.queries import server_of
+            from warpfold.prediction.request import server_of
 
             of_databases = "database", "template_database", "iterations", "e_value", "max_hits", "cluster", "shard"
             for name in (name for name in of_databases if getattr(self, name)):

@@ -85,7 +85,6 @@ class TrainCommand(Checked):
         """
         from warpfold import device
         from warpfold.cost.links import read_cluster
-        from warpfold.cost.machine import parse_memory
         from warpfold.engine.checkpoint import RunFolder
         from warpfold.engine.loop import StopSignals
         from warpfold.engine.watch import as_watchers
@@ -99,7 +98,7 @@ class TrainCommand(Checked):
         changes = [*arguments.changes_of("set", self.set), *(['plan.kernels="strict"'] if self.strict else [])]
         given = load_settings(self.settings, changes)
         where, out, init = device.device_of(self.device), Path(self.out), arguments.path_or_none("init", self.init)
-        memory = None if self.memory is None else parse_memory(self.memory)
+        memory = None if self.memory is None else arguments.parse_memory(self.memory)
         told = as_watchers(self.watch)
         stores = sources_of(self.data, given.config().model.multimer is not None)
         joined = None if self.cluster is None else read_cluster(Path(self.cluster))

@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import os
 import platform
-import re
 import shutil
 import subprocess
 import tempfile
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from warpfold.arguments import whole
 from warpfold.cost.links import LINKS, Cluster, network
 from warpfold.cost.measured_rates import measured
 from warpfold.cost.memory import kind_of
@@ -26,7 +24,6 @@ from warpfold.memory import free_memory, host_memory
 from warpfold.ops.triton.launch import table_for
 from warpfold.parallel.plan import Precision, resolve_precision
 
-UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 # Default devices per node and default link between nodes, those of a DGX H100.
 NODE, BETWEEN = 8, "ib400"
 # Fraction of the host's free memory that offloaded tensors may use.
@@ -133,22 +130,6 @@ def planned_cluster(machine: Machine, per_node: int | None = None, link: str | N
     each = min(per_node or NODE, machine.devices)
     between = network(link or BETWEEN, each)
     return Cluster(ranks=machine.devices, per_node=each, within=within, between=between, device=machine.name)
-
-
-def parse_memory(text: str | int) -> int:
-    """Parse an amount of memory such as "24GB", "24 GiB" or "24000MB" to bytes. An int is a number of bytes.
-
-    Raises UserError for a text without unit or number, and for an amount that is not positive.
-    """
-    if not isinstance(text, str):
-        return whole("memory", text, 1)
-    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([kmgt]i?b)", text.strip(), flags=re.IGNORECASE)
-    size = 0
-    if match is not None and match[2].upper() in UNITS:
-        size = int(float(match[1]) * UNITS[match[2].upper()])
-    if size <= 0:
-        raise UserError(f"--memory {text}: not an amount of memory. Pass a number with its unit, as in 24GB or 24GiB.")
-    return size
 
 
 def in_gb(size: float) -> str:

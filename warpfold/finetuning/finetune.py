@@ -54,8 +54,9 @@ from warpfold.finetuning.page import (
 from warpfold.finetuning.split import Split, make_split, read_split, without_relatives
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.weights.files import load_config, load_model
-from warpfold.prediction.outputs import claim_folder, put_aside, remove_drafts, write_prediction, write_summary
+from warpfold.prediction.outputs import remove_drafts, write_prediction
 from warpfold.prediction.predictor import Predictor, load
+from warpfold.prediction.summary_file import claim_folder, put_aside, write_summary
 from warpfold.progress import Progress, as_time, no_progress
 from warpfold.report.report import write_report
 from warpfold.scoring.intervals import paired_difference

@@ -29,6 +29,7 @@ from warpfold.files import NO_LOCKS, file_name, lock_file, sealed, write_atomica
 from warpfold.prediction import outputs
 from warpfold.prediction.folding import FoldItem, FoldOutcome, Group, Key, part_of
 from warpfold.prediction.pages import prediction_report
+from warpfold.prediction.summary_file import claim_folder, write_summary
 from warpfold.report.report import write_report
 from warpfold.scoring.score_table import ScoreTables, check_tables, remove_tables, row_of
 from warpfold.scoring.selection import Selection, Shortlist
@@ -97,13 +98,13 @@ class PredictionFolder:
         """
         own = part_of(groups, self.part)
         self.own = {item.key for group in own for item in group}
-        outputs.claim_folder(self.out, self.new["format"], self.run, force)  # before anything is written there
+        claim_folder(self.out, self.new["format"], self.run, force)  # before anything is written there
         if self.store is not None:
             self.store.check()
         for item in (item for group in own for item in group):
             outputs.refuse_links(self.out, f"{file_name(item.query.name)}/{item.below if self.is_several else ''}")
         with alone(self.out):
-            earlier = outputs.claim_folder(self.out, self.new["format"], self.run, force) or {}
+            earlier = claim_folder(self.out, self.new["format"], self.run, force) or {}
             same = earlier.get("run") == self.run
             for other in workers_at_work(self.out):
                 if not same or other == str(self.part) or JobPart.parse(other).count != self.part.count:
@@ -116,11 +117,11 @@ class PredictionFolder:
                         outputs.remove_prediction(self.out / entry["folder"], entry["name"])
                         remove_copies(self.out, entry)
                 remove_tables(self.out, earlier.get("tables", ()))
-                outputs.write_summary(self.out, self.new)
+                write_summary(self.out, self.new)
             self.journal = Journal(self.out, self.run, self.part, tables=self.tables, shortlist=self.shortlist())
             named = {} if self.tables is None else {"tables": sorted({*earlier.get("tables", []), *self.tables.names})}
             if same and earlier != (running := earlier | {"status": "running"} | named):
-                outputs.write_summary(self.out, running)
+                write_summary(self.out, running)
             done = self._done()
         lost = set()
         for key in self.own & done.entries.keys():  # reading thousands takes minutes, for which no other part waits
@@ -178,7 +179,7 @@ class PredictionFolder:
                 if self.tables is not None:
                     summary["tables"] = self.tables.rebuild(summary["predictions"], finished=True)
                 write_report(self.out / "report.html", prediction_report(self.out, summary))
-                summary = outputs.write_summary(self.out, summary)
+                summary = write_summary(self.out, summary)
                 remove_journals(self.out)
                 if self.store is not None:
                     self.store.remove_records(self.out, entries)
@@ -221,7 +222,7 @@ class PredictionFolder:
     def _done(self) -> Done:
         """Collect the results of this run from the summary and the journals; an entry outranks any failure."""
         rows = list(read_journals(self.out, self.run))  # before the summary, in which they end
-        earlier = outputs.claim_folder(self.out, self.new["format"], self.run) or self.new
+        earlier = claim_folder(self.out, self.new["format"], self.run) or self.new
         done, first = Done(), self.items[0]
         for entry in earlier["predictions"]:
             done.entries[entry["name"], entry.get("model", first.model.name), entry["seed"]] = entry

@@ -18,11 +18,11 @@ from warpfold.data.example.raw_example import Assembly
 from warpfold.errors import StorageError, UserError
 from warpfold.model.alphafold import AlphaFold
 from warpfold.parallel.team import Team
-from warpfold.prediction.fold_options import Asked, Recycling
 from warpfold.prediction.outputs import Prediction
 from warpfold.prediction.params import Params
 from warpfold.prediction.queries import Query
 from warpfold.prediction.read_out import Prepared
+from warpfold.prediction.request import FoldOptions, Recycling
 from warpfold.training.passes import PassPlace, followed
 
 # What may fail for one prediction while the others go on: numbers, memory (torch.OutOfMemoryError is a RuntimeError).
@@ -155,8 +155,8 @@ class Folds(Protocol):
     ) -> Prepared:
         """Make the features of one chain or several."""
 
-    def compute(self, prepared: Prepared, asked: Asked) -> Prediction: ...
-    def compute_together(self, several: Sequence[Prepared], asked: Asked) -> list[Prediction]: ...
+    def compute(self, prepared: Prepared, options: FoldOptions) -> Prediction: ...
+    def compute_together(self, several: Sequence[Prepared], options: FoldOptions) -> list[Prediction]: ...
 
 
 @dataclass
@@ -213,7 +213,7 @@ Follow = Callable[[Group, PassPlace], None]
 
 def fold_groups(
     load: Callable[[Params], Folds],
-    asked: Asked,
+    options: FoldOptions,
     team: Team,
     groups: Iterable[Group],
     write: Write | None,
@@ -236,7 +236,7 @@ def fold_groups(
             query = one.item.query
             with one.attempt(failures):
                 one.prepared = predictor.prepare(
-                    query.assembly, seed=one.item.seed, recycles=asked.recycles, ensemble=asked.ensemble,
+                    query.assembly, seed=one.item.seed, recycles=options.recycles, ensemble=options.ensemble,
                     initial_guess=query.guess, fixed=query.fixed,
                 )  # fmt: skip
         return made
@@ -264,7 +264,7 @@ def fold_groups(
             if following is not None and following[0].model is group[0].model:
                 making = maker.submit(prepare, predictor, following)
             start = time.perf_counter()
-            _compute(predictor, made, asked, failures, None if follow is None else partial(follow, group))
+            _compute(predictor, made, options, failures, None if follow is None else partial(follow, group))
             done = time.perf_counter()
             if written is not None:
                 written.result()
@@ -282,7 +282,7 @@ def fold_groups(
 def _compute(
     predictor: Folds,
     made: Sequence[FoldOutcome],
-    asked: Asked,
+    options: FoldOptions,
     failures: tuple[type[Exception], ...],
     follow: Callable[[PassPlace], None] | None,
 ) -> None:
@@ -294,12 +294,12 @@ def _compute(
     with nullcontext() if follow is None else followed(predictor.model, passes, follow, OFTEN):
         if len(ready) > 1:
             with suppress(*failures):
-                for (one, _), found in zip(ready, predictor.compute_together([x for _, x in ready], asked)):
+                for (one, _), found in zip(ready, predictor.compute_together([x for _, x in ready], options)):
                     one.prediction = found
         for one, prepared in ready:
             if one.prediction is None:
                 with one.attempt(failures):
-                    one.prediction = predictor.compute(prepared, asked)
+                    one.prediction = predictor.compute(prepared, options)
             one.prepared = None
 
 

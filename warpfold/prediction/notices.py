@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from string import Formatter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from warpfold.report.report import Warned
+if TYPE_CHECKING:
+    from warpfold.report.report import Warned
 
 Value = str | int | float
 
@@ -72,8 +73,10 @@ def of_record(record: Mapping[str, Any]) -> Notice:
     return Notice(record["kind"], {"text": record["text"]} if record["kind"] == "input" else record.get("values", {}))
 
 
-def each_kind_once(found: Iterable[tuple[str, Notice]]) -> list[Warned]:
+def each_kind_once(found: Iterable[tuple[str, Notice]]) -> "list[Warned]":
     """Return one warning for all notices of a kind, given with the proteins' names: their numbers become a range."""
+    from warpfold.report.report import Warned  # imports torch
+
     kinds: dict[tuple[Value, ...], dict[tuple[str, str], Notice]] = {}
     for name, notice in found:
         words = (value for key, value in notice.values.items() if isinstance(value, str) and key != "detail")

@@ -1,6 +1,6 @@
-"""Fold queries with each set of parameters and each seed into an output folder (docs/reference/outputs.md).
+"""Run a `Request`: fold its queries with each of the parameters and seeds into a folder (docs/outputs.md).
 
-This process folds, or ranks that each take some, processes of their own, or a Dask cluster.
+Predictions are made by this process, by ranks that each take some, by worker processes, or by a Dask cluster.
 """
 
 import hashlib
@@ -12,24 +12,22 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from warpfold import __version__
-from warpfold.bulk import JobPart, in_order, pool, require_cluster, worker_number
-from warpfold.data.example.query_files import Complex, Given
+from warpfold.bulk import JobPart, in_order, pool, worker_number
+from warpfold.data.example.query_files import Complex
 from warpfold.device import cores
 from warpfold.errors import UserError
 from warpfold.files import file_name, is_given_pipe
 from warpfold.ops.dispatch import refusals
 from warpfold.parallel.plan import Precision, log_precision, resolve_precision
 from warpfold.parallel.team import Team
-from warpfold.prediction.fold_options import PredictOptions, batch_of
-from warpfold.prediction.folder import WHOLE, Journal, PredictionFolder, RepresentationStore, key_of, read_journals
+from warpfold.prediction.folder import Journal, PredictionFolder, RepresentationStore, key_of, read_journals
 from warpfold.prediction.folding import (
     Clock,
     FoldItem,
@@ -43,7 +41,7 @@ from warpfold.prediction.folding import (
     taken,
 )
 from warpfold.prediction.notices import noted, shorten_list
-from warpfold.prediction.outputs import RESERVED, Prediction, claim_folder, write_prediction
+from warpfold.prediction.outputs import RESERVED, Prediction, write_prediction
 from warpfold.prediction.params import MULTIMERS, Params, families_in, params_files, read_params
 from warpfold.prediction.plan_report import check_fits, sizes_of_query
 from warpfold.prediction.predictor import Predictor, load
@@ -58,256 +56,212 @@ from warpfold.prediction.queries import (
     with_guesses,
     with_templates,
 )
-from warpfold.prediction.templates import TemplateSources
+from warpfold.prediction.request import FORMAT, Request, parse_batch
+from warpfold.prediction.summary_file import claim_folder
 from warpfold.progress import Progress, as_time, no_progress
 from warpfold.scoring.score_table import ScoreTables, row_of
 from warpfold.scoring.selection import OF_COMPLEXES, OF_ERRORS, OF_GIVEN, Selection, Shortlist
 from warpfold.training.passes import PassPlace
 from warpfold.training.planning import grid_for, log
 
-if TYPE_CHECKING:
-    from warpfold.data.search.server import AlignmentServer
-
-FORMAT = "warpfold-predictions-1"
-LONG = 1000  # residues, from which on planning takes long enough to be said
-JOBS = 16  # of each worker: so many that all end at about one time, so few that starting one costs nothing
+LONG = 1000  # residues from which on the log announces planning, which takes some time
+JOBS_PER_WORKER = 16  # enough for load balancing, few enough to amortise the start of a job
 
 
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """Who folds: a part of the predictions, on several processes of this machine, or on a cluster (`bulk.pool`)."""
+def run(request: Request, tell: Progress = no_progress, team: Team | None = None) -> dict[str, Any]:
+    """Fold every query of a request into its output folder; return `summary.json`.
 
-    part: JobPart = WHOLE
-    workers: int = 1
-    cluster: str | None = None
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this process folds itself."""
-        return self.workers == 1 and self.cluster is None
-
-    def check(self, team: Team, device: str | None) -> None:
-        """Raise UserError where torchrun's processes would start others, or for more processes than GPUs."""
-        if self.is_here:
-            return
-        if team.process.ranks > 1:
-            raise UserError("--workers and --cluster start processes of their own: use them without torchrun")
-        if self.cluster is not None:
-            require_cluster(self.cluster)  # before a folder is begun
-        if self.cluster is None and device is not None and device.startswith(("cuda", "mps")):
-            gpus = torch.cuda.device_count() if device == "cuda" else 1
-            if self.workers > gpus:
-                raise UserError(f"--workers {self.workers}: more than --device {device} has GPUs ({gpus}); give {gpus}")
-
-
-def predict(
-    query: Given | Sequence[Given],
-    msas: Sequence[Path],
-    params: Path | Sequence[Path],
-    out: Path,
-    options: PredictOptions | None = None,
-    progress: Progress | None = None,
-    templates: TemplateSources | None = None,
-    team: Team | None = None,
-    share: Share | None = None,
-    server: "AlignmentServer | None" = None,
-    guess: Path | str | None = None,
-    fixed: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Fold every query into `out`, with each of the parameters and seeds; return `out/summary.json`.
-
-    query: files, folders or text (`read_query_files`).  params: files, or folders of them.
-    A record that cannot be folded, or a prediction that fails, is named under "failures" and the others go on.  A run
-    that was stopped continues: what is done is kept.  team: processes that share each protein; all call this, and rank
-    0 writes.  An error on one of them, other than bad input, ends the run.
-    share: who folds.  As long as others have parts to fold, what is returned is "running", and not that in the folder:
-    its predictions and failures are those of this part.
-    server: is asked for alignments of sequences that have none; without it nothing is sent anywhere.
-    guess: where the first pass starts, a file, a folder of files by the queries' names, or `SELF`.  fixed: chains that
-    are their own templates in it.
-    Errors: UserError for bad input, or if no record can be folded (nothing is written), and for an `out` with something
-    else, or where another one works.
+    A record that cannot be folded and a prediction that fails are listed under "failures", and the others go on.  The
+    same request continues a stopped run and keeps its finished predictions.
+    team: the processes that share each protein.  All call this function, and rank 0 writes.  An error on one of them,
+    other than bad input, ends the run.
+    While other parts (`Request.part`) have predictions to make, the returned summary is "running", lists only the
+    predictions and failures of this part, and is not that of the folder.
+    Errors: UserError for bad input, if no record can be folded (nothing is written), and for an `out` that holds
+    something else or in which another process works on this part.
     """
-    options, tell, team, share = options or PredictOptions(), progress or no_progress, team or Team(), share or Share()
-    start = time.perf_counter()
-    for file in [*([query] if isinstance(query, Given) else query), *msas] if team.process.ranks > 1 else []:
-        if file == "-" or (isinstance(file, Path) and is_given_pipe(file)):
-            raise UserError(f"{file}: is a pipe, which several processes cannot share; give a regular file")
-    share.check(team, options.device)
-    device = _device_of(options)
-    # One choice for all processes, since the run's identity contains it.
-    asked_precision, precision = options.precision, _resolve_precision(options, share)
+    team, start, out = team or Team(), time.perf_counter(), request.folder
+    check_processes(request, team)
+    device = _device_of(request)
+    # All processes use the same precision, because the run's identity contains it.
+    requested_precision, precision = request.precision, _resolve_precision(request)
     precision = team.broadcast(precision, "the precision")
-    options = replace(options, precision=precision)
-    server = server if server is None or team.is_rank_zero else replace(server, say=lambda line: None)
-    if options.pairs and guess is not None:
-        raise UserError("--pairs makes complexes, of which no structure is known; leave --initial-guess out")
-    read, models, asked = _read(query, msas, params, out, options, server, tell, fixed)
-    if share.cluster is not None:  # whose workers are in another folder
+    request = replace(request, precision=precision)
+    read, models, asked = _read(request, team, tell)
+    if request.cluster is not None:  # its workers run in another folder
         models = [replace(model, path=model.path.absolute()) for model in models]
-    if guess is not None:
+    if request.guess is not None:
         tell(0, 1, "looking at the initial guesses")
-        read = replace(read, found=with_guesses(read.found, guess, fixed)).common_said_once()
+        read = replace(read, found=with_guesses(read.found, request.guess, request.fixed)).hoist_common_notices()
         if not read.queries:
             raise next(iter(read.errors.values()))
-    check_guess(guess, fixed, models)
+    check_guess(request.guess, request.fixed, models)
     chains = read.queries
-    queries = all_pairs(chains) if options.pairs else chains
-    total = len(models) * len(queries) * options.seeds
+    queries = all_pairs(chains) if request.pairs else chains
+    total = len(models) * len(queries) * request.seeds
     if team.mesh.data.size > 1:
-        _share_out(models, queries, options, team)
-    memory = ModelInMemory(options, team)
-    if share.is_here:
+        choose_process_grid(models, queries, request, team)
+    memory = ModelInMemory(request, team)
+    if not request.starts_processes:
         shortest = min((query.residues for query in queries), default=0)
         if shortest >= LONG and team.is_rank_zero:
             log.info("planning for %d residues", shortest)
         tell(0, total, "loading the parameters")
         predictor = memory.load(models[0])
         device = str(predictor.device)
-        check_fits(queries, models[0], options.recycles, predictor.planner.check)
+        check_fits(queries, models[0], request.recycles, predictor.planner.check)
+    templates = request.template_sources
     if templates:
         tell(0, total, "looking at the templates")
         chains = with_templates(chains, templates, models, read.errors)
-        queries = all_pairs(chains) if options.pairs else chains
-    seeds = range(options.seed, options.seed + options.seeds)
+        queries = all_pairs(chains) if request.pairs else chains
+    seeds = range(request.seed, request.seed + request.seeds)
     items = [FoldItem(*one) for one in product(models, queries, seeds)]
-    new = _new_summary(chains, models, options, device)
-    new |= {
-        "warnings": _run_notices(read, models, templates, fixed),
-        "msa_server": server and server.url,
-        "asked": asked,
-    }
+    server = request.server
+    new = _new_summary(chains, models, request, device)
+    new |= {"warnings": _run_notices(read, models, request), "msa_server": server and server.url, "asked": asked}
     new["failures"] = [{"name": name, "error": one_line(error)} for name, error in read.errors.items()]
-    tables, keep = None, _selection(options, queries, models)
+    tables, keep = None, _selection(request, queries, models)
     if isinstance(keep, Selection) or any(query.is_complex or query.designed is not None for query in queries):
         tables = ScoreTables(out, pairs=any(len(query.ids) > 2 for query in queries))
         new["tables"] = tables.names
-        if not fixed and any(query.designed is not None and query.is_complex for query in queries):
+        if not request.fixed and any(query.designed is not None and query.is_complex for query in queries):
             text = (
                 "scores.csv takes the last chain for the binder and the other chains for its target; name the target "
                 "with --fixed-chains if it is another"
             )
             new["warnings"] += [notice.record() for notice in noted([text])]
-    store = None if options.store is None else RepresentationStore(options.store, new["run"])
+    store = None if request.store is None else RepresentationStore(request.store, new["run"])
     new |= {} if store is None else {"store": str(store.path)}
-    folder = PredictionFolder(out, new, items, share.part, keep, tables, store)
+    folder = PredictionFolder(out, new, items, request.part, keep, tables, store)
     with closing(folder):
         todo = None
         if team.is_rank_zero:
-            batch = 1 if team.process.ranks > 1 or options.alone else batch_of(options.batch)
-            groups = in_groups(items, batch, device, options.recycling, options.recycles)
-            todo = folder.begin(groups, options.force)
+            batch = 1 if team.process.ranks > 1 or request.folds_alone else parse_batch(request.batch)
+            groups = in_groups(items, batch, device, request.recycling, request.recycles)
+            todo = folder.begin(groups, request.force)
         todo = team.broadcast(todo, "the beginning of the run")
-        log_precision(asked_precision, precision, None if share.cluster else device)
-        clock, refused = _fold(memory, folder.groups_of(todo), folder, share, tell)
+        log_precision(requested_precision, precision, None if request.cluster else device)
+        clock, refused = _fold(memory, folder.groups_of(todo), folder, tell)
         tell(total, total, "writing the report")
         process = {"device": device, "seconds": round(time.perf_counter() - start, 3), **clock.summary()}
         summary = folder.finish(process, refused) if team.is_rank_zero else None
     return team.broadcast(summary, "the end of the run")
 
 
-def _device_of(options: PredictOptions) -> str:
-    return options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+def check_processes(request: Request, team: Team) -> None:
+    """Raise UserError for pipes and workers under torchrun, and for more workers than GPUs."""
+    if team.process.ranks > 1:
+        for file in [*request.queries, *request.alignments]:
+            if file == "-" or (isinstance(file, Path) and is_given_pipe(file)):
+                raise UserError(f"{file}: is a pipe, which several processes cannot share; give a regular file")
+        if request.starts_processes:
+            raise UserError("--workers and --cluster start processes of their own: use them without torchrun")
+    device = request.device
+    if request.workers > 1 and request.cluster is None and device is not None and device.startswith(("cuda", "mps")):
+        gpus = torch.cuda.device_count() if device == "cuda" else 1
+        if request.workers > gpus:
+            raise UserError(f"--workers {request.workers}: more than --device {device} has GPUs ({gpus}); give {gpus}")
 
 
-def _resolve_precision(options: PredictOptions, share: Share) -> Precision:
-    """Return the precision for the device that will fold; of a cluster, for the device of one of its workers."""
-    if share.cluster is None or options.precision != "auto":
-        return resolve_precision(options.precision, _device_of(options))
-    with pool(share.workers, share.cluster) as executor:
-        (precision,) = in_order(_precision_of_worker, [options], executor)
+def _device_of(request: Request) -> str:
+    return request.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _resolve_precision(request: Request) -> Precision:
+    """Return the precision on the device that folds; of a cluster, on the device of one of its workers."""
+    if request.cluster is None or request.precision != "auto":
+        return resolve_precision(request.precision, _device_of(request))
+    with pool(request.workers, request.cluster) as executor:
+        (precision,) = in_order(_precision_of_worker, [request], executor)
     return precision
 
 
-def _precision_of_worker(options: PredictOptions) -> Precision:
-    return resolve_precision(options.precision, _device_of(options))
+def _precision_of_worker(request: Request) -> Precision:
+    return resolve_precision(request.precision, _device_of(request))
 
 
-def _read(
-    given: Given | Sequence[Given],
-    msas: Sequence[Path],
-    params: Path | Sequence[Path],
-    out: Path,
-    options: PredictOptions,
-    server: "AlignmentServer | None",
-    tell: Progress,
-    fixed: Sequence[str],
-) -> tuple[ReadQueries, list[Params], str | None]:
-    """Read queries and parameters; of a folder with parameters of several kinds, those that the queries need.
+def _read(request: Request, team: Team, tell: Progress) -> tuple[ReadQueries, list[Params], str | None]:
+    """Read queries and parameters.
 
-    Returns a digest of what a server was asked, too; None if it was not.
+    A folder may hold parameters of several kinds; then the queries decide which kind is used.
+    Returns a digest of the questions that a server was asked, too; None if it was not asked.
     """
     asked: str | None = None
-    params = [params] if isinstance(params, Path) else params
-    gap = options.chain_gap is not None
+    params, gap = request.params_paths, request.chain_gap is not None
     waiting = not gap and any(path.is_dir() and len(families_in(path)) > 1 for path in params)
-    models = [] if waiting else read_params(params_files(params, options.num_models))
+    models = [] if waiting else read_params(params_files(params, request.num_models))
     if gap and (able := [model.path.name for model in models if model.multimer]):
         raise UserError(f"--chain-gap: {able[0]} is AlphaFold-Multimer's, which tells chains apart; leave it out")
+    server = request.server
+    if server is not None and not team.is_rank_zero:
+        server = replace(server, say=lambda line: None)
 
-    def check(one: Complex) -> None:
-        """Raise UserError for what cannot be folded here."""
-        if options.pairs and len(one.ids) > 1:
-            chain_of_pairs(one)  # which refuses it, before anything is fetched
-        if file_name(one.name).lower() in RESERVED:  # its folder would be where the run itself writes
+    def check(query: Complex) -> None:
+        """Raise UserError for a query that cannot be folded here."""
+        if request.pairs and len(query.ids) > 1:
+            chain_of_pairs(query)  # raises, before an alignment is fetched
+        if file_name(query.name).lower() in RESERVED:  # its folder would be one of the run's own files
             raise UserError(
-                f"{one.name}: no protein can have this name, because the output has {', '.join(RESERVED)} of its own; "
-                "give the record another name"
+                f"{query.name}: no protein can have this name, because the output has {', '.join(RESERVED)} of its "
+                "own; give the record another name"
             )
-        _check_complexes([one.name] if (options.pairs or len(one.ids) > 1) and not gap else [], models)
+        _check_complexes([query.name] if (request.pairs or len(query.ids) > 1) and not gap else [], models)
 
     def fetch(lacking: Sequence[tuple[Complex, list[str]]]) -> list[Path]:
-        """Ask the server, unless the folder would be refused afterwards."""
+        """Ask the server, unless the output folder would be refused afterwards."""
         nonlocal asked
         assert server is not None
-        sent = [[one.name, [*one.ids], [*one.sequences], without] for one, without in lacking]
-        asked = _digest_of(models, options, server.url, sent).hexdigest()
-        earlier = claim_folder(out, FORMAT, "", force=True) or {"asked": asked}
-        known = asked if earlier.get("msa_server") else None  # of a version that did not note it
-        if earlier.get("asked", known) != asked:
-            claim_folder(out, FORMAT, "another", options.force)
+        sent = [[query.name, [*query.ids], [*query.sequences], without] for query, without in lacking]
+        asked = _digest_of(models, request, server.url, sent).hexdigest()
+        earlier = claim_folder(request.folder, FORMAT, "", force=True) or {"asked": asked}
+        # Earlier versions did not record the digest.
+        recorded = earlier.get("asked", asked if earlier.get("msa_server") else None)
+        if recorded != asked:
+            claim_folder(request.folder, FORMAT, "another", request.force)
         return fetching(server, check, tell)(lacking)
 
     # Whether the records of a FASTA file are the chains of one complex.
     single = waiting or any(not model.multimer for model in models)
-    together = not (single or options.pairs) if options.complex is None else options.complex
-    asking = fetch if server is not None else None
-    read = read_given(given, msas, together, asking, check, fixed, bool(options.pairs))
+    together = not (single or request.pairs) if request.complex is None else request.complex
+    read = read_given(
+        request.queries, request.alignments, together, fetch if server is not None else None, check, request.fixed,
+        bool(request.pairs),
+    )  # fmt: skip
     if not read.queries:
         raise next(iter(read.errors.values()))
     if waiting:
-        complexes = [query.name for query in read.queries if query.is_complex or options.pairs]
-        models = read_params(params_files(params, options.num_models, complexes=bool(complexes)))
+        complexes = [query.name for query in read.queries if query.is_complex or request.pairs]
+        models = read_params(params_files(params, request.num_models, complexes=bool(complexes)))
         _check_complexes(complexes, models)
     return read, models, asked
 
 
-def _run_notices(
-    read: ReadQueries, models: Sequence[Params], templates: TemplateSources | None, fixed: Sequence[str]
-) -> list[dict[str, Any]]:
-    """Return warnings about the run as a whole: requests that have no effect."""
-    texts = []
-    if read.hits and not (templates and templates.hits):
+def _run_notices(read: ReadQueries, models: Sequence[Params], request: Request) -> list[dict[str, Any]]:
+    """Return warnings about the run as a whole: options that have no effect."""
+    texts, templates = [], request.template_sources
+    if read.hits and not templates.hits:
         texts.append(f"template hits are not used unless --hits names them: {shorten_list(read.hits)}")
-    if (templates or fixed) and (
+    if (templates or request.fixed) and (
         without := [model.path.name for model in models if not model.config.templates.enabled]
     ):
         texts.append(f"no template is used with {', '.join(without)}, which take none")
-    notices = [*read.notices, *(templates.notices if templates else ()), *noted(texts)]
-    return [notice.record() for notice in notices]
+    return [notice.record() for notice in [*read.notices, *templates.notices, *noted(texts)]]
 
 
-def _selection(options: PredictOptions, queries: Sequence[Query], models: Sequence[Params]) -> int | Selection | None:
-    """Return what keeps its files.  Errors: UserError for a score that these predictions do not have."""
-    keep, complexes = options.selection, [query for query in queries if query.is_complex]
+def _selection(request: Request, queries: Sequence[Query], models: Sequence[Params]) -> int | Selection | None:
+    """Complete the parsed `--keep`.  Errors: UserError for a score that these predictions will not have."""
+    keep, complexes = request.selection, [query for query in queries if query.is_complex]
     if not isinstance(keep, Selection):
         return keep
     if keep.best is not None and keep.score is None:
         keep = replace(keep, score="ipsae" if complexes else "mean_plddt")
     for score in keep.scores:
-        bare = [model.path for model in models if not model.config.heads.pae]
-        if score in OF_ERRORS and bare:
-            raise UserError(f"--keep {keep.text}: {bare[0]} has no head of aligned errors, so no {score}; name another")
+        without_pae = [model.path for model in models if not model.config.heads.pae]
+        if score in OF_ERRORS and without_pae:
+            raise UserError(
+                f"--keep {keep.text}: {without_pae[0]} has no head of aligned errors, so no {score}; name another"
+            )
         if score in OF_COMPLEXES and not complexes:
             raise UserError(f"--keep {keep.text}: single chains have no {score}; name another score")
         if score in OF_GIVEN and not any(query.designed is not None for query in queries):
@@ -317,42 +271,39 @@ def _selection(options: PredictOptions, queries: Sequence[Query], models: Sequen
     return keep
 
 
-def _share_out(models: Sequence[Params], queries: Sequence[Query], options: PredictOptions, team: Team) -> None:
-    """Have the processes share each protein, or fold others, as is fastest; they have met without a plan."""
-    device = _device_of(options)
-    config, sample, recycles = models[0].config, models[0].sample, options.recycles
-    sizes = [sizes_of_query(query, config, sample, whole=False) for query in queries] * (len(models) * options.seeds)
-    fixed: dict[str, Any] = {"precision": options.precision, "kernels": options.kernels}
-    fixed |= {} if options.chunk is None else {"chunk": options.chunk or None}
+def choose_process_grid(models: Sequence[Params], queries: Sequence[Query], request: Request, team: Team) -> None:
+    """Choose whether processes share each protein or fold different ones, whichever is faster, and remesh the team."""
+    config, sample, recycles = models[0].config, models[0].sample, request.recycles
+    sizes = [sizes_of_query(query, config, sample, whole=False) for query in queries] * (len(models) * request.seeds)
+    fixed: dict[str, Any] = {"precision": request.precision, "kernels": request.kernels}
+    fixed |= {} if request.chunk is None else {"chunk": request.chunk or None}
     recycles = config.recycles if recycles is None else recycles
-    team.remesh(grid_for(config, sizes, recycles, device, fixed, options.memory_limit, team))
+    team.remesh(grid_for(config, sizes, recycles, _device_of(request), fixed, request.memory_limit, team))
 
 
-def _check_complexes(found: Sequence[str], models: Sequence[Params]) -> None:
-    """Raise UserError if there is a complex, and a model that folds single chains alone.  found: names of complexes."""
+def _check_complexes(names: Sequence[str], models: Sequence[Params]) -> None:
+    """Raise UserError if there are complexes, given by name, and a model that folds single chains alone."""
     unable = [model.path for model in models if not model.multimer]
-    if found and unable:
+    if names and unable:
         raise UserError(
-            f"{unable[0]}: parameters for single chains, but {found[0]} is a complex; give AlphaFold-Multimer's "
+            f"{unable[0]}: parameters for single chains, but {names[0]} is a complex; give AlphaFold-Multimer's "
             f"({MULTIMERS}), --chain-gap 200, or fold each chain alone"
         )
 
 
-def _new_summary(
-    queries: Sequence[Query], models: Sequence[Params], options: PredictOptions, device: str
-) -> dict[str, Any]:
-    settings = {"seed": options.seed, "seeds": options.seeds, **options.identity_settings(models[0])}
-    run = _digest_of(models, options)
+def _new_summary(queries: Sequence[Query], models: Sequence[Params], request: Request, device: str) -> dict[str, Any]:
+    settings = {"seed": request.seed, "seeds": request.seeds, **request.identity_settings(models[0])}
+    run = _digest_of(models, request)
     for part in (part for query in queries for part in query.parts()):
         run.update(part)
-    pairs = {"pairs": [query.name for query in queries]} if options.pairs else {}
+    pairs = {"pairs": [query.name for query in queries]} if request.pairs else {}
     run.update(b"all pairs" if pairs else b"")
     return {
         "format": FORMAT,
         "status": "running",
         "run": run.hexdigest(),
         "params": models[0].summary(),
-        "models": [{"name": model.name, **model.summary(), **options.identity_settings(model)} for model in models],
+        "models": [{"name": model.name, **model.summary(), **request.identity_settings(model)} for model in models],
         "settings": settings,
         "device": device,
         "versions": {"warpfold": __version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -366,17 +317,17 @@ def _new_summary(
     }
 
 
-def _digest_of(models: Sequence[Params], options: PredictOptions, *more: Any) -> "hashlib._Hash":
-    """Return a digest of what decides the result beside the queries."""
-    identities = [[model.digest, options.identity_settings(model)] for model in models]
-    return hashlib.sha256(json.dumps([options.seed, options.seeds, identities, *more]).encode())
+def _digest_of(models: Sequence[Params], request: Request, *more: Any) -> "hashlib._Hash":
+    """Return a digest of everything but the queries that decides the result."""
+    identities = [[model.digest, request.identity_settings(model)] for model in models]
+    return hashlib.sha256(json.dumps([request.seed, request.seeds, identities, *more]).encode())
 
 
 class ModelInMemory:
-    """The model that folds: the parameters of one are given up before those of the next are loaded."""
+    """The loaded model; its parameters are freed before those of the next model are loaded."""
 
-    def __init__(self, options: PredictOptions, team: Team) -> None:
-        self.options, self.team = options, team
+    def __init__(self, request: Request, team: Team) -> None:
+        self.request, self.team = request, team
         self._name: str | None = None
         self._predictor: Predictor | None = None
 
@@ -384,7 +335,7 @@ class ModelInMemory:
         """Return the predictor of a model.  Errors: UserError as in `prediction.predictor.load`."""
         if self._predictor is None or self._name != params.name:
             self._predictor = None
-            o, sample = self.options, params.sample
+            o, sample = self.request, params.sample
             self._predictor = load(
                 params.path, o.device, o.chunk, o.precision, sample, self.team, o.kernels, o.offload, o.memory,
                 max_msa=o.max_msa, max_extra=o.max_extra, dropout=o.dropout, chain_gap=o.chain_gap,
@@ -396,15 +347,15 @@ class ModelInMemory:
 
 
 def _fold(
-    memory: ModelInMemory, groups: Sequence[Group], folder: PredictionFolder, share: Share, tell: Progress
+    memory: ModelInMemory, groups: Sequence[Group], folder: PredictionFolder, tell: Progress
 ) -> tuple[Clock, dict[str, int]]:
-    """Fold groups into a folder; return the seconds of all who did, and why fast operations were not used.
+    """Fold groups into a folder; return the seconds of all processes, and why fast operations were not used.
 
-    Errors: UserError for parameters that do not fit, or a cluster that is not there; TeamError.
+    Errors: UserError for parameters that do not fit, or a cluster that cannot be reached; TeamError.
     """
-    bar, team, options = ProgressOfRun(tell, len(folder.items), groups), memory.team, memory.options
+    bar, team, request = ProgressOfRun(tell, len(folder.items), groups), memory.team, memory.request
     clock, refused, refused_before = Clock(), dict[str, int](), refusals()
-    if share.is_here:
+    if not request.starts_processes:
         several = team.mesh.data.size > 1
         if folder.journal is None and team.is_example_leader and several:
             folder.journal = Journal(
@@ -417,26 +368,26 @@ def _fold(
             bar.move([outcome.item])
 
         shortlist = None if folder.journal is None else folder.journal.shortlist
-        write = _writer(folder.out, folder.is_several, shortlist, options)
+        write = _writer(folder.out, folder.is_several, shortlist, request)
         mine = taken(groups, team) if several else groups
-        clock = fold_groups(memory.load, options.asked, team, mine, write, record, bar.follow)
+        clock = fold_groups(memory.load, request.fold_options, team, mine, write, record, bar.follow)
         if several:
             team.wait_for_all("the end of the predictions")
         return clock, refusals(refused_before)
-    out, workers = folder.out.absolute(), 0 if share.cluster else share.workers
+    out, workers = folder.out.absolute(), 0 if request.cluster else request.workers
     tables = None if folder.tables is None else replace(folder.tables, out=out)
 
     def left(some: list[FoldJob]) -> list[FoldJob]:
-        """Return jobs of workers that died without what they had done."""
+        """Return the jobs of workers that died, without the predictions that they had finished."""
         done = {key_of(row["of"]) for row in read_journals(out, folder.run) if "entry" in row}
         groups = [[tuple(item for item in group if item.key not in done) for group in job.groups] for job in some]
         return [replace(job, groups=[group for group in own if group]) for job, own in zip(some, groups)]
 
-    with pool(share.workers, share.cluster) as executor:
+    with pool(request.workers, request.cluster) as executor:
         assert executor is not None
         jobs = [
-            FoldJob(some, out, folder.run, folder.part, folder.is_several, options, workers, tables, folder.keep)
-            for some in in_jobs(groups, JOBS * executor.size)
+            FoldJob(some, out, folder.run, folder.part, folder.is_several, request, workers, tables, folder.keep)
+            for some in in_jobs(groups, JOBS_PER_WORKER * executor.size)
         ]
         for job, (seconds, refusals_of_job) in zip(jobs, in_order(fold_job, jobs, executor, again=left)):
             clock.add(seconds)
@@ -448,21 +399,21 @@ def _fold(
 
 @dataclass(frozen=True)
 class FoldJob:
-    """Groups that a worker folds, and how."""
+    """Groups for a worker, and how it folds and writes them."""
 
     groups: Sequence[Group]
     out: Path
     run: str
     part: JobPart
     several: bool
-    options: PredictOptions
-    workers: int  # of this machine; 0: of a cluster
+    request: Request
+    workers: int  # of this machine; 0 on a cluster
     tables: ScoreTables | None
     keep: int | Selection | None
 
 
 def in_jobs(groups: Sequence[Group], count: int) -> Iterator[list[Group]]:
-    """Yield runs of neighbouring groups of one model, of a cost of about 1 / count of all together."""
+    """Split groups into jobs of neighbours with one model, each of about 1 / count of the total cost."""
     most, some = cost_of(groups) / count, list[Group]()
     for group in groups:
         if some and (cost_of([*some, group]) > most or group[0].model != some[0][0].model):
@@ -474,36 +425,41 @@ def in_jobs(groups: Sequence[Group], count: int) -> Iterator[list[Group]]:
 
 
 def fold_job(job: FoldJob) -> tuple[Clock, dict[str, int]]:
-    """Fold groups in a worker process, which keeps its model from job to job; return what `_fold` does.
+    """Fold groups in a worker process, which keeps its model from job to job; return the same as `_fold`.
 
-    It writes the files and a journal.  Of several GPUs it takes the one with its number.
+    The worker writes the files and a journal.  On a machine of several GPUs it uses the GPU of its own number.
     """
     refused_before, number = refusals(), worker_number()
-    device = _device_of(job.options)
+    device = _device_of(job.request)
     if device == "cuda" and number is not None and torch.cuda.device_count() > 1:
         device = f"cuda:{number % torch.cuda.device_count()}"
     if device == "cpu" and job.workers:
         torch.set_num_threads(max(1, cores() // job.workers))
-    memory, name = _memory_of(replace(job.options, device=device)), file_name(f"{platform.node()}-{os.getpid()}")
+    memory, name = _memory_of(replace(job.request, device=device)), file_name(f"{platform.node()}-{os.getpid()}")
     shortlist = Shortlist(job.keep) if isinstance(job.keep, Selection) else None
     with closing(Journal(job.out, job.run, job.part, name, job.tables, shortlist)) as journal:
-        write = _writer(job.out, job.several, shortlist, job.options)
-        clock = fold_groups(memory.load, memory.options.asked, memory.team, job.groups, write, journal.add)
+        write = _writer(job.out, job.several, shortlist, job.request)
+        clock = fold_groups(memory.load, memory.request.fold_options, memory.team, job.groups, write, journal.add)
     return clock, refusals(refused_before)
 
 
-@lru_cache(maxsize=1)
-def _memory_of(options: PredictOptions) -> ModelInMemory:
-    """Return the worker's model, which stays."""
-    return ModelInMemory(options, Team())
+_worker_memory: ModelInMemory | None = None
 
 
-def _writer(out: Path, several: bool, shortlist: Shortlist | None, options: PredictOptions) -> Write:
+def _memory_of(request: Request) -> ModelInMemory:
+    """Return the worker's model, which stays loaded between jobs of one request."""
+    global _worker_memory
+    if _worker_memory is None or _worker_memory.request != request:
+        _worker_memory = ModelInMemory(request, Team())
+    return _worker_memory
+
+
+def _writer(out: Path, several: bool, shortlist: Shortlist | None, request: Request) -> Write:
     wanted = None if shortlist is None else lambda entry: shortlist.wants(row_of(entry))
-    pair = None if options.store is None else options.pair_representation
+    pair = None if request.store is None else request.pair_representation
 
     def write(item: FoldItem, prediction: Prediction) -> dict[str, Any]:
-        """Write a prediction with what its query says of it."""
+        """Write a prediction with the notices, templates and guess of its query."""
         outcomes = [asdict(outcome) for outcome in item.query.outcomes]
         below = item.below if several else ""
         query, made = item.query, replace(prediction, templates=outcomes)
@@ -517,24 +473,24 @@ def _writer(out: Path, several: bool, shortlist: Shortlist | None, options: Pred
 
 
 class ProgressOfRun:
-    """Tells how many predictions there are, where the model is in one, and the time that is left by what they cost.
+    """Report the number of predictions, the position of the model in one, and the time left by their predicted costs.
 
-    One thread folds while another writes what was folded before, and both tell: the number never falls.
+    One thread folds while another writes the files of the group before, and both report: the number never falls.
     """
 
     def __init__(self, tell: Progress, total: int, groups: Sequence[Group]) -> None:
         self._tell, self._total = tell, total
-        self._done = total - sum(map(len, groups))  # by an earlier run, or by others
+        self._done = total - sum(map(len, groups))  # by an earlier run, or by other processes
         self._cost, self._left, self._start = 0.0, cost_of(groups), time.perf_counter()
         self._shown: float = self._done
         self._lock = threading.Lock()
         tell(self._done, total, groups[0][0].query.name if groups else "")
 
     def follow(self, group: Group, place: PassPlace) -> None:
-        """Show where the model is in a group that it folds; what has been folded may still be being written."""
+        """Show the position of the model in a group, while the files of the group before may still be written."""
         cost = place.share * cost_of([group])
         name = group[0].query.name if len(group) == 1 else f"{len(group)} together"
-        short = name if len(name) <= 8 else f"{name[:7]}…"  # all of it fits a terminal of 80 columns
+        short = name if len(name) <= 8 else f"{name[:7]}…"  # the line fits 80 columns
         self._show(place.share * len(group), f"{short}{self._time_left(cost)}, {place}")
 
     def move(self, items: Sequence[FoldItem]) -> None:
@@ -549,7 +505,7 @@ class ProgressOfRun:
             self._tell(self._shown, self._total, what)
 
     def _time_left(self, cost: float = 0.0) -> str:
-        """Return the words for the time that is left, where so much of what is being folded is done; or none."""
+        """Return the text for the time left, with this much of the current group's cost done; "" if unknown."""
         done, left = self._cost + cost, self._left - cost
         seconds = (time.perf_counter() - self._start) * left / done if done else 0.0
         return f", {as_time(seconds)} left" if left > 0 and seconds >= 1 else ""

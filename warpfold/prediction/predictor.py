@@ -15,7 +15,6 @@ import torch
 from warpfold import arguments
 from warpfold.arguments import Memory, PathLike, Seed, decides
 from warpfold.batch import Batch, stack, to_tensors
-from warpfold.cost.machine import parse_memory
 from warpfold.data.example.guess import GuessLike, as_guess, guess_positions, own_template
 from warpfold.data.example.query_files import Complex
 from warpfold.data.example.raw_example import Assembly, Example, RawExample
@@ -34,7 +33,7 @@ from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan, PredictionPrecision, log_precision, resolve_precision
 from warpfold.parallel.team import Team, team_of
-from warpfold.prediction import fold_options
+from warpfold.prediction import request
 from warpfold.prediction.folding import FoldItem, FoldOutcome, fold_groups, in_groups
 from warpfold.prediction.outputs import PassStructure, Prediction
 from warpfold.prediction.params import MULTIMERS, Params
@@ -48,9 +47,7 @@ from warpfold.prediction.queries import (
     check_guess,
     each_given,
     fetching,
-    fixed_chains,
     query_of,
-    server_of,
     with_guess,
 )
 from warpfold.prediction.read_out import Prepared, ReadOut, details_of
@@ -64,8 +61,8 @@ if TYPE_CHECKING:
     from warpfold.data.search.server import AlignmentServer
 
 log = logging.getLogger("warpfold")
-ASKED = fold_options.Asked()
-NOTHING_MORE = fold_options.Asked(representations=False)
+DEFAULTS = request.FoldOptions()
+STRUCTURE_ONLY = request.FoldOptions(representations=False)
 MOST_GRAPHS = 16  # padded lengths whose trunk is kept as a graph; each takes some tens of MB on the device
 KEY = ("predict",)  # of what is drawn for a prediction's features
 CHECKED = arguments.checked(msa="alignment", template="templates", fixed_chains="fixed", strict='kernels="strict"')
@@ -119,14 +116,14 @@ class Predictor:
         self,
         model: AlphaFold,
         device: str | torch.device = "cpu",
-        chunk: fold_options.Chunk = None,
-        precision: PredictionPrecision = fold_options.DEFAULT_PRECISION,
+        chunk: request.Chunk = None,
+        precision: PredictionPrecision = request.DEFAULT_PRECISION,
         sample: SampleConfig | None = None,
         team: Team | None = None,
         kernels: Kernels = "fast",
-        offload: fold_options.Offload = None,
+        offload: request.Offload = None,
         memory: Memory = None,
-        graphs: fold_options.ReplayGraphs = True,
+        graphs: request.ReplayGraphs = True,
     ) -> None:
         if not isinstance(model, AlphaFold):
             what = arguments.shown(model)
@@ -142,11 +139,11 @@ class Predictor:
             fixed["chunk"] = chunk or None
         if offload is not None:
             fixed["offload"] = offload
-        size = None if memory is None else parse_memory(memory)
+        size = None if memory is None else arguments.parse_memory(memory)
         self._fixed, self._memory, self._graphs = fixed, size, graphs
         self.model = model
         self.sample = sample or SampleConfig()
-        self.recycling = fold_options.Recycling()
+        self.recycling = request.Recycling()
         self.dropout = False  # of the trunk, as in training, drawn by a prediction's seed
         self.chain_gap: int | None = None  # with which a model of single chains folds complexes
         self.pad_to: int | None = None  # as `Plan.pad_to`
@@ -183,19 +180,19 @@ class Predictor:
         *,
         name: str = "query",
         seed: Seed = 0,
-        recycles: fold_options.Recycles = None,
-        ensemble: fold_options.Ensemble = None,
-        representations: fold_options.Representations = True,
-        distogram: fold_options.Distogram = False,
-        logits: fold_options.Logits = False,
-        save_recycles: fold_options.SaveRecycles = False,
-        hits: fold_options.Hits = None,
-        template_structures: fold_options.TemplateStructures = None,
-        max_template_date: fold_options.MaxTemplateDate = None,
-        msa_server: fold_options.MsaServer = None,
-        msa_cache: fold_options.MsaCache = None,
-        initial_guess: fold_options.InitialGuess = None,
-        fixed: fold_options.FixedChains = None,
+        recycles: request.Recycles = None,
+        ensemble: request.Ensemble = None,
+        representations: request.Representations = True,
+        distogram: request.Distogram = False,
+        logits: request.Logits = False,
+        save_recycles: request.SaveRecycles = False,
+        hits: request.Hits = None,
+        template_structures: request.TemplateStructures = None,
+        max_template_date: request.MaxTemplateDate = None,
+        msa_server: request.MsaServer = None,
+        msa_cache: request.MsaCache = None,
+        initial_guess: request.InitialGuess = None,
+        fixed: request.FixedChains = None,
     ) -> Prediction:
         """Fold `sequence` (one letter per residue), given an alignment of it: rows as in A3M, a file, an `Alignment`.
 
@@ -218,9 +215,9 @@ class Predictor:
         be used, or more of them than the model takes, an initial guess of other chains; and for arguments of another
         kind.
         """
-        asked = fold_options.Asked(recycles, ensemble, representations, distogram, logits, save_recycles)
+        asked = request.FoldOptions(recycles, ensemble, representations, distogram, logits, save_recycles)
         fetch = self._fetching(msa_server, msa_cache)
-        chosen = fixed_chains(fixed)
+        chosen = request.parse_chains(fixed)
         check_guess(initial_guess, chosen, [self.as_params])
         query = query_of(sequence, alignment, arguments.text("name", name), fetch, chosen)
         query = self.with_templates(query, templates, hits, template_structures, max_template_date)
@@ -235,18 +232,18 @@ class Predictor:
         )
         return with_warnings(query, self.compute(prepared, asked))
 
-    def _fetching(self, server: fold_options.MsaServer, cache: fold_options.MsaCache) -> FetchAlignments | None:
+    def _fetching(self, server: request.MsaServer, cache: request.MsaCache) -> FetchAlignments | None:
         """Return a fetcher of alignments from the server named here or in `load`; None without one."""
-        named = server_of(server, cache, Path("alignments")) or self.msa_server
+        named = request.server_of(server, cache, Path("alignments")) or self.msa_server
         return None if named is None else fetching(named, self.check)
 
     def with_templates(
         self,
         query: Query,
         templates: TemplatesLike = None,
-        hits: fold_options.Hits = None,
-        template_structures: fold_options.TemplateStructures = None,
-        max_template_date: fold_options.MaxTemplateDate = None,
+        hits: request.Hits = None,
+        template_structures: request.TemplateStructures = None,
+        max_template_date: request.MaxTemplateDate = None,
     ) -> Query:
         """Return a query with its templates.  Errors: UserError as of `fold`, and for what the model cannot fold."""
         if query.is_complex:
@@ -261,17 +258,17 @@ class Predictor:
         templates: Any = (),
         *,
         seed: Seed = 0,
-        recycles: fold_options.Recycles = None,
-        ensemble: fold_options.Ensemble = None,
-        representations: fold_options.Representations = False,
-        distogram: fold_options.Distogram = False,
-        logits: fold_options.Logits = False,
-        save_recycles: fold_options.SaveRecycles = False,
-        batch: fold_options.Batch = "auto",
-        msa_server: fold_options.MsaServer = None,
-        msa_cache: fold_options.MsaCache = None,
+        recycles: request.Recycles = None,
+        ensemble: request.Ensemble = None,
+        representations: request.Representations = False,
+        distogram: request.Distogram = False,
+        logits: request.Logits = False,
+        save_recycles: request.SaveRecycles = False,
+        batch: request.Batch = "auto",
+        msa_server: request.MsaServer = None,
+        msa_cache: request.MsaCache = None,
         initial_guess: Any = None,
-        fixed: fold_options.FixedChains = None,
+        fixed: request.FixedChains = None,
         progress: Progress | None = None,
     ) -> list[FoldResult]:
         """Fold many proteins and complexes; return a result for each, in their order, also for those that failed.
@@ -285,7 +282,7 @@ class Predictor:
         number that is done, the number of all, and what is at work.
         Errors: UserError for arguments of a wrong kind; what is wrong with one protein is in its result.
         """
-        asked = fold_options.Asked(recycles, ensemble, representations, distogram, logits, save_recycles)
+        asked = request.FoldOptions(recycles, ensemble, representations, distogram, logits, save_recycles)
         fetch = self._fetching(msa_server, msa_cache)
         given = self._queries(sequences, alignments, templates, fetch, initial_guess, fixed)
         results: dict[str, FoldResult] = {}
@@ -304,13 +301,13 @@ class Predictor:
         templates: Any = (),
         *,
         seed: Seed = 0,
-        recycles: fold_options.Recycles = None,
-        ensemble: fold_options.Ensemble = None,
-        batch: fold_options.Batch = "auto",
-        msa_server: fold_options.MsaServer = None,
-        msa_cache: fold_options.MsaCache = None,
+        recycles: request.Recycles = None,
+        ensemble: request.Ensemble = None,
+        batch: request.Batch = "auto",
+        msa_server: request.MsaServer = None,
+        msa_cache: request.MsaCache = None,
         initial_guess: Any = None,
-        fixed: fold_options.FixedChains = None,
+        fixed: request.FixedChains = None,
         progress: Progress | None = None,
     ) -> list[dict[str, Any]]:
         """Fold designs, and return a row of scores of each, in their order; no structure is kept.
@@ -334,7 +331,7 @@ class Predictor:
                     known["scores"] = prediction.design_scores(design.fixed, design.designed)
             rows[name] = row_of(known) | {"error": error}
 
-        self._fold_each(given, fold_options.Asked(recycles, ensemble, False), seed, batch, record, progress)
+        self._fold_each(given, request.FoldOptions(recycles, ensemble, False), seed, batch, record, progress)
         return [rows[name] for name in given]
 
     def _queries(
@@ -344,13 +341,13 @@ class Predictor:
         templates: Any,
         fetch: FetchAlignments | None,
         initial_guess: Any,
-        fixed: fold_options.FixedChains,
+        fixed: request.FixedChains,
     ) -> dict[str, Query | UserError]:
         """Return the queries of `fold_many`, by name, and of those that cannot be folded why.
 
         Errors: UserError for guesses and fixed chains that the model cannot take.
         """
-        together, chosen = self.model.config.multimer is not None, fixed_chains(fixed)
+        together, chosen = self.model.config.multimer is not None, request.parse_chains(fixed)
         check_guess(initial_guess, chosen, [self.as_params])
         return each_given(
             sequences, alignments, templates, together, fetch, self.check, self.with_templates, initial_guess, chosen
@@ -359,14 +356,14 @@ class Predictor:
     def _fold_each(
         self,
         given: Mapping[str, Query | UserError],
-        asked: fold_options.Asked,
+        asked: request.FoldOptions,
         seed: int,
         batch: int | str,
         record: Callable[[str, Prediction | None, str], None],
         progress: Progress | None,
     ) -> None:
         """Fold queries, and tell of each by its name what has become of it, as they come: a prediction, or an error."""
-        most, tell, done = fold_options.batch_of(batch), arguments.progress_of(progress), 0
+        most, tell, done = request.parse_batch(batch), arguments.progress_of(progress), 0
         items = [FoldItem(self.as_params, one, seed) for one in given.values() if not isinstance(one, UserError)]
         for name, one in given.items():
             if isinstance(one, UserError):
@@ -394,11 +391,11 @@ class Predictor:
         fixed: str | Mapping[str, str] | None = None,
         alignment: Alignments = (),
         templates: TemplatesLike = None,
-        initial_guess: fold_options.InitialGuess = None,
+        initial_guess: request.InitialGuess = None,
         soft: Annotated[float, decides("Share of the softmax; the rest is the logits themselves.", min=0, max=1)] = 1.0,
         temperature: Annotated[float, decides("Of the softmax.", above=0)] = 1.0,
         hard: Annotated[float, decides("Share of the most likely letters, straight through.", min=0, max=1)] = 0.0,
-        recycles: fold_options.Recycles = None,
+        recycles: request.Recycles = None,
         through: Through = "last",
         seed: Seed = 0,
         name: str = "design",
@@ -455,7 +452,7 @@ class Predictor:
                         self.model, batch, shares, loss, place, prepared.recycles, through, self.team,
                         designed, prepared.guess,
                     )  # fmt: skip
-                    prediction = self._read_out.prediction(prepared, found.folded, NOTHING_MORE)
+                    prediction = self._read_out.prediction(prepared, found.folded, STRUCTURE_ONLY)
                 break
             except (RuntimeError, MemoryError) as error:
                 planned = self.planner.after(planned, error)
@@ -478,12 +475,12 @@ class Predictor:
         assembly: Assembly,
         *,
         seed: Seed = 0,
-        recycles: fold_options.Recycles = None,
-        ensemble: fold_options.Ensemble = None,
-        representations: fold_options.Representations = True,
-        distogram: fold_options.Distogram = False,
-        logits: fold_options.Logits = False,
-        save_recycles: fold_options.SaveRecycles = False,
+        recycles: request.Recycles = None,
+        ensemble: request.Ensemble = None,
+        representations: request.Representations = True,
+        distogram: request.Distogram = False,
+        logits: request.Logits = False,
+        save_recycles: request.SaveRecycles = False,
         initial_guess: GuessLike = None,
         fixed: Sequence[str] = (),
     ) -> Prediction:
@@ -493,7 +490,7 @@ class Predictor:
             assembly, seed=seed, recycles=recycles, ensemble=ensemble, initial_guess=initial_guess, fixed=fixed
         )
         return self.compute(
-            prepared, fold_options.Asked(recycles, ensemble, representations, distogram, logits, save_recycles)
+            prepared, request.FoldOptions(recycles, ensemble, representations, distogram, logits, save_recycles)
         )
 
     def prepare(
@@ -501,8 +498,8 @@ class Predictor:
         assembly: Assembly,
         *,
         seed: Seed = 0,
-        recycles: fold_options.Recycles = None,
-        ensemble: fold_options.Ensemble = None,
+        recycles: request.Recycles = None,
+        ensemble: request.Ensemble = None,
         initial_guess: GuessLike = None,
         fixed: Sequence[str] = (),
     ) -> Prepared:
@@ -542,7 +539,7 @@ class Predictor:
         coverage = coverage_of(seen_rows(batch), assembly)
         return Prepared(assembly, batch, seed, recycles, ensemble, seconds, coverage, positions)
 
-    def compute(self, prepared: Prepared, asked: fold_options.Asked = ASKED) -> Prediction:
+    def compute(self, prepared: Prepared, asked: request.FoldOptions = DEFAULTS) -> Prediction:
         """Run the model on features as the plan says, and say how sure it is.
 
         Where memory runs out, the next tighter plan is tried.
@@ -560,7 +557,7 @@ class Predictor:
         details = self._details(prepared, recycles, time.perf_counter() - start) | {"plan": dict(planned.details)}
         return replace(prediction, details=details)
 
-    def compute_together(self, several: Sequence[Prepared], asked: fold_options.Asked = ASKED) -> list[Prediction]:
+    def compute_together(self, several: Sequence[Prepared], asked: request.FoldOptions = DEFAULTS) -> list[Prediction]:
         """Run the model once on several proteins, padded to the largest; each has the result that it has alone.
 
         To rounding: products of other sizes may sum in another order.
@@ -595,7 +592,7 @@ class Predictor:
         """Return features in the shape that the device gets: `padded_shape` decides it."""
         return pad_batch(batch, Plan(pad_to=self.pad_to).multiple_on(self.device.type))
 
-    def _fold(self, prepared: Prepared, batch: Batch, plan: Plan, asked: fold_options.Asked) -> tuple[int, Prediction]:
+    def _fold(self, prepared: Prepared, batch: Batch, plan: Plan, asked: request.FoldOptions) -> tuple[int, Prediction]:
         """Fold a protein whose features have been padded to `batch`; return the recycles that it took, too."""
         recycled: list[PassStructure] = []
 
@@ -645,7 +642,7 @@ class Predictor:
             model.config = settings
             model.eval()
 
-    def plan(self, prepared: Prepared, representations: fold_options.Representations = True) -> FoldPlan:
+    def plan(self, prepared: Prepared, representations: request.Representations = True) -> FoldPlan:
         """Choose a plan for the memory that is free now.  Errors: UserError where nothing fits, saying what would."""
         sizes = sizes_of_batch(prepared.batch)
         return self.planner.choose(sizes, prepared.recycles, prepared.ensemble, representations)
@@ -685,23 +682,23 @@ def with_warnings(query: Query, prediction: Prediction) -> Prediction:
 def load(
     params: PathLike,
     device: str | torch.device | None = None,
-    chunk: fold_options.Chunk = None,
-    precision: PredictionPrecision = fold_options.DEFAULT_PRECISION,
+    chunk: request.Chunk = None,
+    precision: PredictionPrecision = request.DEFAULT_PRECISION,
     sample: SampleConfig | None = None,
     team: Team | None = None,
     kernels: Kernels = "fast",
-    offload: fold_options.Offload = None,
+    offload: request.Offload = None,
     memory: Memory = None,
     *,
-    max_msa: fold_options.MaxMsa = None,
-    max_extra: fold_options.MaxExtra = None,
-    recycle_tolerance: fold_options.RecycleTolerance = None,
-    max_recycles: fold_options.MaxRecycles = None,
-    dropout: fold_options.Dropout = False,
-    chain_gap: fold_options.ChainGap = None,
-    graphs: fold_options.ReplayGraphs = True,
-    msa_server: fold_options.MsaServer = None,
-    msa_cache: fold_options.MsaCache = None,
+    max_msa: request.MaxMsa = None,
+    max_extra: request.MaxExtra = None,
+    recycle_tolerance: request.RecycleTolerance = None,
+    max_recycles: request.MaxRecycles = None,
+    dropout: request.Dropout = False,
+    chain_gap: request.ChainGap = None,
+    graphs: request.ReplayGraphs = True,
+    msa_server: request.MsaServer = None,
+    msa_cache: request.MsaCache = None,
 ) -> Predictor:
     """Load parameters from a file: WarpFold's safetensors, DeepMind's params_model_*.npz, or OpenFold's .pt.
 
@@ -715,8 +712,8 @@ def load(
     Errors: UserError for a file that is none of these, or whose arrays do not fit, and for wrong arguments.
     """
     path, where = arguments.path("params", params), device_of(device)
-    recycling = fold_options.Recycling.of(recycle_tolerance, max_recycles)
-    server = server_of(msa_server, msa_cache, Path("alignments"))
+    recycling = request.Recycling.parse(recycle_tolerance, max_recycles)
+    server = request.server_of(msa_server, msa_cache, Path("alignments"))
     if sample is not None and not isinstance(sample, SampleConfig):
         raise arguments.WrongArgument(f"sample = {arguments.shown(sample)}: a SampleConfig is needed")
     rows: dict[str, Any] = {"max_msa": max_msa, "max_extra": max_extra}

@@ -35,8 +35,6 @@ from warpfold.progress import Progress, no_progress
 if TYPE_CHECKING:
     from warpfold.data.search.server import AlignmentServer
 
-log = logging.getLogger("warpfold.plan")  # what a server does is told where plans are
-
 Sequences = str | Sequence[str] | Mapping[str, str]  # of a protein, or of the chains of a complex
 Rows = Alignment | Sequence[str]  # of one sequence, as A3M has them
 OfChain = Rows | PathLike | Sequence[PathLike] | None
@@ -125,7 +123,7 @@ class ReadQueries:
     def errors(self) -> dict[str, UserError]:
         return {name: one for name, one in self.found.items() if isinstance(one, UserError)}
 
-    def common_said_once(self) -> "ReadQueries":
+    def hoist_common_notices(self) -> "ReadQueries":
         """Say of the run what would be said of each of several queries, as of designs, which have no alignments."""
         queries = self.queries
         if len(queries) < 2:
@@ -325,14 +323,6 @@ def _ask(query: Query, files: Sequence[str], alone: bool) -> list[TemplateQuery]
     return asked
 
 
-def fixed_chains(given: Any) -> tuple[str, ...]:
-    """Return the names of chains, given as "A,B" or as a list.  Errors: WrongArgument for anything else."""
-    ids = given.split(",") if isinstance(given, str) else [] if given is None else given
-    if not is_list(ids) or not all(isinstance(id, str) and id for id in ids):
-        raise WrongArgument(f"--fixed-chains {shown(given)}: names of chains are needed, such as A,B")
-    return tuple(ids)
-
-
 def check_guess(given: Any, fixed: Sequence[str], models: Sequence[Params]) -> None:
     """Raise UserError for fixed chains without an initial guess, or for which no model has a place."""
     if fixed and given is None:
@@ -500,23 +490,6 @@ def add_templates(
         return query
     (found,) = with_templates([query], sources, [model])
     return replace(found, notices=[*sources.notices, *found.notices])
-
-
-def server_of(server: Any, cache: PathLike | None, default: Path) -> "AlignmentServer | None":
-    """Return the server that is meant by an address, or None; cache: the folder for its answers, if not `default`.
-
-    Errors: UserError for an address that is none, and for a cache without a server.
-    """
-    if server is None:
-        if cache is not None:
-            raise UserError("--msa-cache has no effect without --msa-server; name a server, or leave it out")
-        return None
-    from warpfold.data.search.server import AlignmentServer
-
-    if isinstance(server, AlignmentServer):
-        return server
-    folder = arguments.path_or_none("msa_cache", cache) or default
-    return AlignmentServer(arguments.text("msa_server", server), folder, say=log.info)
 
 
 def fetching(

@@ -18,9 +18,9 @@ from warpfold.model.alphafold import AlphaFold, LastPass, Recycled
 from warpfold.model.heads import distogram_breaks
 from warpfold.ops.dispatch import uniform_loop
 from warpfold.parallel.team import Team
-from warpfold.prediction.fold_options import Asked
 from warpfold.prediction.notices import Notice
 from warpfold.prediction.outputs import PassStructure, Prediction
+from warpfold.prediction.request import FoldOptions
 from warpfold.report.coverage import Coverage, entities_of, seen_rows
 
 
@@ -54,7 +54,7 @@ class ReadOut:
     model: AlphaFold
     team: Team
 
-    def prediction(self, prepared: Prepared, folded: LastPass, asked: Asked) -> Prediction:
+    def prediction(self, prepared: Prepared, folded: LastPass, options: FoldOptions) -> Prediction:
         """Return a prediction, and how sure the model is of it."""
         model, (r, structure, _), assembly = self.model, folded, prepared.assembly
         asym_id, (sequences, length), padded = self._asym_id(prepared), prepared.sizes, r.single.shape[-2]
@@ -66,15 +66,15 @@ class ReadOut:
             errors = None
             if model.pae is not None:
                 errors = confidence.predicted_errors(model.pae, r.pair, model.execution, asym_id, length)
-            distances = self._distances(r.pair, length, asked)
-            if asked.logits:
+            distances = self._distances(r.pair, length, options)
+            if options.logits:
                 logits = {"plddt": _numpy(of_plddt), "resolved": _numpy(model.resolved(single))}
                 logits["masked_msa"] = self._whole(model.masked_msa(msa), -2, padded, length)
                 logits["distogram"] = distances.pop("logits")
                 if model.pae is not None:
                     logits["pae"] = self._pae_logits(model.pae, r.pair, length)
         pairs, pair = None if errors is None else errors.chain_pair_iptm, r.pair
-        if asked.representations and isinstance(r.pair, HostTensor):  # which no operation can take whole
+        if options.representations and isinstance(r.pair, HostTensor):  # which no operation can take whole
             pair = torch.empty(r.pair.shape, dtype=r.pair.dtype)
             for part in model.execution.rows(r.pair.shape[-3]):
                 pair[part] = model.execution.fetch(r.pair, part).to("cpu")
@@ -87,10 +87,10 @@ class ReadOut:
             pae=None if errors is None else self._whole(errors.pae, -2, padded, length),
             max_pae=None if errors is None else errors.max_pae,
             ptm=None if errors is None else errors.ptm,
-            single=_numpy(single) if asked.representations else None,
-            pair=self._whole(pair[:, :length], -3, padded, length) if asked.representations else None,
-            msa=self._whole(msa, -2, padded, length) if asked.representations else None,
-            structure_module=_numpy(activations) if asked.representations else None,
+            single=_numpy(single) if options.representations else None,
+            pair=self._whole(pair[:, :length], -3, padded, length) if options.representations else None,
+            msa=self._whole(msa, -2, padded, length) if options.representations else None,
+            structure_module=_numpy(activations) if options.representations else None,
             chain_ids=assembly.ids,
             asym_id=None if asym_id is None else asym_id.cpu().numpy().astype(np.int32),
             iptm=None if errors is None else errors.iptm,
@@ -124,17 +124,17 @@ class ReadOut:
         found = self.team.gather_shards(x, axis, padded, dtype)
         return None if found is None else found.narrow(axis, 0, length).numpy()
 
-    def _distances(self, z: Tensor, length: int, asked: Asked) -> dict[str, Any]:
+    def _distances(self, z: Tensor, length: int, options: FoldOptions) -> dict[str, Any]:
         """Return the requested parts of the distogram: logits, probabilities, those of contacts, and the bins' edges.
 
         What is of all pairs and bins lies in temporary files.
         """
-        if not (asked.distogram or asked.logits):
+        if not (options.distogram or options.logits):
             return {}
         shape, padded = (z.shape[-3], length, self.model.config.heads.distogram_bins), z.shape[-2]
         edges, of_contacts = distogram_breaks(shape[-1]), torch.empty(shape[:-1], dtype=torch.float16)
-        raw = _in_file(shape, torch.float32, "logits") if asked.logits else None
-        found = _in_file(shape, torch.float16, "--distogram") if asked.distogram else None
+        raw = _in_file(shape, torch.float32, "logits") if options.logits else None
+        found = _in_file(shape, torch.float16, "--distogram") if options.distogram else None
         for rows, with_padding in self.model.distogram.in_slices(z):
             logits = with_padding[..., :length, :]
             if raw is not None:

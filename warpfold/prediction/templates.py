@@ -186,6 +186,13 @@ def user_templates(sequence: str, files: Sequence[str | Path]) -> Found:
     return join(templates), outcomes
 
 
+def check_template_file(file: str) -> None:
+    """Raise UserError if the file of FILE, FILE:CHAIN or ID=FILE does not exist."""
+    path = Path(_split(_chain_and_file(file)[1])[0])
+    if not path.exists():
+        raise UserError(f"{path}: no such file; check the path")
+
+
 def _chain_and_file(file: str) -> tuple[str | None, str]:
     """Return the chain of ID=FILE and the rest, and no chain of FILE, whose own name may have an equals sign."""
     id, equals, rest = file.partition("=")

@@ -22,8 +22,8 @@ from warpfold.errors import UserError
 from warpfold.files import read_file, sealed, write_atomically
 from warpfold.geometry.residue import ATOM_TYPES
 from warpfold.prediction.folding import FAILURES, one_line
-from warpfold.prediction.outputs import write_summary
 from warpfold.prediction.pages import prediction_report
+from warpfold.prediction.summary_file import write_summary
 from warpfold.progress import Progress, no_progress
 from warpfold.relax.amber import require_openmm
 from warpfold.relax.relax import relax_chains

@@ -316,8 +316,8 @@ def test_a_search_writes_what_predict_reads(host: Server, tmp_path: Path) -> Non
 
 def test_nothing_is_sent_unasked(tmp_path: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No socket is opened by `predict`, whatever is missing, unless a server is named."""
-    from warpfold.prediction.fold_options import PredictOptions
-    from warpfold.prediction.predict import predict
+
+    from warpfold import predict
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a socket")
@@ -325,6 +325,6 @@ def test_nothing_is_sent_unasked(tmp_path: Path, tiny_params: Path, monkeypatch:
     monkeypatch.setattr(socket, "socket", refuse)
     monkeypatch.setattr(socket, "create_connection", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    summary = predict([ONE], [], tiny_params, tmp_path / "out", PredictOptions(device="cpu", recycles=0))
+    summary = predict([ONE], tiny_params, tmp_path / "out", device="cpu", recycles=0)
     assert summary["msa_server"] is None
     assert summary["predictions"][0]["warnings"][0]["kind"] == "no_alignment"

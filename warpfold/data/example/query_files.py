@@ -188,7 +188,7 @@ def read_query_files(given: Given | Sequence[Given], as_one: bool = False) -> Qu
             continue
         path = STDIN if one == "-" else Path(one)
         if not path.is_dir():
-            _check_path(one)
+            check_path(one)
             found += _read(InputFile(str(path), path), read_file(path, pipe=True), as_one)
             continue
         files = find([path], (*FASTA, *TABLES, *STRUCTURES, *ALIGNMENTS, *JOBS, ".hhr"), "queries")
@@ -246,7 +246,7 @@ def sequences_to_search(given: Sequence[Given]) -> dict[str, str]:
     return found
 
 
-def _check_path(given: Given) -> None:
+def check_path(given: Given) -> None:
     """Raise UserError for text that is no file, but nearly a sequence, and for `-` where nothing is piped in."""
     text, letters = str(given), {*RESTYPES, "X", ":"}
     if text == "-":
