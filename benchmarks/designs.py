@@ -4,7 +4,7 @@
 
 A random target and random binders, alignment-free, by settings/tiny_multimer.toml with random weights: the loop is
 measured, on one thread of torch.  Weights that begin as zeros are drawn too, or all atoms would lie in one point, and
-clash.  Everything beside the model is features, plans, scores, files, tables and the journal; of
+clash.  Everything beside the model is features, plans, scores, files, tables and records; of
 files the best ten stay.  Seconds of CPU are compared, which a busy machine does not change much; the clock's are given
 too, in which another core does part of it.  Killed, the same command continues.
 """

@@ -14,7 +14,7 @@ from warpfold.data.example import query_files
 from warpfold.data.example.query_files import read_complexes, read_query_files
 from warpfold.errors import UserError
 from warpfold.model.weights.files import save_params
-from warpfold.prediction.folder import Journal
+from warpfold.prediction.folder import Recorder
 from warpfold.prediction.pages import prediction_report
 from warpfold.prediction.queries import pair_names
 from warpfold.report.report import render
@@ -78,11 +78,11 @@ def test_what_is_read_of_a_chain_is_read_once(
         made.append(sequence)
         return encode(sequence, *args, **more)
 
-    def add(journal: Journal, outcome: Any) -> None:
+    def add(recorder: Recorder, outcome: Any) -> None:
         kept.append(outcome.item.query)
 
     monkeypatch.setattr(query_files, "from_sequence", counted)
-    monkeypatch.setattr(Journal, "add", add)
+    monkeypatch.setattr(Recorder, "add", add)
     predict(inputs[0], params, tmp_path / "out", msa=inputs[1], **options(pairs="all"))
     assert sorted(made) == sorted([ONE, TWO, ONE[:9]])
     assert len({id(chain) for query in kept for chain in query.chains}) == 3
@@ -91,16 +91,16 @@ def test_what_is_read_of_a_chain_is_read_once(
 def test_a_killed_run_goes_on_and_parts_share_it(
     tmp_path: Path, inputs: tuple[Path, list[Path]], params: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, add, count = tmp_path / "out", Journal.add, [0]
+    out, add, count = tmp_path / "out", Recorder.add, [0]
 
-    def dying(journal: Journal, outcome: Any) -> None:
-        add(journal, outcome)
+    def dying(recorder: Recorder, outcome: Any) -> None:
+        add(recorder, outcome)
         count[0] += 1
         if count[0] == 2:
             raise Killed
 
     with monkeypatch.context() as patched:
-        patched.setattr(Journal, "add", dying)
+        patched.setattr(Recorder, "add", dying)
         with pytest.raises(Killed):
             predict(inputs[0], params, out, msa=inputs[1], **options(pairs="all"))
     first = predict(inputs[0], params, out, msa=inputs[1], **options(pairs="all"), shard="2/2")

@@ -13,7 +13,7 @@ from warpfold.errors import UserError
 from warpfold.evaluation.layouts import find_predictions
 from warpfold.model.alphafold import HeadsConfig
 from warpfold.model.weights.files import save_params
-from warpfold.prediction.folder import Journal
+from warpfold.prediction.folder import Recorder
 from warpfold.prediction.outputs import Prediction
 from warpfold.relax.files import find_targets
 
@@ -67,7 +67,7 @@ def check_kept(out: Path, whole: list[dict[str, Any]], kept: set[str]) -> None:
     assert {str(Path(row["structure"]).parent) for row in found if row["structure"]} == kept
     by_key = {(row["name"], row["model"]): row["clashes"] for row in whole}
     assert all(int(row["clashes"]) == by_key[row["name"], row["model"]] for row in found)
-    assert not (out / "journal").exists()
+    assert not (out / "records").exists()
     assert {path.name for path in out.iterdir() if path.is_dir()} == {place.split("/")[0] for place in kept}
 
 
@@ -90,13 +90,13 @@ def test_the_best_of_a_run_keep_their_structures(
 def test_a_later_run_makes_again_what_it_wants(
     tmp_path: Path, designs: Path, params: dict[str, Path], whole: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, add, folded = tmp_path / "out", Journal.add, []
+    out, add, folded = tmp_path / "out", Recorder.add, []
 
-    def adding(journal: Journal, outcome: Any) -> None:
+    def adding(recorder: Recorder, outcome: Any) -> None:
         folded.append(outcome.item.key)
-        add(journal, outcome)
+        add(recorder, outcome)
 
-    monkeypatch.setattr(Journal, "add", adding)
+    monkeypatch.setattr(Recorder, "add", adding)
     for keep, count, new in (
         ("best:2:clashes", 2, 10),
         ("best:4:clashes", 4, 2),
@@ -129,18 +129,18 @@ def test_a_killed_run_keeps_the_same(
     if keep == "expression":
         most = sorted(row["clashes"] for row in whole)[2]
         keep = f"clashes <= {most}"
-    write, lines, there = Journal.write, list[Any](), [0]
+    write, lines, there = Recorder.write, list[Any](), [0]
 
-    def dying(journal: Journal, row: Any) -> None:
-        write(journal, row)
-        if "entry" in row:
-            lines.append(row)
+    def dying(recorder: Recorder, key: Any, result: Any) -> None:
+        write(recorder, key, result)
+        if "entry" in result:
+            lines.append(result)
             there.append(len(structures(out)))
         if len(lines) == after:
             raise Killed
 
     with monkeypatch.context() as patched:
-        patched.setattr(Journal, "write", dying)
+        patched.setattr(Recorder, "write", dying)
         with pytest.raises(Killed):
             predict(designs, two(params), out, **options(keep=keep))
     assert max(there) <= len(kept) + 1

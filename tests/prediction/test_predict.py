@@ -163,7 +163,7 @@ def test_damaged_results_are_folded_again(
     assert (out / "two/two.cif").stat().st_mtime_ns == other
 
 
-def test_any_bytes_in_summary_or_journal_are_one_line_or_a_result(
+def test_any_bytes_in_summary_or_record_are_one_line_or_a_result(
     tmp_path: Path, fasta: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, rng, refused, options = Predictor.compute, np.random.default_rng(0), list[str](), {"batch": 1}
@@ -173,9 +173,10 @@ def test_any_bytes_in_summary_or_journal_are_one_line_or_a_result(
     with pytest.raises(KeyboardInterrupt):
         predict(fasta, tiny_params, tmp_path / "stopped", **options)
     monkeypatch.setattr(Predictor, "compute", one)
-    journal = contents(tmp_path / "stopped")
+    stopped = contents(tmp_path / "stopped")
+    (record,) = (name for name in stopped if name.startswith("records/one"))
     odd = [b"", b"{}", b"[]", b"null", b"[" * 100_000, b"\xff", b'{"format": "warpfold-predictions-1"}']
-    places = (whole, "summary.json"), (journal, "journal/1-of-1.jsonl")
+    places = (whole, "summary.json"), (stopped, record)
     cases = [(*place, content) for place in places for content in [*odd, *[None] * 6]]
     for number, (files, name, content) in enumerate(cases):
         if content is None:
@@ -206,7 +207,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, fasta: Path, tiny_par
     assert not contents(tmp_path / "mine")
 
 
-@pytest.mark.parametrize("name", ["alignments", "journal", "Summary.json", "report.html"])
+@pytest.mark.parametrize("name", ["alignments", "records", "Summary.json", "report.html"])
 def test_names_that_the_run_needs_itself_are_refused_before_anything_is_folded(
     tmp_path: Path, tiny_params: Path, name: str
 ) -> None:

@@ -141,14 +141,14 @@ def test_a_server_is_asked_for_what_has_no_alignment(host: Server, tmp_path: Pat
 
 
 def test_of_bad_records_nothing_is_sent(host: Server, tmp_path: Path, tiny_params: Path) -> None:
-    records = {"one": ONE, "bad": "MK1V", "two": TWO, "dna": "ACGT" * 9, "pair": f"{ONE}:{TWO[3:]}", "journal": ONE[4:]}
+    records = {"one": ONE, "bad": "MK1V", "two": TWO, "dna": "ACGT" * 9, "pair": f"{ONE}:{TWO[3:]}", "records": ONE[4:]}
     (tmp_path / "q.fasta").write_text("".join(f">{name}\n{sequence}\n" for name, sequence in records.items()))
     summary = warpfold.predict(
         tmp_path / "q.fasta", tiny_params, tmp_path / "out", device="cpu", recycles=0,
         msa_server=quick(host, tmp_path / "cache"),
     )  # fmt: skip
     assert host.sequences == [(ONE,), (TWO,)]
-    assert [one["name"] for one in summary["failures"]] == ["bad", "dna", "pair", "journal"]
+    assert [one["name"] for one in summary["failures"]] == ["bad", "dna", "pair", "records"]
 
 
 def test_a_sequence_without_an_answer_ends_the_run_and_keeps_the_others(

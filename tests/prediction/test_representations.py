@@ -114,15 +114,15 @@ def note_and_die(*given):
 fasta, params, place = map(Path, sys.argv[1:])
 for when in ("folding", "writing", "before the summary"):
     if os.fork() == 0:
-        count, add, note = itertools.count(1), StoreWriter.add, folder.Journal.add
+        count, add, note = itertools.count(1), StoreWriter.add, folder.Recorder.add
         if when == "folding":
-            folder.Journal.add = note_and_die
+            folder.Recorder.add = note_and_die
         elif when == "writing":
             StoreWriter.add = lambda *given: die() if next(count) == 2 else add(*given)
         else:
             folder.write_report = die
         given = {"device": "cpu", "recycles": 0, "batch": 1, "representations": place / f"{when}.store"}
-        predict(fasta, [], params, place / when, given)
+        predict(fasta, params, place / when, **given)
         os._exit(1)
     assert os.wait()[1] == signal.SIGKILL
 """

@@ -17,7 +17,7 @@ from tests.prediction.test_ranking import helices
 from warpfold import predict
 from warpfold.errors import UserError
 from warpfold.model.weights.files import save_params
-from warpfold.prediction.folder import Journal
+from warpfold.prediction.folder import Recorder
 from warpfold.prediction.outputs import write_prediction
 from warpfold.prediction.predictor import load
 from warpfold.prediction.summary_file import write_summary
@@ -136,13 +136,13 @@ def test_a_run_that_is_killed_has_each_row_once(
         with pytest.raises(Killed):
             predict(designs, params["first"], out, **options())
     assert len(keys(out / "scores.csv")) == (2 if when == "before the row" else 3)
-    seen, add = list[list[str]](), Journal.add
+    seen, add = list[list[str]](), Recorder.add
 
-    def adding(journal: Journal, outcome: Any) -> None:
+    def adding(recorder: Recorder, outcome: Any) -> None:
         seen.append([row["name"] for row in rows(out / "scores.csv")])
-        add(journal, outcome)
+        add(recorder, outcome)
 
-    monkeypatch.setattr(Journal, "add", adding)
+    monkeypatch.setattr(Recorder, "add", adding)
     summary = predict(designs, params["first"], out, **options())
     assert sorted(seen[0]) == sorted(written)  # the table is whole again before the next one is added
     assert [len(set(one)) for one in seen] == [len(one) for one in seen] == [3, 4]
@@ -158,7 +158,7 @@ def test_parts_fill_one_table(tmp_path: Path, designs: Path, params: dict[str, P
     models, out = [*params.values()], tmp_path / "out"
     for number in (2, 1):
         predict(designs, models, out, **options(batch=2), shard=f"{number}/3")
-        assert (out / "journal").is_dir()
+        assert (out / "records").is_dir()
         assert len(set(keys(out / "scores.csv"))) == len(keys(out / "scores.csv")) > 0
     predict(designs, models, out, **options(batch=2), shard="3/3")
     predict(designs, models, tmp_path / "alone", **options(batch=2))

@@ -28,6 +28,7 @@ from warpfold.data.example.raw_example import Assembly, from_sequence
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.formats.alignment import parse_a3m
 from warpfold.errors import UserError
+from warpfold.files import lock_file
 from warpfold.geometry.residue import GAP
 from warpfold.model.alphafold import AlphaFold, HeadsConfig
 from warpfold.model.embed import MultimerConfig
@@ -36,7 +37,7 @@ from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import ProcessInfo, Team
-from warpfold.prediction.folder import Journal, PredictionFolder, read_journals
+from warpfold.prediction.folder import PredictionFolder, Recorder, read_records
 from warpfold.prediction.folding import Clock, FoldItem, cost_of, fold_groups, in_groups, part_of
 from warpfold.prediction.pages import prediction_report
 from warpfold.prediction.params import read_params
@@ -74,8 +75,8 @@ def predictions(out: Path) -> dict[str, bytes]:
     return {str(path.relative_to(out)): path.read_bytes() for path in files}
 
 
-def journals(out: Path) -> dict[str, bytes]:
-    return {name: data for name, data in predictions(out).items() if name.startswith("journal/")}
+def records(out: Path) -> dict[str, bytes]:
+    return {name: data for name, data in predictions(out).items() if name.startswith("records/")}
 
 
 def options(**more: Any) -> dict[str, Any]:
@@ -325,9 +326,9 @@ def test_parts_make_the_files_of_one_process(tmp_path: Path, fasta: Path, tiny_p
 def test_a_part_is_folded_by_one_process_at_a_time(
     tmp_path: Path, fasta: Path, tiny_params: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, part = tmp_path / "out", JobPart(1, 2)
-    run = predict(fasta, tiny_params, out, **options(), shard=str(part))["run"]
-    journal = Journal(out, run, part)
+    out = tmp_path / "out"
+    predict(fasta, tiny_params, out, **options(), shard="1/2")
+    lock = lock_file(out / "records/part-1-of-2.lock", UserError("taken"))
     for argument, message in (("1/2", "on part 1/2"), ("1/3", "on part 1/2"), ("1/1", "on part 1/2")):
         with pytest.raises(UserError, match=f"another process is at work there {message}"):
             predict(fasta, tiny_params, out, **options(), shard=argument)
@@ -335,7 +336,7 @@ def test_a_part_is_folded_by_one_process_at_a_time(
         predict(fasta, tiny_params, out, **options(seed=1, force=True))
     second = predict(fasta, tiny_params, out, **options(), shard="2/2")
     assert second["status"] == "running"  # though all is done: the first is still at work
-    journal.close()
+    lock.close()
     assert predict(fasta, tiny_params, out, **options())["status"] == "complete"
 
 
@@ -359,11 +360,11 @@ def test_two_workers_each_killed_once_make_the_same_files_and_nothing_twice(
     predict(fasta, tiny_params, tmp_path / "alone", **options(batch=1))
     dies = DiesTwice("warpfold.prediction.predict", "fold_job", tmp_path / "killed", after=True)
     monkeypatch.setattr("warpfold.prediction.predict.fold_job", dies)
-    monkeypatch.setattr("warpfold.prediction.folder.remove_journals", lambda out: None)
+    monkeypatch.setattr("warpfold.prediction.folder.remove_records", lambda out: None)
     summary = predict(fasta, tiny_params, tmp_path / "two", **options(batch=1), workers=2)
     assert (summary["status"], dies.deaths) == ("complete", 2)
-    assert predictions(tmp_path / "two") == predictions(tmp_path / "alone") | journals(tmp_path / "two")
-    entries = [row["entry"]["name"] for row in read_journals(tmp_path / "two", summary["run"]) if "entry" in row]
+    assert predictions(tmp_path / "two") == predictions(tmp_path / "alone") | records(tmp_path / "two")
+    entries = [row["entry"]["name"] for row in read_records(tmp_path / "two", summary["run"]) if "entry" in row]
     assert sorted(entries) == [f"p{i}" for i in range(6)]
 
 
@@ -402,22 +403,20 @@ def test_how_many_predictions_a_query_has_is_counted_once() -> None:
 
 
 def test_a_killed_run_continues_and_makes_nothing_twice(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:
-    """kill -9 as soon as something is there; what a line of the journal lacks is predicted again."""
+    """kill -9 as soon as something is there; what has no record is predicted again."""
     out, program = tmp_path / "out", (
         "import sys; from warpfold import predict\n"
         "predict(*sys.argv[1:], device='cpu', recycles=0, batch=1)"
     )  # fmt: skip
     process = subprocess.Popen([sys.executable, "-c", program, str(fasta), str(tiny_params), str(out)])
-    journal = out / "journal" / "1-of-1.jsonl"
     end = time.monotonic() + 120
-    while not (journal.is_file() and journal.read_text().count('"entry"')) and time.monotonic() < end:
+    while not list(out.glob("records/p*.json")) and time.monotonic() < end:
         time.sleep(0.002)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    there = [row["entry"]["name"] for row in read_journals(out, json.loads((out / "summary.json").read_text())["run"])]
+    there = [row["entry"]["name"] for row in read_records(out, json.loads((out / "summary.json").read_text())["run"])]
     assert there
-    with open(journal, "a") as file:
-        file.write('{"of": ["p5", "tiny", 0], "ent')  # a line that was cut off
+    (out / f"records/.p5-{'0' * 16}.json.{'0' * 8}").write_text('{"run": ')  # a draft that was cut off
     times = times_of(out, there)
     left = next(name for name in (f"p{i}" for i in range(6)) if name not in there)
     half, other = (out / f".{name}.{'0' * 32}.partial" for name in (left, "somebody"))
@@ -452,19 +451,20 @@ def test_failures_of_other_parts_stay_and_own_ones_are_tried_again(
 
 
 def test_many_are_begun_and_ended_at_once(tmp_path: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything but the model, for 3,000: no step's time is a square of their number, the journal is linear."""
+    """Everything but the model, for 3,000: no step's time is a square of their number."""
     count = 3000
     groups = in_groups(items(tiny_params, [20 + i % 50 for i in range(count)]), 1, "cpu")
     start = time.process_time()
     assert sum(len(part_of(groups, JobPart(i, 4))) for i in range(1, 5)) == count
     assert sum(map(len, in_jobs(groups, 32))) == count
     assert time.process_time() - start < 5
-    journal = Journal(tmp_path, "run")
+    (tmp_path / "records").mkdir()
+    recorder = Recorder(tmp_path, "run", None, None)
     start = time.process_time()
     for i in range(count):
-        journal.write({"of": (f"p{i}", "m", 0), "entry": {"name": "p", "folder": "p", "files": {}}})
-    rows = list(read_journals(tmp_path, "run"))
-    assert (len(rows), list(read_journals(tmp_path, "other"))) == (count, [])
+        recorder.write((f"p{i}", "m", 0), {"entry": {"name": "p", "folder": "p", "files": {}}})
+    rows = list(read_records(tmp_path, "run"))
+    assert (len(rows), list(read_records(tmp_path, "other"))) == (count, [])
     assert time.process_time() - start < 5
 
 

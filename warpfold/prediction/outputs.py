@@ -29,6 +29,7 @@ from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.model import confidence
 from warpfold.prediction.notices import Notice
 from warpfold.prediction.sanity import check_geometry, confidence_notices
+from warpfold.prediction.summary_file import RECORDS
 from warpfold.report.coverage import Coverage
 from warpfold.report.report import ReportPage, Target, Warned, render
 from warpfold.scoring.interface import PairScore, chain_pair_scores
@@ -37,7 +38,7 @@ from warpfold.scoring.score_table import PAIRS, PARQUET, SCORES, design_scores, 
 StoredPair = Literal["pooled", "whole"]
 _RECORD = struct.Struct("<II")  # before the bytes of a record: those of its header, and their checksum
 # In an output folder: no protein's folder.
-RESERVED = ("alignments", "journal", "report.html", "summary.json", SCORES, PAIRS, PARQUET)
+RESERVED = ("alignments", RECORDS, "report.html", "summary.json", SCORES, PAIRS, PARQUET)
 FRAME = 900  # pixels of the frame in a notebook; what is longer scrolls
 # Arrays that stay when a prediction is thinned.
 SMALL = (

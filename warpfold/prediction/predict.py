@@ -5,7 +5,6 @@ Predictions are made by this process, by ranks that each take some, by worker pr
 
 import hashlib
 import json
-import os
 import platform
 import threading
 import time
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from warpfold import __version__
-from warpfold.bulk import JobPart, in_order, pool, worker_number
+from warpfold.bulk import in_order, pool, worker_number
 from warpfold.data.example.query_files import Complex
 from warpfold.device import cores
 from warpfold.errors import UserError
@@ -27,7 +26,7 @@ from warpfold.files import file_name, is_given_pipe
 from warpfold.ops.dispatch import refusals
 from warpfold.parallel.plan import Precision, log_precision, resolve_precision
 from warpfold.parallel.team import Team
-from warpfold.prediction.folder import Journal, PredictionFolder, RepresentationStore, key_of, read_journals
+from warpfold.prediction.folder import PredictionFolder, Recorder, RepresentationStore, key_of, read_records
 from warpfold.prediction.folding import (
     Clock,
     FoldItem,
@@ -357,18 +356,14 @@ def _fold(
     clock, refused, refused_before = Clock(), dict[str, int](), refusals()
     if not request.starts_processes:
         several = team.mesh.data.size > 1
-        if folder.journal is None and team.is_example_leader and several:
-            folder.journal = Journal(
-                folder.out, folder.run, folder.part, f"rank{team.process.rank}", folder.tables, folder.shortlist()
-            )
+        recorder = folder.recorder() if team.is_example_leader else None
 
         def record(outcome: FoldOutcome) -> None:
-            if folder.journal is not None:
-                folder.journal.add(outcome)
+            if recorder is not None:
+                recorder.add(outcome)
             bar.move([outcome.item])
 
-        shortlist = None if folder.journal is None else folder.journal.shortlist
-        write = _writer(folder.out, folder.is_several, shortlist, request)
+        write = _writer(folder.out, folder.is_several, None if recorder is None else recorder.shortlist, request)
         mine = taken(groups, team) if several else groups
         clock = fold_groups(memory.load, request.fold_options, team, mine, write, record, bar.follow)
         if several:
@@ -379,14 +374,14 @@ def _fold(
 
     def left(some: list[FoldJob]) -> list[FoldJob]:
         """Return the jobs of workers that died, without the predictions that they had finished."""
-        done = {key_of(row["of"]) for row in read_journals(out, folder.run) if "entry" in row}
+        done = {key_of(record["key"]) for record in read_records(out, folder.run) if "entry" in record}
         groups = [[tuple(item for item in group if item.key not in done) for group in job.groups] for job in some]
         return [replace(job, groups=[group for group in own if group]) for job, own in zip(some, groups)]
 
     with pool(request.workers, request.cluster) as executor:
         assert executor is not None
         jobs = [
-            FoldJob(some, out, folder.run, folder.part, folder.is_several, request, workers, tables, folder.keep)
+            FoldJob(some, out, folder.run, folder.is_several, request, workers, tables, folder.keep)
             for some in in_jobs(groups, JOBS_PER_WORKER * executor.size)
         ]
         for job, (seconds, refusals_of_job) in zip(jobs, in_order(fold_job, jobs, executor, again=left)):
@@ -404,7 +399,6 @@ class FoldJob:
     groups: Sequence[Group]
     out: Path
     run: str
-    part: JobPart
     several: bool
     request: Request
     workers: int  # of this machine; 0 on a cluster
@@ -427,7 +421,7 @@ def in_jobs(groups: Sequence[Group], count: int) -> Iterator[list[Group]]:
 def fold_job(job: FoldJob) -> tuple[Clock, dict[str, int]]:
     """Fold groups in a worker process, which keeps its model from job to job; return the same as `_fold`.
 
-    The worker writes the files and a journal.  On a machine of several GPUs it uses the GPU of its own number.
+    The worker writes the files and the records.  On a machine of several GPUs it uses the GPU of its own number.
     """
     refused_before, number = refusals(), worker_number()
     device = _device_of(job.request)
@@ -435,11 +429,11 @@ def fold_job(job: FoldJob) -> tuple[Clock, dict[str, int]]:
         device = f"cuda:{number % torch.cuda.device_count()}"
     if device == "cpu" and job.workers:
         torch.set_num_threads(max(1, cores() // job.workers))
-    memory, name = _memory_of(replace(job.request, device=device)), file_name(f"{platform.node()}-{os.getpid()}")
+    memory = _memory_of(replace(job.request, device=device))
     shortlist = Shortlist(job.keep) if isinstance(job.keep, Selection) else None
-    with closing(Journal(job.out, job.run, job.part, name, job.tables, shortlist)) as journal:
-        write = _writer(job.out, job.several, shortlist, job.request)
-        clock = fold_groups(memory.load, memory.request.fold_options, memory.team, job.groups, write, journal.add)
+    recorder = Recorder(job.out, job.run, job.tables, shortlist)
+    write = _writer(job.out, job.several, shortlist, job.request)
+    clock = fold_groups(memory.load, memory.request.fold_options, memory.team, job.groups, write, recorder.add)
     return clock, refusals(refused_before)
 
 

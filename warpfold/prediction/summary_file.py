@@ -11,6 +11,8 @@ from typing import Any
 from warpfold.errors import UserError
 from warpfold.files import sealed, write_atomically
 
+RECORDS = "records"  # the folder of the records of a run of `predict`
+
 
 def check_folder(folder: Path) -> None:
     """Raise UserError for a file where a folder for the output is to be, or one above it."""
@@ -29,8 +31,8 @@ def claim_folder(folder: Path, kind: str, run: str, force: bool = False) -> dict
     Errors: UserError for a file in its place, or for a folder that holds something else.
     """
     check_folder(folder)
-    # All that a run leaves that is killed at once: drafts of `write_atomically`, the journal, answers of a server.
-    first = (".summary.json.", "journal", "alignments")
+    # A run that is killed at once leaves drafts of `write_atomically`, the records, or answers of a server.
+    first = (".summary.json.", RECORDS, "alignments")
     if not folder.is_dir() or all(f.name in first or f.name.startswith(first[0]) for f in folder.iterdir()):
         return None
     try:
