@@ -211,7 +211,7 @@ def test_input_that_is_thin_is_said_of_each_prediction(tmp_path: Path) -> None:
     ]
     assert [one.text for one in read.notices] == [
         "alignments of none of the sequences, left out: 1 (other/x.a3m)",
-        "structures that were predicted are not folded anew: in/ranked_0.pdb",
+        "predicted structures are not folded again: in/ranked_0.pdb",
     ]
     assert read.hits == ["in/pdb70_hits.hhr"]
 

@@ -1,4 +1,4 @@
-"""What all commands share: the app, how a command is declared and what it answers, its options, the device."""
+"""Shared parts of the commands: the app, the declaration of commands and their answers, options, the device."""
 
 import inspect
 import json
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class StoppedByUser(BaseException):
-    """Ctrl-C, or SIGTERM, ended a command; code: what the command line exits with."""
+    """Ctrl-C or SIGTERM ended a command; code: the exit code of the command line."""
 
     def __init__(self, code: int = 130) -> None:
         super().__init__(code)
@@ -49,9 +49,9 @@ class StoppedByUser(BaseException):
 
 
 class Commands(TyperGroup):
-    """All commands.  typer would end without a word at Ctrl-C; the command line says how to go on.
+    """All commands.  At Ctrl-C typer would end silently; this class lets the command line print how to continue.
 
-    A name may be of two words, `params fetch`, the first of which is a command, too.
+    A name may have two words, as `params fetch`, whose first word is a command too.
     """
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -70,7 +70,7 @@ def two_words(arguments: Sequence[str]) -> list[str]:
 
 
 class Lists(TyperCommand):
-    """A command whose list options take several values after one name: `--msa a.a3m b.a3m`, as from a shell's *."""
+    """A command whose list options take several values after one name: `--msa a.a3m b.a3m`, as a shell expands *."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         lists = {name for parameter in self.params if getattr(parameter, "multiple", False) for name in parameter.opts}
@@ -79,15 +79,15 @@ class Lists(TyperCommand):
 
 def repeat_names(arguments: Sequence[str], lists: set[str]) -> list[str]:
     """Turn ["--msa", "a", "b"] into ["--msa", "a", "--msa", "b"] for the options in `lists`."""
-    found: list[str] = []
+    words: list[str] = []
     current = ""  # the list option that the next value belongs to
     for argument in arguments:
         if argument.startswith("-"):
             current = argument if argument in lists else ""
-        elif current and found[-1] != current:
-            found.append(current)
-        found.append(argument)
-    return found
+        elif current and words[-1] != current:
+            words.append(current)
+        words.append(argument)
+    return words
 
 
 app = typer.Typer(
@@ -102,8 +102,11 @@ app = typer.Typer(
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command answers: `data` for --json, or a function that makes them, for they may be large; or `text` for
-    people, lines and tables; code: its exit code."""
+    """The answer of a command.
+
+    data: for --json, or a function that returns it, as it may be large.  text: lines and tables for people.
+    code: the exit code.
+    """
 
     data: Any
     text: "Iterable[str | Table]"
@@ -111,37 +114,38 @@ class Answer:
 
 
 def show(answer: Answer, as_json: bool) -> None:
-    """Print an answer: JSON that any parser reads, without NaN or infinity; or lines, and tables, 200 columns wide
-    where the output is no terminal.
+    """Print an answer: JSON without NaN or infinity, which any parser reads; or lines and tables for people.
+
+    Tables are 200 columns wide if the output is not a terminal.
     """
     if as_json:
         data = answer.data() if callable(answer.data) else answer.data
         typer.echo(json.dumps(data, indent=2, allow_nan=False))
         return
-    for one in answer.text:
-        if isinstance(one, str):
-            typer.echo(one)
+    for item in answer.text:
+        if isinstance(item, str):
+            typer.echo(item)
         else:
             from rich.console import Console
 
-            Console(width=None if sys.stdout.isatty() else 200).print(one)
+            Console(width=None if sys.stdout.isatty() else 200).print(item)
 
 
 def table(
     heads: Sequence[str], rows: Iterable[Sequence[str]], style: Callable[[Sequence[str]], str] = lambda row: ""
 ) -> "Table":
-    """Make a table; style: of a row."""
+    """Build a table; style: returns the style of a row."""
     from rich.table import Table
 
-    made = Table(*heads, box=None, header_style="bold")
+    result = Table(*heads, box=None, header_style="bold")
     for row in rows:
-        made.add_row(*row, style=style(row) or None)
-    return made
+        result.add_row(*row, style=style(row) or None)
+    return result
 
 
 @contextmanager
 def logged(name: str, level: int, format: str = "%(message)s", propagate: bool = True) -> Iterator[None]:
-    """Print what a logger of the package is told to stderr, within the context."""
+    """Print the messages of a logger of the package to stderr, within the context."""
     log, handler = logging.getLogger(name), logging.StreamHandler()
     handler.setFormatter(logging.Formatter(format, "%H:%M:%S"))
     before = log.level, log.propagate
@@ -167,10 +171,10 @@ def plans_said(rank: int = 0) -> "ExitStack":
 
 @contextmanager
 def speaking(quiet: bool, verbose: bool, as_json: bool) -> Iterator[None]:
-    """Have a command say less or more within the context.
+    """Set the amount of output of a command within the context.
 
-    quiet: no progress, and nothing on stdout but JSON; warnings and errors stay.  verbose: what the package logs goes
-    to stderr, and so does where an error came from.
+    quiet: no progress, and only JSON on stdout; warnings and errors stay.  verbose: debug logs and tracebacks of errors
+    go to stderr.
     """
     with ExitStack() as stack:
         stack.enter_context(options_given())
@@ -188,11 +192,11 @@ def speaking(quiet: bool, verbose: bool, as_json: bool) -> Iterator[None]:
             raise
 
 
-Quiet = Annotated[bool, runs("Print warnings and errors only, and what --json gives.", "--quiet", "-q")]
-Verbose = Annotated[bool, runs("Print what is decided inside, too, and where an error came from.", "--verbose", "-v")]
+Quiet = Annotated[bool, runs("Print only warnings, errors, and the output of --json.", "--quiet", "-q")]
+Verbose = Annotated[bool, runs("Show debug logs and tracebacks.", "--verbose", "-v")]
 AsJson = Annotated[bool, writes("Print the result as JSON.", "--json")]
 
-CONTINUE: set[str] = set()  # commands that keep what they have done
+CONTINUE: set[str] = set()  # commands that continue a stopped run
 Shell = TypeVar("Shell", bound=Callable[..., Any])
 
 
@@ -204,31 +208,32 @@ def command(
     register: Callable[..., Callable[[Any], Any]] = app.command,
     **more: Any,
 ) -> Callable[[Shell], Shell]:
-    """Return a decorator: a dataclass is a command, its fields the options, its docstring the help, and a call does it.
+    """Return a decorator that registers a dataclass or a function as a command.
 
-    A function may be one, too, whose annotated arguments are the options.  options: a dataclass whose fields are its
-    options besides, which it gets as a dict, its first argument.  -q and -v are added, and --json where an `Answer` is
-    returned, which is printed.  example: ends --help.  continues: whether the same command goes on where it was
-    stopped.  register, more: as of typer's `Typer.command`.
+    The fields of a dataclass are the options, its docstring is the help, and calling an instance runs the command.
+    The annotated arguments of a function are the options.  options: a dataclass whose fields are more options; the
+    function gets their values as a dict, its first argument.
+    -q and -v are added, and --json if the command returns an `Answer`, which is printed.  example: the end of --help.
+    continues: whether the same command continues a stopped run.  register, more: as in typer's `Typer.command`.
     """
 
-    def decorated(shell: Shell) -> Shell:
-        """Register the command, and return it as it is."""
+    def decorate(shell: Shell) -> Shell:
+        """Register the command and return it unchanged."""
         called = vars(shell)["__call__"] if isinstance(shell, type) else shell
-        of = shell if isinstance(shell, type) else options
-        fields = [] if of is None else list(inspect.signature(of).parameters.values())
+        declared = shell if isinstance(shell, type) else options
+        fields = [] if declared is None else list(inspect.signature(declared).parameters.values())
         fields = [one for one in fields if declaration(one.annotation)[1] or one.annotation is typer.Context]
-        own = list(inspect.signature(called).parameters.values())[of is not None :]
+        arguments = list(inspect.signature(called).parameters.values())[declared is not None :]
         shared: dict[str, Any] = {"as_json": AsJson, "quiet": Quiet, "verbose": Verbose}
         answers = inspect.signature(called).return_annotation in (Answer, "Answer")
-        if not answers or any(one.name == "as_json" for one in (*fields, *own)):
+        if not answers or any(one.name == "as_json" for one in (*fields, *arguments)):
             del shared["as_json"]
         keyword = inspect.Parameter.KEYWORD_ONLY
         added = [inspect.Parameter(name, keyword, default=False, annotation=hint) for name, hint in shared.items()]
-        parameters = [_parameter(one.name, one.annotation, one.default) for one in (*fields, *own, *added)]
+        parameters = [_parameter(one.name, one.annotation, one.default) for one in (*fields, *arguments, *added)]
 
         def run(*, quiet: bool, verbose: bool, **values: Any) -> None:
-            """Run the command, and print its answer."""
+            """Run the command and print its answer."""
             from warpfold.check.versions import newer_than_tested
 
             values = {name: one.value if isinstance(one, Enum) else one for name, one in values.items()}
@@ -238,13 +243,13 @@ def command(
                 if "as_json" in shared:
                     del values["as_json"]
                 given = {one.name: values.pop(one.name) for one in fields}
-                answer = shell(**given)() if of is shell else shell(*([given] if fields else []), **values)
+                answer = shell(**given)() if declared is shell else shell(*([given] if fields else []), **values)
                 if answers:
                     show(answer, as_json)
                     raise typer.Exit(int(answer.code))
 
         run.__name__ = name_of(shell)
-        run.__doc__ = shell.__doc__ if of is None or "__call__" not in vars(of) else of.__doc__
+        run.__doc__ = shell.__doc__ if declared is None or "__call__" not in vars(declared) else declared.__doc__
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {one.name: one.annotation for one in parameters}
         if continues:
@@ -252,18 +257,18 @@ def command(
         register(epilog=example, **({"cls": Lists} if register == app.command else {}) | more)(run)
         return shell
 
-    return decorated
+    return decorate
 
 
 def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
-    """Return an argument as typer wants it declared."""
+    """Convert an argument to the form in which typer declares it."""
     kind, option = declaration(hint)
     if option is None:
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
     shell: Any = option.shell or _in_shell(name, kind)
     names = option.names or (("--out", "-o") if name == "out" else ())
     if not names and shell is bool:
-        names = (f"--{name.replace('_', '-')}",)  # no --no-...: it is off unless given
+        names = (f"--{name.replace('_', '-')}",)  # without --no-NAME
     about: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
     if option.path == "local" or (option.path is None and "Path" in str(shell)):
         about["callback"] = _local(name)
@@ -271,7 +276,7 @@ def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
         declared = typer.Argument(**about, show_default=option.show_default)
     else:
         about |= {"min": option.min, "max": option.max, "show_default": option.show_default}
-        if option.above is not None:  # which typer does not know
+        if option.above is not None:  # typer has no such bound
             about["callback"] = _more_than(name, option.above)
         declared = typer.Option(*names, rich_help_panel=option.panel, **about)
     if default is not inspect.Parameter.empty and isinstance(shell, type) and issubclass(shell, Enum):
@@ -281,21 +286,22 @@ def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
 
 
 def _in_shell(name: str, kind: Any) -> Any:
-    """Return the type of what a shell gives for an option of some type: paths, words, the type itself."""
-    members, found = kinds_of(kind), kind
+    """Return the type of an option in a shell: Path, list[Path], an Enum of the words of a Literal, or the type."""
+    members, shell = kinds_of(kind), kind
     if set(members) == set(get_args(PathLike)):
-        found = Path
+        shell = Path
     elif set(members) == set(get_args(Paths)):
-        found = list[Path]
+        shell = list[Path]
     elif get_origin(members[0]) is Literal:
-        words: Any = Enum  # typer makes choices of an enum
-        found = words(name, {word: word for word in get_args(members[0])}, type=str)
-    return found | None if NoneType in get_args(kind) else found
+        # typer before 0.19 does not support Literal.
+        words: Any = Enum
+        shell = words(name, {word: word for word in get_args(members[0])}, type=str)
+    return shell | None if NoneType in get_args(kind) else shell
 
 
-# What several commands take in a shell alone.
+# Options of several commands that exist in a shell alone.
 Axial = Annotated[
-    int | None, runs("Processes that share one protein, each with a slice of its large tensors.", "--plan.axial", min=1)
+    int | None, runs("Processes that share one protein, each with a slice of the large tensors.", "--plan.axial", min=1)
 ]
 Branch = Annotated[
     int | None,
@@ -304,11 +310,11 @@ Branch = Annotated[
     ),
 ]
 Change = Annotated[list[str] | None, decides("Settings that override those of the file, KEY=VALUE.", "--set")]
-Figure = Annotated[Path | None, writes("File for a picture: .svg, .png.")]
+Figure = Annotated[Path | None, writes("File for a picture, .svg or .png.")]
 
 
 def check_outputs(*files: Path | None, picture: Path | None = None) -> None:
-    """Raise UserError unless new files can be made there, and the picture by its ending."""
+    """Raise UserError unless these files can be created and the picture's name has a supported ending."""
     if picture is not None and picture.suffix not in (".png", ".svg"):
         raise UserError(f"--figure {picture}: a picture's name ends in .png or .svg")
     for file in (*files, picture):
@@ -322,7 +328,7 @@ def parts(values: Sequence[str] | None) -> list[str]:
 
 
 def chosen(option: str, values: Sequence[str] | None, known: Iterable[str]) -> list[str]:
-    """Return the values, split at commas, each once.  Errors: UserError for one that is not known."""
+    """Split values at commas and remove duplicates.  Errors: UserError for an unknown value."""
     known = list(dict.fromkeys(known))
     for value in parts(values):
         if value not in known:
@@ -330,11 +336,11 @@ def chosen(option: str, values: Sequence[str] | None, known: Iterable[str]) -> l
     return list(dict.fromkeys(parts(values)))
 
 
-GIVEN: list[str] = []  # the arguments of the command line that runs
+GIVEN: list[str] = []  # the arguments of the running command line
 
 
 def _local(name: str) -> Callable[[Any], Any]:
-    """Return a callback of typer that refuses addresses."""
+    """Return a typer callback that refuses addresses."""
 
     def checked(value: Any) -> Any:
         with options_given():
@@ -345,7 +351,7 @@ def _local(name: str) -> Callable[[Any], Any]:
 
 
 def _more_than(name: str, least: float) -> Callable[[Any], float | None]:
-    """Make what typer calls with an option's value, which must be more than `least`."""
+    """Return a typer callback that refuses numbers up to `least`."""
 
     def checked(value: Any) -> float | None:
         with options_given():
@@ -355,7 +361,7 @@ def _more_than(name: str, least: float) -> Callable[[Any], float | None]:
 
 
 def how_to_go_on() -> str:
-    """Return the command to type after a stop: the same, but without `--force`, which would begin again."""
+    """Return the command that continues a stopped run: the same without `--force`, which would begin again."""
     if not GIVEN or is_one_of_several(os.environ):
         return "the same command continues"
     if not CONTINUE & {GIVEN[0], two_words(GIVEN)[0]}:
@@ -365,7 +371,7 @@ def how_to_go_on() -> str:
 
 @contextmanager
 def on_sigterm(error: BaseException) -> Iterator[None]:
-    """Raise an error at SIGTERM, which schedulers send some time before they kill a job, within the context."""
+    """Raise an error at SIGTERM, within the context.  Schedulers send SIGTERM some time before they kill a job."""
 
     def end(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -384,29 +390,30 @@ def warn(text: str) -> None:
 
 
 def say_refused(refused: Mapping[str, int]) -> None:
-    """Say on stderr which operations were computed by their definitions, which is slower, and why."""
+    """Print to stderr which operations fell back to their slower definitions, and why."""
     for refusal, count in refused.items():
         warn(f"slower than necessary: {refusal}: computed by its definition, {count} times")
 
 
 def this_process() -> ProcessInfo:
-    """Read from the environment that torchrun or srun sets which of how many processes this is.
+    """Read the rank and the number of processes from the environment that torchrun or srun sets.
 
-    Of many processes, each connects over gloo only to those that it sends to, some ten, when it first does.  Otherwise
-    it would connect to all at the start: at 2,048 processes 16,000 open sockets on a machine of eight GPUs.
+    With many processes, gloo connects to a process only when it first sends to it, which happens for about ten of them.
+    Otherwise each process would connect to all at the start: 16,000 open sockets on a machine of eight GPUs at 2,048
+    processes.
     """
     from warpfold.parallel.team import MANY
 
     process = ProcessInfo.from_environment(os.environ)
     if process.ranks > MANY:
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # torch reads it when it makes a group
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # read when a group is created
     return process
 
 
 def device_of(name: str | None, process: ProcessInfo | None = None) -> str:
-    """Return the device to run on; of several processes on a machine, each takes a GPU of its own.
+    """Return the device to run on; several processes on a machine each take a GPU of their own.
 
-    Errors: UserError for one that torch does not know or this machine lacks.
+    Errors: UserError for a device that torch does not know or this machine lacks.
     """
     from warpfold import device
 

@@ -63,17 +63,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("warpfold")
 DEFAULTS = request.FoldOptions()
 STRUCTURE_ONLY = request.FoldOptions(representations=False)
-MOST_GRAPHS = 16  # padded lengths whose trunk is kept as a graph; each takes some tens of MB on the device
-KEY = ("predict",)  # of what is drawn for a prediction's features
+MAX_GRAPHS = 16  # padded lengths with a recorded trunk; each takes some tens of MB on the device
+KEY = ("predict",)  # of the random draws for a prediction's features
 CHECKED = arguments.checked(msa="alignment", template="templates", fixed_chains="fixed", strict='kernels="strict"')
 
 
 @dataclass(frozen=True, repr=False)
 class Gradient:
-    """A loss of a prediction, and its gradient by the logits of the sequence.
+    """A loss of a prediction, and its gradient with respect to the logits of the sequence.
 
-    terms: of the loss, by name; empty where it has none.  grad: in the shape of the logits, [N, 20] or by chains; 0
-    where a letter is fixed.  prediction: of the last pass, with the most likely letters.
+    terms: the terms of the loss by name, if it has any.  grad: in the shape of the logits, [N, 20] or by chain; 0 for
+    fixed letters.  prediction: of the last pass, with the most likely letters.
     """
 
     loss: float
@@ -87,7 +87,7 @@ class Gradient:
 
 @dataclass(frozen=True, repr=False)
 class FoldResult:
-    """What became of one protein: a prediction, or why there is none; neither on ranks that do not hold it."""
+    """The prediction of a protein, or the error; both are empty on ranks that do not own the result."""
 
     name: str
     prediction: Prediction | None = None
@@ -98,17 +98,17 @@ class FoldResult:
 
 
 class Predictor:
-    """A model ready to fold; make one with `load`, or from a model in memory.
+    """A model that is ready to fold; create one with `load`, or from a model in memory.
 
-    How each protein is folded is chosen for what is free on the device at that moment (training/planning.py), unless it
-    is given: chunk: rows computed at a time, 0 for all.  offload: whether z lies in host memory.  memory: bytes that
-    may be used on the device at most.  graphs: record the trunk as a CUDA graph, which serves all recycles and all
-    proteins of a padded length, where it fits.
-    precision: of the trunk's activations, as of `resolve_precision`.  sample: how the alignment is sampled, by default
-    as AlphaFold2 does.  team: processes that share each protein; all call everything here, and only rank 0 gets the
+    The plan for each protein depends on the free memory of the device at that moment (training/planning.py).  These
+    arguments fix parts of it.  chunk: rows computed at a time, 0 for all.  offload: keep z in host memory.  memory: the
+    bytes of the device that may be used.  graphs: record the trunk as a CUDA graph, which serves all recycles and all
+    proteins of a padded length, if it fits.
+    precision: of the trunk's activations, as in `resolve_precision`.  sample: how the alignment is sampled, by default
+    as in AlphaFold2.  team: the processes that share each protein.  All call every method, and only rank 0 gets the
     large arrays of a prediction.
     kernels: as `Plan.kernels`.
-    Errors: UserError for a model that such a team cannot share.
+    Errors: UserError for a model that the team cannot share.
     """
 
     @CHECKED
@@ -144,8 +144,8 @@ class Predictor:
         self.model = model
         self.sample = sample or SampleConfig()
         self.recycling = request.Recycling()
-        self.dropout = False  # of the trunk, as in training, drawn by a prediction's seed
-        self.chain_gap: int | None = None  # with which a model of single chains folds complexes
+        self.dropout = False  # of the trunk, drawn by a prediction's seed
+        self.chain_gap: int | None = None  # lets a single-chain model fold complexes
         self.pad_to: int | None = None  # as `Plan.pad_to`
         self.msa_server: AlignmentServer | None = None
         self.to(device)
@@ -154,7 +154,7 @@ class Predictor:
 
     @CHECKED
     def to(self, device: str | torch.device) -> "Predictor":
-        """Move the model to another device; it folds there from now on.  Returns itself."""
+        """Move the model to another device, and return the predictor."""
         self.device = torch.device(device_of(device))
         self.precision = self._fixed["precision"] = resolve_precision(self._asked_precision, self.device)
         log_precision(self._asked_precision, self.precision, self.device)
@@ -194,34 +194,36 @@ class Predictor:
         initial_guess: request.InitialGuess = None,
         fixed: request.FixedChains = None,
     ) -> Prediction:
-        """Fold `sequence` (one letter per residue), given an alignment of it: rows as in A3M, a file, an `Alignment`.
+        """Fold `sequence` (one letter per residue) with an alignment: rows as in A3M, a file, or an `Alignment`.
 
-        A complex: the sequences of its chains, which are then A, B and so on, or chain -> sequence; and likewise their
-        alignments, or chain -> alignment of those that have one, or files, each of the chain that is its first row.
-        Rows are paired by the organisms that an alignment's names give (docs/howto/fold_complexes.md).
-        In rows lower case is an insertion, and the query's own row may be among them or not.  templates: mmCIF or PDB
-        files, FILE or FILE:CHAIN, aligned here (of a complex to the chains that they fit, or ID=FILE for chain ID); or,
-        for a single sequence, `Templates` that are aligned already, best first.  hits: files of HHsearch or hmmsearch,
-        with the folder of the structures that they point to.  msa_server: the address of an alignment server, to which
-        sequences without an alignment are sent; without it, here or in `load`, nothing is.  msa_cache: the folder for
-        its answers, `alignments` by default.  seed: of the alignment's sampling and masking; the same
-        seed gives the same prediction.  recycles, ensemble: default to the model's settings.  Without `representations`
-        single, pair and msa of the result are None, without `distogram` contacts, distogram and its edges; without
-        `logits` those of the heads are not there, and without `save_recycles` the structures of the passes before the
-        last.  initial_guess: the structure that the first pass starts from, an mmCIF or PDB file, or chain ->
-        (positions [N, 37, 3] in angstrom, mask [N, 37]).  fixed: chains that are to stay as in it; they are their own
-        templates (docs/howto/design.md).
+        For a complex, pass the sequences of its chains, which become A, B and so on, or chain -> sequence.  Pass its
+        alignments in the same way, as chain -> alignment for some chains, or as files, each of which belongs to the
+        chain in its first row.  Rows are paired by the organisms in their names (docs/multimer.md).  In rows, lower
+        case letters are insertions; the row of the query itself is optional.
+
+        templates: mmCIF or PDB files, FILE or FILE:CHAIN, which are aligned here; in a complex to the chains that they
+        fit, or ID=FILE for chain ID.  For a single sequence also `Templates` that are aligned already, best first.
+        hits: files of HHsearch or hmmsearch, with the folder of the structures that they refer to.
+        msa_server: the address of an alignment server, to which sequences without an alignment are sent.  Without it,
+        here or in `load`, nothing is sent.  msa_cache: the folder for its answers, `alignments` by default.
+        seed: for sampling and masking of the alignment; the same seed gives the same prediction.
+        recycles, ensemble: default to the model's settings.
+        representations: keep single, pair and msa, which are None otherwise.  distogram: keep contacts, the distogram
+        and its edges.  logits: keep the logits of the heads.  save_recycles: keep the structures of the passes before
+        the last.
+        initial_guess: the structure from which the first pass starts, an mmCIF or PDB file, or chain -> (positions
+        [N, 37, 3] in angstrom, mask [N, 37]).  fixed: chains that keep this structure, as their own templates
+        (docs/howto/designs.md).
         Errors: UserError for letters that are not residues, rows that do not fit the sequence, templates that cannot
-        be used, or more of them than the model takes, an initial guess of other chains; and for arguments of another
-        kind.
+        be used, more templates than the model takes, an initial guess of other chains, and arguments of wrong types.
         """
-        asked = request.FoldOptions(recycles, ensemble, representations, distogram, logits, save_recycles)
+        options = request.FoldOptions(recycles, ensemble, representations, distogram, logits, save_recycles)
         fetch = self._fetching(msa_server, msa_cache)
-        chosen = request.parse_chains(fixed)
-        check_guess(initial_guess, chosen, [self.as_params])
-        query = query_of(sequence, alignment, arguments.text("name", name), fetch, chosen)
+        fixed_chains = request.parse_chains(fixed)
+        check_guess(initial_guess, fixed_chains, [self.as_params])
+        query = query_of(sequence, alignment, arguments.text("name", name), fetch, fixed_chains)
         query = self.with_templates(query, templates, hits, template_structures, max_template_date)
-        query = with_guess(query, initial_guess, chosen)
+        query = with_guess(query, initial_guess, fixed_chains)
         prepared = self.prepare(
             query.assembly,
             seed=seed,
@@ -230,10 +232,10 @@ class Predictor:
             initial_guess=query.guess,
             fixed=query.fixed,
         )
-        return with_warnings(query, self.compute(prepared, asked))
+        return with_warnings(query, self.compute(prepared, options))
 
     def _fetching(self, server: request.MsaServer, cache: request.MsaCache) -> FetchAlignments | None:
-        """Return a fetcher of alignments from the server named here or in `load`; None without one."""
+        """Return a function that fetches alignments from the server of this call or of `load`; None without one."""
         named = request.server_of(server, cache, Path("alignments")) or self.msa_server
         return None if named is None else fetching(named, self.check)
 
@@ -245,7 +247,7 @@ class Predictor:
         template_structures: request.TemplateStructures = None,
         max_template_date: request.MaxTemplateDate = None,
     ) -> Query:
-        """Return a query with its templates.  Errors: UserError as of `fold`, and for what the model cannot fold."""
+        """Add templates to a query.  Errors: UserError as in `fold`, and for a query that the model cannot fold."""
         if query.is_complex:
             self._check_complex(query.name)
         return add_templates(query, self.as_params, templates, hits, template_structures, max_template_date)
@@ -271,27 +273,27 @@ class Predictor:
         fixed: request.FixedChains = None,
         progress: Progress | None = None,
     ) -> list[FoldResult]:
-        """Fold many proteins and complexes; return a result for each, in their order, also for those that failed.
+        """Fold many proteins and complexes; return a result for each, in order, including those that failed.
 
-        sequences: a list, or name -> sequence, each as `fold` takes it; or a file or a folder, as `warpfold predict`
-        takes it, or "-" for standard input, or a list of these.  alignments, templates: likewise a list or name -> what
-        `fold` takes; of files paths.  msa_server, msa_cache, fixed: as of `fold`.  initial_guess: likewise a list or
-        name -> what `fold` takes; or a file for all, a folder of NAME.pdb or NAME.cif, or "self": its own structure.
-        The costly are folded first, and short ones share a pass of the model: batch, at most so many; "auto": where
-        that was measured to help.  Features are made while another one computes.  progress: called with the
-        number that is done, the number of all, and what is at work.
-        Errors: UserError for arguments of a wrong kind; what is wrong with one protein is in its result.
+        sequences: a list, or name -> sequence, each as in `fold`; or a file or folder as for `warpfold predict`, "-"
+        for standard input, or a list of these.  alignments, templates: a list, or name -> the argument of `fold`; with
+        files, paths.  msa_server, msa_cache, fixed: as in `fold`.  initial_guess: a list, or name -> the argument of
+        `fold`; or a file for all queries, a folder of NAME.pdb or NAME.cif, or "self": the query's own structure.
+        The most expensive proteins are folded first.  Short ones share a pass of the model.  batch: the largest number
+        in a pass; "auto": share where measurements showed a gain.  Features of the next proteins are made while the
+        model computes.  progress: called with the finished number, the total, and the current name.
+        Errors: UserError for arguments of wrong types; the error of one protein is in its result.
         """
-        asked = request.FoldOptions(recycles, ensemble, representations, distogram, logits, save_recycles)
+        options = request.FoldOptions(recycles, ensemble, representations, distogram, logits, save_recycles)
         fetch = self._fetching(msa_server, msa_cache)
-        given = self._queries(sequences, alignments, templates, fetch, initial_guess, fixed)
+        queries = self._queries(sequences, alignments, templates, fetch, initial_guess, fixed)
         results: dict[str, FoldResult] = {}
 
         def record(name: str, prediction: Prediction | None, error: str) -> None:
             results[name] = FoldResult(name, prediction, error)
 
-        self._fold_each(given, asked, seed, batch, record, progress)
-        return [results[name] for name in given]
+        self._fold_each(queries, options, seed, batch, record, progress)
+        return [results[name] for name in queries]
 
     @CHECKED
     def score_designs(
@@ -310,29 +312,30 @@ class Predictor:
         fixed: request.FixedChains = None,
         progress: Progress | None = None,
     ) -> list[dict[str, Any]]:
-        """Fold designs, and return a row of scores of each, in their order; no structure is kept.
+        """Fold designs and return a row of scores for each, in order, without keeping structures.
 
-        designs: as `fold_many` takes sequences, TARGET:BINDER for example; the rest is as there.  A row has the columns
-        of `scores.csv` (docs/reference/outputs.md), None for unknown values, and `error`: why a design could not be
-        folded, or "".  For structures of some of them, and what outlives a kill, use `warpfold.predict` with keep=.
-        Errors: UserError for arguments of a wrong kind.
+        designs: as the sequences of `fold_many`, TARGET:BINDER for example.  The other arguments are the same as there.
+        A row has the columns of `scores.csv` (docs/outputs.md), None for unknown values, and `error`: the reason why a
+        design could not be folded, or "".  Use `warpfold.predict` with keep= to keep structures of some designs, and
+        for runs that survive a kill.
+        Errors: UserError for arguments of wrong types.
         """
         fetch = self._fetching(msa_server, msa_cache)
-        given = self._queries(designs, alignments, templates, fetch, initial_guess, fixed)
+        queries = self._queries(designs, alignments, templates, fetch, initial_guess, fixed)
         rows: dict[str, dict[str, Any]] = {}
 
         def record(name: str, prediction: Prediction | None, error: str) -> None:
-            """Make the row of a design."""
-            known: dict[str, Any] = {"name": name, "model": self.as_params.name, "seed": seed}
-            design = given[name]
+            """Build the row of a design."""
+            entry: dict[str, Any] = {"name": name, "model": self.as_params.name, "seed": seed}
+            design = queries[name]
             if prediction is not None and isinstance(design, Query):
-                known |= {"length": len(prediction.sequence), **prediction.confidences()}
+                entry |= {"length": len(prediction.sequence), **prediction.confidences()}
                 if design.is_complex or design.designed is not None:
-                    known["scores"] = prediction.design_scores(design.fixed, design.designed)
-            rows[name] = row_of(known) | {"error": error}
+                    entry["scores"] = prediction.design_scores(design.fixed, design.designed)
+            rows[name] = row_of(entry) | {"error": error}
 
-        self._fold_each(given, request.FoldOptions(recycles, ensemble, False), seed, batch, record, progress)
-        return [rows[name] for name in given]
+        self._fold_each(queries, request.FoldOptions(recycles, ensemble, False), seed, batch, record, progress)
+        return [rows[name] for name in queries]
 
     def _queries(
         self,
@@ -343,44 +346,44 @@ class Predictor:
         initial_guess: Any,
         fixed: request.FixedChains,
     ) -> dict[str, Query | UserError]:
-        """Return the queries of `fold_many`, by name, and of those that cannot be folded why.
+        """Read the queries of `fold_many` by name; a query that cannot be folded becomes its error.
 
         Errors: UserError for guesses and fixed chains that the model cannot take.
         """
-        together, chosen = self.model.config.multimer is not None, request.parse_chains(fixed)
-        check_guess(initial_guess, chosen, [self.as_params])
+        together, chains = self.model.config.multimer is not None, request.parse_chains(fixed)
+        check_guess(initial_guess, chains, [self.as_params])
         return each_given(
-            sequences, alignments, templates, together, fetch, self.check, self.with_templates, initial_guess, chosen
+            sequences, alignments, templates, together, fetch, self.check, self.with_templates, initial_guess, chains
         )
 
     def _fold_each(
         self,
-        given: Mapping[str, Query | UserError],
-        asked: request.FoldOptions,
+        queries: Mapping[str, Query | UserError],
+        options: request.FoldOptions,
         seed: int,
         batch: int | str,
         record: Callable[[str, Prediction | None, str], None],
         progress: Progress | None,
     ) -> None:
-        """Fold queries, and tell of each by its name what has become of it, as they come: a prediction, or an error."""
+        """Fold queries and call `record` with the name and the prediction or error of each, as they finish."""
         most, tell, done = request.parse_batch(batch), arguments.progress_of(progress), 0
-        items = [FoldItem(self.as_params, one, seed) for one in given.values() if not isinstance(one, UserError)]
-        for name, one in given.items():
-            if isinstance(one, UserError):
-                record(name, None, str(one))
+        items = [FoldItem(self.as_params, one, seed) for one in queries.values() if not isinstance(one, UserError)]
+        for name, query in queries.items():
+            if isinstance(query, UserError):
+                record(name, None, str(query))
                 done += 1
-        alone = self.team.process.ranks > 1 or self.dropout or asked.save_recycles
-        tell(done, len(given), "folding")
+        alone = self.team.process.ranks > 1 or self.dropout or options.save_recycles
+        tell(done, len(queries), "folding")
 
-        def told(outcome: FoldOutcome) -> None:
+        def record_outcome(outcome: FoldOutcome) -> None:
             nonlocal done
-            query, found = outcome.item.query, outcome.prediction
-            record(query.name, None if found is None else with_warnings(query, found), outcome.error)
+            query, prediction = outcome.item.query, outcome.prediction
+            record(query.name, None if prediction is None else with_warnings(query, prediction), outcome.error)
             done += 1
-            tell(done, len(given), query.name)
+            tell(done, len(queries), query.name)
 
-        groups = in_groups(items, 1 if alone else most, str(self.device), self.recycling, asked.recycles)
-        fold_groups(lambda params: self, asked, self.team, groups, None, told)
+        groups = in_groups(items, 1 if alone else most, str(self.device), self.recycling, options.recycles)
+        fold_groups(lambda params: self, options, self.team, groups, None, record_outcome)
 
     @CHECKED
     def gradient(
@@ -400,20 +403,20 @@ class Predictor:
         seed: Seed = 0,
         name: str = "design",
     ) -> Gradient:
-        """Fold a sequence that is given as logits [N, 20], and return a loss and its gradient by them.
+        """Fold a sequence that is given as logits [N, 20]; return a loss and its gradient with respect to the logits.
 
-        logits: columns in the order ARNDCQEGHILKMFPSTWYV; of a complex by chain, "A,B" for copies that have the same.
-        The chains are folded in the order of their names.  fixed: letters that stay, "-" where the sequence is free:
-        "--C---", or by chain; a chain without logits has all of its letters there.
-        soft, temperature, hard: the sequence that enters is soft * softmax(logits / temperature) + (1 - soft) * logits;
-        of which `hard` is moved to the most likely letters, and the gradient goes on as if it were not.  These letters
-        decide which atoms there are.  Nothing of the alignment is masked.
+        logits: columns in the order ARNDCQEGHILKMFPSTWYV; for a complex by chain, "A,B" for copies that share logits.
+        The chains are folded in the order of their names.  fixed: letters that stay, with "-" for free positions, as
+        "--C---", or by chain; a chain without logits has all of its letters here.
+        soft, temperature, hard: the input sequence is soft * softmax(logits / temperature) + (1 - soft) * logits.  The
+        share `hard` of it is moved to the most likely letters, with a straight-through gradient.  These letters decide
+        which atoms exist.  The alignment is not masked.
         loss: a function of `warpfold.engine.gradient.ModelOutputs`, such as `warpfold.design.losses.Losses`, that
-        returns a scalar, or terms by name.  recycles: passes before the last.
-        through: the "last" pass, "all", or the "mean" of the loss and the gradient of each.
-        alignment, templates, initial_guess: as of `fold`; the rows of a chain with free positions fit it column by
+        returns a scalar, or terms by name.  recycles: passes before the last.  through: the gradient of the "last" pass, of
+        "all", or the "mean" of the loss and the gradient of each pass.
+        alignment, templates, initial_guess: as in `fold`; the rows of a chain with free positions must fit it column by
         column.
-        Errors: UserError as of `fold`, for logits and letters that do not fit, and as the loss raises it.
+        Errors: UserError as in `fold`, for logits and letters that do not fit, and from the loss.
         """
         arguments.one_of("through", through, get_args(Through))
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
@@ -440,8 +443,9 @@ class Predictor:
             weight, is_extra = query_part(joined, sample, seed, KEY, len(batch["msa_feat"]))
             place = QueryPlace(torch.from_numpy(weight), is_extra)
             chain = np.repeat(np.arange(len(assembly.chains)), [one.length for one in assembly.chains])
-            of_chains = {"asym_id": chain + 1, "entity_id": assembly.entity_id[chain]}  # which the loss alone reads
-            batch = batch | {key: torch.from_numpy(ids) for key, ids in of_chains.items()}
+            # Only the loss reads these.
+            chain_features = {"asym_id": chain + 1, "entity_id": assembly.entity_id[chain]}
+            batch = batch | {key: torch.from_numpy(ids) for key, ids in chain_features.items()}
         sizes = sizes_of_batch(batch)
         planned = self.planner.choose(sizes, prepared.recycles, prepared.ensemble, gradient=through)
         start = time.perf_counter()
@@ -456,7 +460,8 @@ class Predictor:
                 break
             except (RuntimeError, MemoryError) as error:
                 planned = self.planner.after(planned, error)
-            release_memory(self.device)  # the error, and what it held, is gone
+            # After the except block, since the error holds references to tensors.
+            release_memory(self.device)
         details = self._details(prepared, prepared.recycles, time.perf_counter() - start)
         prediction = replace(prediction, details=details | {"plan": dict(planned.details)})
         leaves = {one.key: one.logits for one in chains.values() if one.key is not None and one.logits is not None}
@@ -467,7 +472,7 @@ class Predictor:
 
     @property
     def as_params(self) -> Params:
-        """Describe the model as if it came from a file of parameters."""
+        """Return the model's description in the form of a file of parameters."""
         return Params("model", Path(), "", self.model.config, self.sample)
 
     def fold_example(
@@ -484,7 +489,7 @@ class Predictor:
         initial_guess: GuessLike = None,
         fixed: Sequence[str] = (),
     ) -> Prediction:
-        """Fold chains that are encoded already, as `fold` does; coordinates that they have are ignored."""
+        """Fold chains that are encoded already, as `fold` does; their coordinates are ignored."""
         check_guess(initial_guess, fixed, [self.as_params])
         prepared = self.prepare(
             assembly, seed=seed, recycles=recycles, ensemble=ensemble, initial_guess=initial_guess, fixed=fixed
@@ -503,9 +508,9 @@ class Predictor:
         initial_guess: GuessLike = None,
         fixed: Sequence[str] = (),
     ) -> Prepared:
-        """Make the features of one chain or several, in host memory; a thread may do it while others compute.
+        """Make the features of one or several chains in host memory; a thread may do so while others compute.
 
-        initial_guess, fixed: as of `fold`.
+        initial_guess, fixed: as in `fold`.
         """
         start, settings = time.perf_counter(), self.model.config
         recycles = settings.recycles if recycles is None else recycles
@@ -514,7 +519,8 @@ class Predictor:
             raise UserError(f"recycles = {recycles}, ensemble = {ensemble}: at least 0 and 1 are needed")
         if len(assembly.chains) > 1:
             self._check_complex(assembly.name)
-        assembly = replace(  # coordinates that they have are ignored
+        # Without coordinates, as these are to be predicted.
+        assembly = replace(
             assembly,
             chains=tuple(
                 replace(chain, positions=None, mask=None) if isinstance(chain, RawExample) else chain
@@ -526,74 +532,80 @@ class Predictor:
             sequences = {id: chain.sequence for id, chain in zip(assembly.ids, assembly.chains)}
             guess = as_guess(initial_guess, assembly.name, sequences)
             positions = torch.from_numpy(guess_positions(guess, assembly.ids))
-            own = (own_template(guess[id], guess.source) if id in fixed else None for id in assembly.ids)
-            assembly = replace(assembly, fixed=tuple(own) if fixed else ())
+            templates = (own_template(guess[id], guess.source) if id in fixed else None for id in assembly.ids)
+            assembly = replace(assembly, fixed=tuple(templates) if fixed else ())
         recycles = self.recycling.at_most(recycles, assembly.length)
         used: Assembly | Example = assembly
         if settings.multimer is None:
-            one = len(assembly.chains) == 1 and not fixed
-            used = assembly.chains[0] if one else as_one_chain(assembly, self.sample, self.chain_gap or 0)
+            single = len(assembly.chains) == 1 and not fixed
+            used = assembly.chains[0] if single else as_one_chain(assembly, self.sample, self.chain_gap or 0)
         features = make_features(used, self.sample, seed, KEY, passes=(recycles + 1) * ensemble)
         batch = to_tensors(features, widen=False)
         seconds = time.perf_counter() - start
         coverage = coverage_of(seen_rows(batch), assembly)
         return Prepared(assembly, batch, seed, recycles, ensemble, seconds, coverage, positions)
 
-    def compute(self, prepared: Prepared, asked: request.FoldOptions = DEFAULTS) -> Prediction:
-        """Run the model on features as the plan says, and say how sure it is.
+    def compute(self, prepared: Prepared, options: request.FoldOptions = DEFAULTS) -> Prediction:
+        """Choose a plan, run the model, and compute the confidences.
 
-        Where memory runs out, the next tighter plan is tried.
-        Errors: UserError where nothing fits, or even the tightest plan runs out.
+        If memory runs out, the next tighter plan is tried.
+        Errors: UserError if no plan fits, or if even the tightest plan runs out of memory.
         """
         start, batch = time.perf_counter(), self._padded(prepared.batch)
-        planned = self.plan(replace(prepared, batch=batch), asked.representations)
+        planned = self.plan(replace(prepared, batch=batch), options.representations)
         while True:
             try:
-                recycles, prediction = self._fold(prepared, batch, planned.plan, asked)
+                recycles, prediction = self._fold(prepared, batch, planned.plan, options)
                 break
             except (RuntimeError, MemoryError) as error:
                 planned = self.planner.after(planned, error)
-            release_memory(self.device)  # the error, and what it held, is gone
+            # After the except block, since the error holds references to tensors.
+            release_memory(self.device)
         details = self._details(prepared, recycles, time.perf_counter() - start) | {"plan": dict(planned.details)}
         return replace(prediction, details=details)
 
-    def compute_together(self, several: Sequence[Prepared], asked: request.FoldOptions = DEFAULTS) -> list[Prediction]:
-        """Run the model once on several proteins, padded to the largest; each has the result that it has alone.
+    def compute_together(
+        self, several: Sequence[Prepared], options: request.FoldOptions = DEFAULTS
+    ) -> list[Prediction]:
+        """Run the model once on several proteins, padded to the largest.
 
-        To rounding: products of other sizes may sum in another order.
-        Errors: ValueError for other recycles or ensembles, where recycling may end early, where each draws dropout or
-        keeps what it recycles, and where z must lie in host memory.
+        Each result equals that of the protein alone up to rounding, as products of other sizes may sum in another
+        order.
+        Errors: ValueError for different recycles or ensembles, if recycling may end early, if each protein draws
+        dropout or saves its passes, and if z must be in host memory.
         """
         start, first = time.perf_counter(), several[0]
-        if (self._tolerance and first.recycles > 1) or self.dropout or asked.save_recycles:
-            raise ValueError("recycling that ends early or is kept, and dropout cannot share a pass")
+        if (self._tolerance and first.recycles > 1) or self.dropout or options.save_recycles:
+            raise ValueError("proteins cannot share a pass if recycling may end early or is saved, or with dropout")
         if len({(one.recycles, one.ensemble) for one in several}) > 1:
-            raise ValueError("what shares a pass needs the same recycles and ensemble")
+            raise ValueError("proteins that share a pass need the same recycles and ensemble")
         batch = self._padded(stack([one.batch for one in several]))
         guess = torch.stack([_padded_guess(one.guess, batch["aatype"].shape[-1]) for one in several])
-        planned = self.plan(replace(first, batch=batch), asked.representations)
+        planned = self.plan(replace(first, batch=batch), options.representations)
         if planned.plan.offload:
-            raise ValueError("with z in host memory each is folded alone")
-        found = []
+            raise ValueError("proteins cannot share a pass with z in host memory")
+        predictions = []
         with self._running(planned.plan, first):
             folded = self.model.fold(batch, first.recycles, start=self.model.first_recycled(batch, guess))
-            for one, part in zip(several, folded.unbind()):
-                found.append(self._read_out.prediction(one, part, asked))
+            for one, last_pass in zip(several, folded.unbind()):
+                predictions.append(self._read_out.prediction(one, last_pass, options))
         seconds = (time.perf_counter() - start) / len(several)
         more = {"together": len(several), "plan": dict(planned.details)}
         details = [self._details(one, folded.recycles, seconds) | more for one in several]
-        return [replace(prediction, details=one) for prediction, one in zip(found, details)]
+        return [replace(prediction, details=one) for prediction, one in zip(predictions, details)]
 
     def _details(self, prepared: Prepared, recycles: int, seconds: float) -> dict[str, Any]:
-        found = details_of(prepared, recycles, seconds, None if self.model.templates is None else self.sample)
-        return found | ({"dropout": True} if self.dropout else {})
+        details = details_of(prepared, recycles, seconds, None if self.model.templates is None else self.sample)
+        return details | ({"dropout": True} if self.dropout else {})
 
     def _padded(self, batch: Batch) -> Batch:
-        """Return features in the shape that the device gets: `padded_shape` decides it."""
+        """Pad features to the shape for the device (`padded_shape`)."""
         return pad_batch(batch, Plan(pad_to=self.pad_to).multiple_on(self.device.type))
 
-    def _fold(self, prepared: Prepared, batch: Batch, plan: Plan, asked: request.FoldOptions) -> tuple[int, Prediction]:
-        """Fold a protein whose features have been padded to `batch`; return the recycles that it took, too."""
+    def _fold(
+        self, prepared: Prepared, batch: Batch, plan: Plan, options: request.FoldOptions
+    ) -> tuple[int, Prediction]:
+        """Fold a protein whose features were padded to `batch`; return the number of recycles and the prediction."""
         recycled: list[PassStructure] = []
 
         def watch(handed_on: Recycled, activations: torch.Tensor) -> None:
@@ -602,9 +614,9 @@ class Predictor:
         with self._running(plan, prepared):
             guess = _padded_guess(prepared.guess, batch["aatype"].shape[-1])
             start = self.model.first_recycled(batch, guess)
-            watched = watch if asked.save_recycles else None
+            watched = watch if options.save_recycles else None
             folded = self.model.fold(batch, prepared.recycles, watched, start)
-            prediction = self._read_out.prediction(prepared, folded, asked)
+            prediction = self._read_out.prediction(prepared, folded, options)
         return folded.recycles, replace(prediction, recycled=recycled)
 
     @property
@@ -613,20 +625,21 @@ class Predictor:
 
     @property
     def _tolerance(self) -> float | None:
-        own = self.model.config.recycle_tolerance
-        return own if self.recycling.tolerance is None else self.recycling.tolerance
+        default = self.model.config.recycle_tolerance
+        return default if self.recycling.tolerance is None else self.recycling.tolerance
 
     @contextmanager
     def _running(self, plan: Plan, prepared: Prepared) -> Iterator[None]:
-        """Have the model run as a plan says, with the settings of a prediction, and without gradients.
+        """Bind a plan and the settings of a prediction to the model, without gradients, within the context.
 
-        Dropout is that of the trunk and of its template stack, as where AlphaFold's `eval_dropout` and ColabFold's
-        `--use-dropout` are set: the structure module has none.
+        Dropout applies to the trunk and the template stack but not to the structure module, as with AlphaFold's
+        `eval_dropout` and ColabFold's `--use-dropout`.
         """
         plan, running = replace(plan, graph=False) if self.dropout else plan, self.model.execution
-        if not (plan.graph is True and isinstance(running, Execution) and running.plan == plan):  # whose graphs serve
+        # Keep an execution with the same plan, as its recorded graphs can be replayed.
+        if not (plan.graph is True and isinstance(running, Execution) and running.plan == plan):
             execution = Execution(plan, self.team.mesh)
-            execution.graphs.most = MOST_GRAPHS
+            execution.graphs.most = MAX_GRAPHS
             execution.bind(self.model)
         model, settings = self.model, self.model.config
         model.config = replace(settings, ensemble=prepared.ensemble, recycle_tolerance=self._tolerance)
@@ -643,7 +656,7 @@ class Predictor:
             model.eval()
 
     def plan(self, prepared: Prepared, representations: request.Representations = True) -> FoldPlan:
-        """Choose a plan for the memory that is free now.  Errors: UserError where nothing fits, saying what would."""
+        """Choose a plan for the memory that is free now.  Errors: UserError if no plan fits, with what would."""
         sizes = sizes_of_batch(prepared.batch)
         return self.planner.choose(sizes, prepared.recycles, prepared.ensemble, representations)
 
@@ -662,7 +675,7 @@ class Predictor:
 
 
 def _padded_guess(guess: torch.Tensor | None, length: int) -> torch.Tensor:
-    """Return the positions [length, 37, 3] that the first pass starts from: zeros where there is no guess."""
+    """Pad the positions from which the first pass starts to [length, 37, 3]; zeros without a guess."""
     positions = torch.zeros(length, 37, 3, dtype=None if guess is None else guess.dtype)
     if guess is not None:
         positions[: len(guess)] = guess
@@ -670,7 +683,7 @@ def _padded_guess(guess: torch.Tensor | None, length: int) -> torch.Tensor:
 
 
 def with_warnings(query: Query, prediction: Prediction) -> Prediction:
-    """Return a prediction with what became of its templates, and what is to be said of its input, which is logged."""
+    """Add the outcomes of the templates and the warnings about the input to a prediction, and log the warnings."""
     warnings = [*(notice.record() for notice in query.notices), *prediction.details.get("warnings", ())]
     for warning in warnings:
         log.warning("%s: %s", query.name, warning["text"])
@@ -703,13 +716,13 @@ def load(
     """Load parameters from a file: WarpFold's safetensors, DeepMind's params_model_*.npz, or OpenFold's .pt.
 
     device: by default the first GPU if there is one.  sample: by default as the parameters were trained; for
-    DeepMind's this follows from their arrays and name (`model.weights.data_settings`), and what has to be assumed is
+    DeepMind's files, this follows from the arrays and the name (`model.weights.data_settings`), and assumptions are
     logged.  max_msa, max_extra: rows of the clustered and of the extra alignment, in place of the sample's.
-    recycle_tolerance, max_recycles: when recycling ends early (`Recycling`).  dropout: of the
-    trunk, as in training, drawn by a prediction's seed: seeds then differ more.  chain_gap: has parameters for single
-    chains fold complexes, whose residue numbers jump by so much between chains.  memory: bytes, or "24GB".
-    msa_server, msa_cache: for all that it folds, as of `Predictor.fold`.  The rest is as in `Predictor`.
-    Errors: UserError for a file that is none of these, or whose arrays do not fit, and for wrong arguments.
+    recycle_tolerance, max_recycles: when recycling ends early (`Recycling`).  dropout: apply the trunk's dropout as in
+    training, drawn by a prediction's seed; predictions of seeds then differ more.  chain_gap: lets parameters for
+    single chains fold complexes, with residue numbers that jump by this much between chains.  memory: bytes, or "24GB".
+    msa_server, msa_cache: for all queries, as in `Predictor.fold`.  The other arguments are those of `Predictor`.
+    Errors: UserError for another kind of file, arrays that do not fit, and wrong arguments.
     """
     path, where = arguments.path("params", params), device_of(device)
     recycling = request.Recycling.parse(recycle_tolerance, max_recycles)

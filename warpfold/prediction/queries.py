@@ -1,4 +1,4 @@
-"""What is folded: chains with their alignments and templates, read from the user's files or given from Python."""
+"""Queries: chains with their alignments and templates, read from the user's files or passed from Python."""
 
 import logging
 import os
@@ -36,25 +36,25 @@ if TYPE_CHECKING:
     from warpfold.data.search.server import AlignmentServer
 
 Sequences = str | Sequence[str] | Mapping[str, str]  # of a protein, or of the chains of a complex
-Rows = Alignment | Sequence[str]  # of one sequence, as A3M has them
-OfChain = Rows | PathLike | Sequence[PathLike] | None
+Rows = Alignment | Sequence[str]  # of one sequence, as in A3M
+ChainAlignment = Rows | PathLike | Sequence[PathLike] | None
 TemplatesLike = Templates | PathLike | Sequence[PathLike] | None
-Alignments = OfChain | Sequence[OfChain] | Mapping[str, OfChain]
+Alignments = ChainAlignment | Sequence[ChainAlignment] | Mapping[str, ChainAlignment]
 
 
 @dataclass(frozen=True)
 class Query:
-    """What to fold: K chains, each with its alignment and templates; a single protein is a complex of one chain.
+    """K chains, each with its alignment and templates; a single protein is a complex of one chain.
 
-    name: unique, and safe in a path.  outcomes: of each template that was offered.  notices: about the input.
-    structure: its own, where it was read from one.  guess: where the first pass starts.  fixed: the chains that are
-    their own templates in it, and the target of a design.
+    name: unique, and safe in a path.  outcomes: one for each template that was offered.  notices: about the input.
+    structure: the structure file that the query was read from, if any.  guess: the structure from which the first pass
+    starts.  fixed: the chains that are their own templates in the guess; in a design, its target.
     """
 
     name: str
     ids: tuple[str, ...]  # [K]
-    sequences: tuple[str, ...]  # [K], as given: those of `chains` have X for U
-    chains: tuple[RawExample, ...]  # [K], copies share theirs
+    sequences: tuple[str, ...]  # [K], the user's letters; those of `chains` have X for U
+    chains: tuple[RawExample, ...]  # [K], copies share an example
     outcomes: Sequence[TemplateOutcome] = ()
     notices: Sequence[Notice] = ()
     structure: GuessStructure | None = None
@@ -71,7 +71,7 @@ class Query:
 
     @property
     def designed(self) -> GuessStructure | None:
-        """Return the structure that a prediction is compared with, of the same chains and lengths."""
+        """Return the structure that predictions are compared with, which has the same chains and lengths."""
         return self.structure if self.guess is None else self.guess
 
     @property
@@ -80,16 +80,16 @@ class Query:
 
     @property
     def rows(self) -> int:
-        """Return the rows of the alignments of the chains, copies counted once."""
+        """Return the number of alignment rows of all chains, with copies counted once."""
         return sum({chain.sequence: chain.depth for chain in self.chains}.values())
 
     @property
     def templates(self) -> int:
-        """Return the templates of the chain that has most."""
+        """Return the largest number of templates of a chain."""
         return max(chain.templates_count + (id in self.fixed) for id, chain in zip(self.ids, self.chains))
 
     def parts(self) -> Iterator[bytes]:
-        """Yield all that decides what is predicted."""
+        """Yield the bytes of everything that decides the prediction, for a digest."""
         yield f"{self.name}\n{','.join(self.ids)}\n".encode()
         for chain in self.chains:
             yield from (array.tobytes() for array in (chain.aatype, chain.msa, chain.deletions))
@@ -103,15 +103,15 @@ class Query:
             yield f"{self.guess.digest}\n{','.join(self.fixed)}\n".encode()
 
 
-# Returns files of alignments for queries, each with those of its sequences that have none.
+# Returns files of alignments for queries, each with its sequences that have no alignment.
 FetchAlignments = Callable[[Sequence[tuple[Complex, list[str]]]], list[Path]]
 
 
 @dataclass(frozen=True)
 class ReadQueries:
-    """What is to be folded, and what is to be said of all that was given."""
+    """Queries as read from files, and notices about the files."""
 
-    found: dict[str, Query | UserError]  # by name, in their order: what to fold, or why it cannot be
+    found: dict[str, Query | UserError]  # by name, in order: the query, or the reason why it cannot be folded
     notices: list[Notice]
     hits: list[str]  # files of template hits in the folders of queries
 
@@ -124,19 +124,20 @@ class ReadQueries:
         return {name: one for name, one in self.found.items() if isinstance(one, UserError)}
 
     def hoist_common_notices(self) -> "ReadQueries":
-        """Say of the run what would be said of each of several queries, as of designs, which have no alignments."""
+        """Move the notices that all of several queries share to the run, such as designs without alignments."""
         queries = self.queries
         if len(queries) < 2:
             return self
-        common = [one for one in queries[0].notices if all(one in query.notices for query in queries)]
+        common = [notice for notice in queries[0].notices if all(notice in query.notices for query in queries)]
         found = dict(self.found)
         for query in queries:
-            found[query.name] = replace(query, notices=[one for one in query.notices if one not in common])
+            notices = [notice for notice in query.notices if notice not in common]
+            found[query.name] = replace(query, notices=notices)
         return replace(self, found=found, notices=[*self.notices, *common])
 
 
 def read_queries(given: Given | Sequence[Given], msas: Sequence[Path], together: bool = False) -> list[Query]:
-    """Return the proteins and complexes that `read_given` reads.  Errors: UserError for a bad one, too."""
+    """Read proteins and complexes as `read_given` does.  Errors: UserError for a bad record too."""
     read = read_given(given, msas, together)
     for error in read.errors.values():
         raise error
@@ -154,69 +155,71 @@ def read_given(
 ) -> ReadQueries:
     """Read proteins and complexes (`read_query_files`), with their alignments from `msas`.
 
-    Each alignment belongs to the sequence in its first row, and if there is one sequence, every one must be of it; the
-    official order in which they are stacked is kept (`read_chain_alignments`).  together: the records of a FASTA file
-    are the chains of one complex.  fetch: gets alignments for those of which a sequence has none; where chains are
-    `fixed`, of these alone, as the others are designed.  check: raises UserError for one that the caller cannot fold.
-    pairs: each is a chain that will be part of complexes.
-    Errors: UserError for a file that cannot be read, two records of one name, an alignment that belongs to none.
+    Each alignment belongs to the sequence in its first row.  If there is one sequence, all alignments must belong to
+    it.  Alignments are stacked in the official order (`read_chain_alignments`).  together: the records of a FASTA file
+    are the chains of one complex.  fetch: gets alignments for sequences that have none; if chains are `fixed`, only for
+    these, as the others are designed.  check: raises UserError for a query that the caller cannot fold.  pairs: each
+    record is a chain of complexes to be made.
+    Errors: UserError for a file that cannot be read, two records of one name, and an alignment of no sequence.
     """
     files = read_query_files(given, together)
-    read = files.found
+    records = files.found
     found: dict[str, Query | UserError] = {}
-    for one in read:
+    for record in records:
         try:
-            if one.error:
-                raise UserError(one.error)
-            check(one)
-            for sequence in one.sequences:
-                Alignment.of_query(sequence, one.name)  # an error for nucleic acid, before anything is fetched
+            if record.error:
+                raise UserError(record.error)
+            check(record)
+            for sequence in record.sequences:
+                # Raises for nucleic acids, before anything is fetched.
+                Alignment.of_query(sequence, record.name)
         except UserError as error:
-            found[one.name] = error
-    sequences = [sequence for one in read for sequence in one.sequences]
+            found[record.name] = error
+    sequences = [sequence for record in records for sequence in record.sequences]
     source = str(given) if isinstance(given, Given) else ", ".join(map(str, given))
-    alignments = read_chain_alignments(msas, sequences, source, are_all=not any(one.error for one in read))
+    alignments = read_chain_alignments(msas, sequences, source, are_all=not any(record.error for record in records))
     if fetch is not None:
-        lacking = [(one, lacking_of(one, alignments, fixed)) for one in read if one.name not in found]
-        asked = [(one, without) for one, without in lacking if without]
-        fetched = fetch(asked) if asked else []
+        lacking = [(record, lacking_of(record, alignments, fixed)) for record in records if record.name not in found]
+        wanted = [(record, without) for record, without in lacking if without]
+        fetched = fetch(wanted) if wanted else []
         alignments = alignments.joined(read_chain_alignments(fetched, sequences, source))
     made: dict[str, RawExample] = {}
-    for one in read:
-        if one.name not in found:
+    for record in records:
+        if record.name not in found:
             try:
-                single = len(one.ids) == 1  # whatever its chain is called in a file
+                # The chain of a single protein is A, whatever its file calls it.
+                named = replace(record, ids=("A",)) if len(record.ids) == 1 else record
                 make = chain_of_pairs if pairs else make_query
-                found[one.name] = make(replace(one, ids=("A",)) if single else one, alignments, made)
+                found[record.name] = make(named, alignments, made)
             except UserError as error:
-                found[one.name] = error
+                found[record.name] = error
     notices = unused_msa_notices(alignments)
     if files.predicted:
-        notices += noted([f"structures that were predicted are not folded anew: {shorten_list(files.predicted)}"])
-    return ReadQueries({one.name: found[one.name] for one in read}, notices, files.hits)
+        notices += noted([f"predicted structures are not folded again: {shorten_list(files.predicted)}"])
+    return ReadQueries({record.name: found[record.name] for record in records}, notices, files.hits)
 
 
 def make_query(
     given: Complex, alignments: ChainAlignments | None = None, made: dict[str, RawExample] | None = None
 ) -> Query:
-    """Return chains with their alignments, and notices of what these lack or are not used for.
+    """Make a query of chains with their alignments, and notices about missing and unused rows.
 
-    made: as of `assemble`.  As official, the rows of `uniprot_hits` are in no alignment of a protein alone; but they
-    are more than nothing.
-    Errors: UserError for an alignment of another protein, or a sequence that is no protein's.
+    made: as in `assemble`.  The alignment of a single protein excludes the rows of `uniprot_hits`, as officially,
+    unless there are no others.
+    Errors: UserError for an alignment of another protein, or a sequence that is not a protein's.
     """
     if len(given.ids) > 1:
         assembly, notes = assemble(given, alignments, made)
         chains = tuple(chain for chain in assembly.chains if isinstance(chain, RawExample))
         return Query(given.name, given.ids, given.sequences, chains, notices=noted(notes), structure=given.structure)
     (sequence,), notices = given.sequences, noted(given.notes)
-    own = [*given.alignments, *(alignments.of(sequence) if alignments else ())]
-    used = [one for one in own if one.stands_alone] or own
+    every = [*given.alignments, *(alignments.of(sequence) if alignments else ())]
+    used = [one for one in every if one.stands_alone] or every
     example = from_sequence(sequence, used or [Alignment.of_query(sequence, given.name)], given.name)
-    if unused := sum(len(one) - 1 for one in own) - sum(len(one) - 1 for one in used):
+    if unused := sum(len(one) - 1 for one in every) - sum(len(one) - 1 for one in used):
         notices.append(Notice("pairing_rows", {"rows": unused}))
-    if not own or example.depth == 1:
-        notices.append(Notice("one_row" if own else "no_alignment"))
+    if not every or example.depth == 1:
+        notices.append(Notice("one_row" if every else "no_alignment"))
     structure = None if given.structure is None else replace(given.structure, names=given.ids)
     return Query(given.name, given.ids, given.sequences, (example,), notices=notices, structure=structure)
 
@@ -224,107 +227,109 @@ def make_query(
 def chain_of_pairs(
     given: Complex, alignments: ChainAlignments | None = None, made: dict[str, RawExample] | None = None
 ) -> Query:
-    """Return a single chain as `make_query`, but with what its rows are paired by.
+    """Make a query of a single chain as `make_query` does, with the data by which its rows are paired.
 
-    Errors: UserError as of `make_query`, and for a complex.
+    Errors: UserError as in `make_query`, and for a complex.
     """
     if len(given.ids) > 1:
         raise UserError(f"{given.name}: is a complex, and --pairs pairs single chains; give each chain as a record")
-    (sequence,) = given.sequences
-    twice = make_query(replace(given, ids=("A", "B"), sequences=(sequence, sequence)), alignments, made)
-    chain = twice.chains[0]
+    assembly, _ = assemble(replace(given, ids=("A",)), alignments, made)
+    (chain,) = assembly.chains
+    assert isinstance(chain, RawExample)
     notices = [*noted(given.notes), *([Notice("no_alignment")] if chain.depth == 1 else [])]
     return Query(given.name, given.ids, given.sequences, (chain,), notices=notices)
 
 
 def pair_names(names: Sequence[str]) -> dict[tuple[int, int], str]:
-    """Name the pairs of each two of some chains, and of each with itself: ONE_and_OTHER, or by their numbers."""
-    found: dict[tuple[int, int], str] = {}
+    """Name each pair of chains, and of each chain with itself: ONE_and_OTHER, or by their numbers."""
+    pairs: dict[tuple[int, int], str] = {}
     taken: set[str] = set()
     for i, j in combinations_with_replacement(range(len(names)), 2):
         name = f"{names[i]}_and_{names[j]}"
-        if name != file_name(name) or name.lower() in taken:  # too long for a file, or a_and_b with c
+        # The name may be too long for a file, or ambiguous: a_and_b with c, a with b_and_c.
+        if name != file_name(name) or name.lower() in taken:
             name = f"pair_{i + 1}_and_{j + 1}"
-        found[i, j] = name
+        pairs[i, j] = name
         taken.add(name.lower())
-    return found
+    return pairs
 
 
 def all_pairs(chains: Sequence[Query]) -> list[Query]:
-    """Return a complex of each two chains, and of each with itself; all share what is known of their chains.
+    """Make a complex of every pair of chains, and of each chain with itself; the complexes share the chains' examples.
 
-    What is to be said of the input is said of the chains.
+    Notices about the input stay with the chains.
     """
-    found = []
+    pairs = []
     for (i, j), name in pair_names([chain.name for chain in chains]).items():
-        one, other = chains[i], chains[j]
-        both, sequences = (*one.chains, *other.chains), (*one.sequences, *other.sequences)
-        outcomes = [*one.outcomes, *(other.outcomes if i != j else ())]
-        found.append(Query(name, ("A", "B"), sequences, both, outcomes))
-    return found
+        first, second = chains[i], chains[j]
+        both, sequences = (*first.chains, *second.chains), (*first.sequences, *second.sequences)
+        outcomes = [*first.outcomes, *(second.outcomes if i != j else ())]
+        pairs.append(Query(name, ("A", "B"), sequences, both, outcomes))
+    return pairs
 
 
 def lacking_of(query: Complex, alignments: ChainAlignments | None, fixed: Sequence[str] = ()) -> list[str]:
-    """Return the sequences of a query that have no alignment; where chains are fixed, of these."""
-    own = {alignment.query for alignment in query.alignments}
-    asked = [one for id, one in zip(query.ids, query.sequences) if id in fixed or not fixed]
-    return [one for one in asked if as_row(one) not in own and not (alignments and alignments.of(one))]
+    """Return the sequences of a query, or of its fixed chains if there are any, that have no alignment."""
+    aligned = {alignment.query for alignment in query.alignments}
+    wanted = [sequence for id, sequence in zip(query.ids, query.sequences) if id in fixed or not fixed]
+    return [one for one in wanted if as_row(one) not in aligned and not (alignments and alignments.of(one))]
 
 
 def unused_msa_notices(alignments: ChainAlignments) -> list[Notice]:
     """Return warnings about files of alignments: notes, and files that belong to none of the sequences."""
-    found, unused = noted(alignments.notes), alignments.unused
+    notices, unused = noted(alignments.notes), alignments.unused
     if unused:
-        found.append(Notice("unused_alignments", {"count": len(unused), "detail": shorten_list(unused)}))
-    return found
+        notices.append(Notice("unused_alignments", {"count": len(unused), "detail": shorten_list(unused)}))
+    return notices
 
 
 def with_templates(
     queries: Sequence[Query], sources: TemplateSources, models: Sequence[Params], refused: Collection[str] = ()
 ) -> list[Query]:
-    """Return the queries with templates, as many as the models take; models without template parts ignore them.
+    """Add templates to queries, as many as the models take; models without a template stack ignore them.
 
-    refused: names of records that cannot be folded, whose files of hits are not read.
-    Errors: UserError as in `find_templates`, for a file that fits no chain of the complexes, and if no model takes
-    templates, or one fewer than the user's files.
+    refused: names of records that cannot be folded; their files of hits are not read.
+    Errors: UserError as in `find_templates`, for a file that fits no chain of the complexes, if no model takes
+    templates, and if a model takes fewer than the user's files.
     """
     able = [model for model in models if model.config.templates.enabled] or models
-    asked = [_ask(query, sources.files, alone=len(queries) == 1 and not refused) for query in queries]
-    each = [one for some in asked for one in some]
+    asked = [_template_queries(query, sources.files, len(queries) == 1 and not refused) for query in queries]
+    each = [one for several in asked for one in several]
     for model in able:
         check_templates(model.config, model.sample, max(1, *(len(one.files) for one in each)))
     check_fit(list(map(str, sources.files)), [one.files for one in each], (each[0].chains or each[0].names)[0])
     most = max(model.sample.max_templates for model in able)
     found = dict(zip(each, find_templates(each, sources, most, refused)))
     answered = []
-    for query, own in zip(queries, asked):
-        by_sequence = {one.sequence: found[one][0] for one in own}
+    for query, sought in zip(queries, asked):
+        by_sequence = {one.sequence: found[one][0] for one in sought}
         chains = tuple(
             replace(chain, templates=by_sequence[sequence]) for chain, sequence in zip(query.chains, query.sequences)
         )
-        outcomes = [replace(outcome, chains=one.chains) for one in own for outcome in found[one][1]]
+        outcomes = [replace(outcome, chains=one.chains) for one in sought for outcome in found[one][1]]
         notices = [*query.notices, *template_notices(outcomes, sources)]
         answered.append(replace(query, chains=chains, outcomes=outcomes, notices=notices))
     return answered
 
 
-def _ask(query: Query, files: Sequence[str], alone: bool) -> list[TemplateQuery]:
-    """Return the sequences of a query for which templates are sought.  alone: it is the only query."""
+def _template_queries(query: Query, files: Sequence[str], is_only: bool) -> list[TemplateQuery]:
+    """Return the sequences of a query for which templates are sought.  is_only: there is no other query."""
     if not query.is_complex:
         return [TemplateQuery(query.sequences[0], (query.name,), tuple(map(str, files)))]
     chains = dict(zip(query.ids, query.sequences))
-    own = files_of_chains(files, chains)
-    asked = []
+    by_sequence = files_of_chains(files, chains)
+    sought = []
     for sequence, searched in search_names(query.name, chains).items():
         ids = tuple(id for id, other in chains.items() if other == sequence)
-        alike = (*ids, *map(file_name, ids)) if alone else ()
-        names = (*alike, *(f"{query.name}_{id}" for id in ids), searched)
-        asked.append(TemplateQuery(sequence, names, tuple(own[sequence]), ids))
-    return asked
+        # In the only query, a file may be named after a chain alone.
+        chain_names = (*ids, *map(file_name, ids)) if is_only else ()
+        names = (*chain_names, *(f"{query.name}_{id}" for id in ids), searched)
+        sought.append(TemplateQuery(sequence, names, tuple(by_sequence[sequence]), ids))
+    return sought
 
 
 def check_guess(given: Any, fixed: Sequence[str], models: Sequence[Params]) -> None:
-    """Raise UserError for fixed chains without an initial guess, or for which no model has a place."""
+    """Raise UserError for fixed chains without an initial guess, or with models that take no templates."""
     if fixed and given is None:
         raise UserError("--fixed-chains needs --initial-guess, the structure that the chains are to keep")
     if fixed and not any(model.config.templates.enabled for model in models):
@@ -332,9 +337,10 @@ def check_guess(given: Any, fixed: Sequence[str], models: Sequence[Params]) -> N
 
 
 def with_guess(query: Query, given: GuessLike, fixed: Sequence[str] = ()) -> Query:
-    """Return a query with its initial guess, and notices of what this lacks.  given: SELF for its own structure.
+    """Add an initial guess to a query, with notices about missing and different residues.
 
-    Errors: UserError for another structure than the query's (`as_guess`), and for fixed chains that it does not have.
+    given: SELF for the query's own structure.
+    Errors: UserError for a structure of other chains (`as_guess`), and for fixed chains that the query lacks.
     """
     if given is None:
         return query
@@ -346,27 +352,29 @@ def with_guess(query: Query, given: GuessLike, fixed: Sequence[str] = ()) -> Que
     if unknown := [id for id in fixed if id not in sequences]:
         raise UserError(f"{query.name}: has no chain {unknown[0]} to be fixed; its chains are {', '.join(query.ids)}")
     guess = as_guess(given, query.name, sequences)
-    own = dict(zip(guess.names, guess.sequences))
-    others = [f"{id} {place}" for id in fixed for place, (a, b) in enumerate(zip(own[id], sequences[id]), 1) if a != b]
-    for kind, places in (("guess_gaps", guess.without_beta(sequences)), ("fixed_differs", others)):
-        if places:
-            notices.append(Notice(kind, {"count": len(places), "detail": shorten_list(places)}))
+    guessed = dict(zip(guess.names, guess.sequences))
+    different = [
+        f"{id} {number}" for id in fixed for number, (a, b) in enumerate(zip(guessed[id], sequences[id]), 1) if a != b
+    ]
+    for kind, residues in (("guess_gaps", guess.without_beta(sequences)), ("fixed_differs", different)):
+        if residues:
+            notices.append(Notice(kind, {"count": len(residues), "detail": shorten_list(residues)}))
     return replace(query, guess=guess, fixed=tuple(fixed), notices=[*query.notices, *notices])
 
 
 def with_guesses(
     found: Mapping[str, Query | UserError], given: Any, fixed: Sequence[str]
 ) -> dict[str, Query | UserError]:
-    """Return queries with their initial guesses, or why one cannot have it.  given: as `--initial-guess`.
+    """Add initial guesses to queries; a query without a valid one becomes the error.  given: as `--initial-guess`.
 
     Errors: UserError for a folder without structures.
     """
     files = None if given is None or given == SELF else GuessFiles(arguments.path("initial_guess", given))
     guessed: dict[str, Query | UserError] = {}
-    for name, one in found.items():
+    for name, query in found.items():
         try:
-            own = given if files is None or isinstance(one, UserError) else files.of(name)
-            guessed[name] = one if isinstance(one, UserError) else with_guess(one, own, fixed)
+            guess = given if files is None or isinstance(query, UserError) else files.of(name)
+            guessed[name] = query if isinstance(query, UserError) else with_guess(query, guess, fixed)
         except UserError as error:
             guessed[name] = error
     return guessed
@@ -379,36 +387,37 @@ def query_of(
     fetch: FetchAlignments | None = None,
     fixed: Sequence[str] = (),
 ) -> Query:
-    """Make a query of Python's arguments: a protein, or a complex of several chains, with its alignments.
+    """Make a query from Python arguments: a protein or a complex, with its alignments.
 
-    sequence: one letter per residue; A:B, a list, or chain -> sequence for a complex.  alignment: rows, an `Alignment`,
-    or files; of a complex one for each chain in their order, chain -> alignment, or files, each of the chain that is
-    its first row.  fetch: gets alignments of sequences that have none; fixed: as of `read_given`.
-    Errors: WrongArgument for what is nothing of these; UserError for letters that are not residues, files that cannot
-    be read, and rows that do not fit.
+    sequence: one letter per residue; for a complex A:B, a list, or chain -> sequence.  alignment: rows, an `Alignment`,
+    or files; for a complex a list with one for each chain, chain -> alignment, or files, each of which belongs to the
+    chain in its first row.  fetch: gets alignments of sequences that have none.  fixed: as in `read_given`.
+    Errors: WrongArgument for other types; UserError for letters that are not residues, files that cannot be read, and
+    rows that do not fit.
     """
     chains = _chains(sequence, name)
     for id, letters in chains.items():
-        encode(letters, name if len(chains) == 1 else f"{name} {id}")  # an error for letters that are not residues
+        encode(letters, name if len(chains) == 1 else f"{name} {id}")  # checks the letters
     alone = isinstance(sequence, str) and len(chains) == 1
-    files, notices, found = None, list[Notice](), list[Alignment]()
+    files, notices, aligned = None, list[Notice](), list[Alignment]()
     if alone:
-        found = _of_chain(chains["A"], alignment, name, notices)
+        aligned = _alignments_of_chain(chains["A"], alignment, name, notices)
     elif _is_path(alignment) or _is_paths(alignment):
         files = read_chain_alignments(paths("alignment", alignment), chains.values(), name)
         notices = unused_msa_notices(files)
     else:
-        found = _of_chains(chains, alignment, name, notices)
-    given = Complex(name, tuple(chains), tuple(chains.values()), tuple(found))
-    if fetch is not None and (without := lacking_of(given, files, fixed)):
-        answers = read_chain_alignments(fetch([(given, without)]), chains.values(), name)
+        aligned = _alignments_of_chains(chains, alignment, name, notices)
+    record = Complex(name, tuple(chains), tuple(chains.values()), tuple(aligned))
+    if fetch is not None and (without := lacking_of(record, files, fixed)):
+        answers = read_chain_alignments(fetch([(record, without)]), chains.values(), name)
         files = answers if files is None else files.joined(answers)
-    query = make_query(given, files)
-    return replace(query, notices=[*notices, *query.notices] if found or files else notices)  # nothing given: as asked
+    query = make_query(record, files)
+    # A caller who passed no alignments needs no notice that there are none.
+    return replace(query, notices=[*notices, *query.notices] if aligned or files else notices)
 
 
 def _chains(sequence: Any, name: str) -> dict[str, str]:
-    """Return the letters of the chains by their names; a protein given as a text is chain A."""
+    """Return the letters of each chain by name; a protein passed as text is chain A."""
     if isinstance(sequence, str):
         if not sequence.strip():
             raise UserError(f"{name}: the sequence has no residues; give a letter for each")
@@ -427,8 +436,8 @@ def _chains(sequence: Any, name: str) -> dict[str, str]:
     return {id: letters.upper() for id, letters in named.items()}
 
 
-def _of_chains(chains: Mapping[str, str], given: Any, name: str, notices: list[Notice]) -> list[Alignment]:
-    """Return the alignments of a complex, given chain by chain.  notices: gets what is to be said of their files."""
+def _alignments_of_chains(chains: Mapping[str, str], given: Any, name: str, notices: list[Notice]) -> list[Alignment]:
+    """Read the alignments of a complex, given chain by chain.  notices: the list for notices about their files."""
     if given is not None and not isinstance(given, Mapping) and not is_list(given):
         raise WrongArgument(f"alignment = {shown(given)}: files, a list or a mapping of chains is needed")
     given = () if given is None else given
@@ -437,16 +446,17 @@ def _of_chains(chains: Mapping[str, str], given: Any, name: str, notices: list[N
         raise UserError(f"{name}: an alignment for chain {unknown[0]}, but the chains are {', '.join(chains)}")
     if not chains or len(each) < len(given):
         raise UserError(f"{name}: {len(chains)} chains and {len(given)} alignments; give one for each, or none")
-    return [one for id, rows in each.items() for one in _of_chain(chains[id], rows, f"{name} {id}", notices)]
+    return [one for id, rows in each.items() for one in _alignments_of_chain(chains[id], rows, f"{name} {id}", notices)]
 
 
-def _of_chain(sequence: str, given: Any, name: str, notices: list[Notice]) -> list[Alignment]:
-    """Return the alignments of one sequence: of rows, as in A3M, one, in which the sequence may be or not."""
+def _alignments_of_chain(sequence: str, given: Any, name: str, notices: list[Notice]) -> list[Alignment]:
+    """Read the alignments of one sequence; rows as in A3M become one alignment, with or without the sequence itself."""
     if given is None:
         return []
     if isinstance(given, Alignment):
         return [given.check_query(sequence, name)]
-    if _is_path(given) or (_is_paths(given) and not any(isinstance(one, str) for one in given)):  # texts are rows
+    # A list of texts is a list of rows.
+    if _is_path(given) or (_is_paths(given) and not any(isinstance(one, str) for one in given)):
         read = read_chain_alignments(paths("alignment", given), [sequence], name)
         notices += unused_msa_notices(read)
         return read.of(sequence)
@@ -469,11 +479,11 @@ def _is_paths(given: Any) -> bool:
 def add_templates(
     query: Query, model: Params, templates: TemplatesLike, hits: Any, structures: Any, max_date: str | None
 ) -> Query:
-    """Return a query with templates for a model; what is found of each that was offered goes with it.
+    """Add templates for a model to a query, with the outcome of each that was offered.
 
-    templates: files, FILE or FILE:CHAIN (in a complex also ID=FILE), or, of a single sequence, `Templates`.  hits,
-    structures, max_date: as of `TemplateSources`.
-    Errors: UserError as of `with_templates`.
+    templates: files, FILE or FILE:CHAIN (in a complex also ID=FILE), or `Templates` for a single sequence.  hits,
+    structures, max_date: as in `TemplateSources`.
+    Errors: UserError as in `with_templates`.
     """
     if isinstance(templates, Templates):
         if query.is_complex:
@@ -495,9 +505,9 @@ def add_templates(
 def fetching(
     server: "AlignmentServer", check: Callable[[Complex], None], tell: Progress = no_progress
 ) -> FetchAlignments:
-    """Return a fetcher of the alignments that queries lack.  check: given each query, before any is sent.
+    """Return a function that fetches missing alignments from a server.  check: called with each query before.
 
-    Errors: UserError as of `data.search.fetch.alignments_of`.
+    Errors: UserError as in `data.search.fetch.alignments_of`.
     """
 
     def fetch(lacking: Sequence[tuple[Complex, list[str]]]) -> list[Path]:
@@ -521,11 +531,11 @@ def each_given(
     guesses: Any = None,
     fixed: Sequence[str] = (),
 ) -> dict[str, Query | UserError]:
-    """Read many queries, with their templates, or why one cannot be folded, by name and in their order.
+    """Read many queries with their templates, by name and in order; a query that cannot be folded becomes the error.
 
-    together, fetch, check: as of `read_given`.  complete: adds templates to a query.  guesses: as of `with_guesses`; or
+    together, fetch, check: as in `read_given`.  complete: adds templates to a query.  guesses: as in `with_guesses`; or
     a list, or by name.
-    Errors: WrongArgument; ServerGone, without which no other query would be better off.
+    Errors: WrongArgument; ServerGone and StorageError, since other queries would fail in the same way.
     """
     from warpfold.data.search.server import ServerGone
 
@@ -561,9 +571,9 @@ def each_given(
 
 
 def _files_of(sequences: Any) -> list[Given] | None:
-    """Return the files, folders and texts that are read as by `warpfold predict`; None for sequences themselves.
+    """Return the files, folders and texts to read as `warpfold predict` does; None for sequences.
 
-    Of a list with a file in it, every text is a file's name or a sequence.
+    In a list that contains a file, every text is the name of a file or a sequence.
     """
     if isinstance(sequences, str | os.PathLike):
         if isinstance(sequences, str) and sequences != "-" and not Path(sequences).exists():
@@ -575,12 +585,12 @@ def _files_of(sequences: Any) -> list[Given] | None:
 
 
 def _is_file(one: Any) -> bool:
-    """Return whether this is a file's name, and no sequence: letters, * and - alone."""
+    """Return whether this is the name of a file.  A sequence has neither "." nor "/"."""
     return isinstance(one, os.PathLike) or (isinstance(one, str) and not set(one).isdisjoint("./"))
 
 
 def _each(what: str, given: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Match values with names: given by name, or in the order of the names; None for all if nothing is given."""
+    """Match values with names: by name, or in the order of the names; without values, None for every name."""
     if given is None or (is_list(given) and not given):
         return dict.fromkeys(names)
     if isinstance(given, Mapping):
