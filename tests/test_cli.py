@@ -22,7 +22,7 @@ import typer
 from tests.training.runs import make_store, rows, tiny_run
 from warpfold import __version__, cli, settings
 from warpfold.cli import common
-from warpfold.cli.common import speaking, this_process
+from warpfold.cli.common import configure_output, this_process
 from warpfold.cli.plan import PlanCommand
 from warpfold.cli.train import sources_of
 from warpfold.cost.planner import joined
@@ -125,7 +125,7 @@ def test_quiet_prints_nothing_but_json_and_errors(capsys: Capture, tmp_path: Pat
     assert (code, json.loads(out)["lddt"]) == (0, 1.0)
     assert run(capsys, "score", one, tmp_path / "none.cif", "-q")[2].startswith("error: ")
     assert run(capsys, "sample", "--proteins", 1, "-o", tmp_path / "made", "-q") == (0, "", "")
-    with speaking(quiet=True, verbose=False, as_json=False), progress_bar(narrate=True) as move:
+    with configure_output(quiet=True, verbose=False, as_json=False), progress_bar(narrate=True) as move:
         move(1, 2, "something long")
         print("a result")
     assert capsys.readouterr() == ("", "")
@@ -141,7 +141,7 @@ def test_verbose_says_what_is_logged_and_where_an_error_came_from(capsys: Captur
     code, _, long = run(capsys, *asked, "-v")
     assert (code, long.startswith("Traceback"), long.endswith(plain)) == (2, True, True)
     log = logging.getLogger("warpfold.somewhere")
-    with speaking(quiet=False, verbose=True, as_json=False):
+    with configure_output(quiet=False, verbose=True, as_json=False):
         log.info("slices of 4 rows")
     log.info("nobody hears this")
     assert capsys.readouterr().err.endswith("warpfold.somewhere: slices of 4 rows\n")
@@ -454,9 +454,9 @@ def test_a_stopped_command_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) ->
         (["predict", "a.fasta", "--force"], "the same command continues: warpfold predict a.fasta"),
     ):
         monkeypatch.setattr(common, "GIVEN", given)
-        assert common.how_to_go_on() == said
+        assert common.resume_hint() == said
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert common.how_to_go_on() == "the same command continues"
+    assert common.resume_hint() == "the same command continues"
 
 
 # ---- train, plan

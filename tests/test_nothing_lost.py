@@ -30,7 +30,7 @@ SAFE = {
     "prediction/published.py:fetch_params": "damaged files that this call has downloaded, and their notes",
     "files.py:remove_own": "names that a writer of stores or parts has; the folder if empty then",
     "cli/__init__.py:_make_streams_writable": "opens the null device",
-    "cli/common.py:speaking": "opens the null device",
+    "cli/common.py:configure_output": "opens the null device",
     "bench/feeding.py:Emulation.of": "a file of 8 bytes in a temporary folder that the caller has made",
     "bench/feeding.py:Emulation.arrival": "the same file",
     "data/synthetic/folder.py:_write": OWN_DRAFT,

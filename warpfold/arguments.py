@@ -60,7 +60,7 @@ class Option:
     path: Literal["local", "store"] | None = None
 
 
-def option_in_panel(panel: str | None) -> Callable[..., Option]:
+def in_panel(panel: str | None) -> Callable[..., Option]:
     """Return a function that declares options of one panel of --help, from help, names, and fields of `Option`."""
 
     def declare(help: str, *names: str, **more: Any) -> Option:
@@ -69,10 +69,10 @@ def option_in_panel(panel: str | None) -> Callable[..., Option]:
     return declare
 
 
-argument = option_in_panel(None)
-reads, writes = option_in_panel("Input"), option_in_panel("Output")
-decides = option_in_panel("What is computed")  # options that change the result
-runs = option_in_panel("How it runs")  # options that do not
+argument = in_panel(None)
+reads, writes = in_panel("Input"), in_panel("Output")
+decides = in_panel("What is computed")  # options that change the result
+runs = in_panel("How it runs")  # options that do not
 
 
 # Options of several commands.

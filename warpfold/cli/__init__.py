@@ -23,7 +23,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from warpfold import __version__
-from warpfold.cli.common import GIVEN, StoppedByUser, app, how_to_go_on
+from warpfold.cli.common import GIVEN, StoppedByUser, app, resume_hint
 from warpfold.errors import DiskError, UserError, printable
 from warpfold.files import DISK_ERRORS, NO_ROOM
 from warpfold.parallel.process import is_one_of_several
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         with _answered():
             code = command.main(args=arguments, prog_name="warpfold", standalone_mode=False)
     except UserError as error:
-        code = _complain(f"{error}; {how_to_go_on()}" if isinstance(error, DiskError) else str(error), error.exit_code)
+        code = _complain(f"{error}; {resume_hint()}" if isinstance(error, DiskError) else str(error), error.exit_code)
     except click.UsageError as error:
         code = _complain(_misused(error), 2)
     except click.ClickException as error:
@@ -69,10 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if error.filename is None and error.errno not in DISK_ERRORS:
             raise
         cure = "make room" if error.errno in NO_ROOM else "see to the disk"
-        then = f"; {cure}; {how_to_go_on()}" if error.errno in DISK_ERRORS else ""
+        then = f"; {cure}; {resume_hint()}" if error.errno in DISK_ERRORS else ""
         code = _complain(f"{error.filename or 'writing'}: {error.strerror}{then}", 1)
     except (StoppedByUser, KeyboardInterrupt, typer.Abort) as stop:
-        print(f"stopped; {how_to_go_on()}", file=sys.stderr)
+        print(f"stopped; {resume_hint()}", file=sys.stderr)
         code = stop.code if isinstance(stop, StoppedByUser) else 130
     _leave(code if isinstance(code, int) else 0)
 

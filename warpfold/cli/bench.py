@@ -23,7 +23,7 @@ from warpfold.cli.common import (
     command,
     device_of,
     parts,
-    say_refused,
+    print_fallbacks,
     show,
     table,
     warn,
@@ -323,7 +323,7 @@ class BenchCommand:
             figures = bench_ops.table(report["rows"], bench_model.ACCELERATED)
             yield table(*figures, lambda row: "bold" if row[-1] else "")
             yield f"outputs differ by {report['difference']:.0e}"
-            say_refused(report["refused"])
+            print_fallbacks(report["refused"])
 
         return Answer(report, text())
 

@@ -160,7 +160,7 @@ def logged(name: str, level: int, format: str = "%(message)s", propagate: bool =
         log.propagate = before[1]
 
 
-def plans_said(rank: int = 0) -> "ExitStack":
+def log_plans(rank: int = 0) -> "ExitStack":
     """Log plans, precision and server requests to stderr within the context, from rank 0 and unless --quiet is set."""
     stack = ExitStack()
     if rank == 0:
@@ -170,7 +170,7 @@ def plans_said(rank: int = 0) -> "ExitStack":
 
 
 @contextmanager
-def speaking(quiet: bool, verbose: bool, as_json: bool) -> Iterator[None]:
+def configure_output(quiet: bool, verbose: bool, as_json: bool) -> Iterator[None]:
     """Set the amount of output of a command within the context.
 
     quiet: no progress, and only JSON on stdout; warnings and errors stay.  verbose: debug logs and tracebacks of errors
@@ -237,7 +237,7 @@ def command(
             from warpfold.check.versions import newer_than_tested
 
             values = {name: one.value if isinstance(one, Enum) else one for name, one in values.items()}
-            with speaking(quiet, verbose, as_json := bool(values.get("as_json"))):
+            with configure_output(quiet, verbose, as_json := bool(values.get("as_json"))):
                 if (newer := newer_than_tested()) and ProcessInfo.from_environment(os.environ).rank == 0:
                     warn(f"warning: {newer}")
                 if "as_json" in shared:
@@ -360,7 +360,7 @@ def _more_than(name: str, least: float) -> Callable[[Any], float | None]:
     return checked
 
 
-def how_to_go_on() -> str:
+def resume_hint() -> str:
     """Return the command that continues a stopped run: the same without `--force`, which would begin again."""
     if not GIVEN or is_one_of_several(os.environ):
         return "the same command continues"
@@ -389,7 +389,7 @@ def warn(text: str) -> None:
     typer.echo(text, err=True)
 
 
-def say_refused(refused: Mapping[str, int]) -> None:
+def print_fallbacks(refused: Mapping[str, int]) -> None:
     """Print to stderr which operations fell back to their slower definitions, and why."""
     for refusal, count in refused.items():
         warn(f"slower than necessary: {refusal}: computed by its definition, {count} times")

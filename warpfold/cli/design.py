@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from warpfold import arguments
 from warpfold.arguments import Changes, Checked, Device, Force, Memory, PathLike, Seed, argument, decides, reads, writes
-from warpfold.cli.common import Answer, command, plans_said, table, this_process
+from warpfold.cli.common import Answer, command, log_plans, table, this_process
 from warpfold.errors import UserError
 from warpfold.prediction.request import DEFAULT_PRECISION, ChainGap, TrunkPrecision
 from warpfold.progress import Progress, progress_bar
@@ -81,7 +81,7 @@ def design_in_shell(given: dict[str, Any]) -> Answer:
     """Design under a progress bar and list the designs."""
     if this_process().ranks > 1:
         raise UserError("design: cannot run under torchrun. Call it from Python with a team (docs/howto/design.md).")
-    with progress_bar(narrate=True) as bar, plans_said():
+    with progress_bar(narrate=True) as bar, log_plans():
         summary = design(**given, progress=bar)
     return Answer(summary, _text(summary, Path(given["out"])))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from warpfold.arguments import PathLike, function, path, paths, progress_of, queries, writes
-from warpfold.cli.common import Answer, StoppedByUser, command, on_sigterm, plans_said, this_process, warn
+from warpfold.cli.common import Answer, StoppedByUser, command, log_plans, on_sigterm, this_process, warn
 from warpfold.cli.pack import PackCommand
 from warpfold.cli.predict import run
 from warpfold.data.pack.options import ExampleOptions
@@ -19,7 +19,7 @@ SHOWN = 20  # reasons for which predictions are dropped
 
 @dataclass(frozen=True, kw_only=True)
 class DistillCommand(Request, ExampleOptions):
-    """Fold sequences, and make a store of the predictions that are sure, for `train` to learn from (Supp. 1.3)."""
+    """Fold sequences and pack the confident predictions into a store for `train` (self-distillation, Supp. 1.3)."""
 
     out: Annotated[PathLike, writes("The store; the same command continues a stopped run.")] = field(kw_only=False)
     predictions: Annotated[PathLike | None, writes("Folder for the predictions; default: OUT.predictions.")] = None
@@ -57,7 +57,7 @@ class DistillCommand(Request, ExampleOptions):
 
 
 def _alignments(given: Request, folder: Path) -> list[Path]:
-    """Return the files and folders of alignments that the sequences were folded with."""
+    """List the files and folders of the alignments with which the sequences were folded."""
     from warpfold.data.formats.input_files import ALIGNMENTS, find
 
     every = [*paths("msa", given.msa), Path(given.msa_cache or folder / "alignments")]
@@ -86,7 +86,7 @@ def distill_in_shell(given: dict[str, Any]) -> Answer:
     if this_process().ranks > 1:
         raise UserError("distill: runs without torchrun; take more processes by --workers, or machines by --shard")
     # As `pack` does: files that are being read must not be blamed for the death of the process.
-    with on_sigterm(StoppedByUser(143)), progress_bar(remaining=False) as bar, plans_said():
+    with on_sigterm(StoppedByUser(143)), progress_bar(remaining=False) as bar, log_plans():
         found = distill(**given, progress=bar)
     for failure in found["failures"]:
         warn(f"failed {failure['name']}: {failure['error']}")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from warpfold import arguments
 from warpfold.arguments import Checked, Device, Force, Memory, PathLike, Seed, Workers, decides, reads, runs, writes
-from warpfold.cli.common import Answer, command, plans_said
+from warpfold.cli.common import Answer, command, log_plans
 from warpfold.errors import UserError
 from warpfold.progress import Progress, progress_bar
 
@@ -124,7 +124,7 @@ finetune = arguments.function(FinetuneCommand)
 )
 def finetune_in_shell(given: dict[str, Any]) -> Answer:
     """Fine-tune under a progress bar and print the verdict."""
-    with progress_bar(narrate=True) as bar, plans_said():
+    with progress_bar(narrate=True) as bar, log_plans():
         result = finetune(**given, progress=bar)
     from warpfold.finetuning.page import stated_relatives, verdict
 

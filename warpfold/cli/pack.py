@@ -6,18 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from warpfold import arguments
-from warpfold.arguments import (
-    Cluster,
-    PathLike,
-    Paths,
-    Workers,
-    function,
-    option_in_panel,
-    progress_of,
-    reads,
-    runs,
-    writes,
-)
+from warpfold.arguments import Cluster, PathLike, Paths, Workers, function, in_panel, progress_of, reads, runs, writes
 from warpfold.bulk import JobPart
 from warpfold.cli.common import Answer, StoppedByUser, command, on_sigterm, warn
 from warpfold.data.pack.options import PackOptions
@@ -30,7 +19,7 @@ if TYPE_CHECKING:
 SHOWN = 50  # lines about single entries; a large set has thousands
 
 
-instead = option_in_panel("In place of packing")
+instead = in_panel("In place of packing")
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from warpfold.cli.common import (
     Lists,
     command,
     device_of,
-    plans_said,
-    say_refused,
+    log_plans,
+    print_fallbacks,
     show,
     this_process,
     warn,
@@ -126,7 +126,7 @@ def predict(
 
     Alignments, templates and hits are assigned to sequences by their contents or their names.  team: the processes
     that share proteins, all of which call this function.  The same call continues a stopped run.  Returns the output
-    of `--json`, with failed proteins under "failures" (docs/outputs.md).
+    of `--json`, with failed proteins under "failures" (docs/reference/outputs.md).
     Errors: UserError for bad input and arguments, before anything is written, and for an `out` that holds something
     else.
     """
@@ -226,9 +226,9 @@ HelpAll = Annotated[
     "The structure of every pass:  warpfold predict q.a3m --params params.npz --recycles 12 --save-recycles "
     "--out folded\n\n"
     "A proteome, by a job array of 8:  warpfold predict all.fasta --params params.npz --shard $I/8 --out folded\n\n"
-    "Long proteins on several processes, under torchrun: docs/parallel.md.  Many proteins on several machines: "
-    "docs/throughput.md.\n\n"
-    "ColabFold's names of options (--num-recycle, --num-seeds, --amber ...) work too: docs/howto/from_colabfold.md.",
+    "Long proteins on several processes, under torchrun: docs/howto/clusters.md.  Many proteins on several machines: "
+    "docs/howto/many_proteins.md.\n\n"
+    "ColabFold's names of options (--num-recycle, --num-seeds, --amber ...) work too: docs/howto/migrate.md.",
 )
 def predict_in_shell(
     options: dict[str, Any],
@@ -252,7 +252,7 @@ def predict_in_shell(
     plan = None if axial is None and branch is None else Plan(axial=axial or 1, branch=branch or 1)
     # Only the first of several processes has a bar; `predict` adds the remaining time to it.
     bar = progress_bar(remaining=False, every=30.0) if process.rank == 0 else nullcontext()
-    with distributed_context(process, plan, device) as team, bar as progress, plans_said(process.rank):
+    with distributed_context(process, plan, device) as team, bar as progress, log_plans(process.rank):
         summary = predict.run(request, progress_of(progress), team)
     if team.is_rank_zero:
         if summary["status"] == "running":  # other parts are being folded, or have not begun
@@ -260,7 +260,7 @@ def predict_in_shell(
             warn(f"part {request.part} is done; the last part writes {out / 'summary.json'}{then}")
         with progress_bar() as progress:  # the other processes have ended
             summary = relax_predictions(request, summary, progress)
-        say_refused(summary["refused"])
+        print_fallbacks(summary["refused"])
         show(Answer(summary, _lines(summary, out)), as_json)
         warnings = warnings_of(summary)
         for warning in warnings[:MAX_WARNINGS]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from warpfold import arguments
 from warpfold.arguments import Checked, Cluster, PathLike, Paths, Shard, Workers, argument, decides, reads, runs, writes
 from warpfold.bulk import JobPart
-from warpfold.cli.common import Answer, command, plans_said, warn
+from warpfold.cli.common import Answer, command, log_plans, warn
 from warpfold.errors import UserError, listed
 from warpfold.prediction.request import MsaServer
 from warpfold.progress import Progress, progress_bar
@@ -126,7 +126,7 @@ search = arguments.function(SearchCommand)
 )
 def search_in_shell(given: dict[str, Any]) -> Answer:
     """Print the report, or a line for each protein, and what was not found."""
-    with progress_bar() as progress, plans_said():
+    with progress_bar() as progress, log_plans():
         report = search(**given, progress=progress)
     lines = []
     for protein in report["proteins"]:

@@ -22,9 +22,9 @@ from warpfold.cli.common import (
     Branch,
     command,
     device_of,
-    how_to_go_on,
-    plans_said,
-    say_refused,
+    log_plans,
+    print_fallbacks,
+    resume_hint,
     show,
     this_process,
     warn,
@@ -193,19 +193,19 @@ def train_in_shell(
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     bar = training_progress(config.train.steps, every=config.train.report_every) if process.rank == 0 else nullcontext()
     join = distributed_context(process, None, where, config.plan.time_limit, config.plan.start_limit)
-    with join as team, bar as watcher, plans_said(process.rank):
+    with join as team, bar as watcher, log_plans(process.rank):
         found = train(settings, device=where, watch=watcher, team=team, **given)
     if team.is_rank_zero:
         if found.quarantined:
             names, reasons = listed(found.quarantined, 3), given["out"] / "quarantine.jsonl"
             warn(f"entries that could not be used: {len(found.quarantined)} ({names}); {reasons} has the reasons")
-        say_refused(found.refused)
+        print_fallbacks(found.refused)
         for reason, count in found.unrecorded.items():
             warn(f"slower than necessary: no {reason}, {count} times")
         if found.rerecorded:
             warn(f"slower than necessary: CUDA graphs were recorded again {found.rerecorded} times")
         if not found.finished and not as_json:
-            warn(f"stopped after {found.steps} steps; {how_to_go_on()}")
+            warn(f"stopped after {found.steps} steps; {resume_hint()}")
         ended = [f"{found.steps} steps; parameters: {found.params}"] if found.finished else []
         show(Answer({**asdict(found), "params": str(found.params)}, ended), as_json)
     raise typer.Exit(0 if found.finished or found.signal == signal.SIGTERM else 130)
@@ -253,5 +253,5 @@ def validate_in_shell(given: dict[str, Any]) -> Answer:
         warn(f"step {row['step']}: held-out lDDT-Cα {row['lddt_ca']:.3f}, loss {row['loss']:.3f}")
 
     where = device_of(given.pop("device"), this_process())
-    with plans_said():
+    with log_plans():
         return Answer(validate(**given, device=where, watch=tell), [])

@@ -1,7 +1,8 @@
-"""Predict structures: what goes in, what folds it, and what comes out.
+"""Predict structures.
 
-predict.py: a run, and who folds it.  Inputs: queries.py (files and Python), fold_options.py, params.py, templates.py.
-Folding: predictor.py (Python), folding.py (many), read_out.py (what is kept).  Outputs: outputs.py (files and summary
-of one prediction), folder.py (of many, and the journal), pages.py (the report), notices.py (warnings), sanity.py
-(breaks, clashes).  published.py: parameters that others have published, and how they come.
+request.py: the options of a run.  predict.py: a run of a request.  Inputs: queries.py (files and Python), params.py,
+templates.py.  Folding: predictor.py (one query, from Python), folding.py (many), read_out.py (from the model's outputs
+to a prediction).  Outputs: outputs.py (files and summary of one prediction), folder.py (the output folder and its
+records), summary_file.py, pages.py (the report), notices.py (warnings), sanity.py (breaks, clashes).
+published.py: the download of published parameters.
 """

@@ -1,4 +1,4 @@
-"""The output folder of a run of `predict`: ownership, completed entries, final summary (docs/outputs.md).
+"""The output folder of a run of `predict`: ownership, completed entries, final summary (docs/reference/outputs.md).
 
     OUT/summary.json               the run, with the predictions of finished runs of the same command
     OUT/records/NAME-DIGEST.json   one record for each prediction or failure that is not in summary.json yet
@@ -7,7 +7,7 @@
 
 A prediction is done if the summary or a record of this run lists it and its files are unchanged.  A record appears,
 whole, after the files of its prediction: a kill loses the predictions in progress and nothing else.  The process that
-ends last, with every prediction done, writes the summary and removes the records (docs/throughput.md).
+ends last, with every prediction done, writes the summary and removes the records (docs/howto/many_proteins.md).
 """
 
 import contextlib

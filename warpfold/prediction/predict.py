@@ -1,4 +1,4 @@
-"""Run a `Request`: fold its queries with each of the parameters and seeds into a folder (docs/outputs.md).
+"""Run a `Request`: fold its queries with each of the parameters and seeds into a folder (docs/reference/outputs.md).
 
 Predictions are made by this process, by ranks that each take some, by worker processes, or by a Dask cluster.
 """

@@ -315,9 +315,9 @@ class Predictor:
         """Fold designs and return a row of scores for each, in order, without keeping structures.
 
         designs: as the sequences of `fold_many`, TARGET:BINDER for example.  The other arguments are the same as there.
-        A row has the columns of `scores.csv` (docs/outputs.md), None for unknown values, and `error`: the reason why a
-        design could not be folded, or "".  Use `warpfold.predict` with keep= to keep structures of some designs, and
-        for runs that survive a kill.
+        A row has the columns of `scores.csv` (docs/reference/outputs.md), None for unknown values, and `error`: the
+        reason why a design could not be folded, or "".  Use `warpfold.predict` with keep= to keep structures of some
+        designs, and for runs that survive a kill.
         Errors: UserError for arguments of wrong types.
         """
         fetch = self._fetching(msa_server, msa_cache)

@@ -307,7 +307,7 @@ class Request(Checked):
     chain_gap: ChainGap = None
     relax: Annotated[
         WhichRelaxed,
-        decides("Relax all predictions, or the best one of each query, with OpenMM: docs/relax.md."),
+        decides("Relax all predictions, or the best one of each query, with OpenMM: docs/howto/score.md."),
     ] = "none"
     representations: KeptRepresentations = None
     pair_representation: PairRepresentation = "pooled"
