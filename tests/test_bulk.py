@@ -56,7 +56,7 @@ def test_a_program_ends_with_who_waits_for_it_and_so_does_what_it_has_started(tm
 
 
 def test_a_dead_worker_is_the_users_to_know() -> None:
-    with pytest.raises(UserError, match="worker processes died again and again"), pool(2) as executor:
+    with pytest.raises(UserError, match="worker processes died repeatedly"), pool(2) as executor:
         list(in_order(die, range(3), executor))
 
 

@@ -203,7 +203,7 @@ WRONG: dict[str, tuple[Callable[[Predictor, Path], Any], str]] = {
     ),
     "models": (
         lambda p, path: warpfold.predict(ONE, path, "out", device="cpu", num_models=2),
-        "^num_models 2: .* has 1 that fit",
+        "^num_models 2: only 1 matching parameter files",
     ),
     "hits of predict": (lambda p, path: warpfold.predict(ONE, path, "out", hits="a.hhr"), r"\(template_structures\)"),
     "shard of predict": (lambda p, path: warpfold.predict(ONE, path, "out", shard="9/8"), "^shard 9/8: expected I/N"),

@@ -111,7 +111,7 @@ def __getattr__(name: str) -> Any:
 
 @cache  # once in a process
 def _warn_of_versions() -> None:
-    """Warn where torch or Python is newer than was tested."""
+    """Warn if torch or Python is newer than the tested versions."""
     import warnings
 
     from warpfold.check.versions import newer_than_tested
@@ -121,5 +121,5 @@ def _warn_of_versions() -> None:
 
 
 def __dir__() -> list[str]:
-    """Return the names of the Python interface, and what else the module holds."""
+    """List the names of the Python interface and of this module."""
     return sorted({*globals(), *_MODULES})

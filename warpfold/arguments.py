@@ -42,10 +42,13 @@ class WrongArgument(UserError):
 class Option:
     """The declaration of an option, which follows its type in `Annotated`.
 
-    names: in a shell; default: from the name of the field.  panel: of --help; None: a positional argument.  min, max:
-    the smallest and the largest number; above: a bound that the number must exceed.  shell: the type in a shell, if
-    Python accepts more.  metavar, show_default: of --help.  path: "local" for texts that are paths of this machine (all
-    options of type Path are); "store" for paths that may also be addresses of stores.
+    names: the spellings in a shell, by default derived from the field.
+    panel: the panel of --help; None for a positional argument.
+    min, max: the smallest and the largest number.  above: a bound that the number must exceed.
+    shell: the type in a shell, if Python accepts more types.
+    metavar, show_default: as in typer.
+    path: "local" for texts that are paths of this machine, as all options of type Path are; "store" for paths that may
+    also be addresses of stores.
     """
 
     help: str
@@ -333,7 +336,7 @@ def path(name: str, value: Any, store: bool = False) -> Path:
 
 
 def refuse_addresses(name: str, value: Any) -> None:
-    """Raise WrongArgument for an address, or NAME=ADDRESS, in place of a local path; value: a path or a list."""
+    """Raise WrongArgument for an address, or NAME=ADDRESS, instead of a local path.  value: a path or a list."""
     for item in value if is_list(value) else [value]:
         text = os.fspath(item) if isinstance(item, str | os.PathLike) else ""
         if is_address(text) or is_address(text.partition("=")[2]):

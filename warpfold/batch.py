@@ -1,13 +1,12 @@
-"""The feature table: every array that data hands to model, its dtype and its axes.
+"""The feature table: every array that `data` passes to `model`, with its dtype and its axes.
 
-This is the only place where `data` and `model` meet.  Names are AlphaFold2's own.  A batch is a plain mapping from
-these names to arrays of one example (leading batch axes are allowed where every array has them).
+This table is the only interface between `data` and `model`.  The names are AlphaFold2's.  A batch is a plain mapping
+from these names to arrays of one example; leading batch axes are allowed if every array has them.
 
-Axes: `res` residues, `seq` rows of the clustered MSA, `extra` rows of the extra MSA, `row` all rows
-of an assembly's alignment, `soft` rows that have shares in place of codes, `tmpl` templates, `copy` the copies of an
-entity (of the one that has the most), `pass` the passes of one example through the trunk, (recycles + 1) x ensemble, in
-the order recycle-major.  Only what differs between passes has that axis; an array whose `pass` axis has length 1 serves
-every pass.
+Axes: `res` residues, `seq` rows of the clustered MSA, `extra` rows of the extra MSA, `row` all rows of an assembly's
+alignment, `soft` rows of probabilities instead of codes, `tmpl` templates, `copy` the copies of an entity (the largest
+number of any entity), `pass` the passes of one example through the trunk, (recycles + 1) x ensemble, recycle-major.
+Only features that differ between passes have the `pass` axis.  If its length is 1, the array serves every pass.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,12 +20,12 @@ from torch import Tensor
 Batch = dict[str, Tensor]
 Arrays = dict[str, np.ndarray]
 
-NO_ROW = -1  # in place of a row's number
+NO_ROW = -1  # padding of row numbers
 
 
 @dataclass(frozen=True)
 class Feature:
-    """One array: its NumPy dtype, and its axes as names or fixed sizes, outermost first."""
+    """An array: its NumPy dtype, and its axes as names or fixed sizes, outermost first."""
 
     dtype: str
     axes: tuple[str | int, ...]
@@ -42,41 +41,42 @@ def _table(dtype: str, axes: str, names: str) -> dict[str, Feature]:
 
 
 FEATURES: dict[str, Feature] = {
-    # the target
+    # The target.
     **_table("int64", "res", "aatype residue_index"),  # aatype 0-19, 20 = X
     **_table("float32", "res", "seq_mask"),
     **_table("float32", "res 22", "target_feat"),  # chain break, one-hot of 21
-    # the chains of an assembly, all from 1, 0 in padding: which chain, which sequence, which copy of that sequence
+    # The chains of an assembly: the numbers of the chain, of its sequence, and of the copy of this sequence, from 1;
+    # 0 in padding.
     **_table("int64", "res", "asym_id entity_id sym_id"),
-    # the alignment (Supp. 1.2.9, table 1)
+    # The alignment (Supp. 1.2.9, table 1).
     **_table("float32", "pass seq res 49", "msa_feat"),
     **_table("float32", "pass seq res", "msa_mask bert_mask"),
     **_table("int64", "pass seq res", "true_msa"),  # 0-19, 20 = X, 21 = gap
     **_table("int64", "pass extra res", "extra_msa"),  # 0-22, 22 = masked
     **_table("float32", "pass extra res", "extra_has_deletion extra_deletion_value extra_msa_mask"),
-    # the alignment of an assembly: all rows, and in each pass which of them are centres and which the extra MSA, -1 in
-    # padding; the features of the alignment above follow from these (model/clusters.py)
+    # The alignment of an assembly: all rows, and in each pass the rows that are centres and those of the extra MSA,
+    # -1 in padding.  The model computes the features of the alignment above from these (model/clusters.py).
     **_table("uint8", "row res", "alignment alignment_mask"),  # 0-19, 20 = X, 21 = gap; 1 where a row may be read
     **_table("int16", "row res", "alignment_deletions"),
     **_table("int64", "pass seq", "centre_rows"),
     **_table("int64", "pass extra", "extra_rows"),
-    **_table("uint8", "pass seq res", "masked_msa"),  # the centres as the model sees them: 0-22, 22 = masked
-    # of a sequence that is being designed: rows as shares of the 23 classes, in place of codes: the first of an
-    # assembly's alignment, and all of a chain's extra MSA
+    **_table("uint8", "pass seq res", "masked_msa"),  # the centres: 0-22, 22 = masked
+    # A sequence being designed: probabilities of the 23 classes instead of codes, for the first row of an assembly's
+    # alignment, and for all rows of a chain's extra MSA.
     **_table("float32", "soft res 23", "soft_alignment soft_extra"),
-    # templates
+    # Templates.
     **_table("int64", "tmpl res", "template_aatype"),  # 0-19, 20 = X, 21 = gap
     **_table("float32", "tmpl res 37 3", "template_all_atom_positions"),
     **_table("float32", "tmpl res 37", "template_all_atom_masks"),
     **_table("float32", "tmpl res 3", "template_pseudo_beta"),
     **_table("float32", "tmpl res", "template_pseudo_beta_mask"),
     **_table("float32", "tmpl", "template_mask"),
-    # which atoms a residue type has
+    # The atoms of each residue type.
     **_table("float32", "res 14", "atom14_atom_exists"),
     **_table("float32", "res 37", "atom37_atom_exists"),
-    # the truth, and what follows from it (geometry/labels.py)
-    # of an assembly: the residue in each copy of its entity (copy c has sym_id c + 1), masked where there is no such
-    # copy; which copy is whose truth is decided under the prediction, and the rest of this table follows from that
+    # The labels, and features derived from them (geometry/labels.py).
+    # In an assembly, the residue in each copy of its entity (copy c has sym_id c + 1), masked where an entity has fewer
+    # copies.  Copies are assigned to chains once there is a prediction, and the other labels follow from that.
     **_table("float32", "copy res 37 3", "copy_atom_positions"),
     **_table("float32", "copy res 37", "copy_atom_mask"),
     **_table("float32", "res 37 3", "all_atom_positions"),
@@ -96,13 +96,13 @@ FEATURES: dict[str, Feature] = {
 def to_tensors(
     arrays: Mapping[str, np.ndarray | Tensor], device: torch.device | str | None = None, widen: bool = True
 ) -> Batch:
-    """Return the arrays of one example as tensors of the table's dtypes on `device` (default: where they are).
+    """Convert the arrays of one example to tensors with the table's dtypes on `device` (default: their own device).
 
-    Arrays may be narrower than the table says (codes and masks are one byte each): they are widened on the device, so
-    that less has to be moved there, and before that from process to process.  Without `widen` they stay as they are:
-    the model widens what each pass sees.
-    Errors: KeyError for a name that is not in the table; ValueError for an array of the wrong number of axes, or
-    whose axes disagree with those of another array.
+    Arrays may be narrower than in the table (codes and masks have one byte).  They are widened on the device, so that
+    less data moves between processes and to the device.  Without `widen` they keep their dtypes, and the model widens
+    the features of each pass.
+    Errors: KeyError for a name that is not in the table; ValueError for an array with a wrong number of axes, or whose
+    axes disagree with those of another array.
     """
     sizes: dict[str, tuple[int, str]] = {}
     for name, array in arrays.items():
@@ -113,7 +113,7 @@ def to_tensors(
             raise ValueError(f"{name}: {np.ndim(array)} axes, {len(axes)} expected {axes}")
         for axis, size in zip(axes, np.shape(array)):
             if axis == "pass":
-                continue  # 1, or the number of passes: the model checks
+                continue  # checked by the model
             if isinstance(axis, int) and size != axis:
                 raise ValueError(f"{name}: an axis of {size}, {axis} expected {axes}")
             if isinstance(axis, str) and sizes.setdefault(axis, (size, name))[0] != size:
@@ -128,7 +128,7 @@ def to_tensors(
 
 
 def on_device(batch: Mapping[str, Tensor], device: torch.device | str) -> Batch:
-    """Return the features of a batch on a device, those that are narrower than the table says in its dtypes."""
+    """Move the features of a batch to a device, and widen them to the table's dtypes."""
 
     def moved(name: str, x: Tensor) -> Tensor:
         dtype: torch.dtype = getattr(torch, FEATURES[name].dtype)
@@ -138,19 +138,20 @@ def on_device(batch: Mapping[str, Tensor], device: torch.device | str) -> Batch:
 
 
 def at_pass(batch: Mapping[str, Tensor], index: int, names: Iterable[str] | None = None) -> Batch:
-    """Return the features of one pass through the trunk: per-pass ones without their `pass` axis, the others as is."""
+    """Select the features of one pass through the trunk: per-pass features lose their `pass` axis."""
     picked: Batch = {}
     for name in batch if names is None else names:
         feature, x = FEATURES[name], batch[name]
         if feature.per_pass:
-            axis = -len(feature.axes)  # counted from the end: batch axes may come before those of the table
+            # Counted from the end, since batch axes may precede those of the table.
+            axis = -len(feature.axes)
             x = x.select(axis, 0 if x.shape[axis] == 1 else index)
         picked[name] = x
     return picked
 
 
 def passes(batch: Mapping[str, Tensor], start: int, count: int) -> Batch:
-    """Return the batch with `count` passes of each per-pass feature, from `start` on; one that serves all stays."""
+    """Select `count` passes from `start` of each per-pass feature; features with a single pass stay."""
 
     def of(name: str, x: Tensor) -> Tensor:
         axis = -len(FEATURES[name].axes)
@@ -160,10 +161,10 @@ def passes(batch: Mapping[str, Tensor], start: int, count: int) -> Batch:
 
 
 def stack(examples: Sequence[Mapping[str, Tensor]]) -> Batch:
-    """Return examples of the same features as a batch: one leading axis, each axis padded to its largest size.
+    """Stack examples of the same features along a new leading axis, and pad each axis to its largest size.
 
-    The padding is zeros, which the masks leave out, or NO_ROW where rows are numbered.  Of complexes all need the same
-    number of templates: a multimer takes the mean, also over those without atoms.
+    The padding is 0, which the masks exclude, or NO_ROW for row numbers.  Complexes need equal numbers of templates,
+    since a multimer averages over all templates, including those without atoms.
     """
     batch = {}
     for name in examples[0]:
@@ -174,11 +175,11 @@ def stack(examples: Sequence[Mapping[str, Tensor]]) -> Batch:
 
 
 def padding(name: str) -> int:
-    """Return what a feature is padded with."""
+    """Return the padding value of a feature."""
     return NO_ROW if name in ("centre_rows", "extra_rows") else 0
 
 
 def _padded(x: Tensor, sizes: Sequence[int], value: int) -> Tensor:
-    """Return x with a value behind it along each axis, to these sizes."""
-    missing = [more for size, there in zip(reversed(sizes), reversed(x.shape)) for more in (0, size - there)]
+    """Pad the end of each axis of x to these sizes."""
+    missing = [pad for size, present in zip(reversed(sizes), reversed(x.shape)) for pad in (0, size - present)]
     return F.pad(x, missing, value=value) if any(missing) else x

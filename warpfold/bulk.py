@@ -1,11 +1,11 @@
 """Bulk work through `concurrent.futures.Executor`: in this process, in worker processes, or on a Dask cluster.
 
-A job is a picklable argument of a module-level function that returns plain data, the same whenever it is done.  Results
-come in the order of the jobs, so that the files made from them have the same bytes for any number of workers.
+A job is a picklable argument of a module-level function that returns plain data, the same on every call.  Results come
+in the order of the jobs, so that the files made from them have the same bytes for any number of workers.
 
-What does jobs is a `WorkerPool`: `submit` hands one out, and its future has the result, or raises `BrokenProcessPool`
-or one of `deaths_on_cluster()` if the worker died.  `pool` chooses it.  A task of a job array has a `JobPart` of the
-jobs, and does it by any of these.
+A `WorkerPool`, which `pool` chooses, runs the jobs.  The future of `submit` has the result, or raises
+`BrokenProcessPool` or one of `deaths_on_cluster()` if the worker died.  A task of a job array runs a `JobPart` of the
+jobs in any of these ways.
 """
 
 import os
@@ -30,8 +30,9 @@ from warpfold.errors import UserError
 if TYPE_CHECKING:
     from distributed import Client
 
-DEATHS = 3  # of local processes one after another, without a result between them, before a run gives up
-AHEAD = 64  # jobs handed out at a time, including finished ones that wait for a slow one before them
+DEATHS = 3  # consecutive deaths of local processes before a run gives up
+# Jobs submitted at a time, including finished ones that wait for a slow one before them.
+AHEAD = 64
 SHOWN = 3  # last lines of a failed program's output
 
 Job = TypeVar("Job")
@@ -39,14 +40,14 @@ Result = TypeVar("Result")
 
 
 class WorkerPool(Executor):
-    """An executor that knows how many jobs it does at a time, `size`; of a cluster, when it is asked first."""
+    """An executor with the number of jobs that it runs at a time, `size`; on a cluster, the number at the start."""
 
     size: int
 
 
 @contextmanager
 def pool(workers: int = 1, cluster: str | None = None) -> Iterator[WorkerPool | None]:
-    """Yield an executor for the jobs: processes, or a cluster; None for one worker: this process does them.
+    """Yield an executor of processes or of a cluster, or None if this process runs the jobs (one worker).
 
     cluster: the address of a Dask scheduler, "tcp://host:8786"; `workers` is then ignored.
     Each process of this machine chooses its own GPU (`worker_number`).  The user assigns GPUs to Dask's workers.
@@ -64,7 +65,7 @@ def pool(workers: int = 1, cluster: str | None = None) -> Iterator[WorkerPool | 
             yield executor
         except BrokenProcessPool:
             raise UserError(
-                "worker processes died again and again, most likely of too little memory; use fewer workers"
+                "worker processes died repeatedly, most likely for lack of memory; use fewer workers"
             ) from None
         finally:
             executor.shutdown(wait=True, cancel_futures=True)
@@ -87,7 +88,7 @@ class ProcessPool(WorkerPool):
         )
 
     def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
-        """Hand out one job."""
+        """Submit a job."""
         try:
             return self._executor.submit(fn, *args, **kwargs)
         except BrokenProcessPool:
@@ -111,16 +112,16 @@ def _begin_worker(counter: Any) -> None:
 
 
 def worker_number() -> int | None:
-    """Return which of a pool's processes this is, from 0: the number of its GPU, say; None if it is none of them."""
+    """Return the number of this process in its pool, from 0, which selects its GPU; None outside a pool."""
     return _number
 
 
 class ProcessDied(Exception):
-    """A job killed the process that was doing it."""
+    """A job killed the process that ran it."""
 
 
 class IsolatedProcess:
-    """One process for jobs that may kill it, one at a time; after a death the next job gets a new one.
+    """A process for jobs that may kill it, one at a time; after a death the next job gets a new process.
 
     Use as a context manager.
     """
@@ -129,9 +130,9 @@ class IsolatedProcess:
         self._process: ProcessPool | None = None
 
     def start(self, function: Callable[..., Any]) -> ProcessPool:
-        """Return the process, once it runs and has imported what a function needs: that is no job's fault.
+        """Start the process and import the module of a function, so that no job is blamed for a failure of that.
 
-        Errors: UserError if it cannot be started.
+        Errors: UserError if the process cannot be started.
         """
         if self._process is None:
             self._process = ProcessPool(1)
@@ -142,7 +143,7 @@ class IsolatedProcess:
         return self._process
 
     def __call__(self, function: Callable[[Job], Result], job: Job) -> Result:
-        """Return `function(job)`.  Errors: `ProcessDied` if the process did; as of `start`."""
+        """Return `function(job)`.  Errors: `ProcessDied` if the process died; as in `start`."""
         process = self.start(function)
         try:
             return process.submit(function, job).result()
@@ -160,7 +161,7 @@ class IsolatedProcess:
 def deaths_on_cluster() -> tuple[type[Exception], ...]:
     """Return the exceptions that a job's future raises after the job has killed several workers of a cluster.
 
-    So a cluster tries a job again itself.  A process pool does not: all futures that wait or run fail then with
+    A cluster tries a job again itself.  In a process pool, all waiting and running futures fail with
     `BrokenProcessPool`.
     """
     dask = sys.modules.get("distributed.scheduler")
@@ -168,7 +169,7 @@ def deaths_on_cluster() -> tuple[type[Exception], ...]:
 
 
 def end_with_parent() -> None:
-    """Make this child process end as soon as its parent has ended, even if the parent is killed."""
+    """End this child process as soon as its parent has ended, even if the parent is killed."""
     parent = parent_process()
 
     def wait_and_end() -> None:
@@ -188,14 +189,14 @@ def require_cluster(address: str) -> None:
 
 
 class DaskPool(WorkerPool):
-    """The workers of a Dask cluster, which tries a job again whose worker died."""
+    """The workers of a Dask cluster, which runs a job again if its worker died."""
 
     def __init__(self, client: "Client") -> None:
         self.size = max(1, sum(client.nthreads().values()))
         self._executor = client.get_executor(pure=False)
 
     def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
-        """Hand out one job."""
+        """Submit a job."""
         future: Future[Result] = self._executor.submit(fn, *args, **kwargs)
         return future
 
@@ -215,11 +216,11 @@ def _dask(address: str) -> Iterator[WorkerPool]:
         try:
             yield DaskPool(client)
         except KilledWorker as error:
-            raise UserError(f"--cluster {address}: a job's workers died again and again ({_reason(error)})") from None
+            raise UserError(f"--cluster {address}: the workers of a job died repeatedly ({_reason(error)})") from None
 
 
 def _versions_on_dask(client: "Client") -> Iterator[tuple[str, object]]:
-    """Yield which WarpFold a scheduler and its current workers have, or why none."""
+    """Yield the WarpFold versions of a scheduler and its current workers, or the errors."""
     try:
         yield "its scheduler", client.run_on_scheduler(_version)
     except (ImportError, AttributeError) as error:
@@ -228,7 +229,7 @@ def _versions_on_dask(client: "Client") -> Iterator[tuple[str, object]]:
 
 
 def _check_versions(address: str, found: Iterable[tuple[str, object]]) -> None:
-    """Raise UserError unless every place runs this version of WarpFold."""
+    """Raise UserError unless all of them run this version of WarpFold."""
     for where, version in found:
         if version != __version__:
             raise UserError(f"--cluster {address}: {where} has no WarpFold {__version__} ({version}); install it there")
@@ -244,12 +245,12 @@ def _version() -> str:
 
 
 def _name_of(function: Callable[..., Any]) -> str:
-    """Return a function's name: a process to which it was sent has imported its module."""
+    """Return a function's name.  The process that runs this has imported the function's module."""
     return function.__name__
 
 
 def run_program(command: Sequence[str]) -> str:
-    """Return the output of a program; an exception ends it, and what it has started.
+    """Run a program and return its output; an exception ends the program and its children.
 
     Errors: UserError, with its last lines, if it fails, or if it is not installed.
     """
@@ -279,12 +280,12 @@ def in_order(
     ahead: int | None = None,
     again: Callable[[list[Job]], list[Job]] = list,
 ) -> Iterator[Result]:
-    """Yield `function` of each job, in the order of the jobs; at most `ahead` are handed out at a time.
+    """Yield `function` of each job, in the order of the jobs.
 
-    ahead: None: `AHEAD`, or for a larger pool twice its size, as the results of so many are held.
-    A job whose process died is done again, as are those that waited for one; again: returns, for each of these, the job
-    that is left to do.
-    Errors: what `function` raises; `BrokenProcessPool` if `DEATHS` processes die one after another.
+    ahead: the largest number of submitted jobs, whose results may be in memory; None: `AHEAD`, or twice the size of a
+    larger pool.
+    Jobs whose process died, and jobs that waited for one, run again.  again: returns the rest of each of these jobs.
+    Errors: exceptions of `function`; `BrokenProcessPool` if `DEATHS` processes die one after another.
     """
     if executor is None:
         yield from map(function, jobs)
@@ -302,18 +303,19 @@ def in_order(
             except BrokenProcessPool:
                 if death == DEATHS:
                     raise
-                executor.submit(_version)  # when it returns, all processes of that pool have ended
-                ended = [place for place, (_, future) in enumerate(waiting) if future.done()]
-                died = [place for place in ended if isinstance(waiting[place][1].exception(), BrokenProcessPool)]
-                for place, job in zip(died, again([waiting[place][0] for place in died])):
-                    waiting[place] = job, executor.submit(function, job)
+                # When this returns, all processes of the broken pool have ended.
+                executor.submit(_version)
+                ended = [index for index, (_, future) in enumerate(waiting) if future.done()]
+                died = [index for index in ended if isinstance(waiting[index][1].exception(), BrokenProcessPool)]
+                for index, job in zip(died, again([waiting[index][0] for index in died])):
+                    waiting[index] = job, executor.submit(function, job)
         waiting.popleft()
         yield result
 
 
 @dataclass(frozen=True)
 class JobPart:
-    """One of `count` parts of a list of jobs, numbered from 1: the share of one task in a job array."""
+    """One of `count` parts of a list of jobs, numbered from 1, for a task of a job array."""
 
     number: int
     count: int
@@ -328,7 +330,7 @@ class JobPart:
         return cls(int(number), int(count))
 
     def of(self, jobs: Sequence[Job]) -> Sequence[Job]:
-        """Return this part's jobs: every `count`-th, so that similar neighbours go to different parts."""
+        """Return this part's jobs: every `count`-th, so that neighbours, which are similar, are in different parts."""
         return jobs[self.number - 1 :: self.count]
 
     def __str__(self) -> str:

@@ -197,7 +197,7 @@ def test_the_command_scores_a_folder_of_designs(
     code, _, said = run_cli(capsys, *given, "--initial-guess", guesses)
     assert code == 1
     assert "three.cif: has other chains (residues) than three: A (18), B (11), not A (18), B (12); give a" in said
-    assert "count as being at the origin: 3 (A 4, A 5, A 6)" in " ".join(said.split())
+    assert "placed at the origin: 3 (A 4, A 5, A 6)" in " ".join(said.split())
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert [one["name"] for one in summary["failures"]] == ["three"]
     entries = {one["name"]: one for one in summary["predictions"]}

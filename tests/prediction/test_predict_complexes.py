@@ -92,7 +92,7 @@ def test_the_users_chains_in_their_order_are_in_every_file(ranked: tuple[Path, P
     ]
     assert (entry["msa_depth"], entry["msa_given"]) == (3, 5)
     assert entry["paired_rows"] == 1  # MOUSE in all three; HUMAN in the copies of H alone
-    assert re.fullmatch(r"chain breaks, neighbouring Cα too near or too far: \d+", entry["warnings"][0]["text"])
+    assert re.fullmatch(r"chain breaks \(neighbouring Cα too near or too far\): \d+", entry["warnings"][0]["text"])
     folder = out / entry["folder"]
     for kind in ("mmcif", "pdb"):
         model = gemmi.read_structure(str(folder / entry["files"][kind]))[0]

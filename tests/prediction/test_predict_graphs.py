@@ -92,7 +92,7 @@ def test_graphs_of_several_lengths_stay() -> None:
 
 @pytest.mark.usefixtures("recorded")
 def test_no_more_graphs_are_kept_than_a_device_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("warpfold.prediction.predictor.MOST_GRAPHS", 1)
+    monkeypatch.setattr("warpfold.prediction.predictor.MAX_GRAPHS", 1)
     predictor = Predictor(tiny_model())
     for sequence in (DESIGNS[0], LONGER, DESIGNS[1]):
         predictor.fold(sequence, recycles=1)

@@ -109,7 +109,7 @@ def test_files_of_a_bad_record_are_not_anothers(tmp_path: Path) -> None:
     read = read_given(tmp_path / "q.fasta", [tmp_path / "bad.a3m"])
     assert [*read.found] == ["one", "bad"]
     assert [one.text for one in read.notices] == [
-        f"alignments of none of the sequences, left out: 1 ({tmp_path / 'bad.a3m'})"
+        f"alignments of none of the sequences, not used: 1 ({tmp_path / 'bad.a3m'})"
     ]
     beside = read_given(tmp_path, [])
     assert ([*beside.found], [query.name for query in beside.queries]) == (["one", "bad"], ["one"])
@@ -210,7 +210,7 @@ def test_input_that_is_thin_is_said_of_each_prediction(tmp_path: Path) -> None:
         ],
     ]
     assert [one.text for one in read.notices] == [
-        "alignments of none of the sequences, left out: 1 (other/x.a3m)",
+        "alignments of none of the sequences, not used: 1 (other/x.a3m)",
         "predicted structures are not folded again: in/ranked_0.pdb",
     ]
     assert read.hits == ["in/pdb70_hits.hhr"]

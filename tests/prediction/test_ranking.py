@@ -130,8 +130,8 @@ def test_what_pdb_cannot_hold_is_said(tmp_path: Any) -> None:
         ([49, 95, 95, 95], None, None, ["25% of the residues"]),
         ([90] * 31, 0.49, None, ["pTM 0.49, below 0.5"]),
         ([90] * 30, 0.1, None, []),  # too short for a pTM to mean anything
-        ([90] * 4, 0.9, 0.79, ["ipTM 0.79, below 0.8: how the chains meet may be right or wrong"]),
-        ([90] * 4, 0.3, 0.59, ["ipTM 0.59, below 0.6: how the chains meet is probably wrong"]),
+        ([90] * 4, 0.9, 0.79, ["ipTM 0.79, below 0.8: the interface may be right or wrong"]),
+        ([90] * 4, 0.3, 0.59, ["ipTM 0.59, below 0.6: the interface is probably wrong"]),
         ([90] * 4, 0.9, 0.81, []),
     ],
 )

@@ -307,7 +307,7 @@ class Recorder:
                 outputs.drop_prediction(self.out, beaten)
 
     def write(self, key: Key, result: Mapping[str, Any]) -> None:
-        """Write the record of a prediction, in place of an earlier one."""
+        """Write the record of a prediction, replacing an earlier one."""
         digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
         path = self.out / RECORDS / f"{file_name(key[0])}-{digest[:16]}.json"
         _write_record(path, {"run": self.run, "key": key, **result})
@@ -340,7 +340,7 @@ def _record_files(out: Path) -> list[Path]:
 def remove_records(out: Path) -> None:
     """Delete all records, once the summary has their contents.
 
-    Without file locks nobody can tell whether another process needs the records, and they stay.
+    On a file system without locks the records stay, as other processes may need them.
     """
     folder = out / RECORDS
     with contextlib.suppress(OSError):
@@ -385,7 +385,10 @@ def alone(out: Path) -> Iterator[None]:
 
 
 def _locked(path: Path, taken: UserError | None = None) -> TextIO:
-    """Create a file and its folder, and lock the file.  taken: raised if it is locked; None: wait for the lock."""
+    """Create a file and its folder, and lock the file.
+
+    taken: the error to raise if another process holds the lock; None: wait for the lock.
+    """
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Another process may remove the file, or the empty folder, at any moment until the lock is held.

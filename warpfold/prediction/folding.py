@@ -1,6 +1,6 @@
-"""Fold many queries: the costly first, tiny ones together, features made ahead and files written behind.
+"""Fold many queries: expensive ones first, short ones in shared passes; threads prepare features and write files.
 
-docs/howto/many_proteins.md says why, and what was measured.
+docs/howto/many_proteins.md has the reasons and the measurements.
 """
 
 import time
@@ -25,16 +25,17 @@ from warpfold.prediction.read_out import Prepared
 from warpfold.prediction.request import FoldOptions, Recycling
 from warpfold.training.passes import PassPlace, followed
 
-# What may fail for one prediction while the others go on: numbers, memory (torch.OutOfMemoryError is a RuntimeError).
+# Errors that fail one prediction while the others go on (torch.OutOfMemoryError is a RuntimeError).
 FAILURES = (UserError, RuntimeError, MemoryError, ArithmeticError, ValueError)
 
-# Where a device is not busy with one protein, several at once are faster.  One core of a CPU, a pass of four against
-# one after another: 0.4 of the time at 12 residues, 0.5 to 0.65 at 24, 0.75 to 0.87 at 48, 0.84 at 64.  The sum of
-# residues x residues, and of residues x rows, in one pass; 0: never.  On a GPU this was not measured.
-TOGETHER = {"cpu": 8192}
-MOST_TOGETHER = 8
-AS_THE_MODEL = Recycling()
-OFTEN = 0.2  # seconds between two words about where the model is
+# One short protein does not keep a device busy, and several in one pass are faster.  On one core of a CPU, a pass of
+# four takes this share of the time of four passes: 0.4 at 12 residues, 0.5 to 0.65 at 24, 0.75 to 0.87 at 48, 0.84 at
+# 64.  The values are the largest sum of residues x residues, and of residues x rows, in one pass; without a value,
+# proteins do not share passes.  GPUs have none because this was not measured there.
+SHARED_PASS_SIZE = {"cpu": 8192}
+MAX_SHARING = 8  # proteins in a pass
+DEFAULT_RECYCLING = Recycling()
+PROGRESS_INTERVAL = 0.2  # seconds
 
 
 Key = tuple[str, str, int]  # of a prediction: protein, model, seed
@@ -54,7 +55,7 @@ class FoldItem:
 
     @property
     def below(self) -> str:
-        """Return its folder in that of the query, where the query has several predictions."""
+        """Return the name of its folder in the folder of the query, if the query has several predictions."""
         return f"{self.model.name}_seed_{self.seed}"
 
     @cached_property
@@ -65,14 +66,14 @@ class FoldItem:
         return predicted_cost(self.query.residues, rows, min(self.query.rows - rows, sample.max_extra))
 
 
-Group = tuple[FoldItem, ...]  # what goes through the model together
+Group = tuple[FoldItem, ...]  # items that share a pass of the model
 
 
 def predicted_cost(residues: int, rows: int, extra: int) -> float:
-    """Return the operations of a pass through AlphaFold2's trunk, for each of a block's 1,536 per triple of residues.
+    """Estimate the operations of a pass through AlphaFold2's trunk, in units of a block's 1,536 per residue triple.
 
-    Counted of Algorithms 6 to 18 with their channels (Supp. 1.6): both triangle products and attentions are 1,536
-    N^3, projections of z and what the outer product projects 810 times as many N^2, and so on.  Only ratios matter.
+    The factors count Algorithms 6 to 18 with their channels (Supp. 1.6): the triangle products and attentions take
+    1,536 N^3, the projections of z and of the outer product 810 times as many N^2, and so on.  Only ratios matter.
     """
     n = residues
     return n**3 + 810 * n**2 + rows * (2 * n**2 + 1536 * n + 0.67 * rows * n) + extra * (0.12 * n**2 + 8 * n)
@@ -82,64 +83,65 @@ def in_groups(
     items: Sequence[FoldItem],
     batch: int | None,
     device: str,
-    recycling: Recycling = AS_THE_MODEL,
+    recycling: Recycling = DEFAULT_RECYCLING,
     recycles: int | None = None,
 ) -> list[Group]:
-    """Return the items in the order in which they are folded, with what goes through the model together.
+    """Sort items into the order of folding, and group those that share a pass.
 
-    Models come in the order of the items, so that each is loaded once; of each, the most costly item first: what is too
-    long fails at once, parts end at one time, the time that is left is known early, and what is padded to one length is
-    alike.  batch: at most so many together; None: as many as `TOGETHER` allows.  Where the recycling of one may end
-    before that of another, each is alone.  A pure function of its arguments: a run that is shared out, or stopped and
-    continued, forms the same groups.
+    Models keep the order of the items, so that each is loaded once.  The items of a model are sorted by falling cost:
+    proteins that are too long fail at once, parts end at about the same time, the time left is known early, and
+    proteins that are padded to one length have similar lengths.
+    batch: the largest number in a group; None: the limit follows from `SHARED_PASS_SIZE`.  If recycling may end earlier
+    for one protein than for another, each is alone.
+    The result depends on the arguments alone, so that shards and continued runs form the same groups.
     """
-    found: list[Group] = []
+    groups: list[Group] = []
     for _, of_model in groupby(items, lambda item: item.model.name):
         group: Group = ()
         for item in sorted(of_model, key=lambda item: -item.cost):
             alone = recycling.may_end_early(item.model.config, recycles)
-            if group and not alone and _fits(item, group, batch, TOGETHER.get(device.split(":")[0], 0)):
+            if group and not alone and _fits(item, group, batch, SHARED_PASS_SIZE.get(device.split(":")[0], 0)):
                 group = (*group, item)
             else:
-                found += [group] if group else []
+                groups += [group] if group else []
                 group = (item,)
-        found += [group] if group else []
-    return found
+        groups += [group] if group else []
+    return groups
 
 
 def _fits(item: FoldItem, group: Group, batch: int | None, budget: int) -> bool:
-    """Return whether an item may go through the model with a group."""
+    """Return whether an item may share a pass with a group."""
     every, count = (*group, item), len(group) + 1
-    if count > (MOST_TOGETHER if batch is None else batch):
+    if count > (MAX_SHARING if batch is None else batch):
         return False
     if any((one.query.templates > 0) != (item.query.templates > 0) for one in group):
         return False
     longest, shortest = (f(one.query.residues for one in every) for f in (max, min))
     if batch is not None:
-        return 2 * shortest**2 >= longest**2  # padding costs at most as much again
+        return 2 * shortest**2 >= longest**2  # padding at most doubles the cost
     sample = item.model.sample
     rows = max(min(one.query.rows, sample.max_msa + sample.max_extra) for one in every)
     return count * longest * max(longest, rows) <= budget
 
 
 def cost_of(groups: Iterable[Group]) -> float:
-    """Return the predicted cost of groups."""
+    """Sum the predicted costs of groups."""
     return sum(item.cost for group in groups for item in group)
 
 
 def part_of(groups: Sequence[Group], part: JobPart) -> list[Group]:
-    """Return a part's groups: each group in turn goes to the part that has the least to compute."""
-    load, own = [0.0] * part.count, []
+    """Return the groups of a part.  The groups, by falling cost, each go to the part with the least cost so far."""
+    load, chosen = [0.0] * part.count, set[int]()
     for group in sorted(groups, key=lambda group: -cost_of([group])):
         least = load.index(min(load))
         load[least] += cost_of([group])
-        own += [group] if least == part.number - 1 else []
-    chosen = set(map(id, own))
+        if least == part.number - 1:
+            chosen.add(id(group))
     return [group for group in groups if id(group) in chosen]
 
 
 class Folds(Protocol):
-    """A model that folds: `Predictor`."""
+    """The methods of `Predictor` that are used here; importing it would be circular."""
 
     @property
     def model(self) -> AlphaFold: ...
@@ -153,7 +155,7 @@ class Folds(Protocol):
         initial_guess: GuessStructure | None,
         fixed: Sequence[str],
     ) -> Prepared:
-        """Make the features of one chain or several."""
+        """Make the features of one or several chains."""
 
     def compute(self, prepared: Prepared, options: FoldOptions) -> Prediction: ...
     def compute_together(self, several: Sequence[Prepared], options: FoldOptions) -> list[Prediction]: ...
@@ -161,7 +163,7 @@ class Folds(Protocol):
 
 @dataclass
 class Clock:
-    """Seconds that a process computed, and that its device waited meanwhile for features and for files."""
+    """Seconds in which a process computed, and in which its device waited for features and for files."""
 
     computing: float = 0.0
     features: float = 0.0
@@ -174,19 +176,19 @@ class Clock:
         self.files += other.files
 
     def summary(self) -> dict[str, float]:
-        """Return the seconds, and which share of them the device waited."""
-        waited, whole = self.features + self.files, self.computing + self.features + self.files
+        """Return the seconds, and the fraction of them in which the device waited."""
+        waited, total = self.features + self.files, self.computing + self.features + self.files
         named = {"computing": self.computing, "waiting_for_features": self.features, "waiting_for_files": self.files}
         return {name: round(seconds, 3) for name, seconds in named.items()} | {
-            "waiting": round(waited / whole, 4) if whole else 0.0
+            "waiting": round(waited / total, 4) if total else 0.0
         }
 
 
 @dataclass
 class FoldOutcome:
-    """What has become of an item so far; what has an `error` is left alone by all that follows.
+    """The state of an item; later steps skip an item that has an `error`.
 
-    prediction: None on ranks that do not hold it.  entry: what the summary has of it, once it is written.
+    prediction: None on ranks that do not own it.  entry: its entry in the summary, once its files are written.
     """
 
     item: FoldItem
@@ -197,7 +199,7 @@ class FoldOutcome:
 
     @contextmanager
     def attempt(self, failures: tuple[type[Exception], ...]) -> Iterator[None]:
-        """Make what fails within the context this item's own failure, unless it is the storage's."""
+        """Record an exception within the context as the failure of this item, unless the storage failed."""
         try:
             yield
         except StorageError:
@@ -220,35 +222,35 @@ def fold_groups(
     record: Record,
     follow: Follow | None = None,
 ) -> Clock:
-    """Fold groups one after another, while a thread makes the features of the next and another writes the last's files.
+    """Fold groups one after another.  One thread prepares the next group, another writes the files of the last one.
 
-    So there are features of two groups at most.  load: returns a model, of which one is in memory.  team: the processes
-    that share each protein.  write, record: called in the writing thread, in the order of the groups.  follow: told
-    where the model is in a group, some times in a second at most.
-    Errors: what is no failure of one prediction alone (`failures_of`) ends it.
+    At most two groups have features in memory.  load: returns a loaded model; one is in memory at a time.  team: the
+    processes that share each protein.  write, record: called in the writing thread, in the order of the groups.
+    follow: called with the position of the model in a group, at most five times a second.
+    Errors: exceptions that do not fail one prediction alone (`failures_of`).
     """
     clock, failures, coming = Clock(), failures_of(team), iter(groups)
 
     def prepare(predictor: Folds, group: Group) -> list[FoldOutcome]:
         """Make the features of a group."""
-        made = [FoldOutcome(item) for item in group]
-        for one in made:
-            query = one.item.query
-            with one.attempt(failures):
-                one.prepared = predictor.prepare(
-                    query.assembly, seed=one.item.seed, recycles=options.recycles, ensemble=options.ensemble,
+        outcomes = [FoldOutcome(item) for item in group]
+        for outcome in outcomes:
+            query = outcome.item.query
+            with outcome.attempt(failures):
+                outcome.prepared = predictor.prepare(
+                    query.assembly, seed=outcome.item.seed, recycles=options.recycles, ensemble=options.ensemble,
                     initial_guess=query.guess, fixed=query.fixed,
                 )  # fmt: skip
-        return made
+        return outcomes
 
-    def finish(folded: list[FoldOutcome]) -> None:
-        for one in folded:
+    def finish(outcomes: list[FoldOutcome]) -> None:
+        for outcome in outcomes:
             if not team.is_example_leader:
-                one.prediction = None
-            if one.prediction is not None and write is not None:
-                with one.attempt(failures):
-                    one.entry = write(one.item, one.prediction)
-            record(one)
+                outcome.prediction = None
+            if outcome.prediction is not None and write is not None:
+                with outcome.attempt(failures):
+                    outcome.entry = write(outcome.item, outcome.prediction)
+            record(outcome)
 
     group = next(coming, None)
     making: Future[list[FoldOutcome]] | None = None
@@ -281,43 +283,44 @@ def fold_groups(
 
 def _compute(
     predictor: Folds,
-    made: Sequence[FoldOutcome],
+    outcomes: Sequence[FoldOutcome],
     options: FoldOptions,
     failures: tuple[type[Exception], ...],
     follow: Callable[[PassPlace], None] | None,
 ) -> None:
-    """Fold what could be prepared; what fails together is folded one by one.  follow: told where the model is."""
-    ready = [(one, one.prepared) for one in made if one.prepared is not None]
+    """Fold the prepared items in one pass, or one by one if that fails.  follow: called with the model's position."""
+    ready = [(outcome, outcome.prepared) for outcome in outcomes if outcome.prepared is not None]
     if not ready:
         return
     passes = (ready[0][1].recycles + 1) * ready[0][1].ensemble
-    with nullcontext() if follow is None else followed(predictor.model, passes, follow, OFTEN):
+    with nullcontext() if follow is None else followed(predictor.model, passes, follow, PROGRESS_INTERVAL):
         if len(ready) > 1:
             with suppress(*failures):
-                for (one, _), found in zip(ready, predictor.compute_together([x for _, x in ready], options)):
-                    one.prediction = found
-        for one, prepared in ready:
-            if one.prediction is None:
-                with one.attempt(failures):
-                    one.prediction = predictor.compute(prepared, options)
-            one.prepared = None
+                predictions = predictor.compute_together([prepared for _, prepared in ready], options)
+                for (outcome, _), prediction in zip(ready, predictions):
+                    outcome.prediction = prediction
+        for outcome, prepared in ready:
+            if outcome.prediction is None:
+                with outcome.attempt(failures):
+                    outcome.prediction = predictor.compute(prepared, options)
+            outcome.prepared = None
 
 
 def failures_of(team: Team) -> tuple[type[Exception], ...]:
     """Return the exceptions that fail one prediction alone.
 
-    If one of several ranks fails in the middle of a protein, the others wait for it: the run cannot go on.
+    If one of several ranks fails in the middle of a protein, the others wait for it, so the run cannot go on.
     """
     return FAILURES if team.process.ranks == 1 else (UserError,)
 
 
 def taken(groups: Sequence[Group], team: Team) -> Iterator[Group]:
-    """Yield the groups that this process folds, as it becomes free, of those that several processes share out."""
+    """Yield the groups that this process takes from those shared by several processes, whenever it is free."""
     while (number := team.take("predictions")) < len(groups):
         yield groups[number]
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error as the summary has it."""
+    """Format an error for the summary."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text[:300]}"

@@ -1,4 +1,4 @@
-"""What is to be said of a protein or a run: a kind and its numbers, from which its sentence is made, here and once."""
+"""Notices about a protein or a run: each has a kind and values, from which its sentence is made."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,40 +10,40 @@ if TYPE_CHECKING:
 
 Value = str | int | float
 
-# The sentence of each kind.  `detail`, in parentheses, is of one protein alone.
+# The sentence of each kind.  `detail`, shown in parentheses, applies to a single protein.
 SENTENCES = {
-    "input": "{text}",  # what reading the input has found, in its own words
+    "input": "{text}",  # from reading the input, in its own words
     "no_alignment": "no alignment: folded by the sequence alone",
     "one_row": "its alignment has one row, its own: folded by the sequence alone",
-    "pairing_rows": "rows of alignments that are named as serving to pair (uniprot, pair), not used for a single "
-    "protein that has others: {rows:,}",
-    "unused_alignments": "alignments of none of the sequences, left out: {count}{detail}",
+    "pairing_rows": "rows of alignments for pairing (named uniprot or pair), not used for a single protein that has "
+    "other rows: {rows:,}",
+    "unused_alignments": "alignments of none of the sequences, not used: {count}{detail}",
     "rows_lost": "no row of the alignment{of} reached the model: folded by the sequence alone",
     "no_hits": "0 templates used: no hit for it in the files given",
     "templates_missing": "{used:,} of {offered:,} templates used: {missing:,} without a structure in {folder}{detail}",
     "templates_refused": "0 of {offered:,} templates used: {why}",
-    "guess_gaps": "residues whose Cβ the initial guess lacks, which count as being at the origin: {count}{detail}",
-    "fixed_differs": "residues of fixed chains that are others in the initial guess: {count}{detail}",
+    "guess_gaps": "residues without Cβ in the initial guess, placed at the origin: {count}{detail}",
+    "fixed_differs": "residues of fixed chains that differ from the initial guess: {count}{detail}",
     "unknown_residues": "not one of the twenty amino acids, so without atoms: {count}{detail}; write C for U to get "
     "cysteine",
     "no_pdb": "no PDB file: {why}",
-    "chain_breaks": "chain breaks, neighbouring Cα too near or too far: {count}",
+    "chain_breaks": "chain breaks (neighbouring Cα too near or too far): {count}",
     "clashes": "clashes between atoms of different residues: {count}",
     "mirrored": "residues with mirrored Cα: {count}",
     "plddt_very_low": "very low confidence: mean pLDDT {mean_plddt:.1f}, below 50; the structure should not be "
     "interpreted",
     "plddt_low": "low confidence: mean pLDDT {mean_plddt:.1f}, below 70",
-    "disorder": "{share:.0%} of the residues have a pLDDT below 50: they may be disordered; where they lie says "
-    "nothing",
-    "iptm_low": "ipTM {iptm:.2f}, below 0.6: how the chains meet is probably wrong",
-    "iptm_unsure": "ipTM {iptm:.2f}, below 0.8: how the chains meet may be right or wrong",
+    "disorder": "{share:.0%} of the residues have a pLDDT below 50: they may be disordered and "
+    "their positions have no meaning",
+    "iptm_low": "ipTM {iptm:.2f}, below 0.6: the interface is probably wrong",
+    "iptm_unsure": "ipTM {iptm:.2f}, below 0.8: the interface may be right or wrong",
     "ptm_low": "pTM {ptm:.2f}, below 0.5: the fold as a whole may be wrong",
 }
 
 
 @dataclass(frozen=True)
 class Notice:
-    """A kind of `SENTENCES`, and the values in its sentence."""
+    """A kind of `SENTENCES` with the values of its sentence."""
 
     kind: str
     values: Mapping[str, Value] = field(default_factory=dict)
@@ -53,28 +53,28 @@ class Notice:
         return _sentence([self])
 
     def record(self) -> dict[str, Any]:
-        """Return it as summary.json has it."""
+        """Convert to an entry of summary.json."""
         values = {key: value for key, value in self.values.items() if key != "text"}
         return {"kind": self.kind, "text": self.text, **({"values": values} if values else {})}
 
 
 def noted(texts: Iterable[str]) -> list[Notice]:
-    """Wrap findings of reading the input, each in its own words."""
+    """Convert texts to notices about the input."""
     return [Notice("input", {"text": text}) for text in texts]
 
 
 def shorten_list(names: Sequence[str]) -> str:
-    """Return three names at most, and dots for the others."""
+    """List at most three names, with dots for the others."""
     return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
 
 
 def of_record(record: Mapping[str, Any]) -> Notice:
-    """Return a notice of summary.json."""
+    """Convert an entry of summary.json to a notice."""
     return Notice(record["kind"], {"text": record["text"]} if record["kind"] == "input" else record.get("values", {}))
 
 
 def each_kind_once(found: Iterable[tuple[str, Notice]]) -> "list[Warned]":
-    """Return one warning for all notices of a kind, given with the proteins' names: their numbers become a range."""
+    """Merge the notices of a kind, each with its protein's name, into one warning, in which numbers become a range."""
     from warpfold.report.report import Warned  # imports torch
 
     kinds: dict[tuple[Value, ...], dict[tuple[str, str], Notice]] = {}
@@ -97,18 +97,18 @@ def each_kind_once(found: Iterable[tuple[str, Notice]]) -> "list[Warned]":
 
 
 def _parts(notices: Sequence[Notice]) -> list[tuple[str, str, list[str]]]:
-    """Return the parts of a sentence: what stands before a value, the value's name, the different values in order."""
-    found = []
+    """Split a sentence into (text before a value, name of the value, distinct values in order)."""
+    parts = []
     for literal, name, spec, _ in Formatter().parse(SENTENCES[notices[0].kind]):
         values: list[Any] = list(dict.fromkeys(notice.values.get(name, "") for notice in notices)) if name else []
         if not any(isinstance(value, str) for value in values):
             values.sort()
-        found.append((literal, name or "", list(dict.fromkeys(format(value, spec or "") for value in values))))
-    return found
+        parts.append((literal, name or "", list(dict.fromkeys(format(value, spec or "") for value in values))))
+    return parts
 
 
 def _sentence(notices: Sequence[Notice]) -> str:
-    """Return the sentence of notices of one kind; details that differ are left out."""
+    """Write the sentence of notices of one kind, without details that differ."""
     text = ""
     for literal, name, values in _parts(notices):
         text += literal

@@ -1,4 +1,4 @@
-"""A prediction, and how it becomes files, all of them or none, and an entry of the summary."""
+"""A prediction, its files, which appear all or not at all, and its entry in the summary."""
 
 import contextlib
 import html
@@ -36,24 +36,24 @@ from warpfold.scoring.interface import PairScore, chain_pair_scores
 from warpfold.scoring.score_table import PAIRS, PARQUET, SCORES, design_scores, pair_records
 
 StoredPair = Literal["pooled", "whole"]
-_RECORD = struct.Struct("<II")  # before the bytes of a record: those of its header, and their checksum
-# In an output folder: no protein's folder.
+_RECORD = struct.Struct("<II")  # size of the header, checksum
+# Names in an output folder that no protein may have.
 RESERVED = ("alignments", RECORDS, "report.html", "summary.json", SCORES, PAIRS, PARQUET)
-FRAME = 900  # pixels of the frame in a notebook; what is longer scrolls
+FRAME = 900  # height in a notebook, pixels
 # Arrays that stay when a prediction is thinned.
 SMALL = (
     *("positions", "mask", "plddt", "asym_id", "chain_pair_iptm"),
     *("coverage_depth", "coverage_rows", "coverage_total"),
 )
-_DRAFT = re.compile(r"\.(.+)\.[0-9a-f]{32}\.partial")  # of `_draft`
+_DRAFT = re.compile(r"\.(.+)\.[0-9a-f]{32}\.partial")  # names of `_draft`
 
-# DeepMind's letters for the classes of pLDDT, in `alphafold/common/confidence.py`: high, medium, low, disordered.
+# DeepMind's letters for the classes of pLDDT (`alphafold/common/confidence.py`): high, medium, low, disordered.
 CATEGORIES = ((90.0, "H"), (70.0, "M"), (50.0, "L"), (0.0, "D"))
 
 
 @dataclass(frozen=True)
 class PassStructure:
-    """What a pass before the last had found, of N residues, and how sure the model was of it; as in `Prediction`."""
+    """The structure and the confidences of a pass before the last, for N residues, as in `Prediction`."""
 
     positions: np.ndarray
     plddt: np.ndarray
@@ -69,70 +69,71 @@ class PassStructure:
 
 @dataclass(frozen=True, repr=False)
 class Prediction:
-    """One folded protein of N residues, or a complex of K chains with N residues in all; float32 NumPy, angstrom.
+    """A folded protein of N residues, or a complex of K chains with N residues in total; float32 NumPy, angstrom.
 
-    Representations, None unless asked for: single [N, c_s], pair [N, N, c_z], msa [S, N, c_m], and structure_module
-    [N, c_s], the single representation that the structure module ends with.
+    pae[i, j] is the error of residue j when aligned on residue i.
+    Representations, None unless requested: single [N, c_s], pair [N, N, c_z], msa [S, N, c_m], and structure_module
+    [N, c_s], the single representation at the end of the structure module.
+    contacts: probabilities that beta carbons are nearer than 8 angstrom, if requested.
+    logits: float32, if requested: plddt [N, 50], resolved [N, 37], masked_msa [S, N, 23 or 22], distogram
+    [N, N, 64], and pae [N, N, 64] with the PAE head.  The last two and `distogram` may be memory-mapped temporary
+    files.
     """
 
     name: str
-    sequence: str  # of a complex, that of its chains, one after another
+    sequence: str  # of all chains, concatenated
     positions: np.ndarray  # [N, 37, 3], atoms in the order of geometry.residue.ATOM_TYPES
     mask: np.ndarray  # [N, 37], 1 where the residue type has the atom
     plddt: np.ndarray  # [N], 0 to 100
-    pae: np.ndarray | None  # [N, N]: error of residue j when aligned on residue i; None without the PAE head
-    max_pae: float | None  # the largest value that pae can take
+    pae: np.ndarray | None  # [N, N]; None without the PAE head
+    max_pae: float | None  # upper bound of pae
     ptm: float | None  # 0 to 1; None without the PAE head
     single: np.ndarray | None = None
     pair: np.ndarray | None = None
     msa: np.ndarray | None = None
     structure_module: np.ndarray | None = None
     details: Mapping[str, Any] = field(default_factory=dict)  # for summary.json: seed, recycles, seconds, ...
-    templates: Sequence[Mapping[str, Any]] = ()  # the outcome of each template that was offered
+    templates: Sequence[Mapping[str, Any]] = ()  # outcome of each offered template
     chain_ids: tuple[str, ...] = ("A",)  # [K]
-    asym_id: np.ndarray | None = (
-        None  # int32 [N], the place of each residue's chain in `chain_ids`, from 1; None: K = 1
-    )
+    # int32 [N], the index of each residue's chain in `chain_ids`, from 1; None if K = 1
+    asym_id: np.ndarray | None = None
     iptm: float | None = None  # 0 to 1, of a complex
-    # [K, K], 0 to 1: the ipTM of each two chains alone; on the diagonal the pTM of each chain alone
+    # [K, K], 0 to 1: the ipTM of each pair of chains alone; on the diagonal the pTM of each chain alone
     chain_pair_iptm: np.ndarray | None = None
-    # Where asked for: probabilities that beta carbons are nearer than 8 angstrom, and of their distances.
     contacts: np.ndarray | None = None  # float16 [N, N]
-    distogram: np.ndarray | None = None  # float16 [N, N, 64]; it may lie in a temporary file
-    distogram_edges: np.ndarray | None = None  # float32 [63], angstrom: between its bins
+    distogram: np.ndarray | None = None  # probabilities, float16 [N, N, 64]
+    distogram_edges: np.ndarray | None = None  # float32 [63], angstrom
     coverage: Coverage | None = None  # of the alignment
-    # Where asked for: of the heads, float32: plddt [N, 50], resolved [N, 37], masked_msa [S, N, 23 or 22], distogram
-    # and, if there is that head, pae [N, N, 64]; the last two may lie in temporary files.
     logits: Mapping[str, np.ndarray] = field(default_factory=dict)
-    recycled: Sequence[PassStructure] = ()  # of the passes before the last, where asked for
+    recycled: Sequence[PassStructure] = ()  # passes before the last
 
     def __repr__(self) -> str:
         chains = f" in {len(self.chain_ids)} chains" if len(self.chain_ids) > 1 else ""
-        known = ("ipTM", self.iptm), ("pTM", self.ptm)
-        scores = "".join(f", {title} {score:.2f}" for title, score in known if score is not None)
+        tm_scores = ("ipTM", self.iptm), ("pTM", self.ptm)
+        scores = "".join(f", {title} {score:.2f}" for title, score in tm_scores if score is not None)
         return f"<Prediction {self.name}: {len(self.sequence)} residues{chains}, pLDDT {self.mean_plddt:.1f}{scores}>"
 
     def _repr_html_(self) -> str:
-        """Return the report's page in a frame of its own, as notebooks show it; styles and scripts stay in it."""
+        """Return the report as a frame for notebooks, which isolates its styles and scripts."""
         page, title = html.escape(self.page(), quote=True), html.escape(self.name, quote=True)
         return f'<iframe srcdoc="{page}" title="{title}" width="100%" height="{FRAME}" style="border:0"></iframe>'
 
     def picture(self) -> bytes:
-        """Return a PNG: the structure coloured by pLDDT, and PAE beside it."""
-        from warpfold.report.figures import draw_prediction  # here: it loads matplotlib
+        """Return a PNG with the structure, coloured by pLDDT, and the PAE."""
+        from warpfold.report.figures import draw_prediction  # loads matplotlib
 
         return draw_prediction(self._target())
 
-    _repr_png_ = picture  # what a notebook shows where no scripts may run, as on GitHub
+    _repr_png_ = picture  # shown where no scripts may run, as on GitHub
 
     def page(self) -> str:
-        """Return a report of this prediction alone: structure, pLDDT, PAE, as one page that needs nothing else."""
+        """Return a report of this prediction as one self-contained page: structure, pLDDT, PAE."""
         doubts = (notice.record() for notice in confidence_notices(self.plddt, self.ptm, self.iptm))
         warnings = [Warned(record["text"]) for record in (*self.details.get("warnings", ()), *doubts)]
         return render(ReportPage(self.name, "Folded by WarpFold.", targets=[self._target()], warnings=warnings))
 
     def _target(self) -> Target:
-        known = ("ipTM", self.iptm), ("pTM", self.ptm)
+        tm_scores = ("ipTM", self.iptm), ("pTM", self.ptm)
         return Target(
             name=self.name,
             sequence=":".join(self.sequence[span] for span in self.spans.values()),
@@ -144,7 +145,7 @@ class Prediction:
             numbers=[
                 ("residues", str(len(self.sequence))),
                 ("mean pLDDT", f"{self.mean_plddt:.1f}"),
-                *((title, f"{score:.2f}") for title, score in known if score is not None),
+                *((title, f"{score:.2f}") for title, score in tm_scores if score is not None),
             ],
             chains=self.spans if len(self.spans) > 1 else {},
             coverage=self.coverage,
@@ -166,7 +167,7 @@ class Prediction:
 
     @property
     def ranking_confidence(self) -> float:
-        """Return the score that ranks predictions: 0.8 ipTM + 0.2 pTM of a complex, 0 to 1, or the mean pLDDT."""
+        """Compute the score that ranks predictions: 0.8 ipTM + 0.2 pTM of a complex, 0 to 1, or the mean pLDDT."""
         tm = () if self.iptm is None or self.ptm is None else (torch.tensor(self.ptm), torch.tensor(self.iptm))
         return float(confidence.ranking_confidence(torch.from_numpy(self.plddt), *tm))
 
@@ -180,24 +181,24 @@ class Prediction:
 
     def chains(self) -> list[Chain]:
         """Return the predicted chains, each numbered from 1."""
-        found = []
+        chains = []
         for chain, span in self.spans.items():
             sequence = self.sequence[span]
             index = np.arange(len(sequence))
             numbers = tuple(str(i + 1) for i in index)
-            found.append(Chain(chain, sequence, self.positions[span], self.mask[span], index, numbers))
-        return found
+            chains.append(Chain(chain, sequence, self.positions[span], self.mask[span], index, numbers))
+        return chains
 
     def structure(self) -> Structure:
-        """Return the predicted structure as that of a file that was read."""
+        """Return the predicted structure in the form of a structure file that was read."""
         return Structure(self.name, None, None, None, {chain.id: chain for chain in self.chains()})
 
     def mmcif(self) -> str:
-        """Return ModelCIF text, pLDDT in the B column too."""
+        """Return ModelCIF text, with pLDDT also in the B column."""
         from warpfold.data.structure.write import Modelling, write_mmcif
 
-        known = {name: self.details[name] for name in ("recycles", "templates") if self.details.get(name)}
-        facts = [f"{name}: {', '.join(one) if isinstance(one, list) else one}" for name, one in known.items()]
+        protocol = {name: self.details[name] for name in ("recycles", "templates") if self.details.get(name)}
+        facts = [f"{name}: {', '.join(one) if isinstance(one, list) else one}" for name, one in protocol.items()]
         scores = {name: one for name, one in (("pTM", self.ptm), ("ipTM", self.iptm)) if one is not None}
         how = Modelling("; ".join(facts) or None, scores)
         return write_mmcif(self.name, self.chains(), b_factors=self._plddt_by_chain, predicted=how)
@@ -213,16 +214,16 @@ class Prediction:
     def design_scores(
         self, fixed: Sequence[str] = (), given: Mapping[str, Chain] | None = None
     ) -> dict[str, float | int | str | None]:
-        """Return the scores of binder and target, as a row of scores.csv has them (docs/howto/score.md).
+        """Compute the scores of binder and target, as in a row of scores.csv (docs/howto/score.md).
 
-        fixed: the chains of the target; by default all but the last.  given: the complex that was designed, by chain.
+        fixed: the chains of the target; by default all but the last.  given: the designed complex, by chain.
         """
         chains = {chain.id: chain for chain in self.chains()}
         plddt = {chain: self.plddt[span] for chain, span in self.spans.items()}
         return design_scores(chains, plddt, self.pair_scores, fixed, given)
 
     def confidences(self) -> dict[str, float | None]:
-        """Return the scores of the whole prediction as files have them; ipTM is None of a single chain."""
+        """Return the scores of the whole prediction, rounded as in files; ipTM is None for a single chain."""
         tm = {name: getattr(self, name) for name in ("ptm", "iptm")}
         return {
             "mean_plddt": round(self.mean_plddt, 2),
@@ -231,7 +232,7 @@ class Prediction:
         }
 
     def pdb(self) -> str:
-        """Return PDB text, pLDDT in the B column.  Errors: UserError where the format cannot hold the structure."""
+        """Return PDB text, with pLDDT in the B column.  Errors: UserError if the format cannot hold the structure."""
         from warpfold.data.structure.write import write_pdb
 
         return write_pdb(self.name, self.chains(), b_factors=self._plddt_by_chain)
@@ -241,9 +242,9 @@ class Prediction:
         return [self.plddt[span] for span in self.spans.values()]
 
     def record(self, pair: StoredPair) -> Packed:
-        """Pack the representations but msa, in half precision, as a record of a store (docs/reference/outputs.md).
+        """Pack the representations without msa, in half precision, as a record of a store (docs/reference/outputs.md).
 
-        Errors: UserError where a value is too large for half precision.
+        Errors: UserError if a value is too large for half precision.
         """
         assert self.single is not None
         assert self.pair is not None
@@ -269,19 +270,19 @@ class Prediction:
     ) -> dict[str, str]:
         """Write all files of this prediction into `folder` (docs/reference/outputs.md); return kind -> file name.
 
-        The files are named after the protein, so a folder may hold many predictions, and whatever else is in it is
-        left alone.  A new folder appears complete or not at all; in one that exists, each file does.
-        overwrite: replace an earlier prediction of a protein of this name.  The PDB file is left out where the format
+        The files are named after the protein, so a folder may hold many predictions.  Other files in it stay.  A new
+        folder appears complete or not at all; in an existing folder, this holds for each file.
+        overwrite: replace an earlier prediction of a protein of this name.  The PDB file is omitted if the format
         cannot hold the structure.  stored_pair: write the representations as a record for a store, not into the .npz.
-        Errors: UserError where a file of such a name exists (with `overwrite`, one that does not belong to a
-        prediction), or when the folder cannot be written.
+        Errors: UserError if a file of that name exists (with `overwrite`, one that does not belong to a prediction),
+        and if the folder cannot be written.
         """
         folder = Path(folder)
         names = _names_in(folder, self.name, len(self.recycled))
         _check_free(folder, names, overwrite)
-        known = ["positions", "mask", "plddt", "pae", "asym_id", "chain_pair_iptm", "contacts", "distogram_edges"]
-        known += [] if stored_pair else ["single", "pair", "msa", "structure_module"]
-        arrays = {name: getattr(self, name) for name in known if getattr(self, name) is not None}
+        fields = ["positions", "mask", "plddt", "pae", "asym_id", "chain_pair_iptm", "contacts", "distogram_edges"]
+        fields += [] if stored_pair else ["single", "pair", "msa", "structure_module"]
+        arrays = {name: getattr(self, name) for name in fields if getattr(self, name) is not None}
         arrays |= self.coverage.arrays() if self.coverage else {}
         texts = {"mmcif": self.mmcif(), "plddt": json.dumps(plddt_json(self.plddt, self.spans))}
         for number, earlier in enumerate(self.recycled):
@@ -327,20 +328,20 @@ def write_prediction(
 ) -> dict[str, Any]:
     """Check a prediction's geometry, write it into its own folder in `out`, and return its entry in the summary.
 
-    below: the folder in that of the protein, where it has several predictions.  notices: what else is to be said.
-    fixed, given: as of `Prediction.design_scores`.  wanted: told all but the files, says whether they are to be there.
-    stored_pair: as of `Prediction.save`.
+    below: the folder inside that of the protein, if it has several predictions.  notices: about the input.
+    fixed, given: as in `Prediction.design_scores`.  wanted: decides from the entry without files whether to write them.
+    stored_pair: as in `Prediction.save`.
     """
     outcomes = [TemplateOutcome(**outcome) for outcome in prediction.templates]
     details = dict(prediction.details)
-    chains, lost = _of_complex(prediction, details.pop("chain_depths", {})), details.pop("warnings", ())
+    chains, lost = _complex_entry(prediction, details.pop("chain_depths", {})), details.pop("warnings", ())
     if prediction.asym_id is not None or given is not None:
         chains["scores"] = prediction.design_scores(fixed, given)
     geometry = check_geometry(prediction.positions, prediction.mask, prediction.asym_id)
     doubts = confidence_notices(prediction.plddt, prediction.ptm, prediction.iptm)
     folder = f"{file_name(prediction.name)}/{below}".rstrip("/")
     head, scores = {"name": prediction.name, "folder": folder}, prediction.confidences()
-    known = {
+    results = {
         "length": len(prediction.sequence),
         "sequence": ":".join(prediction.sequence[span] for span in prediction.spans.values()),
         "mean_plddt": scores["mean_plddt"],
@@ -356,8 +357,8 @@ def write_prediction(
     }
     refuse_links(out, folder)
     files: dict[str, str] = {}
-    if kept := wanted is None or wanted(head | known):
-        # The earlier run was killed, or is replaced with --force.
+    if kept := wanted is None or wanted(head | results):
+        # Files of an earlier run are there if it was killed, or is replaced with --force.
         files = prediction.save(out / folder, overwrite=True, stored_pair=stored_pair)
     warnings = [
         *(notice.record() for notice in notices),
@@ -365,7 +366,7 @@ def write_prediction(
         *(notice.record() for notice in _input_notices(prediction, files)),
         *(notice.record() for notice in (*geometry.notices(), *doubts)),
     ]
-    entry = {**head, "files": files, "checksums": checksums_of(out / folder, files), **known, "warnings": warnings}
+    entry = {**head, "files": files, "checksums": checksums_of(out / folder, files), **results, "warnings": warnings}
     return entry if kept else drop_prediction(out, entry)
 
 
@@ -374,13 +375,13 @@ def drop_prediction(out: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
     folder = out / entry["folder"]
     remove_prediction(folder, entry["name"])
     if folder.parent != out:
-        with contextlib.suppress(OSError):  # other predictions of the query are there, or it has gone already
+        with contextlib.suppress(OSError):  # not empty, or already gone
             folder.parent.rmdir()
     return {**entry, "files": {}, "checksums": {}, "dropped": True}
 
 
-def _of_complex(prediction: Prediction, depths: Mapping[str, int]) -> dict[str, Any]:
-    """Return the summary's keys of complexes.  depths: rows of each chain's alignment."""
+def _complex_entry(prediction: Prediction, depths: Mapping[str, int]) -> dict[str, Any]:
+    """Return the part of an entry that only complexes have.  depths: rows of each chain's alignment."""
     if prediction.asym_id is None:
         return {}
     pairs = prediction.chain_pair_iptm
@@ -413,15 +414,15 @@ def _of_complex(prediction: Prediction, depths: Mapping[str, int]) -> dict[str, 
 
 
 def _input_notices(prediction: Prediction, files: Mapping[str, str]) -> Iterator[Notice]:
-    """Yield warnings about residues that are X, which have no atoms, and about a PDB file that is missing."""
-    places = [
-        f"{chain} {place}" if prediction.asym_id is not None else str(place)
+    """Yield warnings about residues X, which have no atoms, and about a missing PDB file."""
+    unknown = [
+        f"{chain} {number}" if prediction.asym_id is not None else str(number)
         for chain, span in prediction.spans.items()
-        for place, letter in enumerate(prediction.sequence[span], 1)
+        for number, letter in enumerate(prediction.sequence[span], 1)
         if letter == "X"
     ]
-    if places:
-        yield Notice("unknown_residues", {"count": len(places), "detail": f"X at {listed(places)}"})
+    if unknown:
+        yield Notice("unknown_residues", {"count": len(unknown), "detail": f"X at {listed(unknown)}"})
     if files and "pdb" not in files:
         try:
             prediction.pdb()
@@ -431,7 +432,7 @@ def _input_notices(prediction: Prediction, files: Mapping[str, str]) -> Iterator
 
 
 def plddt_json(plddt: np.ndarray, spans: Mapping[str, slice]) -> dict[str, list[Any]]:
-    """Return pLDDT [N] in the layout of AlphaFold DB's confidence files; of a complex, with each residue's chain."""
+    """Convert pLDDT [N] to the layout of AlphaFold DB's confidence files; complexes have the chain of each residue."""
     lengths = {chain: span.stop - span.start for chain, span in spans.items()}
     chains = {"chainId": [chain for chain, length in lengths.items() for _ in range(length)]}
     return {
@@ -443,9 +444,9 @@ def plddt_json(plddt: np.ndarray, spans: Mapping[str, slice]) -> dict[str, list[
 
 
 def write_pae(path: Path, pae: np.ndarray, max_pae: float) -> None:
-    """Write PAE [N, N] in the layout of AlphaFold DB's files: whole angstroms, in a list of one.
+    """Write PAE [N, N] in the layout of AlphaFold DB's files: whole angstroms, in a list of one object.
 
-    Row by row: as numbers of Python all would be 32 bytes each.
+    The rows are written one by one, since each value takes 32 bytes as a Python number.
     """
     with path.open("w", encoding="utf-8") as file:
         file.write('[{"predicted_aligned_error": [')
@@ -464,9 +465,9 @@ def write_scores(
 ) -> None:
     """Write pLDDT [N], PAE [N, N], pTM and ipTM in the layout of ColabFold's `*_scores_*.json`: two decimals.
 
-    `max_pae` is the largest error in `pae`.  What is None has no key, as there.  chain_pair_iptm [K, K] of a complex,
-    and the pTM of its chains on the diagonal, have AlphaFold 3's keys.
-    pair_scores: as of `pair_records`.
+    `max_pae` is the largest error in `pae`.  Values that are None have no key, as in ColabFold.  chain_pair_iptm [K, K]
+    of a complex, with the pTM of its chains on the diagonal, has AlphaFold 3's keys.
+    pair_scores: as in `pair_records`.
     """
     head: dict[str, Any] = {"plddt": [round(float(value), 2) for value in plddt]}
     if pae is not None:
@@ -488,9 +489,9 @@ def write_scores(
 
 
 def _rows(values: np.ndarray, parts: int) -> Iterator[str]:
-    """Yield the JSON of a matrix [N, N] of at least 0, a row at a time, rounded to whole numbers or parts of 1.
+    """Yield the JSON of a matrix [N, N] of values from 0, a row at a time, rounded to multiples of 1 / parts.
 
-    From a table of the few numbers that there are: several times as fast as `json.dumps`.
+    Formatting each distinct number once makes this several times faster than `json.dumps`.
     """
     numbers = range(round(parts * float(values.max(initial=0))) + 2)
     texts = [json.dumps(number if parts == 1 else number / parts) for number in numbers]
@@ -500,9 +501,9 @@ def _rows(values: np.ndarray, parts: int) -> Iterator[str]:
 
 
 def file_names(protein: str, recycles: Iterable[int] = ()) -> dict[str, str]:
-    """Return the names of a prediction's files, by kind; the arrays first, by which a prediction is recognized.
+    """Name the files of a prediction by kind, the arrays first, by which a prediction is recognized.
 
-    recycles: the passes before the last whose structures are kept, from 0.
+    recycles: the passes before the last with structure files, from 0.
     """
     stem = file_name(protein)
     endings = {
@@ -515,7 +516,7 @@ def file_names(protein: str, recycles: Iterable[int] = ()) -> dict[str, str]:
         "distogram": "_distogram.npy",
         "representations": "_representations.record",
         "templates": "_templates.json",
-        "relaxed": "_relaxed.json",  # of relax/files.py; they go when the prediction goes
+        "relaxed": "_relaxed.json",  # this and the next: by relax/files.py
         "relaxed_mmcif": "_relaxed.cif",
         "relaxed_pdb": "_relaxed.pdb",
         **{f"recycle_{number}": f"_recycle_{number}.cif" for number in recycles},
@@ -524,17 +525,17 @@ def file_names(protein: str, recycles: Iterable[int] = ()) -> dict[str, str]:
 
 
 def _names_in(folder: Path, protein: str, recycles: int = 0) -> dict[str, str]:
-    """Return `file_names` with all passes whose structures are in a prediction's folder, and so many in any case."""
+    """Return `file_names` with the first `recycles` passes and all passes with structures in the folder."""
     name = re.compile(re.escape(file_name(protein)) + r"_recycle_(\d+)\.cif")
     files = folder.iterdir() if folder.is_dir() else ()
-    found = {int(match[1]) for file in files if (match := name.fullmatch(file.name))}
-    return file_names(protein, found.union(range(recycles)))
+    present = {int(match[1]) for file in files if (match := name.fullmatch(file.name))}
+    return file_names(protein, present.union(range(recycles)))
 
 
 def remove_prediction(folder: Path, protein: str) -> None:
     """Delete the files of a prediction from its folder, and the folder if nothing else is in it.
 
-    Whatever is not a prediction of this name stays.  Errors: UserError when something cannot be removed.
+    Other files stay.  Errors: UserError if a file cannot be removed.
     """
     if folder.is_symlink() or not _is_prediction(folder / file_names(protein)["arrays"]):
         return
@@ -550,21 +551,21 @@ def remove_prediction(folder: Path, protein: str) -> None:
 
 
 def checksums_of(folder: Path, files: Mapping[str, str]) -> dict[str, list[Any]]:
-    """Return kind -> size in bytes and digest of a prediction's files, by which `damaged_files` knows them."""
+    """Return kind -> size in bytes and digest of a prediction's files, for `damaged_files`."""
     return {kind: [(folder / file).stat().st_size, checksum(folder / file)] for kind, file in files.items()}
 
 
 def damaged_files(out: Path, entry: Mapping[str, Any], thorough: bool = True) -> list[Path]:
-    """Return which files of an entry of the summary are missing or, bit for bit, not what was written.
+    """Return the files of an entry of the summary that are missing or differ from the written ones in any bit.
 
-    thorough: False looks whether they are there, and reads none.
+    thorough: False only checks that they exist, without reading them.
     """
-    known = entry.get("checksums", {})
+    checksums = entry.get("checksums", {})
 
     def is_whole(kind: str, path: Path) -> bool:
         if not thorough or not path.is_file():
             return path.is_file()
-        return [path.stat().st_size] == known.get(kind, [])[:1] and checksum(path) == known[kind][1]
+        return [path.stat().st_size] == checksums.get(kind, [])[:1] and checksum(path) == checksums[kind][1]
 
     with writing(out / entry["folder"]):
         paths = {kind: out / entry["folder"] / file for kind, file in entry["files"].items()}
@@ -572,41 +573,41 @@ def damaged_files(out: Path, entry: Mapping[str, Any], thorough: bool = True) ->
 
 
 def clear_damaged(out: Path, entry: Mapping[str, Any], damaged: Sequence[Path]) -> None:
-    """Make room for a prediction that is made again: rename what is damaged, which somebody may have edited.
+    """Make room for a prediction that is made again: rename its damaged files, which a user may have edited.
 
-    Its other files are deleted: they are what was written, and are written again.
+    Its other files are deleted, since they will be written again.
     """
     folder = out / entry["folder"]
     with writing(folder):
         for path in damaged:
             if path.is_file():
                 names = (f"damaged-{path.name}{end}" for end in ("", *(f"-{n}" for n in range(2, 10_000))))
-                path.rename(next(aside for aside in map(folder.joinpath, names) if not aside.exists()))
+                path.rename(next(backup for backup in map(folder.joinpath, names) if not backup.exists()))
         for file in _names_in(folder, entry["name"]).values():
             if (folder / file).is_file():
                 (folder / file).unlink()
 
 
 def refuse_links(out: Path, folder: str) -> None:
-    """Raise UserError where a prediction's folder, or that of its protein, is a link to somewhere else."""
-    for place in (out / folder, *(out / folder).parents):
-        if place == out:
+    """Raise UserError if a prediction's folder, or that of its protein, is a symbolic link."""
+    for path in (out / folder, *(out / folder).parents):
+        if path == out:
             return
-        if place.is_symlink():
+        if path.is_symlink():
             raise UserError(
-                f"{place}: is a symbolic link, and nothing is written through it; remove it, or name another folder"
+                f"{path}: is a symbolic link, and nothing is written through it; remove it, or name another folder"
             )
 
 
 def thin_prediction(folder: Path, protein: str, files: Mapping[str, str]) -> dict[str, str]:
-    """Take away what grows with the square of the length: PAE, representations, distogram; return the files that stay.
+    """Delete PAE, representations and distogram, which grow with the square of the length; return the other files.
 
-    files: kind -> file name, of a prediction of this name.  Whatever else is in the folder stays.
-    Errors: UserError when something cannot be written or removed.
+    files: kind -> file name, of a prediction of this name.  Other files in the folder stay.
+    Errors: UserError if a file cannot be written or removed.
     """
     names = file_names(protein)
     path = folder / names["arrays"]
-    gone = {kind for kind in ("pae", "scores", "distogram", "representations") if files.get(kind) == names[kind]}
+    removed = {kind for kind in ("pae", "scores", "distogram", "representations") if files.get(kind) == names[kind]}
     if folder.is_symlink() or not _is_prediction(path):
         return dict(files)
     with writing(folder):
@@ -615,13 +616,13 @@ def thin_prediction(folder: Path, protein: str, files: Mapping[str, str]) -> dic
         content = io.BytesIO()
         np.savez_compressed(content, **kept)
         write_atomically(path, content.getvalue())
-        for kind in gone:
+        for kind in removed:
             (folder / names[kind]).unlink(missing_ok=True)
-    return {kind: name for kind, name in files.items() if kind not in gone}
+    return {kind: name for kind, name in files.items() if kind not in removed}
 
 
 def _check_free(folder: Path, names: Mapping[str, str], overwrite: bool) -> None:
-    """Raise UserError unless all of `names` are free in `folder`, or belong to a prediction that may be replaced."""
+    """Raise UserError unless the names are free in the folder, or belong to a prediction that may be replaced."""
     taken = [folder / name for name in names.values() if os.path.lexists(folder / name)]
     if not taken:
         return
@@ -639,7 +640,7 @@ def _check_free(folder: Path, names: Mapping[str, str], overwrite: bool) -> None
 
 
 def _is_prediction(path: Path) -> bool:
-    """Return whether this is a prediction's file of arrays."""
+    """Return whether this is the file of arrays of a prediction."""
     try:
         with zipfile.ZipFile(path) as file:
             return {"positions.npy", "mask.npy", "plddt.npy"} <= set(file.namelist())
@@ -649,10 +650,10 @@ def _is_prediction(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _draft(folder: Path) -> Iterator[Path]:
-    """Make an empty folder on the same disk as `folder`; it is deleted afterwards."""
-    beside = folder if folder.is_dir() else folder.parent
-    beside.mkdir(parents=True, exist_ok=True)
-    draft = beside / f".{folder.name}.{uuid4().hex}.partial"
+    """Create an empty folder on the same disk as `folder`; it is deleted afterwards."""
+    parent = folder if folder.is_dir() else folder.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    draft = parent / f".{folder.name}.{uuid4().hex}.partial"
     draft.mkdir()
     try:
         yield draft
@@ -661,24 +662,25 @@ def _draft(folder: Path) -> Iterator[Path]:
 
 
 def remove_drafts(folders: Iterable[Path]) -> None:
-    """Remove what a kill has left of predictions that are to go into these folders."""
+    """Remove the drafts that killed processes have left of predictions for these folders."""
     names: dict[Path, set[str]] = {}
     for folder in folders:
-        for place in (folder, folder.parent):
-            names.setdefault(place, set()).add(folder.name)
-    for place, own in names.items():
-        for path in place.iterdir() if place.is_dir() else ():
-            if (draft := _DRAFT.fullmatch(path.name)) and draft[1] in own and not path.is_symlink():
+        for parent in (folder, folder.parent):
+            names.setdefault(parent, set()).add(folder.name)
+    for parent, predictions in names.items():
+        for path in parent.iterdir() if parent.is_dir() else ():
+            if (draft := _DRAFT.fullmatch(path.name)) and draft[1] in predictions and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def _move_into(draft: Path, folder: Path, names: Mapping[str, str]) -> None:
-    """Move a prediction's files to where they belong, and delete those that only the earlier prediction had.
+    """Move a prediction's files into its folder, and delete files that only the earlier prediction had.
 
-    The arrays go first and are never deleted: what a kill leaves half-replaced is still recognized as a prediction.
+    The arrays move first and are never deleted, so that a prediction that a kill leaves half-replaced is still
+    recognized as one.
     """
     if not folder.is_dir():
-        os.rename(draft, folder)  # fails where another process has made it meanwhile
+        os.rename(draft, folder)  # fails if another process created it
         return
     for name in names.values():
         if (draft / name).exists():

@@ -1,4 +1,4 @@
-"""What the report of `warpfold predict` shows, from its summary and the files that it names."""
+"""The report of `warpfold predict`, from its summary and the files listed there."""
 
 import json
 import os
@@ -15,15 +15,15 @@ from warpfold.report import figures
 from warpfold.report.coverage import Coverage
 from warpfold.report.report import ReportPage, ReportTable, Section, Target, Warned
 
-DRAWN = 40  # predictions that the report of `predict` draws; its table lists all
-DRAWN_OF_EACH = 5  # of one protein or complex, the best
-CHAINS = 6  # whose own pTM stands above a complex; summary.json has that of all
-LENGTHS = 10  # different ones, from which on time is drawn against length
+DRAWN = 40  # predictions drawn; the table lists all
+DRAWN_OF_EACH = 5  # best predictions of one protein or complex
+CHAINS = 6  # largest complex whose chains' pTM are shown; summary.json has all
+LENGTHS = 10  # distinct lengths from which time is plotted
 ENERGIES = ("energy_before", "energy_after")  # of a relaxation
 
 
 def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
-    """Return the report of `warpfold predict`, from its summary and the files that it names."""
+    """Build the report of `warpfold predict`, from its summary and the files listed there."""
     entries, failures = summary["predictions"], summary["failures"]
     best = _best(summary)
     labels = {entry["name"]: _label(entry) for entry in best}
@@ -33,8 +33,8 @@ def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
     if len(entries) > len(best):
         sections.append(_ranking(entries, summary["ranking"]))
     if failures:
-        whats = [[_label(f), f["error"]] for f in failures]
-        sections.append(Section("Failed", table=ReportTable(["protein", "what went wrong"], whats)))
+        errors = [[_label(f), f["error"]] for f in failures]
+        sections.append(Section("Failed", table=ReportTable(["protein", "error"], errors)))
     if offered := _template_rows(out, best):
         text = "NAME_templates.json in the protein's folder has the outcome of every template that was offered."
         header = ["protein", "template", "residues", "identity", "note"]
@@ -44,10 +44,10 @@ def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
     facts = [] if alone else [("proteins folded", str(len(best)))]
     if failures:
         facts.append(("failed", str(len(failures))))
-    if alone:  # a mean over different proteins says nothing
+    if alone:  # a mean over different proteins has no meaning
         facts.append(("mean pLDDT", f"{best[0]['mean_plddt']:.1f}"))
-        known = ((title, best[0].get(key)) for key, title in (("iptm", "ipTM"), ("ptm", "pTM")))
-        facts += [(title, f"{value:.2f}") for title, value in known if value is not None]
+        scores = ((title, best[0].get(key)) for key, title in (("iptm", "ipTM"), ("ptm", "pTM")))
+        facts += [(title, f"{value:.2f}") for title, value in scores if value is not None]
     facts.append(("seconds in all", f"{summary['seconds']:.0f}"))
     shown = [entry for entry in entries if entry.get("rank", 1) <= DRAWN_OF_EACH and entry["files"]][:DRAWN]
     names = ", ".join(model["file"] for model in summary["models"])
@@ -61,7 +61,7 @@ def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
         lead=f"Folded by WarpFold with {names}{drawn}.",
         facts=facts,
         sections=sections,
-        # a single protein's warnings stand above the numbers already
+        # The warnings of a single protein are shown above the numbers already.
         targets=[target_of(out, e | ({"warnings": []} if alone and e is best[0] else {})) for e in shown],
         warnings=[
             Warned(one.said, {} if alone else {labels.get(name, name): own for name, own in one.about.items()})
@@ -80,18 +80,18 @@ def _best(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def warnings_of(summary: Mapping[str, Any]) -> list[Warned]:
-    """Return each kind of warning of a summary once, with the proteins that it is about.
+    """Return the warnings of a summary, each kind once, with the proteins that it concerns.
 
-    Of the run, of what was given (of proteins that failed too), and of each protein's best prediction, in this order.
-    The terminal and the report both say these, and no others.
+    Warnings about the run come first, then those about the input (of failed proteins too), and those about each
+    protein's best prediction.  The terminal and the report show these warnings.
     """
-    given = [*summary["input_warnings"].items(), *((entry["name"], entry["warnings"]) for entry in _best(summary))]
-    found = [(name, of_record(record)) for name, records in given for record in records]
-    return [*(Warned(record["text"]) for record in summary.get("warnings", ())), *each_kind_once(found)]
+    named = [*summary["input_warnings"].items(), *((entry["name"], entry["warnings"]) for entry in _best(summary))]
+    notices = [(name, of_record(record)) for name, records in named for record in records]
+    return [*(Warned(record["text"]) for record in summary.get("warnings", ())), *each_kind_once(notices)]
 
 
 def _all_proteins(entries: Sequence[Mapping[str, Any]]) -> ReportTable:
-    """Return a row for each protein or complex, its best prediction."""
+    """Build a table with the best prediction of each protein or complex."""
     complexes = any("chains" in entry for entry in entries)
     header = ["protein", "residues", "alignment rows", "mean pLDDT", "pTM", "seconds", "warnings"]
     if complexes:
@@ -107,24 +107,24 @@ def _all_proteins(entries: Sequence[Mapping[str, Any]]) -> ReportTable:
 
 
 def _pairs(names: Sequence[str], entries: Sequence[Mapping[str, Any]]) -> Section:
-    """Plot ipTM and ipSAE of each two chains, of the best prediction of each pair."""
-    places = {name: place for place, name in pair_names(names).items()}
+    """Plot ipTM and ipSAE of the best prediction of each pair of chains."""
+    indices = {name: pair for pair, name in pair_names(names).items()}
     matrices = {title: np.full((len(names), len(names)), np.nan) for title in ("ipTM", "ipSAE")}
     for entry in entries:
-        i, j = places[entry["name"]]
+        i, j = indices[entry["name"]]
         for title, value in (("ipTM", entry["iptm"]), ("ipSAE", entry.get("scores", {}).get("ipsae"))):
             if value is not None:
                 matrices[title][i, j] = matrices[title][j, i] = value
-    known = {title: values for title, values in matrices.items() if not np.isnan(values).all()}
-    text = f"{len(entries)} of {len(places)} pairs of {len(names)} chains. scores.csv has all numbers."
-    figure = [(figures.draw_pairs(names, known), "Blank where a pair was not predicted.")] if known else []
+    shown = {title: values for title, values in matrices.items() if not np.isnan(values).all()}
+    text = f"{len(entries)} of {len(indices)} pairs of {len(names)} chains. scores.csv has all numbers."
+    figure = [(figures.draw_pairs(names, shown), "Blank where a pair was not predicted.")] if shown else []
     return Section("All against all", text, figure)
 
 
 def _ranking(entries: Sequence[Mapping[str, Any]], ranking: Mapping[str, Mapping[str, Any]]) -> Section:
-    """Return all predictions of each protein, best first."""
+    """Build the table of all predictions of each protein, best first."""
     by_any = dict.fromkeys(one["by"] for one in ranking.values())
-    measures = [one for one in by_any if "pLDDT" not in one]  # that has a column of its own
+    measures = [one for one in by_any if "pLDDT" not in one]  # pLDDT has its own column
     header = ["prediction", "model", "seed", *measures, "mean pLDDT"]
     complexes = any("iptm" in entry for entry in entries)
     rows = []
@@ -139,18 +139,18 @@ def _ranking(entries: Sequence[Mapping[str, Any]], ranking: Mapping[str, Mapping
 
 
 def _seconds(entries: Sequence[Mapping[str, Any]], processes: Sequence[Mapping[str, Any]]) -> Section:
-    """Plot the time of predictions against their length, and sum up how long devices waited."""
+    """Plot the time of predictions against their length, and sum up the waiting times of devices."""
     seconds = {kind: [entry["seconds"][kind] for entry in entries] for kind in ("model", "features")}
     residues = [entry["length"] for entry in entries]
     each = 1e3 * sum(seconds["model"]) / sum(residues)
     text = f"{sum(residues)} residues, {each:.3g} ms of the model each. "
-    text += "Proteins that shared a pass share its seconds alike. " if any("together" in e for e in entries) else ""
+    text += "Proteins that shared a pass share its seconds equally. " if any("together" in e for e in entries) else ""
     names = {"computing": "computing", "waiting_for_features": "for features", "waiting_for_files": "for files"}
     total = {key: sum(one.get(key, 0.0) for one in processes) for key in names}
-    if whole := sum(total.values()):
+    if loop := sum(total.values()):
         waits = ", ".join(f"{total[key]:.1f} s {name}" for key, name in names.items() if key != "computing")
-        share = 1 - total["computing"] / whole
-        text += f"Of {whole:.0f} s in the last runs' loops the model computed {total['computing']:.0f} s "
+        share = 1 - total["computing"] / loop
+        text += f"Of {loop:.0f} s in the last runs' loops the model computed {total['computing']:.0f} s "
         text += f"and waited {share:.1%}: {waits}."
     figure = figures.draw_seconds(residues, {"model": seconds["model"], "features": seconds["features"]})
     return Section("Time", text, [(figure, "Each dot is a prediction; features are made while another one computes.")])
@@ -168,7 +168,7 @@ def _relaxed(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _label(entry: Mapping[str, Any]) -> str:
-    """Return a prediction's name on the page: its protein's, with rank, model and seed if there are several."""
+    """Return the label of a prediction: its protein's name, with the rank, or the model and seed, if it has several."""
     if "ranked" in entry:
         return f"{entry['name']}, rank {entry['rank']}"
     failed = "error" in entry and "model" in entry
@@ -180,7 +180,7 @@ def _score(value: float | None) -> str:
 
 
 def _template_rows(out: Path, entries: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return a row for each template that a protein used, and one for how many it did not use."""
+    """Build a row for each template that a protein used, and one with the number of unused templates."""
     rows: list[list[str]] = []
     for entry in (entry for entry in entries if "templates" in entry["files"]):
         outcomes = json.loads((out / entry["folder"] / entry["files"]["templates"]).read_text(encoding="utf-8"))
@@ -193,16 +193,17 @@ def _template_rows(out: Path, entries: Sequence[Mapping[str, Any]]) -> list[list
 
 
 def target_of(out: Path, entry: Mapping[str, Any], **truth: Any) -> Target:
-    """Return an entry of the summary as the report draws it, read from its files in `out`.
+    """Read an entry of the summary from its files in `out`, in the form that the report draws.
 
-    `truth`: the fields of `Target` that compare it with a known structure; `numbers` among them come after its own.
+    truth: fields of `Target` that compare it with a known structure; its `numbers` follow the prediction's.
     """
     folder, files = out / entry["folder"], entry["files"]
     with np.load(folder / files["arrays"], allow_pickle=False) as arrays:
         ca, plddt = arrays["positions"][:, ATOM_ORDER["CA"]], arrays["plddt"]
         pae = arrays["pae"] if "pae" in arrays.files else None
         coverage = None
-        if "coverage_rows" in arrays.files and entry.get("rank", 1) == 1:  # the others have the same alignment
+        # Predictions of other ranks have the same alignment.
+        if "coverage_rows" in arrays.files and entry.get("rank", 1) == 1:
             depth, rows, total = (arrays[f"coverage_{name}"] for name in ("depth", "rows", "total"))
             coverage = Coverage(depth, rows, int(total))
     numbers = [("residues", str(entry["length"])), ("mean pLDDT", f"{entry['mean_plddt']:.1f}")]
@@ -225,7 +226,8 @@ def target_of(out: Path, entry: Mapping[str, Any], **truth: Any) -> Target:
         numbers += _relaxed(entry["relaxed"])
     numbers += truth.pop("numbers", ())
     max_pae = 0.0
-    if "pae" in files:  # the largest value that errors can take is at the file's end: the rest need not be read
+    if "pae" in files:
+        # The upper bound of PAE is at the end of the file, so the rest need not be read.
         with (folder / files["pae"]).open("rb") as file:
             file.seek(-min(100, os.fstat(file.fileno()).st_size), os.SEEK_END)
             max_pae = float(file.read().decode().rpartition(":")[2].rstrip("}]"))

@@ -1,4 +1,4 @@
-"""Files of parameters: those that `predict` folds with, known before loading, and what one is (`warpfold params`)."""
+"""Files of parameters: their descriptions before loading, for `predict`, and their inspection (`warpfold params`)."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -23,9 +23,9 @@ _OFFICIAL = re.compile(r"params_model_(?P<number>\d+)(_(?P<family>ptm|multimer(_
 
 @dataclass(frozen=True)
 class Params:
-    """A file of parameters: what it is of, and how its examples were drawn."""
+    """A file of parameters: the configuration of its model, and the sampling of its alignments."""
 
-    name: str  # among those of a run; safe in a path
+    name: str  # unique in a run; safe in a path
     path: Path
     digest: str  # sha256 of the file
     config: ModelConfig
@@ -46,12 +46,11 @@ MULTIMERS = "params_model_*_multimer_v3.npz: `warpfold params fetch multimer`"  
 
 
 def params_files(given: Sequence[Path], num_models: int | None = None, complexes: bool = False) -> list[Path]:
-    """Return files of parameters, those in folders by number, and of these `num_models` at most.
+    """List files of parameters, at most `num_models`; those of a folder come in the order of their numbers.
 
-    A folder may hold DeepMind's of several families.  One is taken: AlphaFold-Multimer's newest version where there
-    are `complexes`, otherwise the single chains' with PAE, or those without.  complexes: whether there are any.
-    Errors: UserError for a folder without parameters, one with several kinds of which none is the one to take, and for
-    fewer than `num_models`.
+    A folder may contain several of DeepMind's families, of which one is used: with `complexes`, the newest version of
+    AlphaFold-Multimer; otherwise the models for single chains with PAE, or those without.
+    Errors: UserError for a folder without parameters or with an ambiguous mixture, and for fewer than `num_models`.
     """
     found: list[Path] = []
     for path in given:
@@ -59,13 +58,14 @@ def params_files(given: Sequence[Path], num_models: int | None = None, complexes
         found += files[:num_models] if path.is_dir() else files
     if num_models is not None and len(found) < num_models:
         raise UserError(
-            f"--num-models {num_models}: {given[0]} has {len(found)} that fit; ask for as many as there are"
+            f"--num-models {num_models}: only {len(found)} matching parameter files in {given[0]}. Use --num-models "
+            f"{len(found)}."
         )
     return found[:num_models]
 
 
 def families_in(folder: Path) -> dict[str, list[Path]]:
-    """Return files of parameters in a folder by DeepMind's family ("", "ptm", "multimer_v3"), and others as "own".
+    """Sort the files of parameters in a folder by DeepMind's family ("", "ptm", "multimer_v3"), or "own".
 
     Within a family they are in the order of the models' numbers.
     """
@@ -78,7 +78,7 @@ def families_in(folder: Path) -> dict[str, list[Path]]:
 
 
 def _in_folder(folder: Path, complexes: bool) -> list[Path]:
-    """Return the files of one family in a folder."""
+    """Choose the files of one family in a folder."""
     families = families_in(folder)
     if not families:
         raise UserError(f"{folder}: has no parameters; give a folder of params_model_*.npz or .safetensors ({FETCH})")
@@ -97,8 +97,9 @@ def _in_folder(folder: Path, complexes: bool) -> list[Path]:
 def read_params(paths: Sequence[Path]) -> list[Params]:
     """Describe files of parameters, in the given order, without loading them.
 
-    A name is that of the file without its ending; where files share it, with their folder's before it.
-    Errors: UserError for a file that holds no parameters, one that is given twice, and files that cannot be told apart.
+    The name is the file's without its ending, with the folder's name before it if files share a name.
+    Errors: UserError for a file without parameters, a file that is given twice, and files with the same name and folder
+    name.
     """
     stems = [file_name(path.stem) for path in paths]
     names = [
@@ -112,7 +113,7 @@ def read_params(paths: Sequence[Path]) -> list[Params]:
         for other in found:
             if other.digest == digest:
                 raise UserError(f"{path}: the same parameters as {other.path}; give each file once")
-            if other.name.lower() == name.lower():  # some file systems do not tell A from a
+            if other.name.lower() == name.lower():  # some file systems ignore case
                 raise UserError(f"{path}: a file and folder named as of {other.path}; rename one of the files")
         sample = build(SampleConfig, data_settings(path), str(path))
         found.append(Params(name, path, digest, config, sample))
@@ -130,18 +131,18 @@ def check_templates(config: ModelConfig, sample: SampleConfig, count: int) -> No
         raise UserError(f"templates given: {count}, the model takes {sample.max_templates}; leave some out")
 
 
-# ---- what a file is
+# ---- Inspection
 
 WRITTEN = (".safetensors", ".npz")
-OF_RUN = ("params_best.safetensors", "params.safetensors")  # of a run's folder
+RUN_PARAMS = ("params_best.safetensors", "params.safetensors")  # in the folder of a training run
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ParamsFile:
-    """What a file of parameters is.
+    """The description of a file of parameters.
 
-    heads: which there are.  sample: how its examples are drawn, as far as it is known.  notes: what had to be assumed,
-    and what a file that was written does not say.  problems: what a check found wrong.
+    heads: the heads of the model.  sample: the sampling of alignments, as far as it is known.  notes: assumptions, and
+    settings that a written file does not contain.  problems: the errors that a check found.
     """
 
     path: Path
@@ -154,14 +155,14 @@ class ParamsFile:
     sample: dict[str, Any]
     heads: tuple[str, ...]
     notes: tuple[str, ...] = ()
-    problems: tuple[str, ...] | None = None  # None: not looked for
+    problems: tuple[str, ...] | None = None  # None: not checked
     written: Path | None = None
 
     def __repr__(self) -> str:
         return f"<ParamsFile {self.path}: {self.format}, {self.model}, {self.parameters:,} parameters>"
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """Yield the lines of a table for people: what, value."""
+        """Yield the rows of a table for people: name, value."""
         c = self.config
         yield "file", str(self.path)
         yield "format", self.format
@@ -184,13 +185,13 @@ class ParamsFile:
             yield "written", str(self.written)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON can hold it."""
-        known = ("format", "model", "parameters", "tensors", "sha256", "sample", "heads", "notes", "problems")
+        """Convert to values for JSON."""
+        names = ("format", "model", "parameters", "tensors", "sha256", "sample", "heads", "notes", "problems")
         files = {"path": str(self.path), "written": None if self.written is None else str(self.written)}
-        return {**files, **{name: getattr(self, name) for name in known}, "settings": to_dict(self.config)}
+        return {**files, **{name: getattr(self, name) for name in names}, "settings": to_dict(self.config)}
 
     def toml(self) -> str:
-        """Return its settings as a file that `warpfold train` takes, over those of the preset monomer or multimer."""
+        """Return its settings as a file for `warpfold train`, based on the preset monomer or multimer."""
         base = "monomer" if self.config.multimer is None else "multimer"
         return f'base = "{base}"\n\n' + to_toml(_Sections(self.config, self.sample))
 
@@ -204,18 +205,17 @@ class _Sections:
 def inspect_params(source: Path, check: bool = False, target: Path | None = None) -> ParamsFile:
     """Inspect a parameter file, check it, and write it in another format.
 
-    source: WarpFold's .safetensors, DeepMind's .npz, OpenFold's .pt, of which nothing is executed; or the folder of a
-    run: the parameters of its best validation, or its last ones where nothing was validated.  check: look at
-    every number.  target: a file that is not there yet: .safetensors (WarpFold), or .npz by DeepMind's names, which
-    others read too.
-    Errors: UserError for a file that cannot be read, or whose tensors do not fit, and for a `target` that exists.
+    source: WarpFold's .safetensors, DeepMind's .npz, OpenFold's .pt (whose code is not executed), or the folder of a
+    run: the parameters of its best validation, or the last ones without validations.  check: check every number.
+    target: a new file, .safetensors (WarpFold) or .npz with DeepMind's names, which other programs read.
+    Errors: UserError for a file that cannot be read, tensors that do not fit, and an existing `target`.
     """
     if target is not None:
         if target.suffix not in WRITTEN:
             raise UserError(f"{target}: {' or '.join(WRITTEN)} is written; give one of these endings")
         check_new(target)
     if (source / "checkpoints").is_dir():
-        source = next((path for path in map(source.joinpath, OF_RUN) if path.is_file()), source / OF_RUN[-1])
+        source = next((path for path in map(source.joinpath, RUN_PARAMS) if path.is_file()), source / RUN_PARAMS[-1])
     model, sample = load_model(source), data_settings(source)
     build(SampleConfig, sample, str(source))
     digest = sha256(source)
@@ -223,7 +223,7 @@ def inspect_params(source: Path, check: bool = False, target: Path | None = None
     if target is not None:
         notes += _write(model, sample, target)
     state = model.state_dict()
-    problems: list[str] = []  # that they are all there, and of the right shape, loading has seen
+    problems: list[str] = []  # loading has checked names and shapes
     if bad := [name for name, tensor in state.items() if check and not bool(torch.isfinite(tensor).all())]:
         problems.append(f"not finite: {listed(bad)}")
     if check and all(bool((tensor == 0).all()) for tensor in state.values()):
@@ -248,7 +248,7 @@ def inspect_params(source: Path, check: bool = False, target: Path | None = None
 
 
 def _write(model: AlphaFold, sample: dict[str, Any], target: Path) -> list[str]:
-    """Write parameters in the format of the ending; return what the file does not say."""
+    """Write parameters in the format of the ending; return notes on settings that the file does not contain."""
     if target.suffix == ".safetensors":
         write_new(target, lambda draft: save_params(draft, model, sample))
         return []

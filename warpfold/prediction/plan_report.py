@@ -1,4 +1,4 @@
-"""What `warpfold plan` plans for: queries, proteins of some length; and what it says of them."""
+"""The targets of `warpfold plan`, which are queries or proteins of given lengths, and its report."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,14 +21,14 @@ from warpfold.progress import Progress, no_progress, within
 
 @dataclass(frozen=True)
 class PlanTarget:
-    """Something to plan for, with a name."""
+    """A named job to plan for."""
 
     name: str
     job: Job
 
 
 def sizes_of_query(query: Query, model: ModelConfig, sample: SampleConfig, whole: bool) -> ExampleSizes:
-    """Return the sizes with which a query goes through a model; whole: as if it had all the rows that this takes."""
+    """Return the sizes of a query in a model; whole: as if it had the largest number of rows."""
     if whole:
         return full_sizes(query.residues, model, sample)
     sequences = min(query.rows, sample.max_msa)
@@ -39,7 +39,7 @@ def sizes_of_query(query: Query, model: ModelConfig, sample: SampleConfig, whole
 
 
 def full_sizes(residues: int, model: ModelConfig, sample: SampleConfig) -> ExampleSizes:
-    """Return the sizes of an example with as many rows and templates as a model takes."""
+    """Return the sizes of an example with the largest numbers of rows and templates that a model takes."""
     templates = sample.max_templates if model.templates.enabled else 0
     return ExampleSizes(residues=residues, sequences=sample.max_msa, extra=sample.max_extra, templates=templates)
 
@@ -47,7 +47,7 @@ def full_sizes(residues: int, model: ModelConfig, sample: SampleConfig) -> Examp
 def targets_of_queries(
     given: Given, msas: Sequence[Path], model: ModelConfig, sample: SampleConfig, recycles: int | None
 ) -> list[PlanTarget]:
-    """Read queries; where no alignments are given, and the query's own has but one row, the deepest is planned for."""
+    """Read queries as targets; a query without an alignment is planned with the deepest alignment."""
     found = []
     for query in read_queries(given, msas, model.multimer is not None):
         alone = not msas and (query.is_complex or query.rows == 1)
@@ -64,9 +64,9 @@ def folding(model: ModelConfig, sizes: ExampleSizes, recycles: int | None) -> Jo
 def check_fits(
     queries: Sequence[Query], params: Params, recycles: int | None, choose_for: Callable[[ExampleSizes, int], object]
 ) -> None:
-    """Raise UserError, before anything runs, if not even the shortest of some queries fits, saying what would.
+    """Raise UserError, before anything runs, if not even the shortest query fits, with what would fit.
 
-    choose_for: chooses a plan for sizes and a number of recycles, and raises UserError where nothing fits.
+    choose_for: chooses a plan for sizes and a number of recycles, or raises UserError.
     """
     every = [sizes_of_query(query, params.config, params.sample, whole=False) for query in queries]
     passes = params.config.recycles if recycles is None else recycles
@@ -83,7 +83,7 @@ def plan_report(
     price: float | None = None,
     tell: Progress = no_progress,
 ) -> dict[str, Any]:
-    """Plan each target on a machine, as JSON can hold it; of the largest target, list all plans."""
+    """Plan each target on a machine and return a report for JSON, with all plans of the largest target."""
     largest = max(targets, key=lambda target: target.job.sizes.residues)
     found = []
     for done, target in enumerate(targets):
@@ -103,7 +103,7 @@ def _said(
     target: PlanTarget, machine: Machine, fixed: Mapping[str, Any], sync: Mapping[str, Any] | None,
     cluster: Cluster | None, tell: Progress,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the report of a target that is not the largest."""
+    """Return the report of a target other than the largest."""
     try:
         choice = choose(target.job, machine, fixed, sync, cluster, tell=tell)
     except NothingFitsError as error:
@@ -114,5 +114,5 @@ def _said(
 
 
 def with_sizes(job: Job, **sizes: int | None) -> Job:
-    """Return a job with some of its sizes changed."""
+    """Replace some sizes of a job."""
     return replace(job, sizes=replace(job.sizes, **{name: size for name, size in sizes.items() if size is not None}))

@@ -519,7 +519,7 @@ class Predictor:
             raise UserError(f"recycles = {recycles}, ensemble = {ensemble}: at least 0 and 1 are needed")
         if len(assembly.chains) > 1:
             self._check_complex(assembly.name)
-        # Without coordinates, as these are to be predicted.
+        # The coordinates of the chains are ignored.
         assembly = replace(
             assembly,
             chains=tuple(
@@ -717,7 +717,7 @@ def load(
 
     device: by default the first GPU if there is one.  sample: by default as the parameters were trained; for
     DeepMind's files, this follows from the arrays and the name (`model.weights.data_settings`), and assumptions are
-    logged.  max_msa, max_extra: rows of the clustered and of the extra alignment, in place of the sample's.
+    logged.  max_msa, max_extra: rows of the clustered and of the extra alignment, instead of the sample's.
     recycle_tolerance, max_recycles: when recycling ends early (`Recycling`).  dropout: apply the trunk's dropout as in
     training, drawn by a prediction's seed; predictions of seeds then differ more.  chain_gap: lets parameters for
     single chains fold complexes, with residue numbers that jump by this much between chains.  memory: bytes, or "24GB".

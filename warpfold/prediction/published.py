@@ -1,15 +1,14 @@
-"""Parameters that others have published freely and WarpFold reads: where they are, on which terms, and how they come.
+"""Freely published parameters that WarpFold reads: their addresses, their licences, and their download.
 
 Sources, read in November 2026:
 
 * DeepMind's: README.md of github.com/google-deepmind/alphafold (addresses, members, licence; no hashes).
-* OpenFold's: docs/source/OpenFold_Parameters.md of github.com/aqlaboratory/openfold (which there are, without
-  finetuning_1.pt, which is withdrawn); the pages of huggingface.co/nz/OpenFold, whence a script of its own fetches
-  them (licence, SHA-256); and for initial_training.pt, which has 7 MB there, s3://openfold/openfold_params by its
-  address over https.
+* OpenFold's: docs/source/OpenFold_Parameters.md of github.com/aqlaboratory/openfold (the list, without the withdrawn
+  finetuning_1.pt); the pages of huggingface.co/nz/OpenFold, from which OpenFold's script downloads (licence, SHA-256);
+  and for initial_training.pt, which has 7 MB there, s3://openfold/openfold_params by its address over https.
 
-Sizes are rounded, from those pages and from listings of users.  Left out: what WarpFold cannot read (OpenFold's SoloSeq
-and multimers; AlphaFold3's successors), and what is not free.
+Sizes are rounded, from those pages and from listings of users.  The list excludes parameters that WarpFold cannot read
+(OpenFold's SoloSeq and multimers; successors of AlphaFold 3) and parameters that are not free.
 """
 
 import difflib
@@ -39,7 +38,7 @@ LARGEST_ARCHIVE = 20 * 10**9
 
 @dataclass(frozen=True)
 class Terms:
-    """What a publisher asks of those who use or pass on its files."""
+    """The terms of a publisher for use and redistribution of its files."""
 
     title: str
     by: str
@@ -53,7 +52,7 @@ class Terms:
 class PublishedParams:
     """A file of parameters.
 
-    address: of the file, or of the tar that holds it.  sha256: of the file, where it is published.
+    address: of the file, or of the tar that contains it.  sha256: of the file, if published.
     """
 
     name: str
@@ -66,12 +65,12 @@ class PublishedParams:
 
     @property
     def in_archive(self) -> bool:
-        """Return whether the address is of a tar that holds the file."""
+        """Return whether the address is that of a tar."""
         return self.address.endswith(".tar")
 
     @property
     def attribution(self) -> str:
-        """Return what the licence asks to be said wherever the file is passed on."""
+        """Return the attribution that the licence requires whenever the file is passed on."""
         t = self.terms
         return f"{self.file}, of the {t.title}, by {t.by}; {t.licence} ({t.licence_address}); unchanged"
 
@@ -94,7 +93,7 @@ OPENFOLD = Terms(
 )
 
 _STORE = "https://storage.googleapis.com/alphafold/alphafold_params_"
-_FAMILIES = {  # of DeepMind's: the tar, and what they are
+_FAMILIES = {  # DeepMind's: date of the tar, content
     "": ("2022-12-06", "single chains"),
     "_ptm": ("2022-12-06", "single chains, with PAE and pTM"),
     "_multimer_v3": ("2022-12-06", "complexes"),
@@ -173,9 +172,9 @@ _SAME = {  # other names of them
 
 
 def published(name: str) -> list[PublishedParams]:
-    """Return the files of a name: a model's, a file's, or a set's.
+    """Return the files for the name of a model, a file, or a set.
 
-    Errors: UserError for a name that nothing has, with the nearest.
+    Errors: UserError for an unknown name, with the most similar one.
     """
     plain = re.sub(r"\.(npz|pt|tar)$", "", name.strip().lower()).replace("-", "_")
     plain = re.sub(r"^(params|openfold|alphafold2?)_(?=model_|finetuning|initial)", "", plain)
@@ -193,13 +192,13 @@ def published(name: str) -> list[PublishedParams]:
 
 
 def fetch_params(name: str, out: Path, base: str | None = None, progress: Progress = no_progress) -> "list[ParamsFile]":
-    """Download the parameters of a name into the folder `out`, and inspect each file, every number of it.
+    """Download the parameters of a name into the folder `out`, and check every number of each file.
 
     An existing file is kept if it is the published one or was downloaded before. Each file gets a FILE.source.json with
     its address, SHA-256, licence and attribution. An archive is held in a temporary file without a name.
-    base: a mirror's address, a folder, or the file itself, in place of the published address.
-    Errors: as of `warpfold.download.receive`; UserError for an unknown name, an existing file that is another one, and
-    a damaged file, which is not kept.
+    base: a mirror's address, a folder, or the file itself, instead of the published address.
+    Errors: as in `warpfold.download.receive`; UserError for an unknown name, a different existing file, and a damaged
+    file, which is deleted.
     """
     from warpfold.download import fetch_file, receive, source_of
     from warpfold.prediction.params import inspect_params
@@ -244,7 +243,7 @@ def fetch_params(name: str, out: Path, base: str | None = None, progress: Progre
 
 
 def _is_there(path: Path, one: PublishedParams) -> bool:
-    """Return whether a file is there, and is what was fetched before or is published.  Errors: UserError if another."""
+    """Return whether the published or an earlier downloaded file exists.  Errors: UserError for a different file."""
     if not os.path.lexists(path):
         return False
     known = one.sha256 or _note_of(path).get("sha256")
@@ -260,7 +259,7 @@ def _is_there(path: Path, one: PublishedParams) -> bool:
 
 
 def _unpack(archive: IO[bytes], wanted: Sequence[PublishedParams], out: Path, address: str, progress: Progress) -> None:
-    """Extract some files from a tar, in whichever folder of the tar they are; nothing else of the tar is written.
+    """Extract files from any folder of a tar; other members are skipped.
 
     Errors: UserError if the tar is damaged, or lacks one of the files.
     """
@@ -294,7 +293,7 @@ def _unpack(archive: IO[bytes], wanted: Sequence[PublishedParams], out: Path, ad
 
 
 def _write_note(path: Path, one: PublishedParams, address: str, digest: str, size: int) -> None:
-    """Write beside a file what it is, where it is from, and on which terms it may be used."""
+    """Write a note next to a file with its name, source and licence."""
     note = {
         "name": one.name, "file": one.file, "size": size, "sha256": digest, "published_sha256": one.sha256,
         "address": address, "published_at": one.address,
@@ -309,9 +308,9 @@ def _note(path: Path) -> Path:
 
 
 def _note_of(path: Path) -> dict[str, Any]:
-    """Read what stands beside a file that was fetched; nothing where there is none."""
+    """Read the note next to a downloaded file; empty without a readable note."""
     try:
-        found = json.loads(_note(path).read_text(encoding="utf-8"))
+        note = json.loads(_note(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return note if isinstance(note, dict) else {}

@@ -80,7 +80,7 @@ class Query:
 
     @property
     def rows(self) -> int:
-        """Return the number of alignment rows of all chains, with copies counted once."""
+        """Count the alignment rows of all chains; copies count once."""
         return sum({chain.sequence: chain.depth for chain in self.chains}.values())
 
     @property

@@ -1,4 +1,4 @@
-"""Make a prediction of a model's last pass: structure, confidence, what else is asked for; some rows of z at a time."""
+"""Make a prediction from a model's last pass: structure, confidences, optional outputs, some rows of z at a time."""
 
 import math
 from dataclasses import dataclass
@@ -26,36 +26,36 @@ from warpfold.report.coverage import Coverage, entities_of, seen_rows
 
 @dataclass(frozen=True)
 class Prepared:
-    """An example as the model gets it: features in host memory, those of all passes."""
+    """The input of the model: features of all passes, in host memory."""
 
     assembly: Assembly
     batch: Batch
     seed: int
     recycles: int
     ensemble: int
-    seconds: float  # that it took
+    seconds: float  # for making the features
     coverage: Coverage | None = None  # of the alignment
-    guess: Tensor | None = None  # [N, 37, 3] angstrom: the positions that the first pass starts from
+    guess: Tensor | None = None  # [N, 37, 3] angstrom: positions at the start of the first pass
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The rows of the clustered alignment and the residues, as they are without padding."""
+        """The rows of the clustered alignment and the residues, without padding."""
         sequences, residues = self.batch["bert_mask"].shape[-2:]
         return sequences, residues
 
 
 @dataclass(frozen=True)
 class ReadOut:
-    """Makes predictions of a model's last passes; all processes of the team that share an example call it.
+    """Make predictions from a model's last passes; all processes of the team that share an example call it.
 
-    A pass may have been padded (`padded_shape`).  Predictions have the sizes of the example without padding.
+    A pass may be padded (`padded_shape`).  Predictions have the sizes of the example without padding.
     """
 
     model: AlphaFold
     team: Team
 
     def prediction(self, prepared: Prepared, folded: LastPass, options: FoldOptions) -> Prediction:
-        """Return a prediction, and how sure the model is of it."""
+        """Make a prediction with its confidences."""
         model, (r, structure, _), assembly = self.model, folded, prepared.assembly
         asym_id, (sequences, length), padded = self._asym_id(prepared), prepared.sizes, r.single.shape[-2]
         single, activations, msa = r.single[:length], structure.single[:length], r.msa[:sequences]
@@ -74,7 +74,8 @@ class ReadOut:
                 if model.pae is not None:
                     logits["pae"] = self._pae_logits(model.pae, r.pair, length)
         pairs, pair = None if errors is None else errors.chain_pair_iptm, r.pair
-        if options.representations and isinstance(r.pair, HostTensor):  # which no operation can take whole
+        # No operation can take a tensor in host memory whole.
+        if options.representations and isinstance(r.pair, HostTensor):
             pair = torch.empty(r.pair.shape, dtype=r.pair.dtype)
             for part in model.execution.rows(r.pair.shape[-3]):
                 pair[part] = model.execution.fetch(r.pair, part).to("cpu")
@@ -101,7 +102,7 @@ class ReadOut:
         )
 
     def of_pass(self, prepared: Prepared, recycled: Recycled, activations: Tensor) -> PassStructure:
-        """Read out a pass before the last, from the state it hands on and the structure module's activations."""
+        """Read out a pass before the last, from its recycled state and the structure module's activations."""
         model, errors, (_, length) = self.model, None, prepared.sizes
         with model.computing():
             plddt = confidence.plddt(model.plddt(activations[:length]))
@@ -112,7 +113,7 @@ class ReadOut:
         return PassStructure(_numpy(recycled.positions[:length]), _numpy(plddt), *tm)
 
     def _asym_id(self, prepared: Prepared) -> Tensor | None:
-        """Return the chain of each residue of a complex; None of a single chain."""
+        """Return the chain of each residue of a complex, from 1; None for a single chain."""
         lengths = [chain.length for chain in prepared.assembly.chains]
         chain = torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))
         return chain.to(self.model.device) if len(lengths) > 1 else None
@@ -120,45 +121,45 @@ class ReadOut:
     def _whole(
         self, x: Tensor, axis: int, padded: int, length: int, dtype: torch.dtype = torch.float32
     ) -> np.ndarray | None:
-        """Collect a tensor that is sharded along residues, without their padding; None on ranks other than 0."""
-        found = self.team.gather_shards(x, axis, padded, dtype)
-        return None if found is None else found.narrow(axis, 0, length).numpy()
+        """Gather a tensor that is sharded along residues, without their padding; None on ranks other than 0."""
+        gathered = self.team.gather_shards(x, axis, padded, dtype)
+        return None if gathered is None else gathered.narrow(axis, 0, length).numpy()
 
     def _distances(self, z: Tensor, length: int, options: FoldOptions) -> dict[str, Any]:
-        """Return the requested parts of the distogram: logits, probabilities, those of contacts, and the bins' edges.
+        """Compute the requested outputs of the distogram head: logits, probabilities, contacts, and edges of the bins.
 
-        What is of all pairs and bins lies in temporary files.
+        Tensors of all pairs and bins are in temporary files.
         """
         if not (options.distogram or options.logits):
             return {}
         shape, padded = (z.shape[-3], length, self.model.config.heads.distogram_bins), z.shape[-2]
         edges, of_contacts = distogram_breaks(shape[-1]), torch.empty(shape[:-1], dtype=torch.float16)
         raw = _in_file(shape, torch.float32, "logits") if options.logits else None
-        found = _in_file(shape, torch.float16, "--distogram") if options.distogram else None
+        distogram = _in_file(shape, torch.float16, "--distogram") if options.distogram else None
         for rows, with_padding in self.model.distogram.in_slices(z):
             logits = with_padding[..., :length, :]
             if raw is not None:
                 raw[rows] = logits.to("cpu")
-            if found is not None:
+            if distogram is not None:
                 probabilities = logits.softmax(-1)
-                found[rows] = probabilities.to("cpu", torch.float16)
+                distogram[rows] = probabilities.to("cpu", torch.float16)
                 of_contacts[rows] = confidence.contact_probabilities(probabilities, edges).to("cpu", torch.float16)
         distances: dict[str, Any] = {} if raw is None else {"logits": self._gathered(raw, padded, length, "logits")}
-        if found is not None:
-            distances["distogram"] = self._gathered(found, padded, length, "--distogram")
+        if distogram is not None:
+            distances["distogram"] = self._gathered(distogram, padded, length, "--distogram")
             distances["contacts"] = self._whole(of_contacts, -2, padded, length, torch.float16)
             distances["distogram_edges"] = edges.numpy()
         return distances
 
     def _pae_logits(self, head: nn.Module, z: Tensor, length: int) -> np.ndarray | None:
-        """Return the logits of the aligned error, in a temporary file."""
-        found = _in_file((z.shape[-3], length, self.model.config.heads.pae_bins), torch.float32, "logits")
+        """Compute the logits of the aligned error, in a temporary file."""
+        logits = _in_file((z.shape[-3], length, self.model.config.heads.pae_bins), torch.float32, "logits")
         for rows in uniform_loop(self.model.execution.rows(z.shape[-3])):
-            found[rows] = head(self.model.execution.fetch(z, rows)[..., :length, :]).to("cpu")
-        return self._gathered(found, z.shape[-2], length, "logits")
+            logits[rows] = head(self.model.execution.fetch(z, rows)[..., :length, :]).to("cpu")
+        return self._gathered(logits, z.shape[-2], length, "logits")
 
     def _gathered(self, x: Tensor, padded: int, length: int, asked_by: str) -> np.ndarray | None:
-        """Collect what lies in files: rows of residues by residues by bins; None on ranks other than 0."""
+        """Gather a tensor in files, residues by residues by bins, from the ranks; None on ranks other than 0."""
         whole = None
         if self.team.mesh.axial.size > 1 and self.team.is_example_leader:
             whole = _in_file((padded, *x.shape[1:]), x.dtype, asked_by)
@@ -175,22 +176,22 @@ def _numpy(tensor: Tensor) -> np.ndarray:
 
 
 def details_of(prepared: Prepared, recycles: int, seconds: float, sample: SampleConfig | None) -> dict[str, Any]:
-    """Return the summary's details of how an example was folded, in so many seconds.
+    """Return the details for the summary: how an example was folded, and the seconds it took.
 
-    So how many alignment rows the model saw (`msa_depth`) of those that were given (`msa_given`); of a complex, the
-    pairs, and rows with residues of each chain; and a warning about chains that none of those given reached.
+    msa_depth: alignment rows that the model saw; msa_given: rows in the input.  Complexes also have the number of
+    paired rows, the rows of each chain, and a warning about chains of which no row reached the model.
     sample: how templates are chosen; None for a model that takes none.
     """
     assembly, rows = prepared.assembly, seen_rows(prepared.batch)
     there = entities_of(rows, assembly)
     depths = dict(zip(assembly.ids, there.sum(0)[assembly.entity_id - 1].tolist()))
     different = {chain.sequence: chain for chain in assembly.chains}.values()  # copies once
-    several: dict[str, Any] = {}
+    more: dict[str, Any] = {}
     if len(assembly.chains) > 1:
-        several = {"chain_depths": depths, "paired_rows": int((there.sum(1) > 1).sum() - (there.shape[1] > 1))}
+        more = {"chain_depths": depths, "paired_rows": int((there.sum(1) > 1).sum() - (there.shape[1] > 1))}
     if lost := [id for id, chain in zip(assembly.ids, assembly.chains) if depths[id] < 2 <= chain.depth]:
-        of = f" for {listed(lost)}" if len(assembly.chains) > 1 else ""
-        several["warnings"] = [Notice("rows_lost", {"of": of}).record()]
+        where = f" for {listed(lost)}" if len(assembly.chains) > 1 else ""
+        more["warnings"] = [Notice("rows_lost", {"of": where}).record()]
     templates = [one.names[0] for one in assembly.fixed if one is not None and sample is not None]
     for chain in different:
         if sample is not None and isinstance(chain, RawExample) and chain.templates is not None:
@@ -202,7 +203,7 @@ def details_of(prepared: Prepared, recycles: int, seconds: float, sample: Sample
         "ensemble": prepared.ensemble,
         "msa_depth": len(rows),
         "msa_given": sum(chain.depth for chain in different),
-        **several,
+        **more,
         "templates": templates,
         "seconds": {"features": round(prepared.seconds, 3), "model": round(seconds, 3)},
     }

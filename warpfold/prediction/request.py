@@ -228,7 +228,7 @@ class Recycling:
         return self.long is not None or (bool(tolerance) and recycles > 1)
 
     def at_most(self, recycles: int, residues: int) -> int:
-        """Return the number of passes after the first for a protein of this length, at most `recycles`."""
+        """Limit the passes after the first for a protein of this length."""
         return recycles if self.long is None or residues <= self.long[0] else min(recycles, self.long[1])
 
 
@@ -408,12 +408,12 @@ class Request(Checked):
 
     @property
     def part(self) -> JobPart:
-        """Return which part of the predictions this process makes."""
+        """Return the part of the predictions that this process makes."""
         return JobPart.parse(self.shard) if self.shard else JobPart(1, 1)
 
     @property
     def starts_processes(self) -> bool:
-        """Return whether other processes fold: workers of this machine, or of a cluster."""
+        """Return whether workers of this machine or of a cluster fold."""
         return self.workers > 1 or self.cluster is not None
 
     @property
@@ -441,7 +441,7 @@ class Request(Checked):
 
     @property
     def fixed(self) -> tuple[str, ...]:
-        """Return the names of the fixed chains."""
+        """Return the fixed chains."""
         return parse_chains(self.fixed_chains)
 
     @property
@@ -471,7 +471,7 @@ class Request(Checked):
 
     @property
     def kernels(self) -> "Kernels":
-        """Return which kernels to use, as `Plan.kernels`."""
+        """Return the setting `Plan.kernels`."""
         return "strict" if self.strict else "fast"
 
     @property

@@ -10,9 +10,9 @@ from warpfold.prediction.notices import Notice
 from warpfold.scoring.interface import CLASH_OVERLAP, RADIUS
 
 CA_CA_RANGE = (2.6, 4.2)  # angstrom: cis peptides 2.9 to 3.0, trans 3.8, with room for strain
-# Residues up to which a low pTM is not warned of. Errors of d0 = 1.24 (N - 15)^(1/3) - 1.8 angstrom halve it: at 30
-# residues that is 1.3, a third of the step from one Cα to the next, and at 19 and fewer 0.2 (where it is clipped), so
-# a small pTM says there that angstroms are missed, not that the fold is wrong; at 100 residues d0 is 3.7.
+# Number of residues up to which a low pTM causes no warning.  Errors of d0 = 1.24 (N - 15)^(1/3) - 1.8 angstrom halve
+# pTM.  At 30 residues d0 is 1.3 angstrom, a third of the distance between neighbouring Cα, and at 19 or fewer it is
+# clipped to 0.2.  There a low pTM means errors of about an angstrom, not a wrong fold.  At 100 residues d0 is 3.7.
 SHORT = 30
 BLOCK = 512  # atoms compared with all others at once
 N, CA, C, CB, SG = (ATOM_ORDER[name] for name in ("N", "CA", "C", "CB", "SG"))
@@ -20,14 +20,14 @@ N, CA, C, CB, SG = (ATOM_ORDER[name] for name in ("N", "CA", "C", "CB", "SG"))
 
 @dataclass(frozen=True)
 class Geometry:
-    """Counts of flaws that a real protein does not have."""
+    """Counts of flaws that real proteins do not have."""
 
     chain_breaks: int  # neighbours whose Cα are not 2.6 to 4.2 angstrom apart
     clashes: int  # pairs of atoms of different residues that overlap by more than 1.5 angstrom
     mirrored: int  # residues with a Cβ on the wrong side (D instead of L)
 
     def notices(self) -> list[Notice]:
-        """Return one for each kind of flaw that occurs."""
+        """Return a notice for each kind of flaw that occurs."""
         return [Notice(kind, {"count": count}) for kind, count in asdict(self).items() if count]
 
 
@@ -35,7 +35,7 @@ def check_geometry(positions: np.ndarray, mask: np.ndarray, asym_id: np.ndarray 
     """Check N residues: positions [N, 37, 3] in angstrom, mask [N, 37]; consecutive rows of one chain are bonded.
 
     asym_id: [N], each residue's chain; None: they are one chain.
-    Errors: FloatingPointError when a position that counts is not finite.
+    Errors: FloatingPointError if the position of an existing atom is not finite.
     """
     present = mask > 0
     if not np.isfinite(positions[present]).all():
@@ -55,22 +55,23 @@ def check_geometry(positions: np.ndarray, mask: np.ndarray, asym_id: np.ndarray 
 
 
 def find_clashes(positions: np.ndarray, mask: np.ndarray, bonded: np.ndarray) -> np.ndarray:
-    """Return the residues [K, 2] of each pair of atoms that overlap by more than 1.5 Å (Supp. 1.9.11, eq. 46).
+    """Find pairs of atoms that overlap by more than 1.5 Å (Supp. 1.9.11, eq. 46); return their residues [K, 2].
 
-    positions [R, 37, 3], mask [R, 37]; bonded [R - 1], each residue to the next.  Atoms are of different residues;
-    peptide bonds and pairs of SG, as in disulfides, are exempt.  Unlike DeepMind's code, which compares residues of
-    different numbers only, this finds clashes between all residues of all chains.
+    positions [R, 37, 3], mask [R, 37]; bonded [R - 1], whether a residue is bonded to the next.  The atoms of a pair
+    are in different residues.  Peptide bonds and pairs of SG, as in disulfides, are exempt.  DeepMind's code compares
+    only residues of different numbers; this finds clashes between all residues of all chains.
     """
     row, atom = np.nonzero(mask)
-    place = torch.from_numpy(positions[row, atom].astype(np.float32))
+    atoms = torch.from_numpy(positions[row, atom].astype(np.float32))
     radius = RADIUS[atom]
     peptide_c = (atom == C) & np.append(bonded, False)[row]
     pairs = [np.zeros((0, 2), np.int64)]
     for start in range(0, len(row), BLOCK):
         rows = slice(start, start + BLOCK)
-        # Atoms stand in the order of their residues, so each pair is in one block.
-        distance = torch.cdist(place[rows], place[start:], compute_mode="donot_use_mm_for_euclid_dist").numpy()
-        i, j = np.nonzero(distance < 2 * RADIUS.max() - CLASH_OVERLAP)  # few: only of these the radii are looked up
+        # Atoms are sorted by residue, so each pair is in one block.
+        distance = torch.cdist(atoms[rows], atoms[start:], compute_mode="donot_use_mm_for_euclid_dist").numpy()
+        # The largest radii select few candidates, for which the radii are looked up.
+        i, j = np.nonzero(distance < 2 * RADIUS.max() - CLASH_OVERLAP)
         near, i, j = distance[i, j], i + start, j + start
         clash = (near < radius[i] + radius[j] - CLASH_OVERLAP) & (row[i] < row[j])
         i, j = i[clash], j[clash]
@@ -83,16 +84,16 @@ def find_clashes(positions: np.ndarray, mask: np.ndarray, bonded: np.ndarray) ->
 def confidence_notices(plddt: np.ndarray, ptm: float | None = None, iptm: float | None = None) -> list[Notice]:
     """Return warnings about low confidence: pLDDT [N] 0..100, pTM and ipTM 0..1.
 
-    The limits are those that EMBL-EBI's course on AlphaFold teaches: pLDDT 70 and 50, pTM 0.5, ipTM 0.6 and 0.8.
+    The limits are those of EMBL-EBI's course on AlphaFold: pLDDT 70 and 50, pTM 0.5, ipTM 0.6 and 0.8.
     """
     mean, lowest = float(plddt.mean()), float((plddt < 50).mean())
-    found = []
+    notices = []
     if mean < 70:
-        found.append(Notice("plddt_very_low" if mean < 50 else "plddt_low", {"mean_plddt": mean}))
+        notices.append(Notice("plddt_very_low" if mean < 50 else "plddt_low", {"mean_plddt": mean}))
     if mean >= 50 and lowest >= 0.25:
-        found.append(Notice("disorder", {"share": lowest}))
+        notices.append(Notice("disorder", {"share": lowest}))
     if iptm is not None and iptm < 0.8:
-        found.append(Notice("iptm_low" if iptm < 0.6 else "iptm_unsure", {"iptm": iptm}))
+        notices.append(Notice("iptm_low" if iptm < 0.6 else "iptm_unsure", {"iptm": iptm}))
     if iptm is None and ptm is not None and ptm < 0.5 and len(plddt) > SHORT:
-        found.append(Notice("ptm_low", {"ptm": ptm}))
-    return found
+        notices.append(Notice("ptm_low", {"ptm": ptm}))
+    return notices

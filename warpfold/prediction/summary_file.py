@@ -1,4 +1,4 @@
-"""Claim an output folder by its `summary.json`, and write this file.  Imports neither torch nor NumPy."""
+"""Check an output folder by its `summary.json`, and write this file.  Imports neither torch nor NumPy."""
 
 import itertools
 import json
@@ -15,7 +15,7 @@ RECORDS = "records"  # the folder of the records of a run of `predict`
 
 
 def check_folder(folder: Path) -> None:
-    """Raise UserError for a file where a folder for the output is to be, or one above it."""
+    """Raise UserError if the output folder, or one above it, is a file."""
     for place in (folder, *folder.parents):
         if place.exists():
             if not place.is_dir():
@@ -24,11 +24,11 @@ def check_folder(folder: Path) -> None:
 
 
 def claim_folder(folder: Path, kind: str, run: str, force: bool = False) -> dict[str, Any] | None:
-    """Check that an output folder is ours to write: return None for a new or empty one, else the summary in it.
+    """Check that a run may write to an output folder; return the summary in it, or None for a new or empty folder.
 
-    `kind` is the summary's "format", `run` the digest of a run's inputs.  With `force`, a folder of another run of
-    that kind is accepted.  Nothing is written.
-    Errors: UserError for a file in its place, or for a folder that holds something else.
+    kind: the summary's "format".  run: the digest of the run's inputs.  force: accept a folder of another run of that
+    kind.  Nothing is written.
+    Errors: UserError for a file of that name, and for a folder that holds something else.
     """
     check_folder(folder)
     # A run that is killed at once leaves drafts of `write_atomically`, the records, or answers of a server.
@@ -57,27 +57,27 @@ def claim_folder(folder: Path, kind: str, run: str, force: bool = False) -> dict
 
 
 def put_aside(folder: Path, parts: Sequence[str]) -> None:
-    """Move what an earlier run has made into FOLDER/earlier-N: somebody may have put files of their own into it."""
-    made = [folder / name for name in parts if os.path.lexists(folder / name)]
-    if made:
-        aside = next(path for n in count(1) if not os.path.lexists(path := folder / f"earlier-{n}"))
-        aside.mkdir()
-        for path in made:
-            path.rename(aside / path.name)
+    """Move the results of an earlier run into FOLDER/earlier-N, as users may have added files of their own."""
+    present = [folder / name for name in parts if os.path.lexists(folder / name)]
+    if present:
+        backup = next(path for n in count(1) if not os.path.lexists(path := folder / f"earlier-{n}"))
+        backup.mkdir()
+        for path in present:
+            path.rename(backup / path.name)
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Write `summary.json`, by which `claim_folder` recognizes a folder, and make the folder where it is missing.
+    """Write `summary.json`, by which `claim_folder` recognizes a folder, and create the folder if it is missing.
 
-    Returns what is in it: the summary, with its checksum.
-
-    Errors: UserError when it cannot be written.
+    Returns the summary with its checksum.
+    Errors: UserError if it cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{folder}: cannot be made: {error.strerror}; name another folder") from error
     summary = sealed(summary)
-    pieces = json.JSONEncoder(indent=2).iterencode(summary)  # of many predictions the text is longer than they are
+    # In pieces, since the text of many predictions takes more memory than the summary.
+    pieces = json.JSONEncoder(indent=2).iterencode(summary)
     write_atomically(folder / "summary.json", itertools.chain(pieces, "\n"))
     return summary

@@ -1,4 +1,4 @@
-"""Find templates for `predict`: files that the user gives, and hits of a search with a folder of structures."""
+"""Find templates for `predict`: the user's files, and hits of a search with a folder of structures."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ Found = tuple[Templates | None, list[TemplateOutcome]]
 class TemplateSources:
     """The files from which templates are taken.
 
-    files: FILE or FILE:CHAIN, mmCIF or PDB, used for every query whatever their date; of a complex, for the chains that
-    they fit, or as ID=FILE or ID=FILE:CHAIN for chain ID.  hits: files of HHsearch or hmmsearch; with several queries
-    each is named after its query (NAME.hhr), of a complex after its chain (ID.hhr, NAME_ID.hhr); or folders of these.
-    structures: the mmCIF files that hits point to.  max_date: YYYY-MM-DD, hits whose entry came out later are refused;
-    None: no limit.
+    files: FILE or FILE:CHAIN, mmCIF or PDB, for every query, whatever their date; in a complex for the chains that they
+    fit, or as ID=FILE or ID=FILE:CHAIN for chain ID.  hits: files of HHsearch or hmmsearch, or folders of these.  With
+    several queries each file is named after its query (NAME.hhr), in a complex after its chain (ID.hhr, NAME_ID.hhr).
+    structures: the folder of the mmCIF files that the hits refer to.  max_date: YYYY-MM-DD, hits that were released
+    later are refused; None: no limit.
     """
 
     files: Sequence[str] = ()
@@ -44,14 +44,14 @@ class TemplateSources:
             raise UserError("hits need the mmCIF files they point to; give their folder (--template-structures)")
         if not self.hits and (self.structures is not None or self.max_date is not None):
             raise UserError("a template folder or date has no effect without hits; give --hits, or use --template")
-        given_date(self.max_date, MAX_DATE)  # a wrong one is an error before any work is done
+        given_date(self.max_date, MAX_DATE)  # raises for a wrong date
 
     def __bool__(self) -> bool:
         return bool(self.files or self.hits)
 
     @property
     def notices(self) -> list[Notice]:
-        """What is to be said of the templates of all queries."""
+        """Notices about the templates of all queries."""
         if not self.hits or self.max_date is not None:
             return []
         return noted(
@@ -61,9 +61,9 @@ class TemplateSources:
 
 @dataclass(frozen=True)
 class TemplateQuery:
-    """A sequence for which templates are sought: a protein, or the chains of a complex that have it.
+    """A sequence for which templates are sought: a protein, or the chains of a complex that share it.
 
-    names: by which files of hits are named after it; the first is its own.  files: the user's for it.
+    names: the names that files of hits for it may have, its own first.  files: the user's templates for it.
     """
 
     sequence: str
@@ -75,11 +75,11 @@ class TemplateQuery:
 def find_templates(
     queries: Sequence[TemplateQuery], sources: TemplateSources, most: int, refused: Collection[str] = ()
 ) -> list[Found]:
-    """Find each query's templates and the outcome of each: the user's files first, then hits, up to `most`.
+    """Find the templates of each query, and the outcome of each: the user's files first, then hits, up to `most`.
 
-    refused: other names, whose hits are not read.  A hit that cannot be used is among the outcomes.
-    Errors: UserError for a file of the user that cannot be used, a file of hits that cannot be read or belongs to no
-    query, and a folder that has the structure of none of the hits.
+    refused: names of records that failed; their hits are not read.  The outcomes include hits that cannot be used.
+    Errors: UserError for a user's file that cannot be used, a file of hits that cannot be read or belongs to no query,
+    and a folder without the structure of any hit.
     """
     hits = _hits_by_query(queries, sources.hits, refused)
     newest = given_date(sources.max_date, MAX_DATE)
@@ -92,11 +92,11 @@ def find_templates(
             "give the folder of their mmCIF files, or leave the hits out"
         )
     found: list[Found] = []
-    made: dict[tuple[str, tuple[str, ...]], Found] = {}  # the target of many designs is theirs all
+    made: dict[tuple[str, tuple[str, ...]], Found] = {}  # many designs share a target
     for query in queries:
         key = query.sequence, query.files
-        own, known = made[key] = made.get(key) or user_templates(*key)
-        parts, outcomes = [] if own is None else [own], [*known]
+        templates, user_outcomes = made[key] = made.get(key) or user_templates(*key)
+        parts, outcomes = [] if templates is None else [templates], [*user_outcomes]
         if library is not None and (offered := hits.get(query.names[0])):
             limit = most - len(query.files)
             searched, rejected = templates_from_hits(query.sequence, offered, library, newest, limit=limit)
@@ -107,9 +107,9 @@ def find_templates(
 
 
 def template_notices(outcomes: Sequence[TemplateOutcome], sources: TemplateSources) -> list[Notice]:
-    """Return warnings about wanted hits that could not be used as templates.
+    """Return warnings about hits that could not be used as templates.
 
-    Hits that follow enough better ones say nothing.
+    Hits that were not needed, after enough better ones, cause no warning.
     """
     if not outcomes:
         return [Notice("no_hits")] if sources.hits else []
@@ -128,11 +128,11 @@ def template_notices(outcomes: Sequence[TemplateOutcome], sources: TemplateSourc
 
 
 def files_of_chains(files: Sequence[str], chains: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return which of the user's files are templates of which sequence of a complex: sequence -> files.
+    """Assign the user's files to the sequences of a complex: sequence -> files.
 
-    chains: id -> sequence.  ID=FILE belongs to the sequence of chain ID.  Otherwise FILE belongs to every sequence of
-    which a chain in it has 30 % of the aligned residues or more, and FILE:CHAIN to the one of these that it has most
-    residues in common with.  Errors: UserError for a file that cannot be used.
+    chains: id -> sequence.  ID=FILE belongs to the sequence of chain ID.  Otherwise FILE belongs to every sequence with
+    which a chain in it shares at least 30 % of the aligned residues, and FILE:CHAIN to the one of these with which it
+    shares most residues.  Errors: UserError for a file that cannot be used.
     """
     found: dict[str, list[str]] = {sequence: [] for sequence in chains.values()}
     for file in files:
@@ -146,11 +146,11 @@ def files_of_chains(files: Sequence[str], chains: Mapping[str, str]) -> dict[str
 
 
 def check_fit(files: Sequence[str], used: Iterable[Sequence[str]], chain: str) -> None:
-    """Raise UserError for a file of the user that is among those used for no chain; chain: one that it could be for."""
-    kept = {file for files in used for file in files}
+    """Raise UserError for a user's file that is used for no chain.  chain: an example of a chain, for the message."""
+    assigned = {file for files in used for file in files}
     for file in files:
         id, rest = _chain_and_file(file)
-        if rest not in kept:
+        if rest not in assigned:
             why = f"fewer than {LOW_IDENTITY:.0%} of the aligned residues are equal" if id is None else f"none is {id}"
             raise UserError(
                 f"{file}: fits no chain, as {why}; leave it out, or say which chain it is for: {chain}={rest}"
@@ -158,7 +158,7 @@ def check_fit(files: Sequence[str], used: Iterable[Sequence[str]], chain: str) -
 
 
 def _fitting(file: str, sequences: Iterable[str]) -> dict[str, float]:
-    """Count the residues that a template has in common with each of the sequences that it fits."""
+    """Count the residues that a template shares with each of the sequences that it fits."""
     fitting, refused = {}, []
     for sequence in sequences:
         try:
@@ -174,7 +174,7 @@ def _fitting(file: str, sequences: Iterable[str]) -> dict[str, float]:
 
 
 def user_templates(sequence: str, files: Sequence[str | Path]) -> Found:
-    """Read the templates in `files`, each FILE or FILE:CHAIN, aligned to a sequence, in that order.
+    """Read templates, each FILE or FILE:CHAIN, and align them to a sequence.
 
     Errors: as in `data.example.templates.template_from_file`.
     """
@@ -194,23 +194,23 @@ def check_template_file(file: str) -> None:
 
 
 def _chain_and_file(file: str) -> tuple[str | None, str]:
-    """Return the chain of ID=FILE and the rest, and no chain of FILE, whose own name may have an equals sign."""
+    """Split ID=FILE into chain and file; FILE, whose name may contain "=", has no chain."""
     id, equals, rest = file.partition("=")
     return (id, rest) if equals and not Path(_split(file)[0]).exists() else (None, file)
 
 
 def _split(file: str) -> tuple[str, str | None]:
-    """Return path and chain of FILE:CHAIN, and no chain of FILE."""
+    """Split FILE:CHAIN into path and chain; FILE, whose name may contain ":", has no chain."""
     path, colon, chain = file.rpartition(":")
-    return (file, None) if not colon or Path(file).exists() else (path, chain)  # a file's own name may have a colon
+    return (file, None) if not colon or Path(file).exists() else (path, chain)
 
 
 def _hits_by_query(
     queries: Sequence[TemplateQuery], given: Sequence[Path], refused: Collection[str]
 ) -> dict[str, list[Hit]]:
-    """Read the hits of each query, by its first name; if there is one query, all files are its own.
+    """Read the hits of each query, by its first name; with one query, all files belong to it.
 
-    Of a folder all files of hits are read, and those that belong to no query left out, as are those of refused names.
+    Files in a folder that belong to no query or to a refused name are skipped.
     """
     only = queries[0] if len(queries) == 1 and not refused else None
     by_name = {name: query for query in queries for name in query.names}
@@ -218,14 +218,14 @@ def _hits_by_query(
     hits: dict[str, list[Hit]] = {}
     for path in given:
         for file in _hit_files(path):
-            # The file's name, or its folder's: AlphaFold-Multimer's msas/A/pdb_hits.sto, OpenProteinSet's A/hhr/.
-            own, above = file.path.name.split(".")[0], file.path.absolute().parent.name
-            of_folder = (in_any_case.get(name) for name in sorted(file.protein_names))
-            known = filter(None, (by_name.get(own), by_name.get(above), *of_folder))
-            query = only if only is not None and not path.is_dir() else next(known, None)
+            # The file or its folder has the name: AlphaFold-Multimer's msas/A/pdb_hits.sto, OpenProteinSet's A/hhr/.
+            stem, folder = file.path.name.split(".")[0], file.path.absolute().parent.name
+            by_folder = (in_any_case.get(name) for name in sorted(file.protein_names))
+            matching = filter(None, (by_name.get(stem), by_name.get(folder), *by_folder))
+            query = only if only is not None and not path.is_dir() else next(matching, None)
             if query is not None:
                 hits.setdefault(query.names[0], []).extend(read_hits(file.path, query.sequence))
-            elif not path.is_dir() and own not in refused:
+            elif not path.is_dir() and stem not in refused:
                 raise UserError(
                     f"{path}: there is no query {path.name.split('.')[0]}; with several queries, name each file of "
                     f"hits by its query ({queries[0].names[0]}.hhr)"
@@ -233,13 +233,13 @@ def _hits_by_query(
         if path.is_dir() and not hits:
             raise UserError(
                 f"{path}: has no hits that are named after a query; call them {queries[0].names[0]}.hhr, "
-                f"or let them lie in a folder {queries[0].names[0]}"
+                f"or put them into a folder {queries[0].names[0]}"
             )
     return hits
 
 
 def _hit_files(path: Path) -> list[InputFile]:
-    """Return a file, or the files of hits in a folder; all .hhr, and alignments by their names."""
+    """List the files of hits in a folder, .hhr files and alignments with certain names; a file is its own list."""
     if not path.is_dir():
         return [InputFile(str(path), path)]
     return [file for file in find([path], HITS, "template hits") if file.is_hits]
