@@ -36,10 +36,10 @@ from warpfold.evaluation.before_after import LDDT, Measured, fold_before_after, 
 from warpfold.files import write_atomically
 from warpfold.prediction.outputs import write_prediction
 from warpfold.prediction.predictor import Predictor, load
-from warpfold.prediction.summary_file import claim_folder, put_aside, write_summary
 from warpfold.progress import Progress, no_progress
 from warpfold.report.figures import draw_prediction
 from warpfold.report.report import write_report
+from warpfold.summary_file import claim_folder, put_aside, write_summary
 from warpfold.training.config import RunConfig
 from warpfold.training.examples import split
 from warpfold.training.processes import train_here

@@ -17,6 +17,7 @@ from warpfold.model.weights.files import save_params
 from warpfold.prediction.folder import Recorder
 from warpfold.prediction.pages import prediction_report
 from warpfold.prediction.queries import pair_names
+from warpfold.prediction.request import Request
 from warpfold.report.report import render
 
 NAMES = ("one", "two", "three")
@@ -118,9 +119,9 @@ def test_what_cannot_be_paired_is_said(tmp_path: Path, params: Path) -> None:
     (failure,) = summary["failures"]
     assert failure["error"] == "both: is a complex, and --pairs pairs single chains; give each chain as a record"
     with pytest.raises(UserError, match="leave --complex out"):
-        options(pairs="all", complex=True)
+        Request("q", "p", "out", pairs="all", complex=True)
     with pytest.raises(UserError, match="pairs = 'some'"):
-        options(pairs="some")
+        Request("q", "p", "out", pairs="some")
 
 
 def test_names_of_pairs_are_names_of_files() -> None:

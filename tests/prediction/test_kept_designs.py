@@ -202,6 +202,6 @@ def test_scores_that_there_will_not_be_are_refused_before_anything_is_done(
     tmp_path: Path, params: dict[str, Path], model: str, fasta: str, keep: str, said: str
 ) -> None:
     (tmp_path / "q.fasta").write_text(fasta)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=said.removeprefix("--")):
         predict(tmp_path / "q.fasta", params[model], tmp_path / "out", **options(keep=keep))
     assert not (tmp_path / "out").exists()

@@ -13,7 +13,7 @@ from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM37_MASK, ATOM_ORDER, RESTYPES
 from warpfold.prediction.outputs import Prediction, remove_prediction
 from warpfold.prediction.sanity import check_geometry, find_clashes
-from warpfold.prediction.summary_file import claim_folder, write_summary
+from warpfold.summary_file import claim_folder, write_summary
 
 SEQUENCE = "ACDEFGHIKLMNPQRSTVWYX"
 

@@ -56,10 +56,10 @@ from warpfold.model.alphafold import AlphaFold
 from warpfold.model.weights.files import load_config, load_model
 from warpfold.prediction.outputs import remove_drafts, write_prediction
 from warpfold.prediction.predictor import Predictor, load
-from warpfold.prediction.summary_file import claim_folder, put_aside, write_summary
 from warpfold.progress import Progress, as_time, no_progress
 from warpfold.report.report import write_report
 from warpfold.scoring.intervals import paired_difference
+from warpfold.summary_file import claim_folder, put_aside, write_summary
 from warpfold.training.card import run_card
 from warpfold.training.config import RunConfig
 from warpfold.training.examples import hold_out

@@ -33,10 +33,10 @@ from warpfold.files import NO_LOCKS, file_name, lock_file, sealed, write_atomica
 from warpfold.prediction import outputs
 from warpfold.prediction.folding import FoldItem, FoldOutcome, Group, Key, part_of
 from warpfold.prediction.pages import prediction_report
-from warpfold.prediction.summary_file import RECORDS, claim_folder, write_summary
 from warpfold.report.report import write_report
 from warpfold.scoring.score_table import ScoreTables, check_tables, remove_tables, row_of
 from warpfold.scoring.selection import Selection, Shortlist
+from warpfold.summary_file import RECORDS, claim_folder, write_summary
 
 logger = logging.getLogger("warpfold")
 WHOLE = JobPart(1, 1)
@@ -319,7 +319,7 @@ def _write_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_records(out: Path, run: str) -> Iterator[dict[str, Any]]:
-    """Yield the records of a run.  Errors: UserError for a damaged record."""
+    """Yield the records of a run.  A damaged record is skipped with a warning, and its prediction is made again."""
     for path in _record_files(out):
         # Another process may have removed the record, after it wrote the summary.
         with contextlib.suppress(FileNotFoundError), writing(path):
@@ -328,8 +328,8 @@ def read_records(out: Path, run: str) -> Iterator[dict[str, Any]]:
             except (ValueError, RecursionError):
                 record = None
             if not isinstance(record, dict) or record != sealed(record):
-                raise UserError(f"{path}: is damaged; delete it, and its prediction is made again")
-            if record["run"] == run:
+                logger.warning("%s: is damaged; its prediction is made again", path)
+            elif record["run"] == run:
                 yield record
 
 

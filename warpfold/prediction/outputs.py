@@ -29,11 +29,11 @@ from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.model import confidence
 from warpfold.prediction.notices import Notice
 from warpfold.prediction.sanity import check_geometry, confidence_notices
-from warpfold.prediction.summary_file import RECORDS
 from warpfold.report.coverage import Coverage
 from warpfold.report.report import ReportPage, Target, Warned, render
 from warpfold.scoring.interface import PairScore, chain_pair_scores
 from warpfold.scoring.score_table import PAIRS, PARQUET, SCORES, design_scores, pair_records
+from warpfold.summary_file import RECORDS
 
 StoredPair = Literal["pooled", "whole"]
 _RECORD = struct.Struct("<II")  # size of the header, checksum

@@ -56,10 +56,10 @@ from warpfold.prediction.queries import (
     with_templates,
 )
 from warpfold.prediction.request import FORMAT, Request, parse_batch
-from warpfold.prediction.summary_file import claim_folder
 from warpfold.progress import Progress, as_time, no_progress
 from warpfold.scoring.score_table import ScoreTables, row_of
 from warpfold.scoring.selection import OF_COMPLEXES, OF_ERRORS, OF_GIVEN, Selection, Shortlist
+from warpfold.summary_file import claim_folder
 from warpfold.training.passes import PassPlace
 from warpfold.training.planning import grid_for, log
 

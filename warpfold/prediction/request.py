@@ -367,8 +367,8 @@ class Request(Checked):
         if self.cluster is not None:
             require_cluster(self.cluster)
         from warpfold.data.example.query_files import check_path, is_sequence
-        from warpfold.prediction.summary_file import claim_folder
         from warpfold.prediction.templates import check_template_file
+        from warpfold.summary_file import claim_folder
 
         _ = self.server, self.template_sources
         for query in self.queries:

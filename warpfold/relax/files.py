@@ -23,11 +23,11 @@ from warpfold.files import read_file, sealed, write_atomically
 from warpfold.geometry.residue import ATOM_TYPES
 from warpfold.prediction.folding import FAILURES, one_line
 from warpfold.prediction.pages import prediction_report
-from warpfold.prediction.summary_file import write_summary
 from warpfold.progress import Progress, no_progress
 from warpfold.relax.amber import require_openmm
 from warpfold.relax.relax import relax_chains
 from warpfold.report.report import write_report
+from warpfold.summary_file import write_summary
 
 FORMAT = "warpfold-relaxed-1"
 # Prefix of the format in a prediction folder's summary.
