@@ -172,7 +172,7 @@ def _resolve_precision(request: Request) -> Precision:
     if request.cluster is None or request.precision != "auto":
         return resolve_precision(request.precision, _device_of(request))
     with pool(request.workers, request.cluster) as executor:
-        (precision,) = in_order(_precision_of_worker, [request], executor)
+        (precision,) = in_order(_precision_of_worker, [request.for_workers()], executor)
     return precision
 
 
@@ -378,6 +378,7 @@ def _fold(
         groups = [[tuple(item for item in group if item.key not in done) for group in job.groups] for job in some]
         return [replace(job, groups=[group for group in own if group]) for job, own in zip(some, groups)]
 
+    request = request.for_workers()
     with pool(request.workers, request.cluster) as executor:
         assert executor is not None
         jobs = [

@@ -8,7 +8,7 @@ This module imports neither torch nor NumPy: `warpfold predict --help` and the c
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
@@ -385,6 +385,11 @@ class Request(Checked):
         if self.guess not in (None, SELF):
             check_exists(Path(self.guess))
         claim_folder(Path(self.out), FORMAT, "", force=True)
+
+    def for_workers(self) -> "Request":
+        """Return the request without inputs, which workers get as queries; a server cannot be pickled."""
+        inputs = ("msa", "msa_server", "msa_cache", "template", "hits", "template_structures", "max_template_date")
+        return replace(self, query=[], **dict.fromkeys((*inputs, "initial_guess", "fixed_chains")))
 
     @property
     def queries(self) -> list[str | Path]:
