@@ -388,8 +388,9 @@ class Request(Checked):
 
     def for_workers(self) -> "Request":
         """Return the request without inputs, which workers get as queries; a server cannot be pickled."""
-        inputs = ("msa", "msa_server", "msa_cache", "template", "hits", "template_structures", "max_template_date")
-        return replace(self, query=[], **dict.fromkeys((*inputs, "initial_guess", "fixed_chains")))
+        files = "msa", "msa_server", "msa_cache", "template", "hits", "template_structures", "max_template_date"
+        cleared: dict[str, Any] = dict.fromkeys((*files, "initial_guess", "fixed_chains"))
+        return replace(self, query=[], **cleared)
 
     @property
     def queries(self) -> list[str | Path]:
