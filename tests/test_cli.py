@@ -31,6 +31,7 @@ from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.write import write_mmcif
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
+from warpfold.prediction.request import Request
 from warpfold.progress import progress_bar
 
 SEQUENCE = "MKTAYIAKQRQISFVKSHFS"
@@ -344,14 +345,13 @@ REFUSED = [
 
 
 def test_predict_takes_colabfolds_names(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[dict] = []
+    seen: list[Request] = []
 
-    def note(**options: object) -> None:
-        given.append(options)
+    def note(request: Request) -> None:
+        seen.append(request)
         raise UserError("seen")
 
-    monkeypatch.setattr("warpfold.cli.predict.predict", note)
-    monkeypatch.setattr("warpfold.cli.predict._check_relax", lambda which: given.append({"relax": which}))
+    monkeypatch.setattr("warpfold.cli.predict.check", note)
     theirs = (
         "--num-recycle 2 --num-seeds=3 --random-seed 4 --num-ensemble 2 --max-seq 8 --max-extra-seq 16 --use-dropout "
         "--amber --recycle-early-stop-tolerance 0.5 --host-url https://localhost --save-pair-representations --data a b"
@@ -362,11 +362,8 @@ def test_predict_takes_colabfolds_names(capsys: Capture, monkeypatch: pytest.Mon
     )
     for words in (theirs, ours):
         assert "seen" in refused(run(capsys, *f"predict q.fasta --out out --device cpu {words}".split()))
-    relax, options, *of_ours = given
-    assert [relax["relax"], options["recycles"], len(options["params"])] == ["all", 2, 2]
-    assert [{**one, "progress": None, "team": None} for one in of_ours] == [
-        {**one, "progress": None, "team": None} for one in (relax, options)
-    ]
+    assert seen[0] == seen[1]
+    assert (seen[0].relax, seen[0].recycles, len(seen[0].params_paths)) == ("all", 2, 2)
 
 
 @pytest.mark.parametrize(("line", "says"), REFUSED, ids=[line for line, _ in REFUSED])
