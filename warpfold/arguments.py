@@ -376,9 +376,9 @@ UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TI
 
 
 def parse_memory(text: str | int) -> int:
-    """Parse "24GB", "24 GiB" or "24000MB" to bytes; a number is bytes already.
+    """Parse an amount of memory such as "24GB", "24 GiB" or "24000MB" to bytes.  An int is a number of bytes.
 
-    Errors: UserError without a unit, without a number, and for an amount that is not positive.
+    Errors: UserError for a text without unit or number, and for an amount that is not positive.
     """
     if not isinstance(text, str):
         return whole("memory", text, 1)
@@ -387,7 +387,7 @@ def parse_memory(text: str | int) -> int:
     if match is not None and match[2].upper() in UNITS:
         size = int(float(match[1]) * UNITS[match[2].upper()])
     if size <= 0:
-        raise UserError(f"--memory {text}: not an amount of memory; give a number with its unit, as in 24GB or 24GiB")
+        raise UserError(f"--memory {text}: not an amount of memory. Pass a number with its unit, as in 24GB or 24GiB.")
     return size
 
 
