@@ -1,12 +1,12 @@
-"""One Evoformer block at AlphaFold2's sizes: time and peak memory of each way to compute it, in one run on one machine.
+"""Time an Evoformer block at AlphaFold2's sizes and measure its peak memory, for each way to compute it.
 
     python benchmarks/block.py --out benchmarks/results/NAME.json        (some ten minutes on two cores)
 
-Unlike `warpfold bench --block`, which takes turns in one process, each case has a process of its own, so that its peak
-is that of the process; and it has the plans in slices, and memory kept or not.
+`warpfold bench --block` alternates between the cases in one process. Here each case has its own process, whose peak is
+measured, and there are cases with slices and with and without kept memory (`warpfold.device.keep_memory`). The
+definitions without kept memory correspond to plain torch.
 
-Read the figures as ratios within the run, and as shares of the rate at which the machine multiplied matrices in it.
-The definitions with memory not kept are what plain torch does; "kept" is `warpfold.device.keep_memory`.
+Compare only ratios within a run, or shares of the matrix multiplication rate that the run measured.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def cases() -> list[Case]:
 
 
 def rate(dtype: torch.dtype) -> float:
-    """Return the best GFLOP/s of a few products of square matrices."""
+    """Measure the best GFLOP/s over a few products of square matrices."""
     a, seconds = torch.randn(GEMM, GEMM).to(dtype), []
     for _ in range(6):
         start = time.perf_counter()
@@ -69,7 +69,7 @@ def rate(dtype: torch.dtype) -> float:
 
 
 def measure(case: Case, repeats: int) -> dict[str, object]:
-    """Return a case's seconds (median and least) and its peak memory above that of the imports, in this process."""
+    """Measure the seconds (median, minimum) and the peak memory of a case in this process, without the imports."""
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if case.kept:
         keep_memory()

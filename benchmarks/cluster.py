@@ -1,10 +1,10 @@
-"""Four ranks on two emulated nodes: steps of each gradient strategy and of axial plans, over links of several shapes.
+"""Time gradient strategies and axial plans on four ranks of two emulated nodes, over several kinds of links.
 
     sudo python benchmarks/cluster.py --out benchmarks/results/cluster-NAME.json        (some ten minutes on two cores)
 
-The nodes are network namespaces (link.py); where these are not permitted, the reason is printed and the ranks speak
-over loopback alone.  Four ranks share whatever cores there are: read the figures as ratios within a link, and where
-communication alone is asked for, nothing is computed or computing is a sleep.
+The nodes are network namespaces (link.py). Where namespaces are not permitted, the script prints the reason and uses
+loopback only. The ranks share the cores of the machine, so compare only ratios within a link. Measurements of
+communication alone compute nothing, or replace computation by a sleep.
 """
 
 import argparse
@@ -54,7 +54,7 @@ REPLAYED = (64, 256)  # residues of blocks of 128 sequences, whose moves alone a
 
 
 class Nap(torch.autograd.Function):
-    """Nothing, whose backward pass takes its time."""
+    """An identity whose backward pass sleeps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, duration: float) -> Tensor:
@@ -68,7 +68,7 @@ class Nap(torch.autograd.Function):
 
 
 def gradients(rounds: int) -> dict[str, Any]:
-    """Time a step of four data ranks: the exchange alone, and behind a backward pass that sleeps."""
+    """Time a step of four data ranks: the exchange alone, and overlapped with a backward pass that sleeps."""
     mesh = make_mesh(data=RANKS)
     works: dict[str, Callable[[], None]] = {}
     for name, (sync, compression) in STRATEGIES.items():
@@ -98,7 +98,7 @@ def gradients(rounds: int) -> dict[str, Any]:
 
 
 def axial(rounds: int) -> dict[str, Any]:
-    """Time a block, forward and backward, and the moves of larger blocks alone, on two ranks and on four."""
+    """Time a block, forward and backward, and the communication of larger blocks, on two and four ranks."""
     found: dict[str, Any] = {}
     for ranks in (2, 4):
         group = crossing(ranks)
@@ -131,7 +131,7 @@ def axial(rounds: int) -> dict[str, Any]:
 
 
 def crossing(ranks: int) -> Group | None:
-    """Make a group of ranks, half of them on each node; return None on a rank outside it."""
+    """Create a group of ranks, half of them on each node, and return None on other ranks."""
     members = tuple(range(0, RANKS, RANKS // ranks))
     handle = dist.new_group(list(members))
     here = dist.get_rank()
@@ -139,7 +139,7 @@ def crossing(ranks: int) -> Group | None:
 
 
 def computed(group: Group, triangle: Any) -> Callable[[], None]:
-    """Return a function that runs a block forward and backward on this rank's shards."""
+    """Create a function that runs a block forward and backward on this rank's shards."""
     torch.manual_seed(0)
     plan, block = Plan(axial=group.size, triangle=triangle), BLOCK
     stack = Evoformer(block.c_m, block.c_z, replace(block.evoformer, blocks=1))
@@ -157,7 +157,7 @@ def computed(group: Group, triangle: Any) -> Callable[[], None]:
 
 
 def replayed(made: list[Move], group: Group) -> Callable[[], None]:
-    """Return a function that repeats the collectives of a block's forward pass, with as many bytes each."""
+    """Create a function that repeats the collectives of a block's forward pass with equal sizes."""
 
     def work() -> None:
         for move in made:
@@ -182,9 +182,9 @@ def probed(group: Group) -> Link:
 
 
 def timed(works: Mapping[str, Callable[[], None]], rounds: int, group: Group | None = None) -> dict[str, Any]:
-    """Time each function in turns, after a warm-up: seconds (median, least, most), and MB over the link each time.
+    """Time each function alternately, after a warm-up: seconds (median, minimum, maximum) and MB over the link.
 
-    A round counts as long as the slowest rank's.
+    The time of a round is that of the slowest rank.
     """
     handle = None if group is None else group.handle
     spent: dict[str, list[float]] = {name: [] for name in works}
@@ -210,7 +210,7 @@ def timed(works: Mapping[str, Callable[[], None]], rounds: int, group: Group | N
 
 
 def measurements(rounds: int) -> Iterator[dict[str, Any]]:
-    """Yield all measurements of this rank's."""
+    """Yield all measurements of this rank."""
     yield {"gradients": gradients(rounds), "axial": axial(rounds)}
 
 

@@ -1,14 +1,15 @@
-"""What the two settings that save time change in the features: `clustering = "crop"` and `max_cost`.
+"""Measure how two settings that save time change the features: `clustering = "crop"` and `max_cost`.
 
     python benchmarks/clustering.py ALIGNMENT ... --out benchmarks/results/NAME.json
 
-Of each alignment, drawn as in initial training (crop 256, 128 clusters, 1,024 extra rows, block deletion):
+Each alignment is sampled as in initial training (crop 256, 128 clusters, 1,024 extra rows, block deletion). The
+results are:
 
-* rows: in the file, left by block deletion, and left by the row budget; crop: residues of the chain and of the crop.
-* moved: the share of rows that are no centres and join another cluster if only the crop is compared.
-* profile: how far a cluster's profile is from the paper's, as the total variation distance of the two distributions
-  over codes (0: the same, 1: nothing in common), mean over columns and clusters; of the same centres and masks, with
-  clusters of the crop, and with the rows of the budget alone.
+* rows: the number of rows in the file, after block deletion, and after the row budget.
+* crop: the residues of the chain and of the crop.
+* moved: the share of rows that join another cluster if only the crop is compared. Centres are not counted.
+* profile: the total variation distance (0 to 1) between the cluster profiles and those of the paper, for equal centres
+  and masks, as a mean over columns and clusters: with clusters of the crop, and with the rows of the budget.
 """
 
 import argparse
@@ -32,8 +33,9 @@ BUDGET = 8.0  # `max_cost`
 
 
 def profiles(msa: np.ndarray, masked: np.ndarray, cluster: np.ndarray) -> np.ndarray:
-    """Return the frequencies of codes in each cluster: float32 [S, N, 23]; cluster: int64 [R],
-    S where a row joins none, without the centres."""
+    """Compute the frequencies of codes in each cluster: float32 [S, N, 23].
+
+    cluster: int64 [R], the cluster of each row that is not a centre, or S for none."""
     feat = np.zeros((*masked.shape, 49), np.float32)
     rows, joined = np.concatenate([masked, msa]), np.concatenate([np.arange(len(masked)), cluster])
     write_codes(feat, masked, rows, joined, np.bincount(joined, minlength=len(masked))[: len(masked)] + 1e-6)
@@ -41,7 +43,7 @@ def profiles(msa: np.ndarray, masked: np.ndarray, cluster: np.ndarray) -> np.nda
 
 
 def apart(one: np.ndarray, other: np.ndarray) -> float:
-    """Return the mean total variation distance of two sets of profiles."""
+    """Compute the mean total variation distance between two sets of profiles."""
     return float(np.abs(one - other).sum(-1).mean() / 2)
 
 

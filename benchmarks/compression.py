@@ -1,11 +1,11 @@
-"""Compressed gradients in torch's DistributedDataParallel: our communication hook beside torch's own, in turns.
+"""Compare our communication hook for DistributedDataParallel with those of torch.
 
     sudo python -m benchmarks.compression --out benchmarks/results/compression-NAME.json  (ten minutes on two cores)
 
-Two models in plain torch and generated data: a vision model (convolutions, BatchNorm) and a language model (embedding
-tied to the output).  Two ranks, and where namespaces are permitted (link.py) two on two emulated nodes and four on two.
-The same batch trains every contender in turn; a round counts as long as its slowest rank's.  And the loss of the
-vision model after 150 steps on generated pictures, over loopback.
+The models are plain torch with generated data: a vision model (convolutions, BatchNorm) and a language model (embedding
+tied to the output). They run on two ranks and, where namespaces are permitted (link.py), on two and four ranks of two
+emulated nodes. Every contender trains on the same batches, alternately. A round takes as long as its slowest rank. The
+script also reports the loss of the vision model after 150 steps on generated pictures, over loopback.
 """
 
 import argparse
@@ -56,7 +56,7 @@ class Vision(nn.Module):
         self.head = nn.Linear(widths[-1], 10)
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the loss of pictures and labels."""
+        """Compute the loss of pictures and labels."""
         x = self.stem(batch[0])
         for stage in self.stages:
             x = stage(x)
@@ -82,7 +82,7 @@ class Language(nn.Module):
         self.out.weight = self.embed.weight
 
     def forward(self, words: Tensor) -> Tensor:
-        """Return the loss of predicting each word from those before."""
+        """Compute the loss of predicting each word from the words before it."""
         causal = nn.Transformer.generate_square_subsequent_mask(words.shape[1] - 1)
         x = self.embed(words[:, :-1])
         for layer in self.layers:
@@ -110,7 +110,7 @@ RANKS = (1, 4)  # of torch's PowerSGD
 
 @dataclass(frozen=True)
 class Place:
-    """Where ranks run: so many, on one machine (no link) or in equal parts on two emulated nodes."""
+    """The number of ranks, and the link between two emulated nodes, or None for one machine."""
 
     ranks: int
     shape: Shape | None = None
@@ -120,14 +120,14 @@ class Place:
 
 
 def torch_bf16(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Call torch's hook, which DDP refuses by its name where the backend is not NCCL."""
+    """Call torch's bf16 hook. DDP rejects the hook by its name on backends other than NCCL."""
     return default_hooks.bf16_compress_hook(group, bucket)
 
 
 def contenders(
     kind: type[nn.Module], ranks: int, rate: float = 1e-4, start: int = 2
 ) -> dict[str, Callable[[Any], Tensor]]:
-    """Return a training step of every contender, which returns the loss: all begin with the same weights."""
+    """Create a training step for every contender. The steps return the loss and start from the same weights."""
     steps: dict[str, Callable[[Any], Tensor]] = {}
 
     def add(name: str, bucket_cap_mb: float | None = None) -> DistributedDataParallel:
@@ -160,7 +160,7 @@ def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Any
 
 
 def learned(steps: dict[str, Callable[[Any], Tensor]], count: int = 150) -> dict[str, float]:
-    """Train every contender to tell pictures of ten patterns in noise; return the mean of its last losses."""
+    """Train every contender to classify noisy pictures of ten patterns, and return the mean of its last losses."""
     torch.manual_seed(0)
     patterns = torch.randn(10, 3, 32, 32)
     found = {}
@@ -177,7 +177,7 @@ def learned(steps: dict[str, Callable[[Any], Tensor]], count: int = 150) -> dict
 
 
 def timed(steps: dict[str, Callable[[Any], Tensor]], draw: Callable[[], Any], rounds: int) -> dict[str, dict[str, Any]]:
-    """Time each step in turns, in another order each round, after two rounds of warm-up."""
+    """Time the steps alternately, in a random order each round, after two rounds of warm-up."""
     spent: dict[str, list[float]] = {name: [] for name in steps}
     sent = dict.fromkeys(steps, 0)
     names = list(steps)

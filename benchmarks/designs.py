@@ -1,12 +1,12 @@
-"""Designs of one target through `predict`: what all but the model costs beside it, and whether memory grows.
+"""Measure the overhead of `predict` on many designs of one target, and the growth of its memory.
 
     python -m benchmarks.designs OUT [--designs 200] [--target 100] [--binder 50] [--figures benchmarks/results/N.json]
 
-A random target and random binders, alignment-free, by settings/tiny_multimer.toml with random weights: the loop is
-measured, on one thread of torch.  Weights that begin as zeros are drawn too, or all atoms would lie in one point, and
-clash.  Everything beside the model is features, plans, scores, files, tables and records; of
-files the best ten stay.  Seconds of CPU are compared, which a busy machine does not change much; the clock's are given
-too, in which another core does part of it.  Killed, the same command continues.
+The target and the binders are random, without alignments. The model is that of settings/tiny_multimer.toml with random
+weights on one thread, because the loop is measured and not the model. Weights that are initialised to zero are random
+as well; otherwise all atoms would coincide and clash. The overhead is everything except the model: features, plans,
+scores, files, tables and records. The files of the best ten designs are kept. The script compares CPU seconds, which
+depend little on the load of the machine, and also reports wall-clock seconds. The same command continues a killed run.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def write_inputs(folder: Path, designs: int, target: int, binder: int) -> tuple[
 
 
 class Measured:
-    """Seconds of CPU within the model and within the scores, and this process's memory after each design."""
+    """CPU seconds in the model and in the scores, and the memory of this process after each design."""
 
     def __init__(self) -> None:
         self.model, self.scores, self.memory = 0.0, 0.0, list[float]()
@@ -99,12 +99,12 @@ class Measured:
         outputs.chain_pair_scores = scored  # type: ignore[attr-defined]
 
     def each_beside(self) -> float:
-        """Return the seconds of CPU of everything but the model for each design, once the run is under way."""
+        """Compute the CPU seconds per design outside the model, after the first designs."""
         later = self.beside[int(FIRST * len(self.beside)) :]
         return (later[-1] - later[0]) / (len(later) - 1)
 
     def growth(self) -> dict[str, float]:
-        """Return the line through memory against designs, and what it comes to over many."""
+        """Fit a line to memory against the number of designs, and extrapolate it."""
         later = np.array(self.memory[int(FIRST * len(self.memory)) :])
         slope = float(np.polyfit(np.arange(len(later)), later, 1)[0])
         return {
@@ -128,7 +128,7 @@ def main() -> None:
     measured, printed = Measured(), [0]
 
     def tell(done: float, total: int, what: str) -> None:
-        """Print where it is."""
+        """Print the progress."""
         if len(measured.memory) >= printed[-1] + 200:
             printed.append(len(measured.memory))
             print(f"{int(done)}/{total}  {measured.memory[-1]:.0f} MiB", flush=True)

@@ -1,13 +1,13 @@
-"""One round of distillation, tiny: does a student learn from what its teacher has folded?
+"""Measure whether a student learns from the predictions of its teacher, in a small round of distillation.
 
     python benchmarks/distill.py --out benchmarks/results/NAME.json
 
-Generated proteins: few have structures to learn from, more have an alignment alone, and others are held out.  A teacher
-(`tiny`) learns from the few; `warpfold distill` folds the others with it and keeps what is sure; then three runs go on
-from the teacher for some steps more: on the few structures alone, on the mixture of the paper (0.25 of them, 0.75
-distilled), and, as the most that distillation could give, on that mixture with the true structures of the others.
-The held-out proteins are folded by each: lDDT-Ca, and the mean of the paired differences with its 95 % interval by
-bootstrap over proteins.
+A few generated proteins have structures for training, more have only an alignment, and others are held out. A teacher
+(`tiny`) trains on the structures. `warpfold distill` folds the proteins without structures and keeps the confident
+predictions. Then three runs continue from the teacher: on the structures alone, on the mixture of the paper (0.25
+structures, 0.75 predictions), and on that mixture with true structures, which is the upper limit of distillation.
+Each model folds the held-out proteins. The script reports lDDT-Ca, and the mean paired differences with 95 % bootstrap
+intervals over proteins.
 """
 
 import argparse
@@ -29,7 +29,7 @@ PLACES = {"few": 32, "others": 120, "held out": 32}  # proteins
 
 
 def lay_out(folder: Path) -> dict[str, Path]:
-    """Generate proteins, and put them into a folder for each purpose."""
+    """Generate proteins and sort them into one folder for each purpose."""
     places = {purpose: folder / purpose for purpose in PLACES}
     if (folder / "all").exists():  # the script was stopped, and goes on
         return places
@@ -42,7 +42,7 @@ def lay_out(folder: Path) -> dict[str, Path]:
 
 
 def held_out(params: Path, folder: Path, truth: Path) -> dict[str, float]:
-    """Return lDDT-Ca of each held-out protein as these parameters fold it."""
+    """Fold the held-out proteins with these parameters, and compute their lDDT-Ca."""
     found = wf.predict(
         sorted(truth.iterdir()), params, folder / f"folded_{params.parent.name}", msa=folder / "all/msas"
     )
@@ -55,7 +55,7 @@ def held_out(params: Path, folder: Path, truth: Path) -> dict[str, float]:
 
 
 def compared(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, Any]:
-    """Return the mean difference of paired scores with its 95 % interval, by bootstrap over proteins."""
+    """Compute the mean difference of paired scores with its 95 % bootstrap interval over proteins."""
     differences = np.array([ours[name] - theirs[name] for name in ours])
     draws = np.random.default_rng(0).choice(differences, (10_000, len(differences))).mean(1)
     interval = [round(float(x), 4) for x in np.quantile(draws, (0.025, 0.975))]

@@ -1,10 +1,10 @@
-"""How far ranks reach: what each holds in the trunk, and how long a pass takes, to 64 ranks and 30,000 residues.
+"""Compute the memory per rank and the time of a pass for up to 64 ranks and 30,000 residues.
 
     python -m benchmarks.far --out benchmarks/results/NAME.json         (minutes)
 
-Peaks are counted on tensors without memory, as a GPU's kernels would allocate (cost/recorder.py): one block of each
-stack (blocks are alike), m, z, factors, biases and slices; weights, features and what lies outside the trunk apart.
-Seconds are modelled from data sheets (cost/rates.py), never measured.
+Peaks are recorded on fake tensors, with the allocations of GPU kernels (cost/recorder.py), for one block of each stack:
+m, z, factors, biases and slices. Weights, features and everything outside the trunk are not included. Times are
+modelled from data sheets (cost/rates.py), not measured.
 """
 
 import argparse
@@ -36,12 +36,12 @@ GPU = "H100"
 
 
 def plan_of(residues: int, ranks: int) -> Plan:
-    """Return a plan in bf16, in place, whose slices are a part of the shard."""
+    """Create an in-place bf16 plan whose slices are parts of the shard."""
     return Plan(axial=ranks, chunk=max(residues // ranks // SLICES, 1), in_place=True, precision="bf16")
 
 
 def held(residues: int, ranks: int) -> tuple[int, list[str]]:
-    """Return the most bytes that the first rank holds in either stack, and the largest tensors of that moment."""
+    """Compute the peak bytes of the first rank in either stack, and the largest tensors at that moment."""
     found: list[Recorder] = []
     for rows, width, extra in ((SEQUENCES, 256, False), (EXTRA, 64, True)):
         with standing_for("cuda"), unlaunched(), fake_ranks(axial=ranks) as mesh, torch.no_grad():
@@ -59,7 +59,7 @@ def held(residues: int, ranks: int) -> tuple[int, list[str]]:
 
 
 def row(residues: int, ranks: int) -> dict[str, Any]:
-    """Return one row of the table."""
+    """Compute one row of the table."""
     peak, largest = held(residues, ranks)
     model = ModelConfig(heads=HeadsConfig(pae=True))
     sizes = ExampleSizes(residues=residues, sequences=SEQUENCES, extra=EXTRA, templates=0)

@@ -1,14 +1,15 @@
-"""From a packed store to model-ready features, one core: samples per second, and what the predicted cost is worth.
+"""Time feature preparation from a packed store on one core, and evaluate the predicted cost.
 
     python benchmarks/features.py STORE --alignments FILE ... --out benchmarks/results/NAME.json
 
-One entry per alignment depth, and one more whose alignment is `--rows` deep: rows of a real one, halves of neighbours
-exchanged.  `--alignments`: of chains longer than the crop, whose structures the store lacks.
+The script uses one entry per alignment depth, and one with an alignment of `--rows` rows, made from a real one by
+exchanging halves of neighbouring rows. `--alignments` adds chains that are longer than the crop; the store lacks their
+structures.
 
-A sample is everything from the store's bytes to tensors of the feature table: crop 256, 128 clusters, 1,024 extra
-rows, block deletion; with 1 to 4 passes through the trunk, each with an MSA sample of its own, and the mean of these,
-since training draws the number anew in each step.  Seconds are the thread's own (CPU time): means over draws, of each
-the best of three, all settings in turns.
+A sample is everything from the bytes of the store to the tensors of the feature table: crop 256, 128 clusters, 1,024
+extra rows, block deletion. It is timed for 1 to 4 iterations of the trunk, each with its own MSA sample. The mean over
+these counts, because training draws the number in each step. Times are CPU seconds of the thread: means over draws of
+the best of three, with all settings alternating.
 """
 
 import argparse
@@ -47,7 +48,7 @@ LEAST_ROWS = 20
 
 
 def deepened(raw: RawExample, depth: int) -> RawExample:
-    """Deepen an alignment to `depth` rows: after a column that varies, row i continues as row i + k."""
+    """Extend an alignment to `depth` rows: after a variable column, row i continues as row i + k."""
     wanted = -(-depth // raw.depth) * 2
     msa, deletions = [raw.msa], [raw.deletions]
     for k in range(1, wanted):
@@ -64,9 +65,9 @@ def deepened(raw: RawExample, depth: int) -> RawExample:
 
 
 def examples(store: Store, rows: int, alignments: list[Path], folder: Path) -> tuple[list[StoredExample], int]:
-    """Return an entry per alignment depth, ascending, and a deep one; then those of `alignments`, by length.
+    """Collect one entry per alignment depth, a deep one, and then those of `alignments` by length, without structures.
 
-    The latter are without structures.  Also returns how many the former are.
+    Also returns the number of entries of the first two kinds.
     """
     every = dict(zip(store.keys, store.column("depth")))
     depths = {every[key]: key for key in chain_keys(store)}
@@ -86,7 +87,7 @@ def examples(store: Store, rows: int, alignments: list[Path], folder: Path) -> t
 
 
 def seconds(example: StoredExample, passes: int, draws: int) -> dict[str, float]:
-    """Return the CPU seconds of a sample under each of CONFIGS: the mean over draws of the best of three."""
+    """Measure the CPU seconds of a sample under each of CONFIGS: the mean over draws of the best of three."""
     taken: dict[str, list[float]] = {name: [] for name in CONFIGS}
     for draw in range(draws):
         best = dict.fromkeys(CONFIGS, float("inf"))

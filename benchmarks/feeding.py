@@ -1,15 +1,15 @@
-"""Do steps wait where the arithmetic of `warpfold bench data` says that they need not?  Three storages, real loaders.
+"""Check the predictions of `warpfold bench data` about waiting steps with real loaders on three kinds of storage.
 
     python -m benchmarks.feeding STORE --out benchmarks/results/NAME.json          (five minutes)
 
-For each storage (this disk; a slow disk, 5 ms and 60 MB/s; an object store, 20 ms and 100 MB/s: both emulated) the
-examples of one process are measured, and so how many a second some processes make.  Then real loaders feed steps that
-are sleeps: those of 8 ranks with two processes each, of 0.41 s; and those of one rank, which are a little longer than
-the examples of its processes ask for (1.3 times), or shorter (0.7).  Measured is the share of the time that steps wait
-for examples; arithmetic says none, none, and three tenths.
+The storage is the local disk, an emulated slow disk (5 ms, 60 MB/s) or an emulated object store (20 ms, 100 MB/s). For
+each of them the script measures the examples per second of one process and of several. Then real loaders feed steps
+that sleep: steps of 0.41 s on 8 ranks with two processes each, and steps of one rank that take 1.3 or 0.7 times as long
+as its processes need for the examples. The result is the share of time that the steps wait. The predictions are 0, 0
+and 0.3.
 
-The examples are those of the store with an alignment of 1,000 rows or more, each with its own copy of it.  Of processes
-that wait for their storage there are more than one a core: so a machine with two cores shows what waits do.
+The examples are the entries of the store with at least 1,000 alignment rows, each with its own copy. Several processes
+per core wait for the storage, so two cores suffice.
 """
 
 import argparse
@@ -42,7 +42,7 @@ FACTORS = (1.3, 0.7)  # seconds of a step over those in which the processes make
 
 
 def deep(store: Store, path: Path) -> Path:
-    """Write a store of the chains with deep alignments."""
+    """Write a store with the chains that have deep alignments."""
     depth = dict(zip(store.keys, store.column("depth")))
     with StoreWriter(path) as writer:
         for key in chain_keys(store):
@@ -54,9 +54,9 @@ def deep(store: Store, path: Path) -> Path:
 
 
 def waiting(store: Store, ranks: int, workers: int, step: float, seconds: float) -> dict[str, float]:
-    """Feed the steps of some ranks, each from a loader, and return the share of the time that they waited.
+    """Feed the steps of several ranks, one loader for each, and return the share of time that they waited.
 
-    It counts once all processes are at work.  What a rank computes to take an example is no waiting.
+    Timing starts when all processes are working. The work of a rank to take an example is not waiting.
     """
     begin = workers * 4  # as many are made ahead
     steps = begin + max(int(seconds / step), 12)
@@ -77,7 +77,7 @@ def waiting(store: Store, ranks: int, workers: int, step: float, seconds: float)
         samples = [iter(loader) for loader in loaders]  # their processes begin
 
         def rank_of(samples: Iterator[Sample]) -> tuple[float, float]:
-            """Take the steps of a rank, and return the seconds that it waited, and those that it took in all."""
+            """Run the steps of a rank, and return its waiting and its total seconds."""
             waited = began = 0.0
             for number in range(steps):
                 if number == begin:

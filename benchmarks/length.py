@@ -1,12 +1,12 @@
-"""Peak memory and seconds against length, under every kind of plan: measured, and as the plan says beforehand.
+"""Measure peak memory and time against length under every kind of plan, and compare them with the estimates.
 
     python -m benchmarks.length --quick --out benchmarks/results/NAME.json   (3 GB)
     python -m benchmarks.length --residues 256,512,1024,2048 --longest 300 --out ...            (16 GB, an hour)
 
-Two models are run: "blocks", two blocks of the true width, and "whole", every part at a small width.  Each case has
-processes of its own; its peak is what they took beyond their imports (VmHWM), that of the largest rank.  The plan's
-figures are drawn beside what was measured, and, for the whole model in bf16 on a GPU, to 10,000 residues and beyond.
-Next to the JSON lies the picture, .svg.
+The model "blocks" has two blocks of the true width, and the model "whole" has all parts at a small width. Each case has
+its own processes. Its peak is the memory (VmHWM) of the largest rank beyond the imports. The figure (.svg, next to the
+JSON file) shows measurements and estimates, including estimates of the whole model in bf16 on a GPU to more than 10,000
+residues.
 """
 
 import argparse
@@ -71,7 +71,7 @@ LIMIT = 3600.0  # seconds of a case
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: a model and a plan by their names, and a length."""
+    """A measurement: the names of a model and a plan, and a length."""
 
     model: str
     plan: str
@@ -87,7 +87,7 @@ class Case:
 def cases(
     models: Sequence[str], plans: Sequence[str], lengths: Sequence[int], most: float, longest: float
 ) -> Iterator[Case]:
-    """Yield the cases that need at most so many bytes in all processes together, and so many seconds, as planned."""
+    """Yield the cases whose estimates are within the limits of memory (all processes) and seconds."""
     for residues in lengths:
         for model in models:
             for plan in plans:
@@ -102,7 +102,7 @@ def cases(
 
 
 def measure(case: Case, threads: int) -> dict[str, Any]:
-    """Run a case in processes of its own; return its seconds and the peak of its largest rank, or why it failed."""
+    """Run a case in its own processes, and return its seconds and the peak of its largest rank, or the error."""
     ranks = PLANS[case.plan].axial
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.length", "--case", case.model, case.plan, str(case.residues)]
@@ -127,7 +127,7 @@ def measure(case: Case, threads: int) -> dict[str, Any]:
 
 
 def run(case: Case, rank: int, meet: str) -> dict[str, Any]:
-    """Run a case as one rank of it, warmed up by a short one; then measure rates for the plan's figure."""
+    """Run a case as one of its ranks after a short warm-up, then measure the rates for the estimate."""
     plan, job = PLANS[case.plan], case.job
     mesh = Mesh()
     if plan.axial > 1:
@@ -155,13 +155,13 @@ def run(case: Case, rank: int, meet: str) -> dict[str, Any]:
 
 
 def status(name: str) -> int:
-    """Return what Linux says of this process's memory, in bytes."""
+    """Read the memory of this process in bytes (Linux)."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) * 1024
 
 
 def planned(plans: Sequence[str], lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the plan's figures of a whole monomer with 512 + 1,024 rows in bf16 on a GPU, one pass."""
+    """Estimate a pass of a whole monomer with 512 + 1,024 rows in bf16 on a GPU."""
     rows, rates = [], of_gpu(GPU)
     for name in plans:
         plan = PLANS[name]

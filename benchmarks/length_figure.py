@@ -1,4 +1,4 @@
-"""The picture of benchmarks/length.py: memory and seconds against length, what was measured and what the plan said."""
+"""Draw the figure of benchmarks/length.py: measured and estimated memory and time against length."""
 
 import io
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ GPUS = (24, 40, 80)  # GB
 
 
 def picture(report: Mapping[str, Any]) -> str:
-    """Return an SVG of a report: dots were measured, lines are the plan's figures."""
+    """Draw a report as SVG, with dots for measurements and lines for estimates."""
     with mpl.rc_context(STYLE):
         return _drawn(report)
 

@@ -1,8 +1,7 @@
-"""Emulate two nodes: network namespaces on one machine, joined by a link of a chosen rate and delay.
+"""Emulate two nodes on one machine by network namespaces with a link of a chosen rate and delay.
 
-The link is a process that carries packets between two TUN devices: it takes no more per second than the rate allows,
-and hands each over when its time has come.  (Kernels built without `netem` cannot delay; every one with TUN can do
-this.)  Packets are of 64 KB, so that one core carries some Gb/s.
+The link is a process that forwards packets between two TUN devices, limits their rate and delays each of them. Unlike
+`netem`, TUN is available in nearly all kernels. Packets have 64 KB, so that one core forwards several Gb/s.
 """
 
 import ctypes
@@ -45,7 +44,7 @@ class Shape:
 
 
 def refusal() -> str | None:
-    """Return why there can be no namespaces here; None if there can."""
+    """Return the reason why namespaces are not available, or None."""
     if shutil.which("ip") is None:
         return "there is no `ip` command (iproute2)"
     if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
@@ -59,7 +58,7 @@ def refusal() -> str | None:
 
 
 def enter(node: int) -> None:
-    """Move this process into a node, and tell gloo which device to use."""
+    """Move this process into a node and select its network device for gloo."""
     with open(f"/run/netns/{NODES[node]}") as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")
@@ -68,7 +67,7 @@ def enter(node: int) -> None:
 
 @contextmanager
 def linked(shape: Shape) -> Iterator[None]:
-    """Make the two nodes, and carry packets between them as over a link of this shape, within the context."""
+    """Create the two nodes and forward packets between them over a link of this shape, within the context."""
     with ExitStack() as stack:
         ends = []
         _remove_left_over()
@@ -98,10 +97,10 @@ def linked(shape: Shape) -> Iterator[None]:
 
 
 def run_ranks(work: Callable[..., Iterator[Any]], ranks: int, shape: Shape | None, *args: Any) -> Iterator[Any]:
-    """Run `work(*args)` on so many ranks, which speak gloo; yield what it yields on rank 0, as it comes.
+    """Run `work(*args)` on several forked ranks with gloo and one thread each, and yield the results of rank 0.
 
-    Half of the ranks are on each of two nodes, joined by a link of this shape; None: over loopback, without nodes.
-    They are forked, and have one thread each.  Errors: RuntimeError where one fails, which has said why.
+    Half of the ranks are on each of two nodes with a link of this shape. None: loopback, without nodes.
+    Errors: RuntimeError if a rank fails. The rank prints its error.
     """
     context = get_context("fork")
     with tempfile.TemporaryDirectory() as folder, nullcontext() if shape is None else linked(shape):
@@ -148,13 +147,13 @@ def _a_rank(
 
 
 def over_the_link() -> int:
-    """Return the bytes that this node has sent to the other one and got from it; 0 where there are no nodes."""
+    """Return the bytes that this node has sent and received over the link; 0 without nodes."""
     lines = [line.split() for line in Path("/proc/self/net/dev").read_text().splitlines()]
     return sum(int(line[1]) + int(line[9]) for line in lines if line[0].startswith(DEVICE.format("")))
 
 
 def _remove_left_over() -> None:
-    """Remove the nodes of runs that were killed."""
+    """Remove the nodes of killed runs."""
     for left in Path("/run/netns").glob("warpfold-*-*"):
         if not Path("/proc", left.name.split("-")[1]).exists():
             _ip("netns", "del", left.name)
@@ -166,7 +165,7 @@ def _ip(*args: str) -> None:
 
 @dataclass
 class _Way:
-    """One direction: packets on their way, with when they arrive, and when the next may enter."""
+    """One direction of the link: the packets in flight with their arrival times, and the time for the next packet."""
 
     source: int
     target: int
@@ -176,7 +175,7 @@ class _Way:
 
 
 def _carry(ends: Sequence[int], shape: Shape) -> None:
-    """Carry packets until killed, before any other process: a real link does not wait for a processor."""
+    """Forward packets until killed, with a higher priority than other processes: real links do not wait for a CPU."""
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     delay = shape.milliseconds / 1e3
     ways = [_Way(*ends, 8e-9 / shape.gigabits), _Way(*reversed(ends), 8e-9 / shape.gigabits)]

@@ -1,8 +1,8 @@
-"""Compare the memory that a plan is said to need (cost/memory.py) with what it takes: `python benchmarks/memory.py`.
+"""Compare estimated with measured memory of plans: `python benchmarks/memory.py`.
 
-Each case runs in a process of its own.  Tensor bytes are those that torch's allocator gives, of operations and of what
-they need inside: on a CPU by torch's profiler, on a GPU (`--device cuda`) as torch counts them.  Process memory, on a
-CPU, is the growth of the largest resident size (Linux).
+Each case runs in its own process. Tensor bytes are those of torch's allocator, including temporary buffers of
+operations: from torch's profiler on a CPU, and from its statistics on a GPU (`--device cuda`). Process memory is the
+growth of the largest resident size (CPU, Linux).
 """
 
 import argparse
@@ -46,7 +46,7 @@ TRAINING: list[dict[str, Any]] = [
 
 
 def resident_memory(job: Job, plan: Plan) -> int:
-    """Return by how many bytes the resident memory of this process grew, at most, while a job was done (Linux)."""
+    """Measure the largest growth of the resident memory of this process during a job, bytes (Linux)."""
 
     def status(name: str) -> int:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
@@ -59,14 +59,14 @@ def resident_memory(job: Job, plan: Plan) -> int:
 
 
 def model_of(preset: str, blocks: int) -> ModelConfig:
-    """Return the model of a preset with few blocks, at its width."""
+    """Build the model of a preset with its width and few blocks."""
     given = build(ModelConfig, load(preset).get("model", {}), preset)
     short = shortened(given, blocks)
     return replace(short, evoformer=replace(short.evoformer, blocks=blocks))
 
 
 def cases(presets: list[str], quick: bool) -> list[dict[str, Any]]:
-    """Return the grid: presets, sizes and plans."""
+    """List the grid of presets, sizes and plans."""
     found = []
     for preset in presets:
         for residues, sequences, extra, templates in QUICK if quick else SIZES if preset == presets[0] else SHORT:
@@ -102,7 +102,7 @@ def run_case(case: dict[str, Any], device: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the grid, print a line for each case, and write them."""
+    """Run the grid, print a line for each case, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", help="one case as JSON, in this process")
     parser.add_argument("--quick", action="store_true", help="the shortest length alone")

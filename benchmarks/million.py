@@ -1,17 +1,21 @@
-"""What a million entries cost: packing, merging, opening and ordering them, each in a process of its own.
+"""Measure packing, merging, opening and ordering of a million entries, each in its own process.
 
     python -m benchmarks.million --entries 10000 100000 1000000 --out benchmarks/results/NAME.json
 
-The entries are generated: the record of each has a few bytes, its name, sizes, dates and clusters are like the PDB's.
-So all figures are of what grows with the number of entries: results of jobs, the report, the index, the order.
+The entries are generated. Their records have a few bytes, and their names, sizes, dates and clusters resemble those of
+the PDB. The results therefore cover only what grows with the number of entries: results of jobs, the report, the index
+and the order.
 
-* part: the results of as many jobs are kept (`PartWriter`), as the workers of `warpfold pack` hand them in.
-* merge: the store is made of the part; with the clusters, by equal sequences, and the report.
-* open: by a first process (checks the index), and by 4 more as workers of the loader do; what each holds alone.
-* epoch: the entries of one epoch of "uniform"; weights: those of "paper"; held out: clusters drawn for validation;
-  costs: of making each example.
+* part: `PartWriter` stores the results of the jobs, as it does for the workers of `warpfold pack`.
+* merge: the store is written from the part, with clusters of equal sequences and the report.
+* open: the store is opened by a first process, which checks the index, and by 4 processes like workers of the loader,
+  with the private memory of each.
+* epoch: one epoch of "uniform".
+* weights: those of "paper".
+* held out: clusters are drawn for validation.
+* costs: the predicted cost of each example.
 
-Seconds are of CPU, for other processes may run beside; MB are the peak of the process, or what a step added.
+Times are CPU seconds, because other processes may be running. MB are the peak of the process, or the growth in a step.
 """
 
 import argparse
@@ -41,13 +45,13 @@ LETTERS = "ACDEFGHIKLMNPQRSTVWY"
 
 
 def private() -> float:
-    """Return the MB that this process alone holds."""
+    """Return the private memory of this process, MB."""
     lines = [line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]]
     return sum(int(size) for name, size, _ in lines if name in ("Private_Clean:", "Private_Dirty:", "Swap:")) / 1e3
 
 
 def make_part(folder: Path, entries: int) -> dict[str, float]:
-    """Keep the results of as many jobs."""
+    """Store the results of the jobs."""
     record = pack_record({"aatype": np.zeros(20, np.uint8)}, {"name": "x"})
     draw = random.Random(0)
     kinds = {name: {"files": entries, "bytes": entries, "digest": "0"} for name in ("structures", "alignments")}
@@ -73,14 +77,14 @@ def make_part(folder: Path, entries: int) -> dict[str, float]:
 
 
 def merged(folder: Path) -> dict[str, float]:
-    """Make the store."""
+    """Write the store."""
     report = merge([folder / "part"], folder / "store")
     index = (folder / "store/index.wfi").stat().st_size
     return {"entries": len(report.kept), "index, MB": round(index / 1e6, 1)}
 
 
 def opened(folder: Path) -> dict[str, float]:
-    """Open it here, and in other processes."""
+    """Open the store in this process and in others."""
     before, began, cpu = private(), time.perf_counter(), time.process_time()
     store = Store(folder / "store")
     found = {"wall": time.perf_counter() - began, "checked": time.process_time() - cpu}
@@ -100,7 +104,7 @@ def opened(folder: Path) -> dict[str, float]:
 
 
 def ordered(folder: Path) -> dict[str, float]:
-    """Go through an epoch, weigh, hold out, and predict costs."""
+    """Order an epoch, compute weights, hold out clusters, and predict costs."""
     store = Store(folder / "store")
     source, found = Source(store), {}
     order = Order([source], 0)

@@ -1,8 +1,8 @@
-"""Which collectives of an Evoformer block are waited for while other work is left: a trace of gloo ranks, as a table.
+"""Count the collectives of an Evoformer block that are awaited although other work is available, on gloo ranks.
 
     python -m benchmarks.overlap --out benchmarks/results/NAME.json        (some minutes on two cores)
 
-What counts is defined in tests/parallel/tracing.py; tests/parallel/test_trace.py holds the plans to it.
+tests/parallel/tracing.py defines the count, and tests/parallel/test_trace.py bounds it for each plan.
 """
 
 import argparse
@@ -35,7 +35,7 @@ CASES: list[tuple[Plan, Order, bool]] = [  # plan, order of the layers, whether 
 
 @contextmanager
 def awaited_at_once() -> Iterator[None]:
-    """Wait for every collective where it begins, forward and backward, within the context."""
+    """Wait for every collective immediately, forward and backward, within the context."""
     begin, reserved = collectives._begin, collectives._reserved
     collectives._begin, collectives._reserved = at_once(begin), InReverse()
     try:
@@ -45,7 +45,7 @@ def awaited_at_once() -> Iterator[None]:
 
 
 def measure(plan: Plan, outer: Order, blocking: bool) -> dict[str, object]:
-    """Count the collectives of `BLOCKS` blocks on all ranks of a plan, and those awaited while work was left."""
+    """Count the collectives of `BLOCKS` blocks on all ranks of a plan, and those awaited while work was available."""
 
     def on_a_rank() -> list[tuple[str, str, list[str]]]:
         if not blocking:

@@ -1,13 +1,13 @@
-"""Is the plan that is chosen as good as the best?  Trainings on 2 and 4 ranks over three links, every plan for real.
+"""Compare the chosen plan with the fastest one, for trainings on 2 and 4 ranks over three links.
 
     sudo python benchmarks/plans.py --out benchmarks/results/plans-NAME.json       (some 20 minutes on two cores)
     sudo python benchmarks/plans.py --minutes 1 --ranks 2 --links slow              (two ranks, one link)
 
-Two nodes are network namespaces (link.py); where these are not permitted, the reason is printed and the ranks speak
-over loopback.  The ranks of each case measure their links and rates themselves, as a run does when it begins, and
-choose.  Then every plan takes steps of a small AlphaFold2, in turns, and the best of them once more with the chosen
-one; what counts is the median over its steps of the slowest rank's time.  Recomputation is left out: nothing has to be
-saved here, and it would only be slower.
+The two nodes are network namespaces (link.py). Where namespaces are not permitted, the script prints the reason and
+uses loopback. The ranks measure their links and rates and choose a plan, as at the start of a run. Then all plans train
+a small AlphaFold2, alternately, and the fastest plan is compared with the chosen one again. The time of a plan is the
+median over its steps of the slowest rank's time. Plans with recomputation are not tried, because memory is not scarce
+here.
 """
 
 import argparse
@@ -53,7 +53,7 @@ FINAL = 3  # plans that run once more against the one that was chosen
 
 @dataclass(frozen=True)
 class Setting:
-    """A training: so many examples of a step for each rank, or one for all; how gradients are clipped; which halves."""
+    """A training: the number of examples per step, the clipping of gradients, and the branches."""
 
     name: str
     each: int
@@ -61,7 +61,7 @@ class Setting:
     outer: Literal["middle", "first"] = "middle"
 
     def job(self, ranks: int) -> Job:
-        """Return what is trained on so many ranks; the sizes are those of `tiny`."""
+        """Build the training on this number of ranks, with the sizes of `tiny`."""
         changes = [f"optim.accumulate={self.each * ranks or 1}", f"optim.clip={self.clip}",
                    f"model.evoformer.outer={self.outer}"]  # fmt: skip
         given = load_settings("tiny", changes)
@@ -72,7 +72,7 @@ SETTINGS = [Setting("one example", 0, outer="first"), Setting("an example each",
 
 
 class Trained:
-    """A model that takes steps as a plan says."""
+    """A model that trains under a plan."""
 
     def __init__(self, job: Job, plan: Plan, mesh: Mesh, batch: Batch, per_node: int) -> None:
         assert job.optim is not None
@@ -83,7 +83,7 @@ class Trained:
         self.optimizer = Optimizer(self.model, job.optim, mesh, sync, per_node, batch=plan.batch)
 
     def step(self) -> None:
-        """Take a step: each pass has the same example."""
+        """Run a training step, with the same example in each pass."""
         assert self.job.loss is not None
         for example in range(self.optimizer.share // self.plan.batch):
             self.model.noise.seed(example)
@@ -94,7 +94,7 @@ class Trained:
 
 
 def case(setting: Setting, team: Team, seconds: float) -> dict[str, Any]:
-    """Choose a plan for a setting, run all of them, and say how far from the best the chosen one is."""
+    """Choose a plan for a setting, run all plans, and compare the chosen one with the fastest."""
     ranks, job = team.process.ranks, setting.job(team.process.ranks)
     begin = time.perf_counter()
     cluster = measure_cluster(team, "cpu")
@@ -136,10 +136,10 @@ def case(setting: Setting, team: Team, seconds: float) -> dict[str, Any]:
 
 
 def run_in_turns(steps: Mapping[Plan, Callable[[], None]], seconds: float, rounds: int = ROUNDS) -> dict[Plan, float]:
-    """Return the median seconds of each plan's steps; in turns until the time is up, two of each at least.
+    """Measure the median seconds of each plan's steps, alternately until the time is up, with at least two steps each.
 
-    A step counts as long as the slowest rank's.  A plan that is hopeless has but its first.  rounds: at most, after one
-    that warms up.
+    The time of a step is that of the slowest rank. Plans that are far too slow run only one step.
+    rounds: the maximum number of rounds, after a warm-up.
     """
     spent: dict[Plan, list[float]] = {plan: [] for plan in steps}
     end, left = time.perf_counter() + seconds, list(steps)
@@ -160,7 +160,7 @@ def run_in_turns(steps: Mapping[Plan, Callable[[], None]], seconds: float, round
 
 
 def cases(ranks: int, seconds: float) -> Iterator[dict[str, Any]]:
-    """Yield what is found of each setting, on ranks that are on two nodes."""
+    """Yield the results of each setting, on ranks of two nodes."""
     team = Team(ProcessInfo(dist.get_rank(), ranks, ranks_per_node=ranks // 2), make_mesh(data=ranks))
     for setting in SETTINGS:
         yield case(setting, team, seconds)

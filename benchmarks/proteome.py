@@ -1,10 +1,10 @@
-"""A small proteome of generated sequences through `predict`: seconds against length, what waited, memory.
+"""Run `predict` on a small proteome of generated sequences: seconds against length, waiting times, memory.
 
     python -m benchmarks.proteome OUT [--proteins 1000] [--workers 2] [--figures benchmarks/results/NAME.json]
 
 Lengths are lognormal (median 100 residues), cut to 30 to 400; sequences are random, so alignments are their own row.
-The model is settings/tiny.toml, smaller yet (`SMALLER`), with random weights: the loop is measured.  The command is
-`warpfold predict`'s function; OUT/predictions/report.html has the picture.  Killed, the same command continues.
+The model is a smaller version (`SMALLER`) of settings/tiny.toml with random weights, because the loop is measured and
+not the model. OUT/predictions/report.html has the figure. The same command continues a killed run.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def write_inputs(folder: Path, proteins: int) -> tuple[Path, Path]:
 
 
 class Told:
-    """Notes when each prediction was done, and this process's memory then."""
+    """Records the time of each prediction and the memory of this process at that time."""
 
     def __init__(self) -> None:
         self.start, self.rows, self.lock = time.perf_counter(), list[tuple[float, int, float]](), threading.Lock()

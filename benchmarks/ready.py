@@ -1,11 +1,10 @@
-"""Time `warpfold.Ready` and torch's DataLoader: whole epochs of each in turn, in one process.
+"""Compare `warpfold.Ready` with torch's DataLoader by timing whole epochs alternately in one process.
 
-Each has the same number of processes, batches ahead, batches, and persistent processes; DataLoader starts its own as
-it does by default.  DataLoader is timed twice: as most people use it, an iteration for each epoch; and at its best, one
-iteration over an endless batch sampler, and batches in the order in which they are ready (`in_order=False`), without
-the reordering and its log that Ready has.  Each takes three epochs at a time, of which the first begins with nothing
-made, but for the endless DataLoader.  The script prints the time of each DataLoader over that of Ready, pair by pair:
-median and quartiles.
+Both have the same batches, the same number of prefetched batches and equally many persistent processes. DataLoader is
+timed in two ways: with one iteration per epoch, as most people use it, and at its best, with one iteration over an
+endless batch sampler and `in_order=False`. The latter lacks the bounded reordering of Ready and its log. Each loader
+runs three epochs at a time. The first epoch starts without prefetched batches, except with the endless sampler. The
+script prints the ratio of the times of each DataLoader and Ready: median and quartiles over pairs.
 
     python -m benchmarks.ready --out benchmarks/results/ready-NAME.json       (two minutes on two cores)
 """
@@ -30,7 +29,7 @@ AHEAD = 4
 
 
 class Numbers(Dataset):
-    """Examples that cost nothing: what is timed is the loader itself."""
+    """Examples without cost, which time the loader itself."""
 
     def __len__(self) -> int:
         return 1024
@@ -40,7 +39,7 @@ class Numbers(Dataset):
 
 
 class Pictures(Dataset):
-    """Pictures of 3 x 224 x 224, 0.6 MB each: what is timed is how they travel."""
+    """Pictures of 3 x 224 x 224, 0.6 MB each, which time the transfer between processes."""
 
     def __init__(self) -> None:
         self.picture = torch.rand(3, 224, 224)
@@ -87,7 +86,7 @@ def step(weight: torch.Tensor, times: int) -> None:
 
 
 def epochs(loader: Any, length: int, weight: torch.Tensor, times: int) -> float:
-    """Return the seconds of three epochs.  loader: an iterator, if it is the endless one."""
+    """Measure the seconds of three epochs. loader: an iterator for the endless sampler."""
     if isinstance(loader, warpfold.Ready):
         loader.load_state_dict(loader.state_dict())  # what was made ahead while the other one was timed is dropped
     time.sleep(0.1)

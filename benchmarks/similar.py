@@ -1,12 +1,13 @@
-"""How clusters of sequences grow with their number: those made here, and those of MMseqs2.
+"""Time the clustering of sequences against their number, by WarpFold and by MMseqs2.
 
     python -m benchmarks.similar --here 1000 4000 16000 --mmseqs 4000 16000 64000 --out benchmarks/results/NAME.json
 
-The sequences are generated: families of sizes by a power law, lengths as of proteins (log-normal, 30 to 1,500), and
-members with 45 to 98 % of their ancestor's residues, half of them with a gap.  Seconds are of CPU, of one process here
-and of all of MMseqs2's; each figure is of a process of its own.
+The sequences are generated: the sizes of families follow a power law, the lengths are log-normal (30 to 1,500), and
+members have 45 to 98 % of their ancestor's residues, half of them with a gap. Times are CPU seconds, of one process for
+WarpFold and of all processes for MMseqs2. Each measurement has its own process.
 
-* members: sequences that join another one.  alike: of 400 of these, the share that `pairwise.similar` accepts.
+* members: the number of sequences that join another one.
+* alike: the share of 400 of these that `pairwise.similar` accepts.
 """
 
 import argparse
@@ -28,7 +29,7 @@ LETTERS = np.frombuffer(b"ARNDCQEGHILKMFPSTWYV", np.uint8)
 
 
 def generated(count: int) -> list[str]:
-    """Return so many sequences."""
+    """Generate a number of sequences."""
     rng = np.random.default_rng(0)
     found: list[str] = []
     while len(found) < count:
@@ -45,7 +46,7 @@ def generated(count: int) -> list[str]:
 
 
 def measured(by: str, count: int) -> dict[str, float | str]:
-    """Cluster so many sequences, "here" or by "mmseqs"."""
+    """Cluster a number of sequences by WarpFold ("here") or by MMseqs2 ("mmseqs")."""
     clusters.MOST_HERE = sys.maxsize if by == "here" else 0
     sequences = generated(count)
     before = _cpu()

@@ -5,8 +5,8 @@
 The processes are on emulated nodes, which are network namespaces (link.py); four processes are on two nodes.  All
 processes measure the rates of operations at the same time, between the steps, and links are measured as a run measures
 them.  The time of a step is that of the slowest rank.  Rates are medians, so the median of the steps is compared; the
-shortest step is noted, too.  The machine must be quiet and have a core for each process.  Otherwise the processes wait
-for each other, which no estimate knows.
+shortest step is recorded as well. The machine must be idle and have a core for each process. Otherwise the processes
+wait for each other, which the estimates do not include.
 """
 
 import argparse
@@ -49,7 +49,7 @@ PLANS = [Plan(), Plan(data=2), Plan(axial=2), Plan(data=4), Plan(data=2, axial=2
 
 
 def the_job(residues: int, blocks: int) -> Job:
-    """Return what is trained: a monomer's model of true widths and few blocks, one pass."""
+    """Build the training: a monomer of the true width with few blocks and one pass."""
     given = load_settings("monomer")
     job = training_job(given, given.config())
     sizes = ExampleSizes(residues=residues, sequences=residues // 2, extra=residues, templates=1)
@@ -57,7 +57,7 @@ def the_job(residues: int, blocks: int) -> Job:
 
 
 def timed_steps(job: Job, plan: Plan) -> Iterator[float]:
-    """Yield the seconds of one step after another, of the slowest rank each time; the first one warms up."""
+    """Yield the seconds of consecutive steps of the slowest rank. The first step is a warm-up."""
     keep_memory()
     mesh = make_mesh(plan.data, plan.axial, plan.branch)
     torch.manual_seed(0)

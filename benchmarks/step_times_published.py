@@ -2,10 +2,10 @@
 
     python -m benchmarks.step_times_published --out benchmarks/results/step-times-published-DATE.json  (some 10 minutes)
 
-The estimates replay our recorded schedules, as the planner does.  What a code base does differently is switched on:
-it waits for a message where the message begins, gathers whole factors, recomputes nothing, or replays graphs.  Two
-numbers are fitted to each code base, the shares of the data sheet's roofline that its operations reach forward and
-backward on one device or on a few.  The rows that were fitted say so.  `SOURCES` names the origin of each figure.
+The estimates replay our recorded schedules, as the planner does, with switches for the differences of a code base: it
+waits for messages immediately, gathers whole factors, recomputes nothing, or replays graphs. Two numbers are fitted to
+each code base: the shares of the data sheet's roofline that its operations reach forward and backward on one or a few
+devices. Fitted rows are marked. `SOURCES` names the origin of each figure.
 """
 
 import argparse
@@ -48,7 +48,7 @@ class Peer(Pace):
     backward: float = 0.1
 
     def seconds(self, entry: Operation) -> float:
-        """Return what an operation takes in their hands."""
+        """Estimate the seconds of an operation in this code base."""
         share = self.backward if entry.which == "backward" else self.forward
         return self.kernel * entry.launches + self.rates.tops[entry.dtype].limit(entry.cost) / share
 
@@ -82,7 +82,7 @@ class Row:
 
 
 def job_of(settings: str, sequences: int | None = None, blocks: int | None = None, **changes: Any) -> Job:
-    """Return the training of a preset, with other sizes or fewer blocks."""
+    """Build the training of a preset with other sizes or fewer blocks."""
     given = load_settings(settings)
     job = training_job(given, given.config())
     sizes = replace(job.sizes, **({} if sequences is None else {"sequences": sequences}))
@@ -97,14 +97,14 @@ def schedule(job: Job, plan: Plan, branch: int = 0) -> RecordedStep:
 
 
 def step(job: Job, plan: Plan, pace: Pace, passes: Sequence[int] = PASSES) -> float:
-    """Return the seconds of a step in the mean over passes without gradient."""
+    """Estimate the mean seconds of a step over the number of passes without gradient."""
     halves = [schedule(job, plan, branch) for branch in range(plan.branch)]
     times = [replay_longest(halves, n, plan, pace).seconds for n in passes]
     return sum(times) / len(times)
 
 
 def block(sequences: int, residues: int, pace: Pace) -> tuple[float, float]:
-    """Return what one more block takes forward and backward, nothing recomputed, on one device; seconds."""
+    """Estimate the seconds of an additional block, forward and backward, on one device without recomputation."""
     plan, small = Plan(precision="bf16"), shortened(ModelConfig(), 1)
     base = job_of("monomer")
     sizes = ExampleSizes(residues=residues, sequences=sequences, extra=8, templates=1)
@@ -118,14 +118,14 @@ def block(sequences: int, residues: int, pace: Pace) -> tuple[float, float]:
 
 
 def fitted(measured: float, estimated: Callable[[float], float]) -> float:
-    """Return the share of the roofline at which something has its measured value: it is linear in 1 / share."""
+    """Compute the share of the roofline that reproduces a measured value, which is linear in 1 / share."""
     low, high = estimated(0.1), estimated(1.0)
     slope = (low - high) / 9
     return slope / (measured - high + slope)
 
 
 def cluster_of(device: str, ranks: int, per_node: int, within: str, link: str) -> Cluster:
-    """Return a cluster from vendor specifications."""
+    """Build a cluster from vendor specifications."""
     per_node = min(ranks, per_node)
     return Cluster(ranks=ranks, per_node=per_node, within=LINKS[within], between=network(link, per_node), device=device)
 
@@ -133,12 +133,12 @@ def cluster_of(device: str, ranks: int, per_node: int, within: str, link: str) -
 def peer(
     device: str, ranks: int = 1, per_node: int = 4, within: str = "NVLink 3", link: str = "ib200", **more: Any
 ) -> Peer:
-    """Return a code base that is not fitted yet, on a cluster."""
+    """Build an unfitted code base on a cluster."""
     return Peer(rates=of_gpu(device), cluster=cluster_of(device, ranks, per_node, within, link), **more)
 
 
 def by_its_block(measured: tuple[float, float], sequences: int, residues: int, **more: Any) -> Peer:
-    """Return a code base fitted to what a block takes on an A100, forward and backward, in ms."""
+    """Build a code base fitted to the times of a block on an A100, forward and backward, ms."""
     bare = peer("A100", **more)
     forward = fitted(measured[0] / 1e3, lambda x: block(sequences, residues, replace(bare, forward=x))[0])
     backward = fitted(measured[1] / 1e3, lambda x: block(sequences, residues, replace(bare, backward=x))[1])
@@ -146,7 +146,7 @@ def by_its_block(measured: tuple[float, float], sequences: int, residues: int, *
 
 
 def fastfold() -> list[Row]:
-    """Return blocks of three sizes, and steps on 256 and 512 devices: axial and data scaling."""
+    """Estimate blocks of three sizes, and steps on 256 and 512 devices: axial and data scaling."""
     # By size (sequences, residues): ms forward and backward.
     known = {(128, 256): (8.514, 15.901), (256, 384): (22.060, 40.641), (128, 512): (32.980, 61.886)}
     code = by_its_block(known[128, 256], 128, 256)
@@ -168,7 +168,7 @@ def fastfold() -> list[Row]:
 
 
 def branches() -> list[Row]:
-    """Return what two branch ranks for each example gain."""
+    """Estimate the gain of two branch ranks for each example."""
     code = by_its_block((8.440, 18.472), 128, 256)
     job = job_of("monomer", outer="last")
     times = []
@@ -183,7 +183,7 @@ def branches() -> list[Row]:
 
 
 def scalefold() -> list[Row]:
-    """Return steps of four, eight and one rank for each example; the share of the roofline is fitted to the first."""
+    """Estimate steps of four, eight and one rank for each example. The first one is fitted."""
     job, kernel = job_of("monomer", sequences=124), KERNEL
     alone = Plan(data=128, recompute="block", precision="bf16")
     cases = [  # graphs hold the step from four ranks on, where nothing is recomputed either
@@ -208,7 +208,7 @@ def scalefold() -> list[Row]:
 
 
 def hfai() -> list[Row]:
-    """Return a step of 128 devices without NVLink, one adapter on each node, and what of it is communication."""
+    """Estimate a step of 128 devices without NVLink and with one adapter per node, and its communication."""
     job, link = replace(job_of("monomer"), recycles=0), "ib200x1"
     one, all_ = (Plan(data=n, recompute="block") for n in (1, 128))
     bare = peer("A100", 1, 8, "PCIe 4", link)
@@ -235,7 +235,7 @@ def _phases(job: Job, plan: Plan, pace: Pace, *phases: str) -> float:
 
 
 def aiak() -> list[Row]:
-    """Return what hierarchical sums gain; what is computed beside is fitted to the first."""
+    """Estimate the gain of hierarchical sums. The overlapped computation is fitted to the first row."""
     size, within = 1.0, 20e9  # of the gradients: only its ratio to what is computed counts
 
     def sums(nodes: int, gigabits: int, hierarchical: bool, latency: float = 60e-6) -> float:
@@ -297,7 +297,7 @@ def main() -> None:
 
 
 def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return all rows for a file, and how many predictions are within the bar."""
+    """Collect all rows for a file and count the estimates within the bar."""
     return {
         "what": "published step times and our estimates, modelled from data sheets; nothing was measured here",
         "date": datetime.date.today().isoformat(),

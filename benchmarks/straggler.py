@@ -1,8 +1,8 @@
-"""What slow examples cost a step, what a new epoch costs, and what the loader's processes take.
+"""Measure the cost of slow examples and of new epochs, and the overhead of the loader's processes.
 
     python benchmarks/straggler.py --out benchmarks/results/NAME.json        (some three minutes on two cores)
 
-Eight ranks are simulated: the loader and its 64 processes are real, making an example and computing a step are sleeps.
+Eight ranks are simulated. The loader and its 64 processes are real; the computation of examples and steps is a sleep.
 """
 
 import argparse
@@ -64,7 +64,7 @@ class Sleeper:
 
 
 def straggler(case: Simulation) -> dict[str, Any]:
-    """Return seconds per step without slow examples, with them, and with all examples in order, one run each.
+    """Measure seconds per step without slow examples, with slow examples, and without reordering, one run each.
 
     A step begins when every rank has its example: a barrier.
     """
@@ -86,7 +86,7 @@ def straggler(case: Simulation) -> dict[str, Any]:
 
 
 def epoch_gap(case: Simulation) -> dict[str, Any]:
-    """Return the seconds that an epoch's first step waits: with processes that go on, and with new ones each time."""
+    """Measure the waiting time of an epoch's first step with persistent and with new processes, seconds."""
     case = replace(case, ranks=1, slow_share=0.0, examples=20, steps=100)
     warm = case.workers * case.ahead
     seconds = simulate(case)
@@ -146,7 +146,7 @@ def _loader(case: Simulation, order: Order, rank: int, steps: int) -> Ready:
 
 
 def measure(store: Path | None) -> dict[str, Any]:
-    """Measure everything, and print the figures as they come."""
+    """Measure everything and print the results."""
     found: dict[str, Any] = {}
     if store is not None:
         found["footprint"] = footprint(Store(store), INITIAL)

@@ -1,6 +1,6 @@
-"""What the ranks of a plan send each other in an Evoformer block, counted: one runs on fake ranks, and this listens.
+"""Count the messages of an Evoformer block under a plan, by running one of its ranks on fake ranks.
 
-What `Plan.by_channels` is held to when it chooses how products are cut.
+Tests of `Plan.by_channels`, which chooses how products are sharded, compare its choice with these counts.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficBlock:
-    """An Evoformer block and the size of what runs through it; the defaults are initial training's (Supp. 1.11)."""
+    """An Evoformer block and the size of its input. The defaults are those of initial training (Supp. 1.11)."""
 
     sequences: int = 128
     residues: int = 256
@@ -36,7 +36,7 @@ class TrafficBlock:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives that this rank takes part in, and the bytes that it sends to others in all of them."""
+    """The collectives of this rank, and the bytes that it sends to others in all of them."""
 
     calls: int = 0
     bytes: int = 0
@@ -50,7 +50,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Move:
-    """A tensor that moves, in the passes of one block.  The backward pass of a gather is a reduce-scatter."""
+    """A communicated tensor of a block's passes. The backward pass of a gather is a reduce-scatter."""
 
     name: str  # which tensor of which layer
     kind: Kind  # "all_gather", "all_to_all", "sendrecv" (parallel/collectives.py)
@@ -65,7 +65,7 @@ def total(moves: Iterable[Move], phase: Phase) -> Traffic:
 
 
 def count(plan: Plan, block: TrafficBlock, branch_rank: int = 0) -> list[Move]:
-    """Count what one more block in a stack sends under `plan`, while it runs forward and backward on fake ranks.
+    """Count the messages of an additional block in a stack under `plan`, forward and backward, on fake ranks.
 
     Counts are those of the first axial rank of branch `branch_rank`; no other rank holds more.
     """
@@ -77,7 +77,7 @@ def count(plan: Plan, block: TrafficBlock, branch_rank: int = 0) -> list[Move]:
 
 
 def _count(plan: Plan, block: TrafficBlock, blocks: int, branch_rank: int) -> dict[str, Move]:
-    """Count what a stack of `blocks` blocks sends."""
+    """Count the messages of a stack of `blocks` blocks."""
     events: list[Event] = []
     with fake_ranks(axial=plan.axial, branch=plan.branch, rank=branch_rank) as mesh, watched(events.append):
         config = replace(block.evoformer, blocks=blocks)
@@ -100,11 +100,11 @@ def _count(plan: Plan, block: TrafficBlock, blocks: int, branch_rank: int) -> di
 
 @cache
 def moves(block: TrafficBlock, ranks: int, by_channels: bool) -> list[Move]:
-    """Count what a block sends in bf16 under an axial plan without branches or recomputation."""
+    """Count the messages of a bf16 block under an axial plan without branches or recomputation."""
     return count(Plan(axial=ranks, triangle="channels" if by_channels else "gather", precision="bf16"), block)
 
 
 def seconds(moves: Iterable[Move], link: Link) -> float:
-    """Return how long the two passes of a block wait for its moves if nothing is computed meanwhile."""
+    """Estimate the seconds of communication of a block's two passes without overlap."""
     both = total(moves := list(moves), "forward") + total(moves, "backward")
     return both.calls * link.latency + both.bytes / link.bandwidth

@@ -1,24 +1,24 @@
-"""Disks that are full, read-only or shared, and clocks that jump: what each command leaves, and how it goes on.
+"""Test every command on full, read-only and shared disks and with jumping clocks: its files, errors and continuation.
 
     python -m benchmarks.reliability disk [--work FOLDER] [--only TEXT] [--most N] [--figures F.json]
 
-Of each command, beside an undisturbed run:
+Each command runs undisturbed and under these conditions:
 
-* *size*: in a file system (tmpfs) with room for 0, 1, 2 ... pages, to as many as it needs;
-* *files*: in one with room for 0, 1, 2 ... files and folders;
+* *size*: a file system (tmpfs) with room for 0, 1, 2 ... pages, up to the need of the command.
+* *files*: a file system with room for 0, 1, 2 ... files and folders.
 * *call*: the n-th call that changes the disk (open to write, mkdir, replace, rename, link, truncate, fsync) fails with
-  ENOSPC, for each n; *from*: from the n-th on with EROFS, as where a file system is remounted read-only; *denied*: with
-  EACCES from the first on;
-* *clock*: `time.time` jumps by a day, forth or back, at some call;
+  ENOSPC, for each n.
+* *from*: all calls from the n-th one on fail with EROFS, as after remounting a file system read-only.
+* *denied*: all calls fail with EACCES.
+* *clock*: `time.time` jumps by a day, forwards or backwards, at some call.
 * *two*: a second run of the same command in the same folder.
 
-What must hold: the exit code is 2, or 1 where the system refused what no reader could know; stderr has one line that
-begins with `error:` and no traceback; nothing that has the name of a whole file is anything but the undisturbed run's
-(or, of files that are replaced as the run goes on, of an earlier moment: those are read); and once there is room the
-same command ends as the undisturbed run did.  All n are tried: of some 1,600 cases each takes about as long as the
-command.  `--most`: so many of a kind and a command, evenly chosen.  WORK/disk-COMMAND.jsonl gets a line for each case;
-stopped, the same command goes on with the next one.  Mounting needs root; without, *size* and *files* are left out, and
-the figures say so.
+The exit code must be 2, or 1 for system errors that do not concern the input. stderr must have one line that begins
+with `error:` and no traceback. Every file with a final name must equal that of the undisturbed run, or that of an
+earlier moment for files that are replaced during the run. As soon as there is room, the same command must end as the
+undisturbed run did. There are some 1,600 cases, and each takes about as long as the command. `--most` limits the cases
+of a kind and command. WORK/disk-COMMAND.jsonl has a line for each case. The same command continues a stopped series.
+Mounting needs root. Without it, *size* and *files* are left out, and the results say so.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def make_commands(work: Path) -> list[Scenario]:
 
 
 def half_written(scenario: Scenario, out: Path, reference: dict[str, bytes]) -> list[str]:
-    """Say what has the name of a whole file and is none."""
+    """List the files that have a final name but are incomplete."""
     found = []
     if scenario.name == "train":
         for step in (folders := StepFolders(out / "checkpoints")).steps():
@@ -148,9 +148,9 @@ def unmount(place: Path) -> None:
 
 
 def failing(number: int, code: int, onwards: bool, place: Path, counted: Path | None = None) -> Patch:
-    """Let the `number`-th call that changes the disk below `place` fail, or all from it on.
+    """Make the `number`-th call that changes the disk below `place` fail, or all calls from that one on.
 
-    counted: gets the number of such calls, when the process ends.
+    counted: the file for the number of such calls, written at the end of the process.
     """
 
     def patch() -> None:
@@ -235,7 +235,7 @@ def run(scenario: Scenario, out: Path, said: Path, patch: Patch | None = None) -
 
 
 def complaint(said: Path, code: int) -> list[str]:
-    """Say what is wrong with how a command complained."""
+    """List the faults of a command's error output."""
     text = said.read_text(errors="replace")
     lines = [line for line in text.splitlines() if line.startswith("error:")]
     if "Traceback" in text:

@@ -12,9 +12,9 @@ import torch
 
 
 def keep(command: str, doc: str, arguments: Sequence[str], found: Mapping[str, Any], to: Path | None) -> None:
-    """Print what a command found, with how and where, and write it into a file, if there is to be one.
+    """Print the results of a command with its arguments and the machine, and write them to a file if requested.
 
-    doc: of the runner, whose first line says what it is about.
+    doc: the docstring of the runner. Its first line is the title.
     """
     figures = {
         "what": doc.splitlines()[0],

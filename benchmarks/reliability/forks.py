@@ -1,7 +1,7 @@
-"""Tests in forks of a process that has imported torch, so that a run of some tests begins within a second or two.
+"""Run tests in forks of a process that has imported torch, so that a few tests start within one or two seconds.
 
-They run in a copy of the checkout, and see nothing of the checkout itself: what is changed there, processes that a test
-starts see, too.  A second process does the same where Triton interprets its kernels.
+The tests run in a copy of the checkout and import nothing from the checkout itself, so processes that they start see
+the changes of the copy. A second process runs the tests in which Triton interprets kernels.
 """
 
 import ctypes
@@ -22,33 +22,42 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-INTERPRETED = "tests/ops/triton/interpreted/"  # tests in which Triton interprets its kernels
-BETWEEN = 900.0  # seconds that collecting tests, or what lies between two, may take
-PATIENCE = 20.0  # seconds that a test may take beside six times what it took before
-MEMORY = 12 << 30  # bytes that a process may have of its own: a fault may ask for everything
+# Tests in which Triton interprets its kernels.
+INTERPRETED = "tests/ops/triton/interpreted/"
+# Time limit for collecting tests, and between two tests, in seconds.
+BETWEEN = 900.0
+# A test is stopped after six times its normal duration and this many seconds.
+PATIENCE = 20.0
+# Memory limit of a process in bytes, because a fault may allocate everything.
+MEMORY = 12 << 30
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",
     "GOMP_SPINCOUNT": "10000",
     "MKL_NUM_THREADS": "1",
 }
-LOADED = ("hypothesis", "numpy", "torch", "torch._dynamo")  # before tests are forked
-PROBES = "mutation_probes"  # module of the copy in which statements say that they ran
+# Modules that are imported before forking.
+LOADED = ("hypothesis", "numpy", "torch", "torch._dynamo")
+# The module of the copy in which probes record executed statements.
+PROBES = "mutation_probes"
 
 
 @dataclass
 class Ran:
-    """What became of tests, in the order in which they ran: outcome ("passed", "failed", "skipped") and seconds."""
+    """The outcomes ("passed", "failed", "skipped") and seconds of tests, in the order of their execution."""
 
     tests: dict[str, tuple[str, float]] = field(default_factory=dict)
-    hits: dict[str, list[int]] = field(default_factory=dict)  # which probes each test passed
-    failed: str = ""  # the first test that failed, or at which time was up
-    how: str = ""  # "failed", "time", "collection", "died"
+    # The probes that each test executed.
+    hits: dict[str, list[int]] = field(default_factory=dict)
+    # The first test that failed or exceeded its time limit.
+    failed: str = ""
+    # "failed", "time", "collection" or "died".
+    how: str = ""
     seconds: float = 0.0
 
 
 def make_copy(folder: Path) -> Path:
-    """Copy what git knows of the checkout to folder/checkout, with ../shared beside it."""
+    """Copy the files that git tracks to folder/checkout, and link ../shared."""
     copy = folder / "checkout"
     shutil.rmtree(copy, ignore_errors=True)
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -63,7 +72,7 @@ def make_copy(folder: Path) -> Path:
 
 
 class Forks:
-    """Runs tests of a copy of the checkout, each list of them in a fork of its own."""
+    """Runs tests of a copy of the checkout, each list of tests in its own fork."""
 
     def __init__(self, copy: Path, interpreted: bool = False) -> None:
         self.copy = copy
@@ -81,9 +90,10 @@ class Forks:
         self._jobs, self._answers = os.fdopen(ours[1], "w"), os.fdopen(theirs[0])
 
     def run(self, tests: Sequence[str], known: dict[str, float] | None = None, first: bool = True) -> Ran:
-        """Run tests in this order; first: to the first failure.
+        """Run tests in this order.
 
-        known: the seconds that each took before: one that takes several times as long is ended.
+        first: stop at the first failure.
+        known: the normal durations in seconds. Tests that take several times as long are stopped.
         """
         job = {"tests": list(tests), "known": known or {}, "first": first}
         self._jobs.write(json.dumps(job) + "\n")
@@ -97,7 +107,7 @@ class Forks:
 
 
 class _Server:
-    """The process that is forked."""
+    """The process from which tests are forked."""
 
     def __init__(self, copy: Path, interpreted: bool) -> None:
         self.copy = copy
@@ -115,7 +125,7 @@ class _Server:
             importlib.import_module(name)
 
     def serve(self, jobs: Any, answers: Any) -> None:
-        """Answer jobs until there are no more."""
+        """Run jobs until the pipe is closed."""
         for line in jobs:
             answers.write(json.dumps(self._run(json.loads(line)).__dict__) + "\n")
             answers.flush()
@@ -163,7 +173,7 @@ class _Server:
 
 
 def _end_children() -> None:
-    """Kill all processes that come from this one, whoever started them."""
+    """Kill all descendants of this process."""
     while True:
         parents = {}
         for path in Path("/proc").glob("[0-9]*/stat"):
@@ -192,7 +202,7 @@ def _end_children() -> None:
 
 
 def _child(job: dict[str, Any], copy: Path, ours: int) -> None:
-    """Run the tests of a job in this process, and say each."""
+    """Run the tests of a job in this process and report each of them."""
     import resource
 
     os.setsid()
@@ -215,7 +225,7 @@ def _child(job: dict[str, Any], copy: Path, ours: int) -> None:
 
 
 class _Follower:
-    """A plugin of pytest: puts the tests into our order, and says when each begins and ends."""
+    """A pytest plugin that orders the tests and reports the beginning and end of each."""
 
     def __init__(self, job: dict[str, Any], pipe: int) -> None:
         self._order = {test: place for place, test in enumerate(job["tests"])}

@@ -1,13 +1,13 @@
-"""`kill -9` at random moments: every command that continues, killed again and again, beside a run that was not.
+"""Kill every command that can continue with `kill -9` at random moments, and compare it with an undisturbed run.
 
     python -m benchmarks.reliability kills [--kills 1000] [--seed 0] [--work FOLDER] [--figures F.json] [--only TEXT]
 
-A cycle draws a command, kills it one to three times, each at a moment that is uniform over the length of the
-undisturbed run, continues it by the same command, and compares what it leaves with what the undisturbed run left: to
-the bit where that is promised (docs/explanation/exactness.md), else to rounding.  All processes of a run
-die at once.  A run begins in a fork of a process that has imported what it needs: that is all it lacks of a shell's.
-WORK/kills-SEED.jsonl gets a line for each kill and each cycle; stopped, the same command goes on with the next cycle.
-What differs is kept in WORK/cycle-N.
+A cycle draws a command and kills it one to three times, each time at a uniformly random moment of the undisturbed run.
+It continues the run by the same command and compares the resulting files with those of the undisturbed run, bit for bit
+where that is promised (docs/explanation/exactness.md) and to rounding otherwise. All processes of a run are killed at
+once. Runs start in forks of a process that has imported their modules. Otherwise they are like those of a shell.
+WORK/kills-SEED.jsonl has a line for each kill and each cycle. The same command continues a stopped series. Files that
+differ are kept in WORK/cycle-N.
 """
 
 import argparse
@@ -181,7 +181,7 @@ def names_in(folder: Path) -> set[str]:
 
 
 def free_port() -> int:
-    """Find a port that nobody uses now."""
+    """Find an unused port."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
@@ -249,7 +249,7 @@ def kill_session(leader: int) -> int:
 
 
 class Killer:
-    """Runs cycles, and writes down what it did.  lengths: seconds of undisturbed runs, by scenario."""
+    """Runs cycles and logs them. lengths: seconds of the undisturbed runs, by scenario."""
 
     def __init__(self, scenarios: Sequence[Scenario], work: Path, seed: int) -> None:
         self.scenarios, self.work, self.seed = scenarios, work, seed
@@ -258,7 +258,7 @@ class Killer:
         self.reference: dict[str, Compared] = {}
 
     def undisturbed(self, scenario: Scenario) -> None:
-        """Run a command twice without a kill: what it gives, how long it takes, and that it gives that again."""
+        """Run a command twice without a kill, record its files and its duration, and check that it is reproducible."""
         if scenario.name in self.reference:
             return
         found, spent = [], []
@@ -334,7 +334,7 @@ class Killer:
             file.write(json.dumps(row) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
-        """Read what was written."""
+        """Read the rows of the log."""
         text = self.log.read_text() if self.log.exists() else ""
         return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
@@ -343,7 +343,7 @@ class Killer:
 
 
 def write_more(work: Path) -> Path:
-    """Write what kills need beside the small files: more proteins, a database in which a search takes a while."""
+    """Write further inputs for kills: more proteins, and a database that takes a while to search."""
     small, more = write_small(work / "small"), work / "more"
     if not (more / "done").exists():
         shutil.rmtree(more, ignore_errors=True)

@@ -340,7 +340,7 @@ class _Finder:
 
 
 def called(node: ast.Call) -> str:
-    """Return the last part of the name of what is called."""
+    """Return the last component of the called function's name."""
     function = node.func
     return (
         function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
@@ -376,9 +376,9 @@ def room_files(package: Path, room: str) -> list[Path]:
 
 
 def draw(package: Path, counts: dict[str, int], seed: int) -> list[Mutant]:
-    """Draw so many faults of each room: of the kinds in turn, as far as there are some, one for a line at most.
+    """Draw a number of faults from each folder, from all kinds in equal numbers where possible, at most one per line.
 
-    They come in an order in which every room has its share of any first part.
+    The order distributes the folders evenly, so any prefix has a share of each folder.
     """
     drawn: list[tuple[float, Mutant]] = []
     for room, count in counts.items():

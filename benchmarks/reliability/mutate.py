@@ -164,7 +164,7 @@ class Planter:
         return self._forks[interpreted].run(tests, seconds, first)
 
     def _run_planted(self, mutant: Mutant, tests: list[str], first: bool = True) -> Ran:
-        """Run tests beside a fault."""
+        """Run tests with a planted fault."""
         path = self.copy / "warpfold" / mutant.path
         self._planted += 1
         bring_back = replace_file(path, mutant.applied(path.read_text(encoding="utf-8")), self._planted)
@@ -204,7 +204,7 @@ class Planter:
         return found
 
     def plant(self, mutant: Mutant) -> dict[str, Any]:
-        """Plant a fault, run its tests, and return what came of it: what `asdict` says of it, and more."""
+        """Plant a fault, run its tests, and return the result: the fields of the fault, the outcome and the killer."""
         begun, ran_tests, tests = time.monotonic(), list[str](), self.tests(mutant)
         tests.sort(key=lambda test: self._price(test, mutant))
         whole = itertools.accumulate(self.covered.tests[test]["seconds"] for test in tests)
@@ -246,7 +246,7 @@ def by_process(tests: Iterable[str]) -> list[list[str]]:
 def replace_file(path: Path, text: str, moment: int) -> Callable[[], object]:
     """Write another text to a file; return what brings back the old one.
 
-    moment: its time of change, by which Python knows what it has compiled: each text of a file has another.
+    moment: the modification time, from which Python detects stale bytecode. Every text of a file needs a new one.
     """
     kept = path.with_suffix(".kept")
     path.rename(kept)
@@ -319,7 +319,7 @@ def report(header: dict[str, Any], results: dict[str, dict[str, Any]]) -> None:
 
 
 def idle(results: dict[str, dict[str, Any]], covered: Covered) -> dict[str, int]:
-    """Find tests of a second or more that ran beside faults and found none: how many faults each met, by name."""
+    """Find tests of at least a second that found none of the faults they ran with: test -> number of faults."""
     runs: Counter[str] = Counter(test for one in results.values() for test in one.get("tests", ()))
     found = {one["killer"] for one in results.values()}
     names = [name for name in runs if name not in found and covered.tests.get(name, {"seconds": 0})["seconds"] >= 1]
