@@ -1,7 +1,7 @@
 """Translate the official configuration of a module or model into WarpFold's settings.
 
-Only what decides a result is translated.  What WarpFold fixes, because it is the same in every published model, must
-have that value: another one is a UserError, a missing key a KeyError.
+Only settings that affect results are translated. Settings that WarpFold fixes, because they are the same in every
+published model, must have the fixed value. Other values raise UserError, missing keys KeyError.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from warpfold.model.weights.deepmind import config_from_deepmind
 Official = dict[str, Any]
 POSITION_SCALE = 10.0  # angstrom to the unit of the structure module, in the monomer
 
-# What WarpFold fixes in whole models, by its path in the official configuration.
+# The settings that WarpFold fixes in whole models, by their paths in the official configuration.
 FIXED: dict[str, Any] = {
     "embeddings_and_evoformer.recycle_features": True,
     "embeddings_and_evoformer.recycle_pos": True,
@@ -65,12 +65,12 @@ def pair_config(official: Official, template: bool = False) -> PairConfig:
 
 
 def head_width(attention: Official) -> int | None:
-    """Return a head's channels where the configuration has them; None: the input's channels over the heads."""
+    """Return the channels of a head, or None for the input's channels divided by the heads."""
     return attention["key_dim"] // attention["num_head"] if "key_dim" in attention else None
 
 
 def evoformer_config(official: Official, blocks: int = 1) -> EvoformerConfig:
-    """Translate `evoformer`, which serves the extra MSA stack too."""
+    """Translate `evoformer`, which also describes the extra MSA stack."""
     row, column = official["msa_row_attention_with_pair_bias"], official["msa_column_attention"]
     if row["num_head"] != column["num_head"]:
         raise UserError(
@@ -89,7 +89,7 @@ def evoformer_config(official: Official, blocks: int = 1) -> EvoformerConfig:
 
 
 def template_config(official: Official) -> TemplateConfig:
-    """Translate `embeddings_and_evoformer.template`, Multimer's where it has `num_channels`."""
+    """Translate `embeddings_and_evoformer.template`, which is Multimer's if it has `num_channels`."""
     attention = official["attention"]
     bins = {"min_bin": 3.25, "max_bin": 50.75, "num_bins": DISTANCE_BINS}
     require(official, {"dgram_features": bins, "attention.gating": False})
@@ -113,7 +113,7 @@ def template_config(official: Official) -> TemplateConfig:
 
 
 def template_stack_config(official: Official) -> TemplateConfig:
-    """Translate `template_pair_stack`; what is outside the stack keeps its default."""
+    """Translate `template_pair_stack`. Settings outside the stack keep their defaults."""
     return TemplateConfig(
         c=official["triangle_attention_ending_node"]["value_dim"],
         blocks=official["num_block"],
@@ -131,7 +131,7 @@ def structure_config(official: Official) -> StructureConfig:
         c_hidden=official["num_scalar_qk"],
         qk_points=official["num_point_qk"],
         v_points=official["num_point_v"],
-        scalar_bias="interface_fape" not in official,  # which only Multimer's has
+        scalar_bias="interface_fape" not in official,  # only in Multimer's
         transition_layers=official["num_layer_in_transition"],
         position_scale=official["position_scale"],
         sidechain_c=official["sidechain"]["num_channel"],
@@ -141,7 +141,7 @@ def structure_config(official: Official) -> StructureConfig:
 
 
 def model_config(official: Official, params: Arrays) -> ModelConfig:
-    """Return the settings that a whole model's parameters imply, and those that none shows, without its ensemble."""
+    """Combine the settings that a model's parameters imply with those of its configuration, without its ensemble."""
     require(official, FIXED | (FIXED_MULTIMER if is_multimer(official) else FIXED_MONOMER))
     tolerance, found = official.get("recycle_early_stop_tolerance", -1), config_from_deepmind(params)
     return replace(
@@ -153,12 +153,12 @@ def model_config(official: Official, params: Arrays) -> ModelConfig:
 
 
 def is_multimer(official: Official) -> bool:
-    """Return whether the configuration of a whole model is Multimer's."""
+    """Whether the configuration of a whole model is Multimer's."""
     return bool(official["global_config"].get("multimer_mode"))
 
 
 def loss_config(official: Official) -> LossConfig:
-    """Translate the losses of a whole monomer, from `heads`; a head that is missing has weight 0."""
+    """Translate the losses of a whole monomer from `heads`. A missing head has weight 0."""
     structure, filtered = official["structure_module"], official["experimentally_resolved"]
     return LossConfig(
         structure_module=structure["weight"],

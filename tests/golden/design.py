@@ -1,8 +1,8 @@
-"""Reference cases of design: the gradient of a whole model's outputs by the features that a sequence enters.
+"""Reference cases of design: the gradient of a whole model's outputs with respect to the features of a sequence.
 
-The query is a soft sequence, or the first pass starts from given positions; in a multimer the features may be given, or
-be made in the model of a soft alignment.  The loss is the sum of output * cotangent; its gradient is compared whole and
-by outputs.
+The query is a soft sequence, or the first pass starts from positions of the case. In a multimer the features are part
+of the case, or computed in the model from a soft alignment. The loss is the sum of output * cotangent. Its gradient is
+compared as a whole and for each output.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ from warpfold.model.alphafold import AlphaFold, Recycled
 
 
 def gradient_by_inputs(case: ReferenceCase) -> CaseOutputs:
-    """Run the passes of the case, and go back from each output, and from all, to the features it names."""
+    """Compute the gradients of each output, and of all outputs, with respect to the features that the case names."""
     model = load(AlphaFold(model_config(case.config, case.params)), case, SCOPE).requires_grad_(False)
     leaves = {name: torch.from_numpy(case.inputs[name]).requires_grad_() for name in case.meta["diff_inputs"]}
     multimer = is_multimer(case.config)
@@ -39,7 +39,7 @@ def gradient_by_inputs(case: ReferenceCase) -> CaseOutputs:
 
 
 def _run(case: ReferenceCase, model: AlphaFold, batch: Batch) -> tuple[Tensors, Tensors]:
-    """Return the outputs of the last pass, and the loss that each makes with its cotangent."""
+    """Compute the outputs of the last pass, and the loss of each output with its cotangent."""
     guess = torch.from_numpy(case.inputs["prev_pos"]) if "prev_pos" in case.inputs else None
     recycled, outputs = model.first_recycled(batch, guess), Tensors()
     for index in range(model.config.recycles):
@@ -58,7 +58,7 @@ def _run(case: ReferenceCase, model: AlphaFold, batch: Batch) -> tuple[Tensors, 
 
 
 def _monomer(case: ReferenceCase, leaves: Tensors) -> tuple[Batch, Tensor]:
-    """Return a monomer's batch of features, which have an axis of passes, and the mask of the last pass's alignment."""
+    """Return a monomer's batch of features with an axis of passes, and the mask of the last pass's alignment."""
     batch: dict[str, Tensor] = {}
     for name, array in case.inputs.items():
         if name not in FEATURES:
@@ -71,9 +71,9 @@ def _monomer(case: ReferenceCase, leaves: Tensors) -> tuple[Batch, Tensor]:
 
 
 def _multimer(case: ReferenceCase, model: AlphaFold, leaves: Tensors) -> tuple[Batch, Tensor]:
-    """Return a multimer's batch and the mask of its clusters: with a soft alignment, or with their features as given.
+    """Return a multimer's batch and the mask of its clusters, from a soft alignment or from the features of the case.
 
-    The latter are what the model is made to find where it would make them.
+    In the second case, `model.sample` is replaced by a function that returns them.
     """
     x = {name: torch.from_numpy(array) for name, array in case.inputs.items()} | leaves
     trunk = case.config["embeddings_and_evoformer"]

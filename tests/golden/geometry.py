@@ -17,11 +17,11 @@ from warpfold.model.losses import backbone_fape, frame_aligned_point_error
 from warpfold.model.violations import CA_ATOM, Code, Violations, find_violations
 
 CA = residue.ATOM_ORDER["CA"]
-CA_CA = 3.80209737096  # angstrom, of a trans peptide: what the bonds and angles between two Ca give
+CA_CA = 3.80209737096  # CA to CA of a trans peptide, angstrom
 
 
 def _expected(case: ReferenceCase, name: str) -> Tensor:
-    """Return an expected output, for the cases that state in it which entries are defined."""
+    """Return an expected output that defines which entries of the others count."""
     return torch.from_numpy(case.expected[f"out/{name}"])
 
 
@@ -52,7 +52,7 @@ def _atom37_to_torsions(case: ReferenceCase, x: Tensors) -> CaseOutputs:
 
 
 def _renamed(x: Tensors, predicted: Tensor) -> Tensors:
-    """Return the ground truth with ambiguous atoms named as they fit the predicted atoms best."""
+    """Return the ground truth in the naming of ambiguous atoms that fits the prediction best."""
     names = ("gt_positions", "gt_exists", "alt_gt_positions", "alt_gt_exists", "atom_is_ambiguous")
     renamed = atoms.rename_ground_truth(predicted, *(x[f"atom14_{name}"] for name in names))
     return {
@@ -143,7 +143,7 @@ def _confidence(case: ReferenceCase, x: Tensors) -> CaseOutputs:
 
 
 def _loss(outputs: Tensors, x: Tensors) -> CaseOutputs:
-    """Return a loss's outputs; of outputs with one value per residue, only the residues in `seq_mask` count."""
+    """Build the outputs of a loss. In outputs per residue, only residues in `seq_mask` count."""
     mask = x["seq_mask"] > 0 if "seq_mask" in x else None
     residues = {} if mask is None else {f"out/{n}": mask for n, y in outputs.items() if y.shape[:1] == mask.shape}
     return CaseOutputs(outputs, valid=residues)
@@ -160,7 +160,7 @@ def _distogram(case: ReferenceCase, x: Tensors) -> CaseOutputs:
 
 
 def true_distances(beta: Tensor) -> Tensor:
-    """Return the distances [N, N] between points [N, 3] as the official distogram head reports them."""
+    """Compute the distances [N, N] between points [N, 3] as the official distogram head reports them."""
     return torch.sqrt(1e-6 + (beta[:, None] - beta[None]).square().sum(-1))
 
 
@@ -222,7 +222,7 @@ def _torsion_angle(case: ReferenceCase, x: Tensors) -> CaseOutputs:
 
 
 def _structure_of_complex(case: ReferenceCase, x: Tensors) -> CaseOutputs:
-    """Compute the structure module's loss with chains: within them, between them, side chains, torsions."""
+    """Compute the structure module's loss of a complex: within chains, between chains, side chains, torsions."""
     aatype, c = x["aatype"], case.config
     config = losses.LossConfig(
         sidechain_fraction=c["sidechain"]["weight_frac"],
@@ -320,9 +320,9 @@ def violation_metrics(
     seq_mask: Tensor,
     asym_id: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Return the share of residues (0 to 1) with each kind of violation, named as in DeepMind's code.
+    """Compute the share of residues (0 to 1) with each kind of violation, by the names of DeepMind's code.
 
-    `violations_extreme_ca_ca_distance` is the share of neighbours whose Ca are 1.5 angstrom too far apart.
+    `violations_extreme_ca_ca_distance` is the share of neighbours whose CA are 1.5 angstrom too far apart.
     """
     chain = torch.zeros_like(residue_index) if asym_id is None else asym_id
     follows = (residue_index.diff() == 1) & (chain.diff() == 0)

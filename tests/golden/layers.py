@@ -40,11 +40,12 @@ from warpfold.model.template import TemplateEmbedder, TemplatePairStack, Templat
 
 # Trunk
 
-Make = Callable[..., AxialUpdate]  # from the official configuration and the channels of what the layer reads
+# Creates a layer from the official configuration and the channels of the tensors that it reads.
+Make = Callable[..., AxialUpdate]
 
 
 def _layer(make: Make, name: str, mask: str, source: str | None = None) -> Compute:
-    """Return how to compute a layer whose reference is its update of the input `name`, reading `source` beside it."""
+    """Return a function that computes the update of the input `name` by a layer that also reads `source`."""
 
     def compute(case: ReferenceCase, x: Tensors) -> CaseOutputs:
         channels = [x[each].shape[-1] for each in (name, source) if each]
@@ -74,7 +75,8 @@ def _outer_product_mean(case: ReferenceCase, x: Tensors) -> CaseOutputs:
     shape = case.expected["out/out"].shape
     layer = load(OuterProductMean(m.shape[-1], shape[-1], case.config["num_outer_channel"]), case)
     update = layer(torch.zeros(shape), mask, m, residual=False)
-    together = torch.einsum("si,sj->ij", mask, mask) > 0  # pairs of columns that a sequence has both of
+    # Pairs of columns that at least one sequence has both of.
+    together = torch.einsum("si,sj->ij", mask, mask) > 0
     valid = {"out/out": together, "grad_in/msa_act": mask > 0}
     return CaseOutputs({"out": update}, layer, valid=valid)
 
@@ -128,7 +130,7 @@ def _template_angle_features(case: ReferenceCase, x: Tensors) -> CaseOutputs:
 
 
 def pairs(mask: Tensor) -> Tensor:
-    """Return where both residues of a pair count: [N] -> [N, N]."""
+    """Return the mask of pairs in which both residues count: [N] -> [N, N]."""
     return (mask[:, None] * mask[None, :]) > 0
 
 
@@ -146,9 +148,9 @@ def _invariant_point_attention(case: ReferenceCase, x: Tensors) -> CaseOutputs:
 
 
 def _fold_iteration(case: ReferenceCase, x: Tensors) -> CaseOutputs:
-    """Compute one layer; `new_affine`, handed to the next layer, has no gradient through rotations, `affine` has.
+    """Compute one layer. `new_affine`, the input of the next layer, has no gradient through rotations; `affine` has.
 
-    Multimer's have frames as matrices, not as quaternions.
+    Multimer's cases have frames as matrices instead of quaternions.
     """
     s, z, mask = x["act"], x["static_feat_2d"], x["sequence_mask"][..., 0]
     c = structure_config(case.config)

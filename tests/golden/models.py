@@ -1,15 +1,16 @@
 """Reference cases of whole models: recycling, ensembling, every head, every loss, gradients of the total.
 
-Some outputs are discrete: the bins that losses aim at, the naming of ambiguous atoms, violations.  A value on an edge
-falls to either side by rounding, and losses and gradients jump (by 1e-3 and less).  Nothing is loosened for that; what
-rounding alone decides is decided as the reference did, so that the rest can be judged strictly:
+Some quantities are discrete: the target bins of losses, the naming of ambiguous atoms, violations. Rounding moves a
+value on an edge to either side, and losses and gradients jump (by at most 1e-3). This does not relax the tolerances.
+Instead, decisions that depend on rounding follow the reference, so that everything else is compared strictly:
 
-* Discrete quantities are computed by our functions on the reference's structure.  Ours is compared with it by itself.
-* A residue's aligned error in its own frame is zero, the edge of the first bin.  In compiled code rounding lifts most
-  of them off zero, and which ones differs even between the reference's loss and its gradient.  For the gradient the
-  choice is read off that of the one layer which the bins touch directly; all other gradients then have to follow.
+* Our functions compute discrete quantities from the reference's structure. Our own structure is compared separately.
+* The aligned error of a residue in its own frame is zero, which is the edge of the first bin. In compiled code rounding
+  makes most of these errors positive, and the affected residues differ even between the reference's loss and its
+  gradient. For the gradient, the residues are inferred from the gradient of the layer that the bins affect directly.
+  All other gradients must then agree.
 
-Either leaves a note beside the result.
+Both add a note to the result.
 """
 
 import itertools
@@ -39,7 +40,7 @@ from warpfold.model.weights.deepmind import PREFIX
 
 SCOPE = PREFIX.rstrip("/")
 PAE_HEAD = f"{SCOPE}/predicted_aligned_error_head/logits"
-BINNED = ("plddt", "predicted_aligned_error")  # losses whose targets are bins of what the structure is like
+BINNED = ("plddt", "predicted_aligned_error")  # losses whose target bins depend on the structure
 ON_EDGE = "on an edge: decided on the reference's structure"
 OWN_ERROR = "own errors of zero, on an edge: decided by the reference's gradient"
 AT_MOST = 200_000  # sets of residues to try
@@ -60,9 +61,9 @@ def whole_model(case: ReferenceCase) -> CaseOutputs:
 
 
 def _whole_multimer(case: ReferenceCase) -> CaseOutputs:
-    """Run a multimer, whose cases have no losses; every pass has the same features.
+    """Run a multimer, whose cases have no losses and the same features in every pass.
 
-    The clusters are the first rows of the alignment, fully masked ones last (the README beside the cases).
+    The clusters are the first rows of the alignment, and fully masked ones come last (see the README of the cases).
     """
     config, trunk = model_config(case.config, case.params), case.config["embeddings_and_evoformer"]
     x = {name: torch.from_numpy(array) for name, array in case.inputs.items()}
@@ -85,9 +86,9 @@ def _whole_multimer(case: ReferenceCase) -> CaseOutputs:
 
 
 def _whole_monomer(case: ReferenceCase) -> CaseOutputs:
-    """Run a monomer on the case's features, for as many passes as they have.
+    """Run a monomer on the case's features, with their number of passes.
 
-    Gradients flow where the case has any; without them nothing is kept for backward.
+    If the case has no gradients, nothing is saved for the backward pass.
     """
     config = model_config(case.config, case.params)
     features = case.inputs
@@ -125,7 +126,7 @@ def _whole_monomer(case: ReferenceCase) -> CaseOutputs:
 
 
 def _own_errors(case: ReferenceCase, model: AlphaFold, output: Output, batch: Batch, total: Tensor) -> Tensor | None:
-    """Return what to add to the total loss for the reference's rounding of own errors; see `own_error_step`."""
+    """Compute the correction of the total loss for the reference's rounding of own errors; see `own_error_step`."""
     share = loss_config(case.config["heads"]).predicted_aligned_error
     if not (total.requires_grad and share and model.pae is not None and output.pae_logits is not None):
         return None
@@ -141,7 +142,7 @@ def _own_errors(case: ReferenceCase, model: AlphaFold, output: Output, batch: Ba
 def _losses(
     case: ReferenceCase, output: Output, steady: Output, batch: Batch, last: int
 ) -> tuple[Tensor, Terms, dict[str, str]]:
-    """Return the total loss, every loss by the official name, and notes.  `steady` decides what bins losses aim at."""
+    """Compute the total loss, all losses by official names, and notes. `steady` determines the target bins."""
     config = loss_config(case.config["heads"])
     total, terms = total_loss(output, batch, _weighing(config, [w for w in WEIGHTED if w not in BINNED]), last)
     notes: dict[str, str] = {}
@@ -163,9 +164,9 @@ def _weighing(config: LossConfig, names: Sequence[str]) -> LossConfig:
 
 
 def _features(features: Arrays, last: int) -> Arrays:
-    """Return our features (batch.FEATURES) from the official ones, each of which has a leading axis of passes.
+    """Convert the official features, which have a leading axis of passes, to ours (batch.FEATURES).
 
-    Those that have no such axis in ours must be the same in every pass.
+    Features without such an axis in ours must be the same in every pass.
     """
     ours: Arrays = {}
     for name, array in features.items():
@@ -207,7 +208,7 @@ def outputs_of(output: Output) -> Tensors:
 
 
 def _labels(case: ReferenceCase, structure: StructureOutput, batch: Batch) -> Tensors:
-    """Return the renamed truth that fits the structure best, and the structure's violations, by the official names."""
+    """Compute the renamed truth that fits the structure best, and the violations, by the official names."""
     atom14, exists, index = structure.final_atom14, batch["atom14_atom_exists"], batch["residue_index"]
     renamed = renamed_truth(atom14, batch)
     with torch.no_grad():
@@ -226,7 +227,7 @@ def _labels(case: ReferenceCase, structure: StructureOutput, batch: Batch) -> Te
 
 
 def valid_entries(outputs: Tensors, seq_mask: Tensor, msa_mask: Tensor) -> Tensors:
-    """Return which entries of each output belong to residues [r] and alignment rows [s, r] that are there."""
+    """Return the mask of each output for the residues [r] and alignment rows [s, r] that exist."""
     residues, msa = seq_mask > 0, msa_mask > 0
     r = len(residues)
     valid: Tensors = {}
@@ -242,11 +243,11 @@ def valid_entries(outputs: Tensors, seq_mask: Tensor, msa_mask: Tensor) -> Tenso
     return valid
 
 
-# What rounding alone decides
+# Decisions that depend on rounding
 
 
 def reference_structure(case: ReferenceCase, ours: StructureOutput) -> StructureOutput:
-    """Return our structure, but with the reference's backbone and final atoms, where the case has them."""
+    """Return our structure with the reference's backbone and final atoms, if the case has them."""
     stored = {
         name: torch.from_numpy(case.expected[f"out/structure_module/{name}"])
         for name in ("traj", "final_atom14_positions", "final_atom_positions")
@@ -263,17 +264,17 @@ def reference_structure(case: ReferenceCase, ours: StructureOutput) -> Structure
 
 
 def differences(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return a note for each discrete quantity that differs between our structure and the reference's, by output."""
+    """Describe the discrete quantities that differ between our structure and the reference's, by output."""
     return {f"out/{name}": ON_EDGE for name, x in ours.items() if not torch.equal(x, theirs[name])}
 
 
 def own_error_step(ours: np.ndarray, theirs: np.ndarray, pair: Tensor, log_p: Tensor, mask: Tensor) -> Tensor | None:
-    """Return what to add to the loss on the aligned error, so that own errors of zero are in the bins of the reference.
+    """Compute the correction of the aligned-error loss that puts own errors of zero in the bins of the reference.
 
-    ours, theirs [c_z + 1, bins]: the gradient of that loss by the head's weights and bias; ours for own errors that are
-    all in the second bin.  pair [N, N, c_z] is the head's input, log_p [N, N, bins] its log-probabilities, mask [N].
-    Moving residue i to the first bin adds pair[i, i] over the number of pairs to column 1 of the gradient, and the
-    opposite to column 0.  None where no residue was moved, or too many to try.
+    ours, theirs: [c_z + 1, bins], the gradient of this loss with respect to the head's weights and bias, ours with all
+    own errors in the second bin. pair: [N, N, c_z], the head's input. log_p: [N, N, bins], its log-probabilities.
+    mask: [N]. Moving residue i to the first bin adds pair[i, i] over the number of pairs to column 1 of the gradient,
+    and subtracts it from column 0. Returns None if no residue was moved, or too many to try.
     """
     pairs = float(mask.sum()) ** 2
     moved = ((theirs - ours)[:, 1] - (theirs - ours)[:, 0]) / 2 * pairs

@@ -1,4 +1,4 @@
-"""Reference cases of AlphaFold-Multimer's own parts: its frames, clusters, relative positions and templates."""
+"""Reference cases of AlphaFold-Multimer's frames, clusters, relative positions and templates."""
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ PROFILE, DELETION_MEAN = slice(25, 48), 48  # channels of msa_feat
 
 
 def matrices(frames: Rigid) -> Tensor:
-    """Return frames [*] as Multimer's [*, 3, 4]: the rotation, and the translation as a fourth column."""
+    """Convert frames [*] to Multimer's [*, 3, 4]: the rotation, and the translation as a fourth column."""
     return torch.cat([frames.rotation, frames.translation[..., None]], -1)
 
 
@@ -30,7 +30,7 @@ def rigid_of(matrix: Tensor) -> Rigid:
 
 
 def frames_and_chi(case: ReferenceCase, x: Tensors) -> CaseOutputs:
-    """Compute the frames of the rigid groups, and the angles of the side chains."""
+    """Compute the frames of the rigid groups and the angles of the side chains."""
     structure = x["aatype"], x["all_atom_positions"], x["all_atom_mask"]
     groups, labels = atoms.atom37_to_frames(*structure), structure_labels(*structure)
     outputs = {
@@ -47,10 +47,10 @@ def frames_and_chi(case: ReferenceCase, x: Tensors) -> CaseOutputs:
 
 
 def clustered(rows: Tensors, order: np.ndarray, centres: int, extra: int, masked: Tensor | None = None) -> Tensors:
-    """Return the features that clusters are made of, in one pass, from an alignment of the official code.
+    """Convert an alignment of the official code to the features of one pass from which clusters are computed.
 
-    rows: msa, deletion_matrix, msa_mask [R, N].  order: of the rows, the centres first, then the extra MSA; masked: the
-    centres with their masking (None: nothing is masked).
+    rows: msa, deletion_matrix, msa_mask [R, N]. order: the order of the rows, with the centres first, then the extra
+    MSA. masked: the centres after masking; None: nothing is masked.
     """
     first = order[:centres]
     return to_tensors(
@@ -75,7 +75,7 @@ def msa_processing(case: ReferenceCase, x: Tensors) -> CaseOutputs:
     deletions = torch.stack((features["extra_has_deletion"], features["extra_deletion_value"]), -1)
     msa, mask = case.inputs["msa"], case.inputs["msa_mask"] > 0
     profile = np.zeros((msa.shape[1], 22), np.float32)
-    for i in np.flatnonzero(mask.any(0)):  # ours is of whole columns: no cell of our alignments is masked
+    for i in np.flatnonzero(mask.any(0)):  # our alignments have no masked cells
         profile[i] = profile_of(msa[mask[:, i], i : i + 1])
     outputs = {
         "msa_profile": torch.from_numpy(profile),
@@ -84,7 +84,7 @@ def msa_processing(case: ReferenceCase, x: Tensors) -> CaseOutputs:
         "sampled_extra_msa": features["extra_msa"],
         "sampled_extra_msa_mask": features["extra_msa_mask"],
         "sampled_extra_deletion_matrix": x["deletion_matrix"][rest],
-        "bert_mask": torch.from_numpy(case.expected["out/bert_mask"]),  # drawn; it is handed on as it is
+        "bert_mask": torch.from_numpy(case.expected["out/bert_mask"]),  # passed on unchanged
         "msa_feat": feat,
         "cluster_profile": feat[..., PROFILE],
         "cluster_deletion_mean": 3 * torch.tan(feat[..., DELETION_MEAN] * (torch.pi / 2)),
@@ -103,7 +103,7 @@ def relative_positions(case: ReferenceCase, x: Tensors) -> CaseOutputs:
 
 
 def with_template_names(x: Tensors) -> Tensors:
-    """Return the arrays of templates by our names, with what follows from them."""
+    """Return the arrays of templates and derived features by our names."""
     aatype, positions, mask = (x[f"template_{n}"] for n in ("aatype", "all_atom_positions", "all_atom_mask"))
     return {
         "template_aatype": aatype,
@@ -116,19 +116,19 @@ def with_template_names(x: Tensors) -> Tensors:
 
 
 def template_mean(case: ReferenceCase, x: Tensors) -> CaseOutputs:
-    """Compute what templates add to z."""
+    """Compute the update of z from templates."""
     z, mask = x["query_embedding"], x["padding_mask_2d"]
     embedder = ChainTemplateEmbedder(1, z.shape[-1], template_config(case.config))
     embedder.rows = None
     load(embedder, case, "")
-    # The chain of a residue is the first residue of its own chain.
+    # A chain is numbered by its first residue.
     batch = with_template_names(x) | {"asym_id": x["multichain_mask_2d"].float().argmax(-1)}
     valid = {"out/out": mask > 0, "grad_in/query_embedding": mask > 0}
     return CaseOutputs({"out": embedder(z, mask, batch) - z}, embedder, "", valid=valid)
 
 
 def template_rows(case: ReferenceCase, x: Tensors) -> CaseOutputs:
-    """Compute the rows that templates add to m."""
+    """Compute the rows of m from templates."""
     rows = load(ChiTemplateRows(case.meta["num_channel"]), case, "")
     act, mask = rows(with_template_names(x), torch.float32)
     return CaseOutputs({"act": act, "mask": mask}, rows, "")

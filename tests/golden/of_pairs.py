@@ -11,7 +11,7 @@ from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.model import confidence
 from warpfold.scoring.interface import IPSAE_CUTOFFS, beta_contacts, chain_pair_scores, ipsae
 
-# Zhu's own script scores a chain against all others, of CA; the last is nobody's published score.
+# Zhu's own script scores a chain against all others by CA. The last score is not published.
 LEFT_OUT = ("out/pdockq2_chain_elofsson", "out/chain_pair_iptm_whole_d0_asym")
 WAYS = ("ipsae_asym", "ipsae_d0chn_asym", "ipsae_d0dom_asym")
 OF_PAIRS = {"ipsae": "ipsae10/ipsae_asym", "ipsae15": "ipsae15/ipsae_asym", "pdockq2": "pdockq2", "lis": "lis_asym"}
@@ -43,7 +43,7 @@ def confidences(case: ReferenceCase) -> CaseOutputs:
 
 
 def pair_arrays(case: ReferenceCase, pae: np.ndarray, plddt: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the scores of each two chains, laid out as the reference has them."""
+    """Return the scores of every two chains in the reference's layout."""
     asym_id = case.inputs["asym_id"]
     count, n = int(asym_id.max()), len(asym_id)
     positions, mask = np.zeros((n, 37, 3)), np.zeros((n, 37))

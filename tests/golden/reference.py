@@ -6,14 +6,14 @@ The layout, all of it optional (README.md says what each file holds):
     models_design/<case>/ likewise, with cot.npz, grads_in.npz and, of an initial guess, prev.npz in place of grads.npz
     units/<case>.{json,npz}, losses/<case>.{json,npz}, geometry/<case>.{json,npz}, confidences/<case>.{json,npz}
 
-A file that is missing or cut short raises what Python, json or NumPy does; `run.run_case` reports it.  How each case is
-computed: geometry.py (geometry and losses), layers.py (layers, blocks, the structure module), multimer.py, models.py,
-design.py (gradients by a sequence).
+A missing or truncated file raises the error of Python, json or NumPy, which `run.run_case` reports. The cases are
+computed in geometry.py (geometry and losses), layers.py (layers, blocks, the structure module), multimer.py, models.py,
+and design.py (gradients with respect to a sequence).
 
-The rule by which two arrays agree:
+The criterion for two arrays:
 
-* The official fp32 run's own distance from fp64 is stated: max |ours - theirs| <= 10 * that + 1e-6 * scale.
-* It is not stated: |ours - theirs|_2 / |theirs|_2 <= 1e-4.
+* With a stated error of the official fp32 run against fp64: max |ours - theirs| <= 10 * error + 1e-6 * scale.
+* Without a stated error: |ours - theirs|_2 / |theirs|_2 <= 1e-4.
 
 Only valid entries count (masks of the case).
 """
@@ -38,7 +38,7 @@ COMPARED = ("out", "grad_in", "grad_params", "grad_params_sample", "grad_params_
 TIMES_NOISE = 10.0
 OF_SCALE = 1e-6
 RELATIVE_L2 = 1e-4
-UNSTATED = 9e-7  # noise of a gradient by a model's input, of its largest number, where none is stated
+UNSTATED = 9e-7  # unstated noise of input gradients, relative
 UNDEFINED_ABOVE, ZERO_ABOVE = 1e-2, 10.0
 # A gradient smaller than this fraction of the case's largest one is fp32 rounding of an exact zero (for example that of
 # an offset added to all logits of a softmax): without stated noise, ours only has to be as small.
@@ -50,12 +50,12 @@ Tensors = dict[str, Tensor]
 
 
 class BrokenCase(UserError):
-    """A reference case that cannot be read; the message names the file and what is wrong with it."""
+    """A reference case that cannot be read. The message names the file and the problem."""
 
 
 @dataclass(frozen=True)
 class RoundingNoise:
-    """How far the stored fp32 run of the official code is from its own fp64 run, for one array."""
+    """The difference of the stored fp32 run of the official code from its fp64 run, for one array."""
 
     max_abs_diff: float
     max_abs: float
@@ -63,7 +63,7 @@ class RoundingNoise:
 
 @dataclass(frozen=True)
 class CaseFiles:
-    """The files of one case.  `name` is their path under the folder asked for, without suffix; `kind` one of KINDS."""
+    """The files of one case. `name` is their path below the folder, without suffix; `kind` is one of KINDS."""
 
     kind: str
     name: str
@@ -74,12 +74,12 @@ class CaseFiles:
 class ReferenceCase:
     """One reference case, as read.
 
-    inputs:     `in/*` of a unit, the features of a whole model.
+    inputs:     `in/*` of a unit, or the features of a whole model.
     params:     by DeepMind's names `scope//name`.
     cotangents: by output; the gradients are those of sum over outputs of sum(output * cotangent).
-    expected:   what is compared, by `out/*`, `grad_in/*`, `grad_params/*`, `grad_params_sample/*`, `grad_params_l2/*`.
+    expected:   arrays to compare, by `out/*`, `grad_in/*`, `grad_params/*`, `grad_params_sample/*`, `grad_params_l2/*`.
     samples:    flat indices at which `grad_params_sample` was taken, by parameter.
-    noise:      by the names of `expected`, where stated.
+    noise:      by the names of `expected`, if stated.
     """
 
     name: str
@@ -99,16 +99,16 @@ class ReferenceCase:
 
     @property
     def title(self) -> str:
-        """Return the last part of the name, by which the case is known."""
+        """Return the last component of the name."""
         return self.name.rsplit("/", 1)[-1]
 
     def asks(self, group: str) -> list[str]:
-        """Return the names of the expected arrays of one group, e.g. "grad_in" -> the inputs that need a gradient."""
+        """Return the names of the expected arrays of one group, such as "grad_in" -> inputs that require gradients."""
         return [name.split("/", 1)[1] for name in self.expected if name.split("/", 1)[0] == group]
 
 
 def find(folder: Path) -> list[CaseFiles]:
-    """Find the cases at or below `folder`, geometry first, whole models last.  Errors: UserError if there is none."""
+    """Find the cases at or below `folder`, geometry first, whole models last. Raises UserError if there are none."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give one that holds models/, units/, losses/ or geometry/")
     found: dict[tuple[int, str], CaseFiles] = {}
@@ -131,7 +131,7 @@ def find(folder: Path) -> list[CaseFiles]:
 
 
 def read(files: CaseFiles) -> ReferenceCase:
-    """Read a case from its files.  Errors: of json and NumPy; BrokenCase for a unit without inputs or outputs."""
+    """Read a case. Raises errors of json and NumPy, and BrokenCase for a unit without inputs or outputs."""
     return _read_model(files) if files.kind in ("models", "models_design") else _read_unit(files)
 
 
@@ -187,7 +187,7 @@ def _read_model(files: CaseFiles) -> ReferenceCase:
 
 
 def _params(stored: Arrays | None, spec: Mapping[str, Any] | None) -> Arrays:
-    """Take the parameters as stored, or make them again from their recipe.
+    """Return the stored parameters, or compute them from their recipe.
 
     The recipe: center + std * RandomState(seed).standard_normal(shape), rounded to float32.
     """
@@ -201,7 +201,7 @@ def _params(stored: Arrays | None, spec: Mapping[str, Any] | None) -> Arrays:
 
 
 def _noise(stated: Mapping[str, Any] | None, prefix: str) -> dict[str, RoundingNoise]:
-    """Name the noise as compared; entries of another form (sums over all gradients) are left out."""
+    """Return the noise by the names of `expected`, without entries of another form (sums over all gradients)."""
     return {
         prefix + name: RoundingNoise(float(entry["max_abs_diff"]), float(entry["max_abs"]))
         for name, entry in (stated or {}).items()
@@ -224,20 +224,20 @@ def _npz(path: Path) -> Arrays:
 
 @dataclass(frozen=True)
 class CaseOutputs:
-    """What WarpFold computes for one case, and how to compare it.
+    """WarpFold's results for one case, and how to compare them.
 
-    outputs:     by the reference's names; still attached to the graph.
-    module:      the module whose parameters' gradients are compared; None: there are no parameters.
-    scope:       what DeepMind's names of its parameters begin with, as in `load`.
-    inputs:      what the outputs were computed from, by name; those that a gradient is asked for are leaves.
-    objective:   the scalar to differentiate; None: sum of output * cotangent.
-    valid:       boolean masks over leading axes, by `out/*` or `grad_in/*`; absent: every entry counts.
+    outputs:     by the reference's names, attached to the graph.
+    module:      the module whose parameters' gradients are compared. None: no parameters.
+    scope:       prefix of DeepMind's names of its parameters, as in `load`.
+    inputs:      of the computation, by name. Those with an expected gradient are leaves.
+    objective:   the scalar to differentiate. None: the sum of output * cotangent.
+    valid:       boolean masks over leading axes, by `out/*` or `grad_in/*`. Without one, all entries count.
     quaternions: names (as in `valid`) of arrays that begin with a quaternion, equal up to sign.
-    rotations:   names of inputs [*, 3, 4], rotation and translation.  Only changes that leave a rotation one have a
-                 meaning, so of a gradient by such an input only their part is compared.
-    notes:       by name, a remark for the table.
-    left_out:    expected arrays by conventions that WarpFold does not have.
-    gradients:   by the names of `expected`, where the case computes them itself.
+    rotations:   names of inputs [*, 3, 4], rotation and translation. Only the component of the gradient along changes
+                 that preserve a rotation is compared, since others have no meaning.
+    notes:       remarks for the table, by name.
+    left_out:    expected arrays with conventions that WarpFold lacks.
+    gradients:   by the names of `expected`, if the case computes them itself.
     """
 
     outputs: Mapping[str, Tensor]
@@ -258,7 +258,7 @@ Compute = Callable[[ReferenceCase, Tensors], CaseOutputs]  # from a case and its
 
 @dataclass(frozen=True)
 class Check:
-    """One array compared.  `error` and `bound` are both absolute (measure "max") or both relative ("l2")."""
+    """The comparison of one array. `error` and `bound` are both absolute (measure "max") or both relative ("l2")."""
 
     what: str
     error: float
@@ -272,14 +272,14 @@ class Check:
 
     @property
     def ratio(self) -> float:
-        """Return error over bound, for sorting: 0 where both are 0, infinite where only the bound is."""
+        """Return error over bound for sorting: 0 if both are 0, infinite if only the bound is."""
         if self.error == 0:
             return 0.0
         return self.error / self.bound if self.bound > 0 and math.isfinite(self.error) else math.inf
 
 
 def tensors(case: ReferenceCase) -> Tensors:
-    """Return a unit's inputs as tensors: integers as int64, floats as fp32, leaves where `grad_in` asks for them."""
+    """Convert a unit's inputs to tensors: int64 and fp32, with leaves for the inputs in `grad_in`."""
     wanted = set(case.asks("grad_in"))
     inputs = {}
     for name, array in case.inputs.items():
@@ -290,16 +290,16 @@ def tensors(case: ReferenceCase) -> Tensors:
 
 
 def load(module: Module, case: ReferenceCase, scope: str | None = None) -> Module:
-    """Return `module` with the case's parameters, strictly, ready to be compared (no dropout).
+    """Load the case's parameters into `module`, and put it into eval mode.
 
-    scope: what DeepMind's names begin with; None: the one scope that all of them are in.
+    scope: prefix of DeepMind's names. None: their only scope.
     """
     from_deepmind(module, case.params, _scope(case) if scope is None else scope, source=case.name)
     return module.eval()
 
 
 def _parameter_gradients(module: nn.Module, scope: str) -> dict[str, np.ndarray]:
-    """Return the gradient of every parameter as DeepMind's arrays, zeros where backward left none."""
+    """Return the gradients of all parameters as DeepMind's arrays, with zeros for missing gradients."""
     parameters = dict(module.named_parameters())
     found: dict[str, np.ndarray] = {}
     for a in arrays(module, scope):
@@ -307,7 +307,7 @@ def _parameter_gradients(module: nn.Module, scope: str) -> dict[str, np.ndarray]
         grad = a.to_theirs(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         if a.block is None:
             found[a.theirs] = grad
-        else:  # DeepMind stacks the blocks of a stack in one array
+        else:  # one array for the blocks of a stack
             found.setdefault(a.theirs, np.zeros(a.stacked_shape, grad.dtype))[a.block] = grad
     return found
 
@@ -320,7 +320,7 @@ def _scope(case: ReferenceCase) -> str:
 
 
 def checks(case: ReferenceCase, result: CaseOutputs) -> list[Check]:
-    """Compare every expected array.  Errors: BrokenCase; ValueError where WarpFold gives no such array."""
+    """Compare all expected arrays. Raises BrokenCase, and ValueError for an array that WarpFold does not compute."""
     ours: dict[str, np.ndarray] = {f"out/{name}": _array(x) for name, x in result.outputs.items()}
     names = [name for name in case.expected if name.startswith("grad_")]
     if names:
@@ -351,7 +351,7 @@ def checks(case: ReferenceCase, result: CaseOutputs) -> list[Check]:
 
 
 def _gradients(case: ReferenceCase, result: CaseOutputs) -> dict[str, np.ndarray]:
-    """Run backward and return the gradients by the names of `ReferenceCase.expected`."""
+    """Run the backward pass, and return the gradients by the names of `ReferenceCase.expected`."""
     objective = result.objective
     if objective is None:  # the output that the case names, or the sum of output * cotangent
         objective = result.outputs.get(case.meta.get("grad_of") or "")
@@ -377,10 +377,10 @@ def _gradients(case: ReferenceCase, result: CaseOutputs) -> dict[str, np.ndarray
 
 
 def _norm_check(case: ReferenceCase, what: str, ours: np.ndarray, theirs: np.ndarray) -> Check:
-    """Check the norm of a parameter's gradient where only a sample of the gradient is stored: within 1e-4.
+    """Check to 1e-4 the norm of a parameter's gradient of which only a sample is stored.
 
-    Where the sample's noise says that the exact gradient is zero, the norm is that of rounding, at most
-    10 * noise for each entry.
+    If the sample's noise shows that the exact gradient is zero, the norm is that of rounding, at most 10 * noise for
+    each entry.
     """
     name = what.split("/", 1)[1]
     noise = case.noise.get(f"grad_params_sample/{name}")
@@ -398,12 +398,12 @@ def compare(
     valid: np.ndarray | None = None,
     note: str = "",
 ) -> Check:
-    """Judge one array by the rule above.
+    """Compare one array by the criterion above.
 
-    `valid` is boolean and covers the leading axes of the arrays (None: every entry counts).  Anything that is not
-    finite where it counts is an infinite error.  Stated noise between 1 % and 10 times of the array's scale is no
-    rounding (undefined entries, a quaternion's sign), so the second rule is used; above that the exact value is zero
-    and the array holds rounding alone, which the first rule bounds.
+    valid: boolean, over the leading axes of the arrays; None: all entries count. A non-finite entry that counts is an
+    infinite error. Stated noise between 1 % and 10 times the array's scale is not rounding (undefined entries, a
+    quaternion's sign), so the second criterion is used. With more noise the exact value is zero and the array contains
+    only rounding, which the first criterion bounds.
     """
     if ours.shape != theirs.shape:
         raise ValueError(f"{what}: WarpFold's shape is {list(ours.shape)}, the reference's {list(theirs.shape)}")
@@ -424,7 +424,7 @@ def compare(
 
 
 def same_sign(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """Return `ours` with each quaternion (first 4 of the last axis) in the sign of `theirs`: q and -q are the same."""
+    """Return `ours` with the sign of each quaternion (first 4 of the last axis) from `theirs`: q and -q are equal."""
     dot = (ours[..., :4] * theirs[..., :4]).sum(-1, keepdims=True)
     turned = ours.copy()
     turned[..., :4] *= np.where(dot < 0, -1.0, 1.0)
@@ -432,7 +432,7 @@ def same_sign(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
 
 
 def along_rotations(gradient: np.ndarray, rigid: np.ndarray) -> np.ndarray:
-    """Return a gradient by frames [*, 3, 4] as [*, 6]: by turns about the frame's own axes, by the translation."""
+    """Convert a gradient by frames [*, 3, 4] to [*, 6]: by rotations about the frame's axes, and by the translation."""
     product = np.swapaxes(rigid[..., :3], -1, -2) @ gradient[..., :3]
     turns = [product[..., j, i] - product[..., i, j] for i, j in ((1, 2), (2, 0), (0, 1))]
     return np.concatenate([np.stack(turns, -1), gradient[..., 3]], -1)

@@ -1,4 +1,4 @@
-"""Run reference cases: read each, compute it, compare it, and show what came of it."""
+"""Run reference cases: read, compute and compare each, and show the results."""
 
 import fnmatch
 import math
@@ -35,7 +35,7 @@ KNOWN = {
 
 @dataclass(frozen=True)
 class CaseResult:
-    """The outcome of one case: PASS, FAIL or NOT_RUN; a check per array compared; why it could not be run."""
+    """The result of one case: PASS, FAIL or NOT_RUN, a check per array, and the reason if it could not be run."""
 
     case: str
     verdict: str
@@ -50,9 +50,8 @@ class CaseResult:
 def run(folder: Path, only: str | None = None, progress: Progress = no_progress) -> list[CaseResult]:
     """Run the cases under `folder` in fp32 on the CPU.
 
-    only: a shell pattern on the case's path ("units/*", "*triangle*"); a bare word matches anywhere in it.
-    Errors: UserError if `folder` holds no case, or none that `only` selects.  A case that fails or cannot be run is a
-    result.
+    only: a shell pattern for the case's path ("units/*", "*triangle*"); a word matches anywhere in it.
+    Raises UserError if `folder` has no case, or `only` selects none. A case that fails or cannot be run is a result.
     """
     found = find(folder)
     pattern = only if only is None or any(mark in only for mark in "*?[") else f"*{only}*"
@@ -72,7 +71,7 @@ def run_case(files: CaseFiles) -> CaseResult:
     try:
         case = read(files)
         found = tuple(checks(case, compute(case)))
-    # Of broken files, and of a case that does not fit the code: a missing array, a shape or dtype that does not match.
+    # Errors of broken files, and of cases that do not match the code: missing arrays, wrong shapes or dtypes.
     except (*BROKEN_FILE, UserError, LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         return CaseResult(files.name, NOT_RUN, reason=" ".join(why.split())[:300])
@@ -84,8 +83,8 @@ def run_case(files: CaseFiles) -> CaseResult:
 def compute(case: ReferenceCase) -> CaseOutputs:
     """Compute WarpFold's outputs for a case.
 
-    Cases are known by the beginning of their file's name, longest first, so that another size or seed of a known case
-    (`outer_product_mean_truesize`) needs no entry here.  Errors: BrokenCase (an unknown name).
+    Cases are recognised by the longest matching prefix of their file's name, so that another size or seed of a case
+    (`outer_product_mean_truesize`) needs no entry here. Raises BrokenCase for an unknown name.
     """
     if case.kind == "models":
         return whole_model(case)
@@ -102,9 +101,9 @@ def compute(case: ReferenceCase) -> CaseOutputs:
 
 
 def table(results: Sequence[CaseResult]) -> Table:
-    """Return a row per case: how many arrays, the worst of them, its error and bound, the verdict; then notes.
+    """Format a row per case: number of arrays, worst array, its error and bound, result. Notes follow the rows.
 
-    Errors and bounds are absolute, or relative L2 norms where "L2" follows them.
+    Errors and bounds are absolute, or relative L2 norms if "L2" follows them.
     """
     shown = Table(
         "case", "arrays", Column("worst", overflow="fold"), "error", "bound", "verdict", box=None, pad_edge=False
@@ -127,13 +126,13 @@ def table(results: Sequence[CaseResult]) -> Table:
 
 
 def summary(results: Sequence[CaseResult]) -> str:
-    """Return one line: how many cases passed, failed, and could not be run."""
+    """Format the numbers of cases that passed, failed, and could not be run, in one line."""
     counts = Counter(result.verdict for result in results)
     return f"{len(results)} cases: {counts[PASS]} passed, {counts[FAIL]} failed, {counts[NOT_RUN]} could not be run"
 
 
 def as_data(results: Sequence[CaseResult]) -> list[dict[str, Any]]:
-    """Return the results, fit for JSON: every check of every case.  An infinite error (not finite) is null."""
+    """Convert the results to JSON data with every check of every case. An infinite error is null."""
     return [
         {
             "case": result.case,

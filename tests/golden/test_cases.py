@@ -1,4 +1,4 @@
-"""WarpFold against DeepMind's official code: the cases beside this file, and in ../shared/golden* if they are there."""
+"""Compare WarpFold with DeepMind's official code: the cases of this folder, and of ../shared/golden* if present."""
 
 import dataclasses
 import shutil
@@ -22,7 +22,7 @@ from warpfold.training.train import train
 HERE = Path(__file__).parent
 ALL = [folder for name in ("golden", "golden_design") if (folder := HERE.parents[2] / "shared" / name).is_dir()]
 SELECTED = find(HERE)
-WHOLE = {one.name for one in SELECTED if one.kind != "models_design"}  # of those the selection lacks outputs
+WHOLE = {one.name for one in SELECTED if one.kind != "models_design"}  # the selection lacks their outputs
 OTHERS = [one for folder in ALL for one in find(folder) if one.name not in WHOLE]
 
 
@@ -55,7 +55,7 @@ def test_without_its_initial_guess_a_case_fails(name: str, tmp_path: Path) -> No
 
 
 def test_what_was_fine_tuned_goes_back_to_deepminds_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of a case is tuned, written by DeepMind's names, and read as the cases are: its outputs are ours."""
+    """A fine-tuned model, written as DeepMind's arrays and read like a case, has the same outputs."""
     case = read(next(files for files in SELECTED if "monomer_model_1_ptm_rec2" in files.name))
     np.savez(tmp_path / "params_model_1_ptm.npz", **case.params)
     finetune = FinetuneConfig(trainable=("structure",), adapters=AdapterConfig(on=("evoformer",), rank=2))

@@ -1,4 +1,4 @@
-"""How reference cases are found and judged, and what is said of broken files."""
+"""Discovery and comparison of reference cases, and errors for broken files."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ VALUE = "attention//value_w"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with one unit and one loss, whose files a test may damage."""
+    """Create a folder with one unit and one loss, whose files a test may damage."""
     for name in (UNIT, "losses/torsion_angle_loss"):
         (tmp_path / name).parent.mkdir()
         for suffix in (".json", ".npz"):
@@ -35,13 +35,13 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A folder with one whole model."""
+    """Create a folder with one whole model."""
     shutil.copytree(CASES / MODEL, tmp_path / MODEL)
     return tmp_path
 
 
 def _rewrite(path: Path, changes: dict[str, np.ndarray | None]) -> None:
-    """Change arrays of an npz, or drop them with None."""
+    """Change arrays of an npz, or remove them with None."""
     with np.load(path, allow_pickle=False) as archive:
         arrays = {name: archive[name] for name in archive.files}
     changed = {name: array for name, array in (arrays | changes).items() if array is not None}
@@ -49,7 +49,7 @@ def _rewrite(path: Path, changes: dict[str, np.ndarray | None]) -> None:
 
 
 def _change(path: Path, change: Callable[[dict], object]) -> None:
-    """Change what a json holds."""
+    """Change values of a json file."""
     meta = json.loads(path.read_text())
     change(meta)
     path.write_text(json.dumps(meta))
@@ -60,14 +60,14 @@ def _result(folder: Path, name: str = UNIT) -> CaseResult:
 
 
 def _failed(folder: Path, name: str = UNIT) -> set[str]:
-    """The arrays that failed."""
+    """Return the names of the failed arrays."""
     result = _result(folder, name)
     assert result.verdict == FAIL
     return {check.what for check in result.checks if not check.ok}
 
 
 def test_cases_are_found_selected_and_shown(folder: Path) -> None:
-    for suffix in (".json", ".npz"):  # another size of a known case needs no entry
+    for suffix in (".json", ".npz"):  # another size needs no entry
         shutil.copy(folder / f"{UNIT}{suffix}", folder / f"{UNIT}_other_seed{suffix}")
     seen: list[tuple[int, int, str]] = []
     results = run(folder, progress=lambda *at: seen.append(at))
@@ -169,7 +169,7 @@ def test_of_a_gradient_by_frames_what_leaves_them_frames_counts() -> None:
     rigid = np.concatenate([rotation, rng.normal(size=(5, 3, 1))], -1)
     gradient, symmetric = rng.normal(size=(5, 3, 4)), rng.normal(size=(5, 3, 3))
     stretched = gradient.copy()
-    stretched[..., :3] += rotation @ (symmetric + np.swapaxes(symmetric, -1, -2))  # along it, no rotation stays one
+    stretched[..., :3] += rotation @ (symmetric + np.swapaxes(symmetric, -1, -2))  # not along rotations
     expected = along_rotations(gradient, rigid)
     np.testing.assert_allclose(along_rotations(stretched, rigid), expected, rtol=0, atol=1e-12)
     small, turn = 1e-6, np.array([[0.0, 0, 0], [0, 0, -1], [0, 1, 0]])  # about x
