@@ -241,7 +241,14 @@ class AlphaFold(Executable):
         start: the input of the first pass (`first_recycled`), which it may overwrite. None: zeros.
         """
         recycles = self.config.recycles if recycles is None else recycles
-        self._check_passes(batch, (recycles + 1) * self.config.ensemble)
+        needed = (recycles + 1) * self.config.ensemble
+        name = "msa_feat" if self.config.multimer is None else "centre_rows"
+        samples = batch[name].shape[-len(FEATURES[name].axes)]
+        if samples not in (1, needed):
+            raise ValueError(
+                f"batch: {samples} samples of the alignment, but the model needs {needed}. "
+                "Pass (recycles + 1) x ensemble samples, or 1 for all passes."
+            )
         recycled, done, settled = start or self.first_recycled(batch), 0, False
         while done < recycles and not settled:
             with torch.no_grad():
@@ -446,15 +453,6 @@ class AlphaFold(Executable):
             self.execution.pair_memory(like, (*shard, shape[-1], c.c_z)),
             like.new_zeros(*shape, 37, 3) if guess is None else guess.to(like),
         )
-
-    def _check_passes(self, batch: Batch, passes: int) -> None:
-        name = "msa_feat" if self.config.multimer is None else "centre_rows"
-        samples = batch[name].shape[-len(FEATURES[name].axes)]
-        if samples not in (1, passes):
-            raise ValueError(
-                f"batch: {samples} samples of the alignment, but the model makes {passes} passes. "
-                "Pass (recycles + 1) x ensemble samples, or 1 for all passes."
-            )
 
 
 def distance_change(before: Tensor, after: Tensor, mask: Tensor, residues: Residues = ALL) -> Tensor:

@@ -125,18 +125,13 @@ class ChainRelativePosition(Executable):
         copies = _clipped_difference(*pairs("sym_id"), self.max_chain)
         offset = torch.where(same_chain, offset, 2 * self.max_relative + 1)
         copies = torch.where(same_entity, copies, 2 * self.max_chain + 1)
-        table = self._table()
-        return take_rows(table.flatten(0, 1).to(dtype or table.dtype), offset * table.shape[1] + copies)
-
-    def _table(self) -> Tensor:
-        """Compute the embedding of every pair of bins, [offsets, copies, c_z].
-
-        The last bin of copies is that of different entities, so same_entity is 1 in all others.
-        """
+        # The embedding of every pair of bins, [offsets, copies, c_z]. The last bin of copies is that of different
+        # entities, so the feature same_entity is 1 in all others.
         sizes = [2 * self.max_relative + 2, 1, 2 * self.max_chain + 2]
-        offsets, same_entity, copies = self.linear.weight.T.split(sizes)
-        copies = torch.cat((copies[:-1] + same_entity, copies[-1:]))
-        return offsets[:, None] + copies + self.linear.bias
+        on_offset, on_same_entity, on_copy = self.linear.weight.T.split(sizes)
+        on_copy = torch.cat((on_copy[:-1] + on_same_entity, on_copy[-1:]))
+        table = on_offset[:, None] + on_copy + self.linear.bias
+        return take_rows(table.flatten(0, 1).to(dtype or table.dtype), offset * table.shape[1] + copies)
 
 
 def _clipped_difference(i: Tensor, j: Tensor, limit: int) -> Tensor:

@@ -142,16 +142,25 @@ def connection_violations(
     softening = 1e-3 if bonds == "monomer" else 0.0
     # Per two residues three bonds, C-CA, C-N and N-CA, and three terms, the length of C-N and the cosines at C and N.
     (ca, c), (n, next_ca) = atoms[:-1, CA_ATOM : C_ATOM + 1].unbind(1), atoms[1:, N_ATOM : CA_ATOM + 1].unbind(1)
-    direction, length = _unit(torch.stack([ca, n, next_ca]) - torch.stack([c, c, n]), softening)
+    bond = torch.stack([ca, n, next_ca]) - torch.stack([c, c, n])
+    squares = bond.square().sum(-1)
+    # Both forms give a bond of length zero a finite gradient.
+    length = torch.sqrt(softening**2 + squares if softening else squares.clamp(min=1e-12))
+    direction = bond / length[..., None]
     # The directions of the second pair are consecutive, so its product is the negative cosine of the angle.
     cosines = (direction[:2] * direction[1:]).sum(-1)
-    expected = _peptide_bonds(bonds, atoms.dtype, atoms.device)[:, :, (aatype[1:] == residue.RESTYPE_ORDER["P"]).long()]
+    before_proline = (aatype[1:] == residue.RESTYPE_ORDER["P"]).long()
+    target, deviation = _peptide_bonds(bonds, atoms.dtype, atoms.device)[:, :, before_proline]
     has_ca, has_c = atom_mask[:-1, CA_ATOM : C_ATOM + 1].unbind(-1)
     has_n, has_next_ca = atom_mask[1:, N_ATOM : CA_ATOM + 1].unbind(-1)
-    has_bond = has_c * has_n * _follows(residue_index, asym_id)
+    follows = residue_index[1:] - residue_index[:-1] == 1
+    if asym_id is not None:
+        follows = follows & (asym_id[1:] == asym_id[:-1])
+    has_bond = has_c * has_n * follows
     mask = has_bond * torch.stack([torch.ones_like(has_bond), has_ca, has_next_ca])
-    target, deviation = expected
-    loss, violated = _excess(torch.cat([length[1:2], cosines]), target, deviation, tolerance_factor, mask)
+    error = torch.sqrt(1e-6 + (torch.cat([length[1:2], cosines]) - target).square())
+    loss = (error - tolerance_factor * deviation).relu()
+    violated = mask * (error > tolerance_factor * deviation)
     c_n_loss, ca_c_n_loss, c_n_ca_loss = ((mask * loss).sum(-1) / (1e-6 + mask.sum(-1))).unbind()
     # Half of a bond's loss counts for the residue before it, and half for the residue after it.
     half, bad = nn.functional.pad(0.5 * loss.sum(0), (1, 1)), nn.functional.pad(violated.amax(0), (1, 1))
@@ -257,22 +266,3 @@ def center_of_mass_loss(ca: Tensor, true_ca: Tensor, mask: Tensor, asym_id: Tens
     pairs = (counts[:, None] & counts & ~same).to(size.dtype)
     nearer = (distances(true_ca) - distances(ca) - 4).relu() / 20
     return (pairs * nearer.square()).sum() / pairs.sum().clamp(min=1)
-
-
-def _follows(residue_index: Tensor, asym_id: Tensor | None) -> Tensor:
-    """Return whether each residue from the second on directly follows the previous one in its chain: bool [N - 1]."""
-    follows = residue_index[1:] - residue_index[:-1] == 1
-    return follows if asym_id is None else follows & (asym_id[1:] == asym_id[:-1])
-
-
-def _excess(value: Tensor, target: Tensor, deviation: Tensor, factor: float, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the loss and the 0/1 violations of values that are more than `factor` deviations off the target."""
-    error = torch.sqrt(1e-6 + (value - target).square())
-    return (error - factor * deviation).relu(), mask * (error > factor * deviation)
-
-
-def _unit(vector: Tensor, softening: float) -> tuple[Tensor, Tensor]:
-    """Normalise vectors [*, 3], and return their lengths [*] too. The gradient of a zero vector is finite."""
-    squares = vector.square().sum(-1)
-    length = torch.sqrt(softening**2 + squares if softening else squares.clamp(min=1e-12))
-    return vector / length[..., None], length

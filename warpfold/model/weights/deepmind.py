@@ -389,6 +389,7 @@ def config_from_deepmind(params: Mapping[str, np.ndarray], source: str = "params
     """
     p = {name.removeprefix(PREFIX): np.shape(array) for name, array in params.items()}
     block = "evoformer/evoformer_iteration/"
+    pae = "predicted_aligned_error_head/logits//weights"
     is_multimer = MULTIMER_POSITIONS in p
     try:
         blocks, c_z, pair_config = _pair(p, block, "multiplication_first")
@@ -419,7 +420,14 @@ def config_from_deepmind(params: Mapping[str, np.ndarray], source: str = "params
             extra_blocks=p["evoformer/extra_msa_stack/msa_transition/transition1//weights"][0],
             templates=_templates(p, is_multimer),
             structure=_structure(p),
-            heads=_heads(p),
+            heads=HeadsConfig(
+                distogram_bins=p["distogram_head/half_logits//weights"][1],
+                msa_classes=p["masked_msa_head/logits//weights"][1],
+                plddt_c=p["predicted_lddt_head/act_0//weights"][1],
+                plddt_bins=p["predicted_lddt_head/logits//weights"][1],
+                pae=pae in p,
+                pae_bins=p.get(pae, (0, 64))[1],
+            ),
             multimer=MultimerConfig() if is_multimer else None,
         )
     except (KeyError, IndexError, ValueError) as error:
@@ -488,16 +496,4 @@ def _structure(p: Shapes) -> StructureConfig:
         transition_layers=sum(f"{fold}transition{n}//bias" in p for n in ("", *(f"_{i}" for i in range(1, 9)))),
         sidechain_c=p[side + "input_projection//bias"][0],
         sidechain_blocks=sum(f"{side}resblock1{n}//bias" in p for n in ("", *(f"_{i}" for i in range(1, 9)))),
-    )
-
-
-def _heads(p: Shapes) -> HeadsConfig:
-    pae = "predicted_aligned_error_head/logits//weights"
-    return HeadsConfig(
-        distogram_bins=p["distogram_head/half_logits//weights"][1],
-        msa_classes=p["masked_msa_head/logits//weights"][1],
-        plddt_c=p["predicted_lddt_head/act_0//weights"][1],
-        plddt_bins=p["predicted_lddt_head/logits//weights"][1],
-        pae=pae in p,
-        pae_bins=p.get(pae, (0, 64))[1],
     )
