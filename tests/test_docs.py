@@ -228,7 +228,13 @@ def run_notebook(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> t
     assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
     monkeypatch.chdir(folder)
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it is installed already"))
+    real_run = subprocess.run
+
+    def run_without_pip(command: Any, *arguments: Any, **options: Any) -> Any:
+        assert "pip" not in command, "WarpFold is installed already"
+        return real_run(command, *arguments, **options)
+
+    monkeypatch.setattr(subprocess, "run", run_without_pip)
     names: dict[str, Any] = {"__name__": "__main__"}
     sources = ["".join(cell["source"]) for cell in cells]
     shown = [run_cell(source, f"{path.name}, cell {number}", names) for number, source in enumerate(sources)]
