@@ -1,4 +1,4 @@
-"""What tests of several rooms share."""
+"""Fixtures and test ordering shared by all test folders."""
 
 import gc
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from tests.helpers import tiny_model
 from warpfold.model.template import TemplateConfig
 from warpfold.model.weights.files import save_params
 
-# Files that take a minute or more of a process, most of it waiting in some: first, so that none of them is left alone
-# at the end of a suite of which each process takes the next file.
+# Files that take a minute or more; some spend most of it waiting. They run first because each worker process takes
+# the next file, and a long file that starts last would run alone.
 LONG = (
     *("test_team", "test_plans", "test_interpreted", "test_front_end", "test_compile", "test_spare", "test_elastic"),
     *("test_train_ranks", "test_slicing", "test_planned", "test_predict_ranks", "test_train"),
@@ -20,14 +20,17 @@ LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put long files first, in the order of `LONG`."""
+    """Move long files to the front, in the order of `LONG`."""
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage less often, and not in what is loaded, which stays: in each process of the suite these are some
-    millions of objects, and looking through them took up to a fifth of a file's time, and copied them in each fork."""
+    """Collect garbage less often, and exclude the objects that exist after collection.
+
+    Each worker process holds millions of such objects. Scanning them took up to a fifth of a file's time and copied
+    their memory in every fork.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)
@@ -35,7 +38,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def tiny_params(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of random parameters of the tiny model: one recycle, a PAE head, no templates."""
+    """Write random parameters of the tiny model, which has one recycle, a PAE head and no templates."""
     path = tmp_path_factory.mktemp("params") / "tiny.safetensors"
     save_params(path, tiny_model(templates=TemplateConfig(enabled=False)))
     return path
@@ -43,7 +46,7 @@ def tiny_params(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Compute with one thread, as other processes of a test do: sums of another number are rounded otherwise."""
+    """Compute with one thread, like a test's other processes: the number of threads changes the rounding of sums."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""A file server in a thread, with ranges and ETags, which misbehaves on request."""
+"""Provide a file server in a thread that supports ranges and ETags and misbehaves on request."""
 
 import hashlib
 import re
@@ -9,29 +9,38 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-# What is done instead of an answer: a status with headers; bytes after which the connection is closed ("cut 1000"),
-# or is not ("stall 1000"); "drop" before any; "slow": a byte every 20 ms; "endless": without a length, for ever.
+# The server's misbehaviour for one request. A tuple is sent as the response's status and headers.
+# "cut 1000" sends 1000 bytes and closes the connection, and "stall 1000" sends 1000 bytes and pauses for a second.
+# "drop" closes the connection before the response, "slow" sends a byte every 20 ms, "endless" never stops sending, and
+# "flip" flips a bit of the last byte.
 Fault = str | tuple[int, dict[str, str]]
 
 
 @dataclass
 class FileServer:
-    """Its address, its files by path, the faults that come before its next proper answers, and what it was asked."""
+    """State of a file server.
+
+    url: its address.  files: contents by path.  faults: faults of the next requests, one each; later requests are
+    served normally.  asked: the requests so far.
+    """
 
     url: str = ""
     files: dict[str, bytes] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     ranges: bool = True
-    tags: bool = True  # or dates
-    if_range: bool = True  # heeds If-Range
-    headers: dict[str, str] = field(default_factory=dict)  # of every answer, over its own
+    # False: send Last-Modified instead of an ETag.
+    tags: bool = True
+    if_range: bool = True  # honours If-Range
+    # Headers of every response; they override the server's own.
+    headers: dict[str, str] = field(default_factory=dict)
     asked: list[tuple[str, str]] = field(default_factory=list)  # path, Range
-    faulty: str = ""  # faults are for paths with this text only
+    # Faults apply only to paths that contain this text.
+    faulty: str = ""
 
 
 @contextmanager
 def serving(files: dict[str, bytes] | None = None) -> Iterator[FileServer]:
-    """Give a server at work."""
+    """Run a file server within the context."""
     server = FileServer(files=dict(files or {}))
 
     class Handler(BaseHTTPRequestHandler):
@@ -39,7 +48,8 @@ def serving(files: dict[str, bytes] | None = None) -> Iterator[FileServer]:
             pass
 
         def do_GET(self) -> None:
-            with suppress(OSError):  # the client has had enough
+            # The client may close the connection early.
+            with suppress(OSError):
                 self.respond(server.files.get(re.sub(r"^(http://[^/]+)?/", "", self.path)))
 
         def do_HEAD(self) -> None:

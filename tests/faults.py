@@ -1,13 +1,13 @@
-"""Plant faults in the package, one at a time, and see whether the tests find them.
+"""Plant faults in the package, one at a time, and check whether the tests find them.
 
-    python tests/faults.py                        # all of tests/faults.toml, ten minutes of one core; a table
-    python tests/faults.py --only gate mask       # those whose name has one of these words
-    python tests/faults.py --check                # only say whose source is no longer there
-    python tests/faults.py --root ../before       # another checkout
+    python tests/faults.py                        # run all of tests/faults.toml (ten minutes on one core)
+    python tests/faults.py --only gate mask       # run the faults whose names contain one of these words
+    python tests/faults.py --check                # run no tests; list the faults whose source is gone
+    python tests/faults.py --root ../before       # test another checkout
 
-A piece of source is looked for in every file of the package, so that a fault survives a move.  Where it is gone, the
-table says so: find what does its work now, and put that into tests/faults.toml.  What came of it:
-docs/explanation/exactness.md.
+The source of a fault is searched for in every file of the package, so that a fault survives a move. If the source is
+gone, the table reports it: find the code that does its work now, and quote that code in tests/faults.toml. The results
+are in docs/explanation/exactness.md.
 """
 
 import argparse
@@ -23,13 +23,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OWN = Path(__file__).resolve()
-LIMIT = 900  # seconds for a file of tests
+LIMIT = 900  # seconds per test file
 GONE = ("missed", "source no longer there", "no such tests")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is planted, and what should find it: files of tests by name, wherever they lie, or FILE::TEST."""
+    """A change of the source, and the tests that should find it.
+
+    tests: names of test files in any folder, or FILE::TEST.
+    """
 
     name: str
     source: str
@@ -38,13 +41,13 @@ class Fault:
     path: str = ""
 
     def place(self, root: Path) -> Path | None:
-        """Return the one file of the package that holds the source, once; None: there is none, or several."""
+        """Find the file of the package that contains the source.  Returns None unless it occurs exactly once."""
         files = (path for path in (root / "warpfold").rglob("*.py") if self.path in path.relative_to(root).as_posix())
         found = [path for path in files for _ in range(path.read_text(encoding="utf-8").count(self.source))]
         return found[0] if len(found) == 1 else None
 
     def files(self, root: Path) -> list[str]:
-        """Return the files of tests that are there, or one test of a file that still has it, likeliest first."""
+        """List the existing test files, or single tests if the file still defines them, likeliest first."""
         found = []
         for name, _, test in (one.partition("::") for one in self.tests.split()):
             for path in sorted((root / "tests").rglob(f"{name}.py")):
@@ -54,7 +57,10 @@ class Fault:
 
 
 def plant(fault: Fault, root: Path, copy: Path) -> str:
-    """Run a fault's tests in a copy that has it; return the test that fails, or why none does."""
+    """Run a fault's tests in a copy that contains the fault.
+
+    Returns the test that fails, or one of `GONE` if there is none.
+    """
     where, tests = fault.place(root), fault.files(root)
     if where is None or not tests:
         return GONE[1] if where is None else GONE[2]
@@ -71,7 +77,8 @@ def plant(fault: Fault, root: Path, copy: Path) -> str:
                 )
             except subprocess.TimeoutExpired:
                 return f"{test}: does not end"
-            if ran.returncode not in (0, 5):  # 5: the file has slow tests alone
+            # pytest exits with 5 if it selects no test: the file has only slow tests.
+            if ran.returncode not in (0, 5):
                 failed = re.search(r"^(?:FAILED|ERROR) \S*?([\w.]+\.py(?:::\w+)*)", ran.stdout, re.M)
                 return failed[1] if failed else f"{test}: exit code {ran.returncode}"
         return GONE[0]
@@ -80,7 +87,7 @@ def plant(fault: Fault, root: Path, copy: Path) -> str:
 
 
 def main() -> int:
-    """Plant what was asked for; 1 where a fault was missed or could not be planted."""
+    """Plant the selected faults.  Returns 1 if a fault was missed or could not be planted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="faults whose name has one of these")
     parser.add_argument("--root", type=Path, default=OWN.parents[1], help="the checkout to test (default: this one)")

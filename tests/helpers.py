@@ -1,4 +1,4 @@
-"""What several tests need: tiny models, monomer and multimer, and batches of random features."""
+"""Build tiny monomer and multimer models and batches of random features for tests."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from warpfold.model.weights.files import save_params
 
 
 def tiny_config(**changes) -> ModelConfig:
-    """A whole AlphaFold2 of a few thousand parameters."""
+    """Build the settings of a complete AlphaFold2 with a few thousand parameters."""
     settings = {
         "c_m": 16,
         "c_z": 12,
@@ -40,7 +40,7 @@ def tiny_config(**changes) -> ModelConfig:
 
 
 def as_multimer(config: ModelConfig, fused: bool = True) -> ModelConfig:
-    """A monomer's settings with what AlphaFold-Multimer has otherwise; fused: its version 3."""
+    """Change a monomer's settings to those of AlphaFold-Multimer.  fused: use version 3."""
     pairs = replace(config.evoformer.pair, fused=fused)
     template_pairs = replace(config.templates.pair, fused=fused, order="multiplication_first")
     return replace(
@@ -54,7 +54,7 @@ def as_multimer(config: ModelConfig, fused: bool = True) -> ModelConfig:
 
 
 def filled_model(config: ModelConfig, seed: int = 0) -> AlphaFold:
-    """A model with no parameter left at zero, so that every path counts."""
+    """Build a model without zero parameters, so that every path affects the output."""
     torch.manual_seed(seed)
     model = AlphaFold(config)
     for p in model.parameters():
@@ -63,17 +63,17 @@ def filled_model(config: ModelConfig, seed: int = 0) -> AlphaFold:
 
 
 def tiny_model(seed: int = 0, **changes) -> AlphaFold:
-    """The tiny monomer, filled."""
+    """Build the tiny monomer, filled."""
     return filled_model(tiny_config(**changes), seed)
 
 
 def tiny_multimer(seed: int = 0, **changes) -> AlphaFold:
-    """The tiny multimer, filled."""
+    """Build the tiny multimer, filled."""
     return filled_model(as_multimer(tiny_config(**changes)), seed)
 
 
 def random_batch(residues=9, sequences=5, extra=6, templates=2, passes=1, seed=0) -> Batch:
-    """Random features of one example, with masks: the model's inputs of the feature table."""
+    """Generate random features of one example, with masks: the model's inputs of the feature table."""
     g = torch.Generator().manual_seed(seed)
     n, s, e, t, p = residues, sequences, extra, templates, passes
 
@@ -115,7 +115,7 @@ def random_batch(residues=9, sequences=5, extra=6, templates=2, passes=1, seed=0
 
 
 def random_complex(chains=(4, 3, 4), rows=9, sequences=4, extra=3, templates=2, passes=1, seed=0) -> Batch:
-    """Random features of a complex whose chains of equal length are copies, as `random_batch`."""
+    """Generate random features of a complex, as `random_batch`.  Chains of equal length are copies."""
     g = torch.Generator().manual_seed(1000 + seed)
     n, batch = sum(chains), random_batch(sum(chains), sequences, extra, templates, passes, seed)
     for name in ("msa_feat", "msa_mask", "extra_msa", "extra_has_deletion", "extra_deletion_value", "extra_msa_mask"):
@@ -145,7 +145,7 @@ def save_uneven_params(path: Path) -> None:
 
 
 class StandInStreams:
-    """CUDA streams for a CPU, which do nothing; `said` has what waits for what.  now: the current one."""
+    """Stand-ins for CUDA streams on a CPU, which do nothing.  said: the recorded waits.  now: the current stream."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -161,6 +161,6 @@ class StandInStreams:
         self.now = before
 
     def put(self, patch: pytest.MonkeyPatch) -> None:
-        """Have torch's functions give these."""
+        """Replace torch's functions by these."""
         patch.setattr(torch.cuda, "current_stream", lambda *_: self.stream(self.now))
         patch.setattr(torch.cuda, "stream", self.on)

@@ -1,15 +1,15 @@
-"""Measure journeys through the package: how many files and functions somebody reads to follow one thing.
+"""Measure journeys through the package: how many files and functions a reader visits to follow one operation.
 
     python tests/journeys.py                            # this checkout; the table of docs/explanation/architecture.md
     python tests/journeys.py --root ../before --json    # another checkout, for a program to read
-    python tests/journeys.py triangle layer --show      # some journeys only; which functions ran, on stderr
+    python tests/journeys.py triangle layer --show      # these journeys only; executed functions, on stderr
 
-What runs is counted with sys.setprofile: files and functions of the package that were executed, and calls of them.
-Everything has run once before it is counted, so caches are full and modules loaded.  Comprehensions and lambdas belong
-to the function around them.  What does not run is counted by reading the source.
+sys.setprofile counts the files and functions of the package that are executed, and their calls. Everything runs once
+before it is counted, so that caches are full and modules are loaded. Comprehensions and lambdas count as their
+enclosing function. Code that does not run is counted in the source.
 
-The script serves checkouts of different ages, so it looks names up late, wherever in the package they are defined.
-Where a name is gone it says so; add the new name beside the old one here.
+The script supports checkouts of different ages, so it looks up names when it needs them, in the whole package. If a
+name is gone, the script reports it: add the new name next to the old name in this file.
 """
 
 import argparse
@@ -32,20 +32,21 @@ from types import FrameType
 from typing import Any
 
 OWN = Path(__file__).resolve()
-ROOT = OWN.parents[1]  # the checkout that is measured; --root names another
+ROOT = OWN.parents[1]  # the measured checkout (--root)
+# These pages describe the journeys.
 NOT_COUNTED = (
     "CHANGELOG.md",
     "tests/journeys.py",
     "tests/faults.toml",
     "docs/explanation/architecture.md",
-)  # they tell of journeys
-MOST_FILES = 15  # of a room
+)
+MOST_FILES = 15  # per folder
 SHOW = False
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured figure of a journey, or several that belong together."""
+    """One or several related measurements of a journey."""
 
     what: str
     files: int | None = None
@@ -62,7 +63,7 @@ class Gone(Exception):
 
 
 def sources(folder: str = "warpfold", root: Path | None = None) -> dict[str, str]:
-    """Return the text of every Python file below a folder of the checkout, by its path from there."""
+    """Read every Python file below a folder of the checkout.  Keys: paths relative to the checkout."""
     root = root or ROOT
     return {
         path.relative_to(root).as_posix(): path.read_text(encoding="utf-8")
@@ -76,9 +77,9 @@ def module_name(path: str) -> str:
 
 
 def find(*names: str, under: str = "") -> Any:
-    """Return the first of `names` that a module of the package defines; `under`: a part of the module's path.
+    """Find the first of `names` that a module of the package defines.
 
-    Errors: Gone, with the names.
+    under: text that the module's path contains.  Raises Gone if no module defines any of the names.
     """
     for name in names:
         defined = re.compile(rf"^(?:class|def) {name}\b|^{name}(?:: [^=\n]+)? = |^    {name} = ", re.M)
@@ -91,10 +92,13 @@ def find(*names: str, under: str = "") -> Any:
 
 
 def naming(what: str, word: str) -> Row:
-    """Return how many files name a word (those that git knows, changelogs apart), and which of the package they are."""
+    """Count the files that contain a word, and list those of the package.
+
+    Only files that git tracks count, without changelogs.
+    """
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     kept = (name for name in tracked if name not in NOT_COUNTED and not name.startswith("benchmarks/results/"))
-    # `_` counts as the end of a word: triangle_factor_backward names triangle_factor.
+    # `_` ends a word: triangle_factor_backward contains triangle_factor.
     named = re.compile(rf"(?<![A-Za-z0-9]){word}(?![A-Za-z0-9])")
     found = [
         name
@@ -108,7 +112,7 @@ def naming(what: str, word: str) -> Row:
 
 
 def imported(text: str) -> set[str]:
-    """Return the modules, and perhaps names in them, that a file imports anywhere, also for type checkers alone."""
+    """List the modules, and possibly names in them, that a file imports anywhere, even only for type checkers."""
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
     plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     others = [node for node in nodes if isinstance(node, ast.ImportFrom)]
@@ -116,7 +120,7 @@ def imported(text: str) -> set[str]:
 
 
 def circles(root: Path | None = None) -> list[list[str]]:
-    """Return every group of modules that import each other, directly or through others of the group."""
+    """Find every group of modules that import each other, directly or through other modules of the group."""
     texts = {module_name(path): text for path, text in sources(root=root).items() if path != "warpfold/__init__.py"}
     reached = {name: (imported(text) & texts.keys()) - {name} for name, text in texts.items()}
     grown = True
@@ -131,7 +135,7 @@ def circles(root: Path | None = None) -> list[list[str]]:
 
 
 def rooms(root: Path | None = None) -> dict[str, int]:
-    """Return how many files, `__init__` apart, each folder of the package holds itself."""
+    """Count the files of each folder of the package, without `__init__` and without subfolders."""
     return dict(Counter(path.rpartition("/")[0] for path in sources(root=root) if not path.endswith("__init__.py")))
 
 
@@ -139,7 +143,7 @@ def rooms(root: Path | None = None) -> dict[str, int]:
 
 
 class Trace:
-    """Within it, every call of a function of the package is counted."""
+    """Context that counts the calls of every function of the package."""
 
     def __init__(self) -> None:
         self.calls: Counter[tuple[str, str]] = Counter()
@@ -159,7 +163,7 @@ class Trace:
 
 
 def counted(what: str, work: Callable[[], object]) -> Row:
-    """Return what `work` executes, when it is done for the second time."""
+    """Count the files, functions and calls that the second run of `work` executes."""
     work()
     with Trace() as trace:
         work()
@@ -170,7 +174,7 @@ def counted(what: str, work: Callable[[], object]) -> Row:
 
 
 def elsewhere(journey: str, root: Path | None = None, **environment: str) -> list[Row]:
-    """Return a journey's rows, measured in another process with these environment variables, of another checkout."""
+    """Measure a journey in another process with these environment variables, and possibly of another checkout."""
     command = [sys.executable, str(OWN), "--root", str(root or ROOT), "--json", journey, *(["--show"] if SHOW else [])]
     ran = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     print(ran.stderr, end="", file=sys.stderr)
@@ -181,7 +185,7 @@ def elsewhere(journey: str, root: Path | None = None, **environment: str) -> lis
 
 @contextmanager
 def sample() -> Iterator[tuple[Path, Path]]:
-    """Make one sample protein; within the context its mmCIF and its alignment are there."""
+    """Generate one sample protein.  Its mmCIF file and alignment exist within the context."""
     with tempfile.TemporaryDirectory() as folder:
         find("generate", under="data")(Path(folder) / "one", 1)
         (structure,), (alignment,) = (list((Path(folder) / "one").glob(f"*/*.{kind}")) for kind in ("cif", "a3m"))
@@ -189,7 +193,7 @@ def sample() -> Iterator[tuple[Path, Path]]:
 
 
 def features_of(structure: Path, alignment: Path, crop: int) -> dict[str, Any]:
-    """Return the features of the one chain of an mmCIF file with its alignment, as training makes them."""
+    """Compute the features of the only chain of an mmCIF file and its alignment, as in training."""
     read = find("read_structure")(structure)
     (chain,) = read.chains.values()
     raw = find("from_chain")("one", read, chain, [find("read_alignment")(alignment)])
@@ -213,13 +217,13 @@ def triangle(what: str, kernels: str = "fast", size: int = 64, channels: int = 1
 
 def journey_triangle() -> list[Row]:
     """Measure a triangle product on every backend."""
-    # Triton reads TRITON_INTERPRET when a kernel is defined, so this takes a process of its own.
+    # Triton reads TRITON_INTERPRET when a kernel is defined, so this needs a separate process.
     interpreted = elsewhere("_interpreted", TRITON_INTERPRET="1")
     return [triangle("by its definition", "definition"), triangle("fast on a CPU"), *interpreted]
 
 
 def journey__interpreted() -> list[Row]:
-    """Measure the triangle product of a GPU, in a process that was begun with TRITON_INTERPRET=1."""
+    """Measure the GPU's triangle product, in a process that was started with TRITON_INTERPRET=1."""
     with find("interpreting", under="ops")():
         return [triangle("by a GPU's kernels, interpreted", size=16, channels=32)]
 
@@ -251,13 +255,13 @@ def journey_step() -> list[Row]:
 
 
 def journey_mmcif() -> list[Row]:
-    """Measure an mmCIF file and its alignment to features."""
+    """Measure the computation of features from an mmCIF file and its alignment."""
     with sample() as files:
         return [counted("one mmCIF and its alignment to features", lambda: features_of(*files, crop=23))]
 
 
 def journey_naming() -> list[Row]:
-    """Count the files that name one of a kind: what adding another takes."""
+    """Count the files that name one operation, option or optimizer: the files to edit when adding another."""
     return [
         naming("a fused operation: files that name triangle_factor", "triangle_factor"),
         naming("an option of a command: files that name max_recycles", "max_recycles"),
@@ -266,7 +270,7 @@ def journey_naming() -> list[Row]:
 
 
 def journey_house() -> list[Row]:
-    """Count files, functions and lines of the package; what goes in circles, what is full, what is used once."""
+    """Count files, functions and lines of the package, circular imports, full folders, and names that are used once."""
     texts = sources()
     lengths, once, in_once = [], 0, 0
     for text in texts.values():
@@ -306,7 +310,7 @@ class GatedMLP(AxialUpdate):
         n = self.norm(read)
         return residual(x, self.out(self.value(n).relu() * self.gate(n).sigmoid()) * mask[..., None], factors)
 '''
-# How a block takes the layer: lines of model/evoformer.py, and what stands there then.
+# Edits that add the layer to a block: lines of model/evoformer.py and their replacements.
 IN_A_BLOCK = {
     "        self.transition = Transition(c_z, c.transition, c.activation)\n": "        self.mlp = GatedMLP(c_z)\n",
     'Step("z", self.transition)': ', Step("z", self.mlp)',
@@ -321,9 +325,9 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def add_layer(root: Path) -> int:
-    """Write the layer into the package below `root`, and into the pair stack; return how many lines were added.
+    """Write the layer into the package below `root`, and add it to the pair stack.  Returns the number of added lines.
 
-    Errors: Gone, where a block takes layers in another way.
+    Raises Gone if the code of a block has changed.
     """
     path = root / "warpfold/model/evoformer.py"
     text = path.read_text(encoding="utf-8")
@@ -338,7 +342,7 @@ def add_layer(root: Path) -> int:
 
 
 def journey_layer() -> list[Row]:
-    """Put a gated MLP into the pair stack, in a copy; run it under every plan, and compare with the whole."""
+    """Add a gated MLP to the pair stack of a copy, run it under every plan, and compare with the unsharded model."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         for name in ("warpfold", "tests", "settings"):
@@ -349,7 +353,7 @@ def journey_layer() -> list[Row]:
 
 
 def journey__layer() -> list[Row]:
-    """Run the tiny model, which has a new layer, under every plan; say which agree with the whole."""
+    """Run the tiny model, which has a new layer, under every plan, and compare the results with the default plan's."""
     import torch
 
     helpers, run_ranks = importlib.import_module("tests.helpers"), importlib.import_module("tests.ranks").run_ranks
@@ -380,7 +384,7 @@ JOURNEYS = ("triangle", "block", "step", "mmcif", "layer", "naming", "house")
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the rows as text."""
+    """Format the rows as text."""
     lines = [f"{'':56} {'files':>6} {'functions':>10} {'calls':>7}"]
     for row in rows:
         numbers = zip((row.files, row.functions, row.calls), (6, 10, 7))
@@ -391,7 +395,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main() -> int:
-    """Measure the journeys that were asked for, and print them; 1 where a name that one of them needs is gone."""
+    """Measure and print the selected journeys.  Returns 1 if a name that one of them needs is gone."""
     global ROOT, SHOW
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("journeys", nargs="*", help=f"of {', '.join(JOURNEYS)} (default: all)")
@@ -400,7 +404,8 @@ def main() -> int:
     parser.add_argument("--show", action="store_true", help="say on stderr what was executed")
     given = parser.parse_args()
     ROOT, SHOW = given.root.resolve(), given.show
-    sys.path[0] = str(ROOT)  # not this folder: its names are the package's rooms
+    # Replace this folder, because its subfolders have the names of the package's.
+    sys.path[0] = str(ROOT)
     rows, gone = [], False
     for name in given.journeys or JOURNEYS:
         try:

@@ -1,4 +1,4 @@
-"""A job that kills the process that does it, in a module that worker processes can import."""
+"""Define a job that kills its own process, in a module that worker processes can import."""
 
 import os
 import signal
@@ -11,10 +11,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DiesTwice:
-    """Does what a function of a module does, but the first two calls end in kill -9: of two workers, each dies once.
+    """Call a function of a module, but kill the process with SIGKILL in the first two calls.
 
-    folder: where they are noted.  after: they have done it before they die.  together: the first dies when the second
-    is at work, in the other worker.
+    folder: the folder that records the deaths.  after: do the job before dying.  together: the first call waits for
+    the second call, in the other worker, before it dies.
     """
 
     module: str

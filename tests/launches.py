@@ -1,4 +1,4 @@
-"""What a GPU would be asked to do: operations that compute something, and the largest tensor that any of them made."""
+"""Count the operations that a GPU would launch, and find the largest tensor that they create."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -8,13 +8,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-NOTHING = ("empty", "detach", "_unsafe_view", "_reshape_alias")  # make or rename memory alone
+# Operations that launch no kernel: they only allocate or alias memory.
+NOTHING = ("empty", "detach", "_unsafe_view", "_reshape_alias")
 
 
 class Launches(TorchDispatchMode):
-    """Within it, operations are counted that are no views: one is one kernel at least.
+    """Context that counts operations other than views.  Each of them launches at least one kernel.
 
-    operations: how often each; largest: the most numbers that one result had, with its operation.
+    operations: the count of each operation.  largest: the number of elements of the largest result, and its operation.
     """
 
     def __init__(self) -> None:
@@ -34,5 +35,5 @@ class Launches(TorchDispatchMode):
 
     @property
     def count(self) -> int:
-        """How many there were."""
+        """Return the total number of operations."""
         return self.operations.total()

@@ -1,9 +1,9 @@
-"""An Apple GPU that is not there: within `mac()`, "mps" is a device whose tensors lie in the host's memory.
+"""Simulate an Apple GPU: within `mac()`, "mps" is a device whose tensors are in host memory.
 
-What torch's MPS backend would refuse is refused: tensors of 64-bit floats, operations that have no function of it in
-torch's own table (`native_functions.yaml`, which torch brings), operands on two devices, NumPy arrays of what lies
-there, and pinned memory.  Everything else is computed by the CPU, so numbers are right, and times say nothing.  What a
-real one rounds otherwise or gets wrong is not seen.
+The simulation raises the errors of torch's MPS backend: for 64-bit floats, for operations without an MPS function in
+`native_functions.yaml` (which torch ships), for operands on two devices, for NumPy arrays of MPS tensors, and for
+pinned memory. The CPU computes everything else, so values are correct and timings are meaningless. The simulation does
+not show the rounding or the bugs of a real device.
 """
 
 import re
@@ -27,12 +27,16 @@ MPS, CPU = torch.device("mps", 0), torch.device("cpu")
 TABLE = "ATen/native/native_functions.yaml"
 ANY_DEVICE = {"CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional", "MPS"}
 FROM_NUMBERS: tuple[Callable[..., Any], ...] = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
-TAKES_TWO = {"copy_", "_to_copy", "set_"}  # whose operands may lie on two devices
+# Operations that accept operands on two devices.
+TAKES_TWO = {"copy_", "_to_copy", "set_"}
 
 
 @cache
 def table() -> Mapping[str, tuple[str, frozenset[str]]]:
-    """Of each of torch's operations: the one that computes it, or "", and the backends that have a function of it."""
+    """Parse torch's table of operations.
+
+    Each value holds the operation that the key delegates to, or "", and the backends that implement it.
+    """
     found = {}
     text = Path(torchgen.__file__).with_name("packaged").joinpath(TABLE).read_text(encoding="utf-8")
     for entry in re.split(r"(?m)^- func: ", text)[1:]:
@@ -45,18 +49,22 @@ def table() -> Mapping[str, tuple[str, frozenset[str]]]:
 
 @cache
 def is_served(name: str) -> bool:
-    """Whether MPS has an operation, by its name with its overload; what is not in the table is made of others."""
+    """Return whether MPS supports an operation.  name: with its overload.
+
+    Operations that are not in the table are composed of others and count as supported.
+    """
     delegate, keys = table().get(name, ("", frozenset()))
     return is_served(delegate) if delegate else not keys or bool(keys & ANY_DEVICE)
 
 
 class Mac(threading.local):
-    """The device: which memory is on it, and where, in this thread, the call of torch that runs makes tensors."""
+    """The simulated device: its memory, and where the current torch call of this thread creates tensors."""
 
-    _memory: ClassVar[dict[int, StorageWeakRef]] = {}  # of all that ever were: tables of constants are kept
+    # All instances share this table, because cached constants outlive an instance.
+    _memory: ClassVar[dict[int, StorageWeakRef]] = {}
 
     def __init__(self) -> None:
-        self.asked: list[str | None] = [None]  # None: not said
+        self.asked: list[str | None] = [None]  # None: not specified
 
     def has(self, x: Any) -> bool:
         if not isinstance(x, Tensor) or x.layout != torch.strided:
@@ -65,7 +73,7 @@ class Mac(threading.local):
         return held is not None and not held.expired()
 
     def take(self, x: Any) -> Any:
-        """Have a result lie on the device.  Errors: TypeError as torch's for a dtype that it lacks."""
+        """Mark a result as a tensor on the device.  Raises torch's TypeError for a dtype that MPS does not support."""
         if isinstance(x, Tensor):
             if x.dtype in (torch.float64, torch.complex128):
                 raise TypeError(
@@ -77,7 +85,7 @@ class Mac(threading.local):
 
 
 class _Operations(TorchDispatchMode):
-    """What torch's dispatcher sees of each operation, those of the backward pass and of C++ too."""
+    """Dispatch mode that intercepts every operation, including those of the backward pass and of C++ code."""
 
     def __init__(self, mac: Mac) -> None:
         super().__init__()
@@ -115,7 +123,10 @@ class _Operations(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """What Python asks of torch: where new tensors are to lie, which the dispatcher is not told apart from defaults."""
+    """Function mode that records the requested device of new tensors.
+
+    The dispatcher cannot tell a requested device from the default.
+    """
 
     def __init__(self, mac: Mac) -> None:
         super().__init__()
@@ -128,14 +139,16 @@ class _Functions(TorchFunctionMode):
             raise TypeError("can't convert mps:0 device type tensor to numpy. Use Tensor.cpu() to copy it first")
         if func is Tensor.cpu or (func is Tensor.numpy and there):
             return _to(mac, args[0], CPU) if func is Tensor.cpu else _to(mac, args[0].detach(), CPU).numpy()
-        if func is Tensor.to:  # C++ believes that all lies on the host
+        # torch's own `to` would do nothing, because it considers every tensor to be on the host.
+        if func is Tensor.to:
             return _move(mac, *args, **kwargs)
         if func is Tensor.backward:
             return self._backward(*args, **kwargs)
         if func is Tensor.pin_memory and there:
             raise RuntimeError("cannot pin 'torch.mps.FloatTensor' only dense CPU tensors can be pinned")
         to = kwargs.get("device")
-        if func in FROM_NUMBERS:  # they ask for a guard of the device, which is not there
+        # These functions need a device guard, which a simulated device lacks.
+        if func in FROM_NUMBERS:
             new = func is Tensor.new_tensor
             lies_there = torch.device(to).type == "mps" if to is not None else new and there
             kwargs |= {"device": CPU} if lies_there or new else {}
@@ -148,7 +161,7 @@ class _Functions(TorchFunctionMode):
             mac.asked.pop()
 
     def _backward(self, loss: Tensor, gradient: Tensor | None = None, **kwargs: Any) -> None:
-        """Run it with this mode: the Python that it calls asks, too."""
+        """Run the backward pass in this mode, because it calls Python code that creates tensors."""
         self.mac.asked.append("mps" if self.mac.has(loss) else "cpu")
         try:
             with self:
@@ -158,7 +171,7 @@ class _Functions(TorchFunctionMode):
 
 
 def _to(mac: Mac, x: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor between the device and the host, if it is not there."""
+    """Copy a tensor to the device or to the host, unless it is already there."""
     if mac.has(x) == (device.type == "mps"):
         return x
     mac.asked.append(device.type)
@@ -169,7 +182,7 @@ def _to(mac: Mac, x: Tensor, device: torch.device) -> Tensor:
 
 
 def _move(mac: Mac, x: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
-    """Do what `Tensor.to` does, between the host and the device, too."""
+    """Implement `Tensor.to`, including copies between the host and the device."""
     if args and isinstance(args[0], Tensor):
         device, dtype = args[0].device, args[0].dtype
     else:
@@ -192,7 +205,7 @@ def _move(mac: Mac, x: Tensor, *args: Any, copy: bool = False, **kwargs: Any) ->
 
 @contextmanager
 def mac(free: int = 8 * 2**30) -> Iterator[Mac]:
-    """Have a Mac within the context.  free: bytes that its GPU may take."""
+    """Simulate a Mac within the context.  free: GPU memory in bytes."""
     device, real, alone = Mac(), Tensor.device, threading.Thread.run
 
     def where(x: Tensor) -> torch.device:

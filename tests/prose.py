@@ -72,7 +72,7 @@ def find_phrases(path: Path) -> tuple[int, list[tuple[int, str, str]]]:
     count, phrases = 0, []
     for number, line in lines:
         text = CODE.sub("CODE", line)
-        # Fewer than three words are a heading, a table's rule or a name.
+        # Lines of fewer than three words are headings, table rules or names.
         if len(text.split()) < 3:
             continue
         count += 1

@@ -1,4 +1,4 @@
-"""Files of random numbers with the names, the layout and, at full size, the shapes of published parameters."""
+"""Write random parameters with the names, the layout and, at full size, the shapes of published parameters."""
 
 import io
 import tarfile
@@ -18,7 +18,7 @@ from warpfold.training.config import load_settings
 
 
 def config_like(name: str, full: bool = False) -> ModelConfig:
-    """The settings of a published model; full: its own sizes, else tiny ones."""
+    """Build the settings of a published model.  full: use its published sizes instead of tiny ones."""
     number = int(name.split("_")[1]) if name.startswith("model_") else 1
     if full:
         config = load_settings("multimer" if "multimer" in name else "monomer", []).model
@@ -32,7 +32,7 @@ def config_like(name: str, full: bool = False) -> ModelConfig:
 
 
 def write_like(name: str, folder: Path, full: bool = False) -> Path:
-    """Write a file as the published one of this name is: .npz by DeepMind's names, or .pt by OpenFold's."""
+    """Write a file in the format of the published file of this name: DeepMind's .npz or OpenFold's .pt."""
     config = config_like(name, full)
     seed = sum(name.encode())
     torch.manual_seed(seed)
@@ -46,7 +46,7 @@ def write_like(name: str, folder: Path, full: bool = False) -> Path:
 
 
 def write_archive(path: Path, names: list[str], full: bool = False) -> Path:
-    """Write a tar as DeepMind's: the files of some names, then LICENSE."""
+    """Write a tar archive like DeepMind's: the parameter files of these names, then LICENSE."""
     with tarfile.open(path, "w") as tar:
         for name in names:
             file = write_like(name, path.parent, full)

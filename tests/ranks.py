@@ -1,4 +1,4 @@
-"""Ranks for tests: a function run by several forked processes that speak gloo, in some 0.2 s."""
+"""Run a function on several ranks: forked processes that communicate by gloo.  Starting them takes about 0.2 s."""
 
 import faulthandler
 import os
@@ -13,22 +13,26 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch._dynamo  # what it loads, forked children share: without it each would load it for itself, seconds
+
+# Forked children share the modules that this loads. Otherwise each child would spend seconds loading them.
+import torch._dynamo
 import torch.distributed as dist
 
 T = TypeVar("T")
 
 
 class RankError(AssertionError):
-    """One or more ranks failed; the message holds their tracebacks, the first to fail first."""
+    """One or more ranks failed.  The message holds their tracebacks in the order of the failures."""
 
 
 def run_ranks(function: Callable[..., T], ranks: int, *args: Any, timeout: float = 120) -> list[T]:
-    """`function(*args)` in `ranks` processes with torch.distributed initialised (gloo); the results in rank order.
+    """Run `function(*args)` in `ranks` processes with torch.distributed initialised (gloo).
 
-    The processes are forked: the function may be a closure, and arguments are not copied.  A result may hold tensors
-    (without a graph).  One thread per rank.  timeout: seconds for all of it, and for any one collective.
-    Errors: RankError when a rank raises, dies or does not come back in time; the others are ended.
+    The processes are forked, so the function may be a closure, and arguments are not copied. Each rank has one thread.
+    A result may contain tensors without a graph.
+    timeout: limit in seconds for the whole call and for each collective.
+    Returns the results in rank order.  Raises RankError if a rank raises, dies or exceeds the limit, and ends the
+    other ranks.
     """
     context = get_context("fork")
     pipes, processes = [], []
@@ -68,7 +72,8 @@ def _gather(pipes: Sequence[connection.Connection], processes: Sequence[BaseProc
                 results[rank] = value
             else:
                 failures.append(f"rank {rank}: {value}")
-                end = min(end, time.monotonic() + 1)  # what the others say about it is of less interest
+                # Wait only briefly for the other ranks, whose errors usually follow from this one.
+                end = min(end, time.monotonic() + 1)
         if not ready:
             if not failures:
                 failures.append(f"ranks {sorted(waiting.values())} did not come back in time\n")
@@ -91,16 +96,23 @@ def _rank(
     timeout: float,
     pipe: connection.Connection,
 ) -> None:
-    """One rank's life.  It stays until all results were received: tensors travel as shared memory."""
+    """Run the function in a child process.
+
+    Tensors are sent through shared memory, so the process waits until the parent has received all results.
+    """
     torch.set_num_threads(1)
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
-    server._forkserver_pid = server._forkserver_alive_fd = server._forkserver_address = None  # the parent's, not ours
+    # A fork server belongs to the parent process, so the child must not use it.
+    server._forkserver_pid = server._forkserver_alive_fd = server._forkserver_address = None
     if os.path.exists("/sys/class/net/lo"):
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # whatever this machine's name resolves to
+        # The machine's name may resolve to an address that does not work.
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     limit = timedelta(seconds=timeout)
-    faulthandler.dump_traceback_later(0.9 * timeout)  # where it hangs goes to stderr, which pytest shows
+    # pytest shows stderr, so this prints the location of a hang.
+    faulthandler.dump_traceback_later(0.9 * timeout)
     try:
-        # A file, not a server: a thread of the parent's may hold a lock when it forks, and the child waits for ever.
+        # Use a file instead of a server: if a thread of the parent held a lock during the fork, the child would wait
+        # forever.
         store = dist.FileStore(str(meet), ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
         pipe.send((True, function(*args)))

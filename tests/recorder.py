@@ -1,7 +1,7 @@
-"""A recorder of graphs that needs no GPU: it notes the operations of a call, and does them again on the same memory.
+"""Record graphs without a GPU: record the operations of a call, and replay them on the same memory.
 
-Like a CUDA graph it knows nothing of the function: what Python computed when it was recorded stays, and so does every
-shape.  What a graph cannot hold (a number that the host reads, a shape that depends on numbers) is an error.
+As in a CUDA graph, values that Python computed during the recording are constants, and so are all shapes. Operations
+that a graph cannot contain (the host reads a value, or a shape depends on values) raise an error.
 """
 
 import gc
@@ -24,14 +24,15 @@ Done = tuple[Any, tuple[Any, ...], Mapping[str, Any], list[Tensor]]
 
 
 class OperationRecorder:
-    """The stand-in for `device.CUDARecorder`.  A call is done while it is recorded, and so not at its first replay.
+    """Stand-in for `device.CUDARecorder`.  The recording already executes the call, so the first replay does nothing.
 
-    Messages to other ranks are operations too.  As NCCL asks, those of a recording or a replay meet messages of a
-    recording or a replay alone.
+    Messages to other ranks are operations, too. As NCCL requires, the messages of a recording or a replay match only
+    messages of a recording or a replay.
     """
 
     def __init__(self) -> None:
-        self.operations = self.cuts = self.messages = 0  # of the last recording
+        # Counts of the last recording.
+        self.operations = self.cuts = self.messages = 0
 
     def warm_up(self, function: Callable[[], Named]) -> tuple[Named, bool]:
         return {name: x.clone() for name, x in function().items()}, False
@@ -62,7 +63,7 @@ class OperationRecorder:
 
 
 class LeftoverRecorder(OperationRecorder):
-    """A recorder that raises an error where a recording leaves tensors behind, as `device.CUDARecorder` does.
+    """A recorder that raises an error if a recording leaves tensors behind, as `device.CUDARecorder` does.
 
     Its replays call the function again.
     """
@@ -78,7 +79,7 @@ class LeftoverRecorder(OperationRecorder):
         again = iter([lambda: results])
 
         def replay() -> None:
-            # The buffer of the results may have been replaced by a larger one since.
+            # A larger buffer may have replaced the buffer of the results since the recording.
             for name, x in next(again, function)().items():
                 results[name].copy_(x)
 
@@ -101,7 +102,7 @@ class _Making(TorchDispatchMode):
 
 
 def _again(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], before: list[Tensor]) -> None:
-    """Do an operation again, and put what it makes where its results lay."""
+    """Repeat an operation, and copy its results into the memory of the recorded results."""
     out = tree_leaves(function(*args, **kwargs))
     if function.namespace == "c10d":
         Work.unbox(out[-1]).wait()
@@ -114,7 +115,10 @@ def _again(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], befo
 
 @contextmanager
 def _unnoted_waits() -> Iterator[None]:
-    """Leave out what gloo's waits do (some copy what has come): a replay waits for each message itself."""
+    """Exclude the operations of gloo's waits from the recording, because a replay waits for each message itself.
+
+    Some of these waits copy the received data.
+    """
     wait = Work.wait
 
     def unnoted(work: Work, *limit: Any) -> bool:

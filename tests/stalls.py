@@ -1,9 +1,9 @@
-"""A device that is not there: within `Stalls`, whatever would make the host wait for a GPU is noted, with its place.
+"""Find host synchronisations without a GPU: `Stalls` records every call that would wait for a GPU, with its line.
 
-Tensors on "meta" stand for those on the device.  What is read of them (`item`, `bool`, `tolist`, `numpy`, a copy to the
-host) is noted and answered with ones.  Noted are also tensors made of Python's numbers on the device and tensors of
-the host that go there (blocking copies, as their memory is not pinned), also as operands; and results whose shape
-depends on numbers.
+Tensors on "meta" represent device tensors. Reads of them (`item`, `bool`, `tolist`, `numpy`, a copy to the host) are
+recorded and return ones. `Stalls` also records tensors that are created on the device from Python numbers, host
+tensors that are copied to the device or used as operands there (such copies block, because the memory is not pinned),
+and results whose shape depends on values.
 """
 
 import traceback
@@ -23,13 +23,13 @@ DEPEND = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecut
 
 
 def _place() -> str:
-    """The line of WarpFold that is running."""
+    """Return the line of WarpFold that is running."""
     frames = [f for f in traceback.extract_stack() if f.filename.startswith(OURS)]
     return f"{Path(frames[-1].filename).relative_to(OURS)}:{frames[-1].lineno}" if frames else "autograd"
 
 
 class Stalls:
-    """Within it, calls that would wait are noted: `found`, each "place: what"."""
+    """Context that records calls that would wait.  found: one entry "file:line: problem" for each."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -51,7 +51,8 @@ class _Functions(TorchFunctionMode):
         self.found = found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.tolist and args[0].is_meta:  # of torch's own it reads memory, past all operations
+        # torch's own `tolist` reads memory directly, without an operation.
+        if func is Tensor.tolist and args[0].is_meta:
             return args[0].cpu().tolist()
         out = func(*args, **(kwargs or {}))
         if func in FROM_NUMBERS and out.is_meta and not isinstance(args[func is Tensor.new_tensor], Tensor):
@@ -80,7 +81,7 @@ class _Operations(TorchDispatchMode):
         if there and name == "copy" and not args[0].is_meta and (kwargs.get("non_blocking") or args[2:] == (True,)):
             self.found.append(f"{_place()}: a copy to the host begins")
             return args[0].fill_(1)
-        # Of one number of the host each kernel takes a copy when it is launched.
+        # A kernel takes a scalar of the host as a launch argument, so scalars do not wait.
         if there and any(not t.is_meta and t.dim() for t in given):
             self.found.append(f"{_place()}: {name} with a tensor of the host")
         if name == "_to_copy" and not there and torch.device(kwargs.get("device") or "cpu").type == "meta":
@@ -89,7 +90,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _depends(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation has to look at the numbers of its operands."""
+    """Return whether an operation reads the values of its operands."""
     if name in ("index", "index_put", "_unsafe_index"):
         return any(t is not None and t.dtype == torch.bool for t in args[1])
     if name == "repeat_interleave":
