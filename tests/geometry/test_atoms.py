@@ -1,4 +1,4 @@
-"""Torsions, frames and atoms describe one structure; what one function builds another reads back."""
+"""Torsions, frames and atoms describe the same structure: conversions are inverses of each other."""
 
 import math
 
@@ -41,7 +41,7 @@ def unit_angles(n: int, generator: torch.Generator) -> Tensor:
 
 @pytest.fixture
 def structure() -> tuple[Tensor, Rigid, Tensor, Rigid, Tensor]:
-    """One residue of every type: aatype, backbone, angles, frames of the rigid groups, atom37; fp64."""
+    """Build one residue of every type: aatype, backbone, angles, frames of the rigid groups, atom37, in fp64."""
     generator = torch.Generator().manual_seed(0)
     backbone, angles = backbones(21, generator), unit_angles(21, generator)
     frames = torsions_to_frames(ALL_TYPES, backbone, angles)
@@ -62,7 +62,7 @@ def test_built_torsions_are_read_back(structure: tuple[Tensor, Rigid, Tensor, Ri
     found, mask = torsions.sin_cos[:, 2:], torsions.mask[:, 2:]
     assert torch.equal(mask[:, 1:], residue_rows("CHI_MASK", aatype).double())
     assert torch.equal(mask[:20, 0], torch.ones(20, dtype=torch.float64))
-    # The tables give the atoms to a thousandth of an angstrom, so not all of them lie in their planes exactly.
+    # The tables give positions to a thousandth of an angstrom, so some atoms are slightly off their planes.
     torch.testing.assert_close(found, angles[:, 2:] * mask[..., None], rtol=0, atol=3e-3)
 
 
@@ -101,7 +101,7 @@ def test_atoms_move_with_the_backbone(structure: tuple[Tensor, Rigid, Tensor, Ri
 
 
 def test_dihedral_has_the_sign_of_iupac() -> None:
-    """Seen along b-c, a positive torsion turns the far bond clockwise."""
+    """Viewed along b-c, a positive torsion rotates the far bond clockwise."""
     a, b, c, d = torch.tensor([[0.0, 1, 0], [0, 0, 0], [1, 0, 0], [1, 0, 1]], dtype=torch.float64)
     torch.testing.assert_close(dihedral(a, b, c, d), torch.tensor([1.0, 0], dtype=torch.float64), rtol=0, atol=1e-7)
 
@@ -127,7 +127,7 @@ def test_pseudo_beta_is_alpha_for_glycine() -> None:
 
 
 def test_numbers_of_bins_are_the_places_of_the_ones() -> None:
-    """Also where a distance lies on an edge, below the first or beyond the last: there is no bin."""
+    """A distance on an edge, below the first bin or beyond the last has no bin."""
     generator = torch.Generator().manual_seed(0)
     along = torch.tensor([0.0, 3.25, 4.5, 10.75, 20.75, 21.0, 9999.0, 10_001.0, 2.0])
     positions = torch.cat(
@@ -145,7 +145,7 @@ def test_renaming_finds_the_names_that_fit(structure: tuple[Tensor, Rigid, Tenso
     truth = atom37_to_atom14(aatype, atom37)
     alternative = swap_atom14(aatype, truth)
     mask, ambiguous = residue_rows("ATOM14_MASK", aatype).double(), residue_rows("ATOM14_AMBIGUOUS", aatype).double()
-    # A prediction that is right but for the names of half of the types.
+    # A prediction that is exact except for the naming of half of the types.
     wrong = ALL_TYPES % 2 == 0
     predicted = torch.where(wrong[:, None, None], alternative, truth)
     found = rename_ground_truth(predicted, truth, mask, alternative, mask, ambiguous)

@@ -52,7 +52,7 @@ def test_group_frames_are_rigid_where_the_group_exists() -> None:
 
 @pytest.mark.parametrize("restype", range(20), ids=residue.RESTYPE_3[:20])
 def test_ideal_residues_have_the_measured_bonds_and_angles(restype: int) -> None:
-    """Ideal positions and bond statistics are two independent sets of figures: each finds a slip in the other."""
+    """Ideal positions and bond statistics are independent tables, so each reveals errors in the other."""
     generator = torch.Generator().manual_seed(restype)
     turns = torch.rand(50, 7, generator=generator) * 2 * math.pi
     aatype = torch.full((50,), restype)
@@ -68,7 +68,7 @@ def test_ideal_residues_have_the_measured_bonds_and_angles(restype: int) -> None
         bonded += 1
         assert lower[i, j] <= distance[:, i, j].min(), (names[i], names[j])
         assert distance[:, i, j].max() <= upper[i, j], (names[i], names[j])
-    assert bonded >= 5  # of glycine: three bonds, two angles
+    assert bonded >= 5  # glycine: three bonds, two angles
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_ideal_residues_have_the_measured_bonds_and_angles(restype: int) -> None
 def test_ideal_residues_have_the_right_hand(
     residues: set[str], centre: str, ranked: tuple[str, ...], sign: int
 ) -> None:
-    """Which distances cannot tell.  Seen with H away, neighbours that rank down clockwise (R) have negative volume."""
+    """Distances do not show chirality. Viewed with H away, neighbours in clockwise order (R) have negative volume."""
     aatype = torch.tensor([residue.RESTYPE_3.index(name) for name in sorted(residues)])
     angles = torch.tensor([0.6, 0.8]).expand(len(aatype), 7, 2)
     atoms = frames_to_atom14(aatype, torsions_to_frames(aatype, Rigid.identity((len(aatype),)), angles))

@@ -88,7 +88,7 @@ def test_rotation_to_quaternion_and_back(seed: int) -> None:
 
 
 def test_half_turns_have_quaternions() -> None:
-    """At half a turn w is zero: the formula that divides by w would fail."""
+    """At half a turn w is zero, so a formula that divides by w would fail."""
     half_turns = torch.diag_embed(torch.tensor([[1.0, -1, -1], [-1, 1, -1], [-1, -1, 1]], dtype=torch.float64))
     found = rotation_to_quaternion(half_turns)
     torch.testing.assert_close(found.abs(), torch.eye(4, dtype=torch.float64)[1:])

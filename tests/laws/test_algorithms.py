@@ -9,13 +9,13 @@ ROW = re.compile(r"^\| *(\d+) *\| *(\w+) *\| *`([\w/.]+\.py)` *\| *`([\w.]+)`(?:
 
 
 def _rows() -> list[tuple[int, str, str]]:
-    """(number, file, name) of every entry; two entries where a row names two objects."""
+    """Parse the table to (number, file, name). A row with two objects gives two entries."""
     text = (ROOT / "docs" / "reference" / "algorithms.md").read_text(encoding="utf-8")
     return [(int(row[1]), row[3], name) for row in ROW.finditer(text) for name in row.groups()[3:] if name]
 
 
 def _find(file: str, name: str) -> ast.AST | None:
-    """The function, class or Class.method of a file of the package."""
+    """Find the function, class or Class.method in a file of the package."""
     body: list[ast.stmt] = next(tree.body for path, tree in trees().items() if path.as_posix() == f"warpfold/{file}")
     node: ast.AST | None = None
     for part in name.split("."):
@@ -26,7 +26,7 @@ def _find(file: str, name: str) -> ast.AST | None:
 
 
 def _cited(docstring: str) -> set[int]:
-    """Numbers of the algorithms that a docstring cites: "Algorithm 6", "Algorithms 11 and 12", "Algorithms 7-10"."""
+    """Parse the numbers of cited algorithms: "Algorithm 6", "Algorithms 11 and 12", "Algorithms 7-10"."""
     cited: set[int] = set()
     for group in re.findall(r"Algorithms?\s+(\d+(?:(?:,\s*|\s+and\s+|,\s+and\s+|\s*-\s*|\s+to\s+)\d+)*)", docstring):
         for first, last in re.findall(r"(\d+)(?:\s*(?:-|to)\s*(\d+))?", group):

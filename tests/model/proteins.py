@@ -9,16 +9,16 @@ from torch import Tensor
 from warpfold.geometry import atoms, residue
 from warpfold.geometry.rigid import Rigid
 
-PHI, PSI = math.radians(-120.0), math.radians(130.0)  # an extended strand: nothing touches
+PHI, PSI = math.radians(-120.0), math.radians(130.0)  # an extended strand
 
 
 def encode(sequence: str) -> Tensor:
-    """One-letter codes -> aatype."""
+    """Convert one-letter codes to aatype."""
     return torch.tensor([residue.RESTYPES.index(letter) for letter in sequence])
 
 
 def place(a: Tensor, b: Tensor, c: Tensor, length: float, angle: float, torsion: float) -> Tensor:
-    """The point at `length` from c, with the angle at c against b and the torsion about b-c against a (radian)."""
+    """Compute the point at `length` from c with this angle at c to b and this torsion about b-c to a (radian)."""
     x = (c - b) / (c - b).norm()
     normal = torch.linalg.cross(b - a, x)
     normal = normal / normal.norm()
@@ -27,7 +27,7 @@ def place(a: Tensor, b: Tensor, c: Tensor, length: float, angle: float, torsion:
 
 
 def backbone(n: int) -> Rigid:
-    """Backbone frames of a strand of n residues with ideal bonds and angles, trans peptides; fp64."""
+    """Build the backbone frames of a strand of n residues with ideal bonds and angles and trans peptides, in fp64."""
     c_n, ca_c_n, c_n_ca = 1.329, math.acos(residue.CA_C_N_COS[0]), math.acos(residue.C_N_CA_COS[0])
     chain = [torch.tensor(x, dtype=torch.float64) for x in ([-0.525, 1.363, 0.0], [0.0, 0.0, 0.0], [1.526, 0.0, 0.0])]
     for _ in range(n - 1):
@@ -39,9 +39,9 @@ def backbone(n: int) -> Rigid:
 
 
 def example(sequence: str = "GASDFKYE", seed: int = 0, dtype: torch.dtype = torch.float32) -> SimpleNamespace:
-    """`batch`: all labels of a strand of this sequence; `output`: a model output that predicts it exactly.
+    """Build `batch`, all labels of a strand of this sequence, and `output`, a model output that predicts it exactly.
 
-    Three layers, the last of them perfect in all but name; the heads' logits are random.
+    The output has three layers, of which the last is perfect. The logits of the heads are random.
     """
     generator = torch.Generator().manual_seed(seed)
     aatype, n = encode(sequence), len(sequence)
@@ -109,14 +109,14 @@ def example(sequence: str = "GASDFKYE", seed: int = 0, dtype: torch.dtype = torc
 
 
 def random_motion(generator: torch.Generator) -> Rigid:
-    """A rotation and a shift of some 20 angstrom, fp64."""
+    """Draw a rotation and a translation of some 20 angstrom, in fp64."""
     quaternion = torch.randn(4, generator=generator, dtype=torch.float64)
     shift = 20 * torch.randn(3, generator=generator, dtype=torch.float64)
     return Rigid.from_quaternion7(torch.cat([quaternion / quaternion.norm(), shift]))
 
 
 def random_frames(generator: torch.Generator, *shape: int) -> Rigid:
-    """Frames at random places and in random orientations, fp64."""
+    """Draw frames at random positions with random orientations, in fp64."""
     quaternion = torch.randn(*shape, 4, generator=generator, dtype=torch.float64)
     quaternion = quaternion / quaternion.norm(dim=-1, keepdim=True)
     return Rigid.from_quaternion7(

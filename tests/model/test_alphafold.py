@@ -16,7 +16,7 @@ from warpfold.parallel.plan import Plan
 
 
 def tensors(output):
-    """Every tensor of an output, by name."""
+    """Collect the tensors of an output by name."""
     out = {f.name: getattr(output, f.name) for f in fields(output) if isinstance(getattr(output, f.name), torch.Tensor)}
     s = output.structure
     return out | {"atoms": s.final_atom37, "angles": s.angles, "backbone": s.frames.translation}
@@ -32,7 +32,7 @@ def assert_same(a, b, tolerance):
 
 
 def test_the_defaults_are_those_of_alphafold2():
-    """Supp. 1.2.7 to 1.9 and the official model/config.py, model_1; what later models have otherwise is off."""
+    """Supp. 1.2.7 to 1.9 and the official model/config.py, model_1. Settings of later models are off."""
     pair = {"heads": 4, "head_width": None, "transition": 4, "activation": "relu", "rate": 0.25, "fused": False}
     evoformer = {"blocks": 48, "heads": 8, "transition": 4, "activation": "relu", "rate": 0.15, "c_outer": 32}
     templates = {"enabled": True, "c": 64, "blocks": 2, "heads": 4, "attention_width": 16, "torsion_rows": True}
@@ -141,7 +141,7 @@ def test_padding_does_not_reach_the_rest():
         ] += 3
     with torch.no_grad():
         a, b = model(batch), model(other)
-    assert torch.equal(a.pair[:7, :7], b.pair[:7, :7])  # what is masked counts exactly zero times, in any order of sums
+    assert torch.equal(a.pair[:7, :7], b.pair[:7, :7])  # masked entries contribute exactly 0
     assert torch.equal(a.structure.final_atom37[:7], b.structure.final_atom37[:7])
 
 
@@ -175,7 +175,7 @@ def test_a_fresh_model_starts_as_an_identity():
 
 
 def test_transitions_may_be_swiglu():
-    """By settings of the two halves of a block; with no biases, and with as many gates as values."""
+    """The settings of both halves of a block select SwiGLU, without biases and with as many gates as values."""
     config = tiny_config()
     pair = replace(config.evoformer.pair, activation="swiglu")
     trunk = replace(config.evoformer, activation="swiglu", pair=pair, blocks=1)

@@ -1,4 +1,4 @@
-"""Losses of complexes: equal chains have no names, space has no origin, and chains keep their distance."""
+"""Losses of complexes: invariant under exchange of equal chains and motions; centres of mass and clashes."""
 
 from types import SimpleNamespace
 
@@ -38,7 +38,7 @@ def generator():
 
 
 def complex_of(generator, copies=3, noise=1.0, missing=0.2):
-    """Three equal chains, all their truths, and a noisy prediction of them: batch and the prediction's parameters."""
+    """Build a batch of three equal chains with all their truths, and the parameters of a noisy prediction."""
     one = example(SEQUENCE, dtype=torch.float64)
     motions = [random_motion(generator) for _ in range(copies)]
     n = copies * N
@@ -78,7 +78,7 @@ def complex_of(generator, copies=3, noise=1.0, missing=0.2):
 
 
 def output_of(aatype: Tensor, predicted: dict[str, Tensor]) -> SimpleNamespace:
-    """What a model would return."""
+    """Build the output of a model from the parameters of a prediction."""
     translation, unnormalized = predicted["translation"], predicted["angles"]
     frames = Rigid(predicted["rotation"].expand(len(translation), -1, -1, -1), translation)
     angles = unnormalized / unnormalized.norm(dim=-1, keepdim=True)
@@ -96,7 +96,7 @@ def output_of(aatype: Tensor, predicted: dict[str, Tensor]) -> SimpleNamespace:
 
 
 def judged(batch, predicted) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """The loss, its terms, and its gradients."""
+    """Compute the loss, its terms, and its gradients."""
     leaves = {name: x.clone().requires_grad_() for name, x in predicted.items()}
     loss, terms = total_loss(output_of(batch["aatype"], leaves), batch, EVERYTHING)
     gradients = torch.autograd.grad(loss, list(leaves.values()))
@@ -105,7 +105,7 @@ def judged(batch, predicted) -> tuple[Tensor, dict[str, Tensor], dict[str, Tenso
 
 @pytest.mark.parametrize("what", ["truth", "prediction"])
 def test_in_fp32_nothing_is_lost_300_angstrom_from_the_origin(generator, what):
-    """Coordinates lie on a grid, so that moving them is exact: what differs is what a loss itself loses."""
+    """Coordinates are on a grid, so that moving them is exact. Only the loss can lose digits."""
     batch, predicted = complex_of(generator, missing=0.0)
     batch = {name: x.float() if x.is_floating_point() else x for name, x in batch.items()}
     output = output_of(batch["aatype"], {name: x.float() for name, x in predicted.items()})
@@ -157,7 +157,7 @@ RESIDUE_AXES |= {"copy_atom_positions": (1,), "copy_atom_mask": (1,), "resolutio
 
 
 def exchanged(named, order):
-    """The same with the residues in another order."""
+    """Reorder the residues of a batch and a prediction."""
     for name, x in named.items():
         for axis in RESIDUE_AXES.get(name, (0,)):
             x = x.index_select(axis, order)
@@ -201,7 +201,7 @@ def test_fape_within_and_between_chains_are_means_over_their_own_pairs(generator
     seen = frames[..., :, None].invert_apply(frames.translation[..., None, :, :])
     apart = (seen - true[:, None].invert_apply(true.translation)).norm(dim=-1)
     same = batch["asym_id"][:, None] == batch["asym_id"]
-    # The floor of a distance is 1e-4 angstrom, which a residue has from itself.
+    # The smallest distance is 1e-4 angstrom, that of a residue from itself.
     expected = apart.clamp(max=10.0)[:, same].mean(1) / 10, apart.clamp(max=30.0)[:, ~same].mean(1) / 20
     torch.testing.assert_close(found["fape"], expected[0], rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(found["interface_fape"], expected[1], rtol=1e-6, atol=1e-5)
@@ -216,7 +216,7 @@ def test_a_single_chain_has_nothing_between_chains(generator):
     batch = with_truth(batch, output.structure.final_atom37)
     true, mask = Rigid.from_quaternion7(batch["backbone_affine_tensor"]), batch["backbone_affine_mask"]
     alone = backbone_fape(output.structure.frames, true, mask, softening=0.0)
-    torch.testing.assert_close(terms["fape"], alone[-1])  # sums of the same terms, in another order
+    torch.testing.assert_close(terms["fape"], alone[-1])  # the order of sums differs
 
 
 def test_gradients_are_finite_where_nothing_was_seen_or_all_is_in_one_place(generator):
@@ -241,7 +241,7 @@ def test_computing_pairs_in_blocks_changes_nothing(generator, monkeypatch):
 
 
 class Largest(TorchDispatchMode):
-    """Remembers how many elements the largest tensor has that any operation returns."""
+    """Record the number of elements of the largest tensor that an operation returns."""
 
     numel = 0
 
@@ -252,7 +252,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_more_than_a_block_of_pairs_is_in_memory(generator, monkeypatch):
-    """Forward and backward, so that 5,000 residues fit: those have 4.9e9 pairs of atoms."""
+    """This holds forward and backward, so that 5,000 residues with 4.9e9 pairs of atoms fit."""
     batch, predicted = complex_of(generator)
     structure = output_of(batch["aatype"], predicted).structure
     batch, exists = with_truth(batch, structure.final_atom37), batch["atom14_atom_exists"]
@@ -269,7 +269,7 @@ def test_no_more_than_a_block_of_pairs_is_in_memory(generator, monkeypatch):
 
 
 def spheres(*centres: float) -> tuple[Tensor, Tensor]:
-    """Chains of four residues around points on a line, and their numbers."""
+    """Build chains of four residues around points on a line, and their chain numbers."""
     corners = torch.tensor([[1.0, 1, 1], [1, -1, -1], [-1, 1, -1], [-1, -1, 1]], dtype=torch.float64)
     points = [corners + torch.tensor([x, 0.0, 0.0]) for x in centres]
     return torch.cat(points), torch.arange(1, len(centres) + 1).repeat_interleave(4)
@@ -297,7 +297,7 @@ def test_the_mean_is_over_pairs_of_chains_that_were_seen():
 
 
 def two_chains_in_one_place(index: Tensor) -> tuple[Tensor, ...]:
-    """Two strands 1 angstrom apart, as arguments of the functions."""
+    """Build two strands 1 angstrom apart, as arguments of the functions."""
     batch = example("GAS", dtype=torch.float64).batch
     positions = torch.cat([batch["atom14_gt_positions"], batch["atom14_gt_positions"] + torch.tensor([0.0, 0.0, 1.0])])
     return positions, batch["atom14_atom_exists"].tile(2, 1), batch["aatype"].tile(2), index
@@ -310,20 +310,20 @@ def test_equal_numbers_hide_clashes_between_chains_unless_every_pair_is_asked_fo
     assert official.per_atom_loss.sum() > 0  # residues 1 and 2 of different chains are compared, 1 and 1 are not
     assert every.per_atom_loss.sum() > 1.5 * official.per_atom_loss.sum()
     assert (every.per_atom_pairs >= official.per_atom_pairs).all()
-    apart = two_chains_in_one_place(torch.arange(6))  # no equal numbers: nothing to hide
+    apart = two_chains_in_one_place(torch.arange(6))  # no equal indices
     official, every = (clash_violations(*apart, chain, every_pair=every) for every in (False, True))
     assert torch.equal(every.per_atom_loss, official.per_atom_loss)
 
 
 def test_no_bond_leads_from_chain_to_chain():
     positions, exists, aatype, _ = two_chains_in_one_place(torch.arange(3).tile(2))
-    index = torch.arange(6)  # a crop may leave the second chain with numbers that follow the first's
+    index = torch.arange(6)  # a crop may leave consecutive indices
     assert connection_violations(positions, exists, aatype, index).loss > 0
     assert connection_violations(positions, exists, aatype, index, asym_id=torch.tensor([1, 1, 1, 2, 2, 2])).loss == 0
 
 
 def test_averaged_clashes_do_not_grow_with_the_protein():
-    """With all atoms in one place an atom's mean error is that of one pair, however many there are."""
+    """With all atoms at one position, the mean error of an atom is that of one pair."""
     found = {}
     for length in (4, 16):
         exists = example("A" * length).batch["atom14_atom_exists"]

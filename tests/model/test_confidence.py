@@ -1,4 +1,4 @@
-"""Confidence measures: their ranges, what certainty gives, and that masked residues do not matter."""
+"""Confidence measures: their ranges, their values for certain logits, and independence of masked residues."""
 
 import itertools
 
@@ -14,7 +14,7 @@ def _seeded():
 
 
 def certain(bins: torch.Tensor, classes: int = 64) -> torch.Tensor:
-    """Logits that put all weight on the given bins."""
+    """Build logits with all weight on these bins."""
     return 100.0 * torch.nn.functional.one_hot(bins, classes)
 
 

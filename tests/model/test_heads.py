@@ -1,4 +1,4 @@
-"""The heads: shapes, symmetry, fp32 logits whatever the trunk runs in, and an undecided start."""
+"""The heads: shapes, symmetry, fp32 logits for every dtype of the trunk, and zero logits at initialisation."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def _seeded():
 
 
 def shaken(head: torch.nn.Module) -> torch.nn.Module:
-    """The head with random parameters, since the last layers start as zeros."""
+    """Draw the parameters of a head, since its last layer is initialised with zeros."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in head.parameters():

@@ -1,4 +1,4 @@
-"""Layers as other models have them: pair-biased attention and averaging as formulas, other biases and divisions."""
+"""Layers of other models: attention with pair bias and pair-weighted averaging, other biases and divisions."""
 
 import math
 
@@ -22,11 +22,11 @@ from warpfold.parallel.sharded import unsupported_reason
 from warpfold.parallel.slices import layer_in_slices
 
 N, C_S, C_Z = 9, 12, 8
-CLOSE = 1e-12  # as tests/laws/test_slicing.py has it
+CLOSE = 1e-12  # as in tests/laws/test_slicing.py
 
 
 def drawn(layer: nn.Module) -> nn.Module:
-    """A layer in fp64 of which no parameter is zero."""
+    """Draw the parameters of a layer in fp64, none of them zero."""
     torch.manual_seed(1)
     layer.double().eval()
     for p in layer.parameters():
@@ -78,7 +78,7 @@ def test_what_was_normalised_and_a_bias_that_was_made_are_taken_as_they_are() ->
 def test_pair_weighted_averaging_is_algorithm_10() -> None:
     layer = drawn(PairWeightedAveraging(C_S, C_Z, heads=3, head_width=5))
     m, z, mask = numbers(4, N, C_S), numbers(N, N, C_Z), mask_of(N, N)
-    mask[2] = 0  # reads from all alike
+    mask[2] = 0  # equal weights
     n = layer.norm(m)
     logits = layer.bias(layer.norm_z(z)).movedim(-1, 0).masked_fill(mask == 0, -math.inf)
     weights = logits.softmax(-1).nan_to_num(1 / N)
@@ -92,7 +92,7 @@ def test_pair_weighted_averaging_is_algorithm_10() -> None:
 
 
 class OneStep(Block):
-    """A block of one averaging."""
+    """A block with a single step, pair-weighted averaging."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def test_projections_with_and_without_biases_are_joined_in_any_order() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("outgoing", [False, True])
 def test_triangle_layers_need_no_biases(fused: bool, outgoing: bool) -> None:
-    """Nor their norms: as with biases of zero, at once and in slices."""
+    """Without biases, also of their norms, the results are those of zero biases, at once and in slices."""
     layers: list[AxialUpdate] = [TriangleMultiplication(C_Z, 6, outgoing, fused=fused)]
     layers.append(TriangleAttention(C_Z, outgoing, heads=2))
     z, mask = numbers(N, N, C_Z), mask_of(N, N)
@@ -195,7 +195,7 @@ def test_a_gated_attention_has_the_biases_that_it_is_told() -> None:
     ids=["row", "outgoing", "incoming", "starting", "ending"],
 )
 def test_dropout_is_by_row_but_of_the_ending_node_by_column(layer: AxialUpdate, shape: tuple[int, ...]) -> None:
-    """Algorithm 6: which axis one draw serves."""
+    """Algorithm 6 says along which axis a dropout draw is shared."""
     factors = layer.train().dropout_factors((4, 5, 8), torch.empty(0))
     assert factors is not None
     assert tuple(factors.shape) == shape

@@ -1,4 +1,4 @@
-"""Losses: zero where the prediction is perfect, invariant where they should be, blind to what is masked, never NaN."""
+"""Losses: zero for perfect predictions, invariant under rigid motions, independent of masked entries, never NaN."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ def generator():
 
 
 def scene(generator, frames=6, points=9):
-    """Random frames, points and masks, predicted and true, fp64."""
+    """Draw predicted and true frames, points and masks in fp64."""
     predicted, true = random_frames(generator, frames), random_frames(generator, frames)
     x, true_x = (5 * torch.randn(points, 3, generator=generator, dtype=torch.float64) for _ in range(2))
     return predicted, x, true, true_x, torch.ones(frames), torch.ones(points)
@@ -237,7 +237,7 @@ def test_labels_of_what_was_not_resolved_do_not_matter():
 
 
 def leaves(output):
-    """Every tensor of an output as a leaf that wants a gradient, and the output made of them."""
+    """Copy the tensors of an output to leaves that require gradients, and rebuild the output from them."""
     found = []
 
     def leaf(x):
@@ -255,12 +255,12 @@ def leaves(output):
 
 
 def test_losses_launch_half_of_what_they_did(monkeypatch):
-    """They were 552 operations forward and 557 backward, those of fine-tuning; an operation of ours is two kernels."""
+    """The losses of fine-tuning were 552 operations forward and 557 backward. An operation of ours counts as two."""
     for op in (aligned_errors, overlaps):
         monkeypatch.setattr(op, "prefer_definition", None)  # it is, for so few residues
     e = example()
     output, _ = leaves(e.output)
-    total_loss(output, e.batch, EVERYTHING)  # tables of constants are made once
+    total_loss(output, e.batch, EVERYTHING)  # tables are cached at the first call
     with Launches() as forward:
         total, _ = total_loss(output, e.batch, EVERYTHING)
     with Launches() as backward:
@@ -282,7 +282,7 @@ def test_gradients_are_finite_in_degenerate_cases(sequence, labels, prediction):
             name: 0 * x for name, x in e.batch.items() if "mask" in name or "exists" in name or "affine" in name
         }
     output, tensors = leaves(e.output)
-    if prediction == "collapsed":  # every atom in one place, every angle of no length
+    if prediction == "collapsed":  # all atoms at one position, all angles zero
         with torch.no_grad():
             for x in tensors:
                 x.zero_()
@@ -303,7 +303,7 @@ def test_a_wanted_head_that_is_missing_is_named():
 
 @pytest.mark.parametrize("noise", [0.0, 2.0])
 def test_the_lddt_of_a_training_step_is_the_one_that_is_defined(noise: float) -> None:
-    """Of Ca that are known, some out of reach of each other, and some that are not known and lie anywhere."""
+    """Some resolved CA are beyond the radius of each other, and the unresolved CA are anywhere."""
     truth = 8 * torch.randn(20, 37, 3)
     mask = (torch.rand(20, 37) > 0.3).float()
     moved = torch.where(mask[..., None] > 0, truth + noise * torch.randn(20, 37, 3), 0)

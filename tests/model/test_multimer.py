@@ -1,4 +1,4 @@
-"""AlphaFold-Multimer: what chains, entities, copies and templates mean to the model, and when recycling ends."""
+"""AlphaFold-Multimer: the effects of chains, entities, copies and templates, and the end of recycling."""
 
 from itertools import pairwise
 
@@ -22,7 +22,7 @@ from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
 
 CHAINS = (4, 3, 4)
-CLOSE = {"rtol": 0.0, "atol": 1e-9}  # fp64, of numbers of some 10
+CLOSE = {"rtol": 0.0, "atol": 1e-9}  # fp64, for numbers of some 10
 
 
 def double(batch: Batch) -> Batch:
@@ -31,13 +31,13 @@ def double(batch: Batch) -> Batch:
 
 @torch.no_grad()
 def folded(model: AlphaFold, batch: Batch, recycles: int | None = None) -> Output:
-    """In fp64."""
+    """Fold in fp64."""
     output: Output = Execution(Plan(precision="fp64")).bind(model).eval()(double(batch), recycles)
     return output
 
 
 def per_residue(output: Output) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Outputs with residues in front: single, atoms, pairs, and what the masked rows were."""
+    """Return outputs with the axis of residues in front: single, atoms, pairs, and masked-MSA logits."""
     return output.single, output.structure.final_atom14, output.pae_logits, output.masked_msa_logits.transpose(0, 1)
 
 
@@ -45,7 +45,7 @@ def per_residue(output: Output) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def one_hot_positions(position: ChainRelativePosition, batch: Batch) -> Tensor:
-    """The embedding as the paper has it: one-hot features, times the weight."""
+    """Compute the embedding as in the paper, by one-hot features times the weight."""
     asym, entity, sym, index = (batch[name] for name in ("asym_id", "entity_id", "sym_id", "residue_index"))
     rows = []
     for i in range(len(asym)):
@@ -73,7 +73,7 @@ def test_positions_are_the_product_with_one_hot_features() -> None:
 
 
 def test_positions_of_many_chains_stay_in_the_table() -> None:
-    """62 chains whose numbers run far: an index out of range would raise (on a GPU: abort)."""
+    """With 62 chains and large numbers, an index out of range would raise an error (on a GPU: abort)."""
     n = 620
     chain = torch.arange(n) * 62 // n + 1
     index = torch.arange(n) * 10_000_019 - 2**33
@@ -86,7 +86,7 @@ def test_positions_of_many_chains_stay_in_the_table() -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_place_of_a_residue_in_the_arrays_means_nothing(fused: bool) -> None:
-    """What tells chains, copies and neighbours apart are their numbers: any order of residues gives the same."""
+    """Chains, copies and neighbours are defined by their numbers, so the order of residues does not matter."""
     model, batch = filled_model(as_multimer(tiny_config(), fused)), random_complex(CHAINS)
     order = torch.randperm(sum(CHAINS), generator=torch.Generator().manual_seed(1))
     shuffled = {}
@@ -101,7 +101,7 @@ def test_the_place_of_a_residue_in_the_arrays_means_nothing(fused: bool) -> None
 
 
 def test_a_template_says_nothing_of_two_chains() -> None:
-    """Where the chains of a template stand to each other is not seen; how a chain itself is folded is."""
+    """The relative position of a template's chains has no effect, but the fold of each chain has."""
     model, batch = tiny_multimer(), random_complex(CHAINS)
     motion = Rigid.from_quaternion7(torch.tensor([0.5, -0.5, 0.5, 0.5, 8.0, -3.0, 5.0]))
 
@@ -122,7 +122,7 @@ def test_a_template_says_nothing_of_two_chains() -> None:
 
 
 def test_a_template_that_is_missing_counts_in_the_mean() -> None:
-    """As in the official code: it has no atoms, but residue types, and the mean is over all templates."""
+    """As in the official code, it has residue types but no atoms, and the mean is over all templates."""
     model, batch = tiny_multimer(), random_complex(CHAINS, templates=1)
     absent = {
         name: torch.cat((x, torch.zeros_like(x))) if name.startswith("template_") else x for name, x in batch.items()
@@ -164,7 +164,7 @@ def test_recycling_ends_when_a_pass_changes_little() -> None:
     changes = [float(distance_change(a, b, batch["seq_mask"].double())) for a, b in pairwise(positions)]
     assert folded(free, batch, most).recycles == most
     for tolerance in (*(1.001 * change for change in changes[1:3]), -1.0):
-        # After the first pass that changed no more than that there is one more.
+        # One more pass follows the first pass that changes the distances by at most the tolerance.
         settled = next((n for n, change in enumerate(changes, 1) if change <= tolerance), most)
         model = tiny_multimer(recycle_tolerance=tolerance)
         output = folded(model, batch, most)

@@ -1,4 +1,4 @@
-"""OpenFold's checkpoints: names of both versions, settings from shapes, and nothing in a file is ever executed."""
+"""OpenFold's checkpoints: names of both versions, settings from shapes, and no execution of their contents."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,13 +26,13 @@ def model() -> AlphaFold:
 
 
 def as_openfold(model: AlphaFold, version: int = 1) -> dict[str, Tensor]:
-    """Return a model's tensors as OpenFold names them."""
+    """Rename a model's tensors to OpenFold's names."""
     found = {openfold_name(name): tensor for name, tensor in model.state_dict().items()}
     return {as_version(name, version): tensor for name, tensor in found.items()}
 
 
 def as_version(name: str, version: int) -> str:
-    """Return a name of version 1 as the published files have it, or as version 2 does."""
+    """Convert a name of version 1 to that of the published files or of version 2."""
     block = name.startswith(("evoformer.blocks.", "extra_msa_stack.blocks."))
     parts = name.split(".")
     if block:
@@ -78,7 +78,7 @@ PUBLISHED_IN_BLOCKS = {
     "outer_product_mean/right_projection//weights": "outer_product_mean.linear_2.weight",
     "outer_product_mean//output_w": "outer_product_mean.linear_out.weight",
     "triangle_multiplication_outgoing/left_projection//weights": "tri_mul_out.linear_a_p.weight",
-    "triangle_multiplication_incoming/left_projection//weights": "tri_mul_in.linear_b_p.weight",  # the other way round
+    "triangle_multiplication_incoming/left_projection//weights": "tri_mul_in.linear_b_p.weight",  # exchanged
     "triangle_multiplication_incoming/right_gate//bias": "tri_mul_in.linear_a_g.bias",
     "triangle_multiplication_incoming/gating_linear//weights": "tri_mul_in.linear_g.weight",
     "triangle_attention_starting_node//feat_2d_weights": "tri_att_start.linear.weight",
@@ -160,7 +160,7 @@ def test_files_that_are_no_checkpoints(tmp_path: Path, model: AlphaFold) -> None
 
 
 def test_damaged_pickles_are_one_line(tmp_path: Path) -> None:
-    """Any byte of a file's description changed: it is read, or refused in one line."""
+    """A file with any byte of its description changed is read, or refused in one line."""
     import zipfile
 
     save(tmp_path / "small.pt", {"a": torch.ones(2), "b": (1, True)})

@@ -1,4 +1,4 @@
-"""Which copy is whose truth: the best of all ways, found again whatever moves, is missing, or lies outside the crop."""
+"""Permutation of equal chains: the best assignment is found for all motions, missing residues and crops."""
 
 import itertools
 import math
@@ -16,17 +16,17 @@ from warpfold.model.permutation import nearest_copies, with_truth
 
 @dataclass
 class Scene:
-    """An assembly whose chains are predicted as they lie, in a frame of its own."""
+    """An assembly with predicted chains that are copies in another frame."""
 
     points: Tensor  # [N, 3] predicted Ca
     copies: Tensor  # [C, N, 3]
     mask: Tensor  # [C, N]
     asym: Tensor  # [N]
     entity: Tensor  # [N]
-    place: Tensor  # [N] the copy at which a residue's chain lies
+    place: Tensor  # [N] copy of each residue
 
     def found(self) -> list[int]:
-        """The copy of each chain."""
+        """Compute the copy of each chain."""
         copy = nearest_copies(self.points, self.copies, self.mask, self.asym, self.entity)
         assert all(len(copy[self.asym == chain].unique()) == 1 for chain in self.asym.unique())
         return [int(copy[self.asym == chain][0]) for chain in self.asym.unique()]
@@ -36,10 +36,10 @@ class Scene:
 
 
 def scene(sizes: dict[int, list[int]], length: int = 12, noise: float = 0.5, seed: int = 0) -> Scene:
-    """An assembly of chains of `length` residues, predicted with an error of `noise` angstrom on each axis.
+    """Build an assembly of chains of `length` residues, predicted with an error of `noise` angstrom on each axis.
 
-    sizes: for each entity, by number, the copy at which each of its chains lies.  The assembly has as many copies of it
-    as the largest of these numbers says; those at which no chain lies are outside the crop.
+    sizes: for each entity, by number, the copy of each of its chains. The largest of these numbers determines how many
+    copies the assembly has. Copies without a chain are outside the crop.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -73,8 +73,8 @@ def scene(sizes: dict[int, list[int]], length: int = 12, noise: float = 0.5, see
         {1: [3, 1, 0, 2]},
         {1: [1, 0], 2: [1, 0]},
         {1: [0], 2: [2, 0, 1]},
-        {1: [2, 0], 2: [1]},  # chains in the crop, truths outside of it
-        {1: [5, 3, 4, 0, 1, 2, 6, 7]},  # more ways than are tried: the nearest first
+        {1: [2, 0], 2: [1]},  # some copies outside the crop
+        {1: [5, 3, 4, 0, 1, 2, 6, 7]},  # too many assignments, so greedy
     ],
     ids=str,
 )
@@ -85,11 +85,11 @@ def test_chains_get_the_copies_that_they_lie_at(sizes, seed):
 
 
 def by_hand(s: Scene, nearest_first: bool = False) -> list[list[int]]:
-    """Every superposition of a chain on a copy, every way to take copies: the ways that cost least.
+    """Find the cheapest assignments by trying every superposition of a chain on a copy and every assignment.
 
-    The cost of a way: each chain's mean square distance from its copy, times its residues.  nearest_first: of each
-    superposition the one way in which the cheapest pair of a chain and a copy comes first, then the cheapest of the
-    others, and so on.
+    The cost of an assignment is the sum of each chain's mean square distance from its copy times its residues.
+    nearest_first: try only the greedy assignment of each superposition, in which the cheapest pair of a chain and a
+    copy comes first, then the cheapest of the remaining pairs, and so on.
     """
     chains = [torch.nonzero(s.asym == chain)[:, 0] for chain in s.asym.unique()]
     entity = [int(s.entity[rows[0]]) for rows in chains]
@@ -118,7 +118,7 @@ def by_hand(s: Scene, nearest_first: bool = False) -> list[list[int]]:
 
 
 def nearest_of(pairs: dict[tuple[int, int], float], chains: list[int]) -> tuple[int, ...]:
-    """The copies of some chains: that of the cheapest pair, then that of the cheapest of the others, and so on."""
+    """Assign copies to some chains greedily, the cheapest pair first."""
     taken: dict[int, int] = {}
     while len(taken) < len(chains):
         left = [pair for pair in pairs if pair[0] in {*chains} - taken.keys() and pair[1] not in taken.values()]
@@ -128,7 +128,7 @@ def nearest_of(pairs: dict[tuple[int, int], float], chains: list[int]) -> tuple[
 
 
 def superposed(points: Tensor, mobile: Tensor, target: Tensor) -> Tensor:
-    """`points` moved as lays `mobile` best over `target` (Kabsch 1976), by explicit coordinates."""
+    """Move `points` by the superposition of `mobile` on `target` (Kabsch 1976), with explicit coordinates."""
     a, b = mobile - mobile.mean(0), target - target.mean(0)
     u, _, vt = torch.linalg.svd(a.T @ b)
     turn = vt.T @ torch.diag(torch.tensor([1.0, 1.0, torch.linalg.det(vt.T @ u.T)], dtype=a.dtype)) @ u.T
@@ -138,7 +138,7 @@ def superposed(points: Tensor, mobile: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("sizes", [{1: [1, 0]}, {1: [2, 1, 0]}, {1: [0, 3, 2, 1]}, {1: [1, 0], 2: [1, 0]}], ids=str)
 @pytest.mark.parametrize("noise", [1.0, 20.0, 100.0], ids=lambda noise: f"noise{noise:g}")
 def test_no_way_is_better_than_the_one_found(sizes, noise):
-    """Even where the prediction is nonsense, and residues are missing at random."""
+    """This holds even for random predictions with residues missing at random."""
     for seed in range(3):
         s = scene(sizes, length=9, noise=noise, seed=seed)
         s.mask = s.mask * (torch.rand(s.mask.shape, generator=torch.Generator().manual_seed(seed)) > 0.4)
@@ -146,7 +146,7 @@ def test_no_way_is_better_than_the_one_found(sizes, noise):
 
 
 def test_copies_that_nobody_saw_are_no_ways_to_be_counted(monkeypatch):
-    """Three chains, three copies of four seen: six ways, all tried if that is the limit; else the nearest is first."""
+    """Three chains and three resolved copies of four have six assignments, which exceed a limit of five."""
     alike = 0
     for seed in range(8):
         s = scene({1: [0, 1, 2], 2: [3]}, noise=30.0, seed=seed)
@@ -161,11 +161,11 @@ def test_copies_that_nobody_saw_are_no_ways_to_be_counted(monkeypatch):
 
 def test_what_was_not_seen_comes_last():
     s = scene({1: [0, 1, 2]})
-    s.mask[1] = 0  # a copy that nobody saw
+    s.mask[1] = 0  # an unresolved copy
     assert sorted(s.found()) == [0, 1, 2]
     assert [s.found()[chain] for chain in (0, 2)] == [0, 2]
     two = scene({1: [2, 0]})
-    two.mask[1] = 0  # one that lies outside the crop was not seen either: it is nobody's truth
+    two.mask[1] = 0  # a copy outside the crop is unresolved too
     assert two.found() == [2, 0]
 
 
@@ -177,7 +177,7 @@ def test_few_residues_are_enough_or_do_no_harm(seen):
     s.mask[:, 12 : 12 + seen] = 1
     if seen:
         assert sorted(s.found()[:2]) == [0, 1]
-    s.mask[:, -12:] = s.entity[-12:] == 2  # the other entity was seen, and is the anchor
+    s.mask[:, -12:] = s.entity[-12:] == 2  # the other entity is the anchor
     s.mask[1, -12:] = 0
     if seen:
         assert s.found() == s.expected()
@@ -186,13 +186,13 @@ def test_few_residues_are_enough_or_do_no_harm(seen):
 def test_nothing_seen_and_nothing_finite():
     s = scene({1: [1, 0]})
     nothing = Scene(s.points, s.copies, 0 * s.mask, s.asym, s.entity, s.place)
-    assert set(nothing.found()) <= {0, 1}  # whichever: all that follows is masked
+    assert set(nothing.found()) <= {0, 1}  # any copy, since all labels are masked
     for broken in (math.nan, math.inf):
         assert sorted(Scene(s.points * broken, s.copies, s.mask, s.asym, s.entity, s.place).found()) == [0, 1]
 
 
 def test_parts_of_chains_find_the_copies_too():
-    """A crop has some residues of each chain, others of every one."""
+    """A crop has different residues of each chain."""
     s = scene({1: [2, 0, 1]}, length=30)
     kept = torch.cat([torch.arange(0, 9), torch.arange(30 + 5, 30 + 25), torch.arange(60 + 20, 60 + 24)])
     crop = Scene(s.points[kept], s.copies[:, kept], s.mask[:, kept], s.asym[kept], s.entity[kept], s.place[kept])
@@ -201,7 +201,7 @@ def test_parts_of_chains_find_the_copies_too():
 
 @pytest.mark.parametrize("seed", [3, 5, 6])
 def test_the_entity_of_fewest_copies_is_laid_over_them(seed):
-    """One chain of three copies is predicted with another shape, the two of the other entity as they lie."""
+    """One chain of three copies is predicted with a wrong shape, the two chains of the other entity exactly."""
     s = scene({1: [2], 2: [1, 0]}, seed=seed)
     chain = s.points[s.asym == 1]
     s.points[s.asym == 1] = chain.mean(0) + 20 * torch.randn(chain.shape, generator=torch.Generator().manual_seed(seed))
@@ -210,7 +210,7 @@ def test_the_entity_of_fewest_copies_is_laid_over_them(seed):
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_copies_that_one_of_its_chains_saw_are_copies_of_an_entity(seed):
-    """The first entity has two, though of its first chain nothing was seen, so the other one's chain is laid down."""
+    """The first entity has two resolved copies by its second chain, so the other entity's chain is the anchor."""
     s = scene({1: [1, 0], 2: [0]}, seed=seed)
     s.mask[:, s.asym == 1] = 0
     chain = s.points[s.asym == 2]
@@ -246,13 +246,13 @@ def test_motions_and_numbers_do_not_matter(seed):
     assert moved.found() == first
     far = Scene(s.points, s.copies + 1e10, s.mask, s.asym, s.entity, s.place)  # to 2e-6 angstrom, in fp64
     assert far.found() == first
-    order = torch.tensor([2, 0, 3, 1])  # copies renumbered: new number i was order[i]
+    order = torch.tensor([2, 0, 3, 1])  # new copy i was order[i]
     renumbered = Scene(s.points, s.copies[order], s.mask[order], s.asym, s.entity, s.place)
     assert [int(order[copy]) for copy in renumbered.found()] == first
 
 
 def test_an_assembly_of_5000_residues_is_no_trouble():
-    """24 copies of one chain, and another entity: in order, and in seconds on one busy core."""
+    """24 copies of one chain and another entity are assigned correctly within seconds on one busy core."""
     places = torch.randperm(24, generator=torch.Generator().manual_seed(0)).tolist()
     s = scene({1: places, 2: [1, 0]}, length=200, noise=2.0)
     assert len(s.asym) > 5000

@@ -23,7 +23,7 @@ SMALL = StructureConfig(
 
 
 def filled(module: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """No parameter at zero, so that every path counts."""
+    """Draw all parameters, none of them zero, so that every path counts."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         parameter.data = 0.4 * torch.randn(parameter.shape, generator=generator)
@@ -31,7 +31,7 @@ def filled(module: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
 
 
 def inputs(n: int, *batch: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """s, z, aatype."""
+    """Draw s, z and aatype."""
     generator = torch.Generator().manual_seed(seed)
     s = torch.randn(*batch, n, C_S, generator=generator).to(dtype)
     z = torch.randn(*batch, n, n, C_Z, generator=generator).to(dtype)
@@ -51,14 +51,14 @@ def module() -> StructureModule:
 
 
 def test_a_fresh_module_leaves_all_residues_at_the_origin() -> None:
-    """The last layers of updates start at zero: training starts from the "black hole" (Algorithm 20, line 4)."""
+    """The last layers of updates are initialised with zeros, so training starts from the "black hole" (line 4)."""
     s, z, aatype = inputs(4)
     out = StructureModule(C_S, C_Z, SMALL).eval()(s, z, aatype, torch.ones(4))
     assert torch.equal(out.traj, torch.tensor([1.0, 0, 0, 0, 0, 0, 0]).expand(3, 4, 7))
 
 
 def test_points_at_the_origin_have_finite_gradients() -> None:
-    """A value point that is exactly zero has no direction."""
+    """The norm of a value point that is exactly zero has no derivative."""
     ipa = InvariantPointAttention(SMALL.c, C_Z, heads=2, c_hidden=3, qk_points=2, v_points=3)
     for linear in (ipa.kv_point_local, ipa.q_point_local):
         torch.nn.init.zeros_(linear.weight)
@@ -103,7 +103,7 @@ def test_smallest_cases_are_finite_with_finite_gradients(module: StructureModule
 def test_rotations_pass_no_gradient_to_the_layer_before(
     module: StructureModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Algorithm 20, line 20; through translations it does pass."""
+    """Algorithm 20, line 20. The gradient does pass through translations."""
     arriving: list[Tensor] = []
     advance = module.fold_iteration.advance
     monkeypatch.setattr(module.fold_iteration, "advance", lambda *args: (arriving.append(args[2]), advance(*args))[1])
@@ -134,7 +134,7 @@ def test_dropout_is_seeded_and_differs_between_layers() -> None:
 
 
 def one_point_after_another(ipa: InvariantPointAttention, s: Tensor, z: Tensor, at: Rigid, mask: Tensor) -> Tensor:
-    """Algorithm 22 as it is written, with all differences of points: [N, N, H, P, 3]."""
+    """Compute Algorithm 22 literally, with all differences of points, [N, N, H, P, 3]."""
     h, c = ipa.heads, ipa.c_hidden
 
     def points(linear: torch.nn.Module) -> Tensor:
@@ -159,7 +159,7 @@ def one_point_after_another(ipa: InvariantPointAttention, s: Tensor, z: Tensor, 
 
 @pytest.mark.parametrize("scalar_bias", [True, False])
 def test_attention_is_the_algorithms(scalar_bias: bool) -> None:
-    """To rounding in fp64; in fp32, of a protein 200 angstrom across, about as exact as all differences of points."""
+    """It agrees to rounding in fp64. In fp32, for a protein of 200 angstrom, it is about as exact as the algorithm."""
     n = 30
     ipa = filled(InvariantPointAttention(8, 5, 3, 4, qk_points=4, v_points=3, scalar_bias=scalar_bias))
     generator = torch.Generator().manual_seed(5)
@@ -172,18 +172,18 @@ def test_attention_is_the_algorithms(scalar_bias: bool) -> None:
     ipa, s, z, flat, mask = (x.double() for x in (ipa, s, z, flat, mask))
     exact = one_point_after_another(ipa, s, z, Rigid.from_quaternion7(flat), mask)
     torch.testing.assert_close(ipa(s, z, Rigid.from_quaternion7(flat), mask), exact, rtol=1e-10, atol=1e-10)
-    # A square of 10 (100 angstrom) times four points, and what it is multiplied by, in units in the last place of fp32.
+    # Four squares of 10 (100 angstrom), times their factor, in units in the last place of fp32.
     squares = 4 * (2 * 10) ** 2 * torch.nn.functional.softplus(ipa.trainable_point_weights).max() / 18**0.5
     assert (found - exact).abs().max() <= 2 * (definition - exact).abs().max() + squares * 2**-24 * exact.abs().max()
 
 
 def test_attention_does_not_lose_digits_far_from_the_origin() -> None:
-    """Where a protein is must not count: squares of coordinates that are not from its own centre would cancel."""
+    """Far from the origin, squares of coordinates that are not centred would cancel."""
     ipa = filled(InvariantPointAttention(8, 5, 3, 4, qk_points=4, v_points=3))
     generator = torch.Generator().manual_seed(6)
     s, z, q, x = (torch.randn(12, *shape, generator=generator) for shape in ((8,), (12, 5), (4,), (3,)))
     rotation = quaternion_to_rotation(normalize(q))
-    x = (x * 256).round() / 256  # so that moving it rounds nothing
+    x = (x * 256).round() / 256  # a grid, so that moving is exact
     here, there = (ipa(s, z, Rigid(rotation, x + shift), torch.ones(12)) for shift in (0, 512))
     assert (here - there).abs().max() < 1e-4 * here.abs().max()
 
@@ -201,11 +201,11 @@ def test_attention_makes_nothing_larger_than_its_logits_or_z(training: bool) -> 
 
 
 def test_the_module_launches_half_of_what_it_did() -> None:
-    """It was 1772 operations forward and 3835 backward, eight layers; what runs as a graph is launched all the same."""
+    """Eight layers were 1772 operations forward and 3835 backward."""
     module = filled(StructureModule(C_S, C_Z, replace(SMALL, layers=8, transition_layers=3, dropout=0.1))).train()
     s, z, aatype = inputs(5)
     z.requires_grad_()
-    module(s, z, aatype, torch.ones(5))  # tables of constants are made once
+    module(s, z, aatype, torch.ones(5))  # tables are cached at the first call
     with Launches() as forward:
         out = module(s, z, aatype, torch.ones(5))
         loss = out.final_atom14.sum() + out.single.sum() + out.traj.sum() + out.unnormalized_angles.sum()

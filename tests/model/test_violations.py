@@ -1,4 +1,4 @@
-"""Violations: an ideal chain has none; each kind is found where it was made; gradients are sound."""
+"""Violations: none in an ideal chain, each kind where it was introduced, and correct gradients."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def _seeded():
 
 @pytest.fixture
 def chain():
-    """(atoms, atom_mask, aatype, residue_index) of an ideal strand."""
+    """Build (atoms, atom_mask, aatype, residue_index) of an ideal strand."""
     batch = example(SEQUENCE).batch
     return batch["atom14_gt_positions"], batch["atom14_atom_exists"], batch["aatype"], batch["residue_index"]
 
@@ -41,7 +41,7 @@ def test_a_broken_peptide_bond_is_found_at_both_residues_and_nowhere_else(chain)
     assert found.per_residue_mask.nonzero().flatten().tolist() == [3, 4]
     assert found.connections.c_n_loss > 1
     assert found.clashes.per_atom_loss.sum() == found.within.per_atom_loss.sum() == 0
-    # the same break is none where the sequence has a gap
+    # no bond across a gap in the sequence
     index = index.clone()
     index[4:] += 5
     assert connection_violations(atoms, atom_mask, aatype, index).loss == 0
@@ -75,7 +75,7 @@ def test_the_peptide_bond_and_a_disulfide_are_no_clashes():
     mask = torch.zeros(2, 14)
     mask[:, 5] = 1
     assert clash_violations(atoms, mask, encode("CC"), torch.tensor([0, 9])).mean_loss == 0
-    atoms, mask = atoms.roll((-3, 0), (1, 2)), mask.roll(-3, 1)  # now at the place of C
+    atoms, mask = atoms.roll((-3, 0), (1, 2)), mask.roll(-3, 1)  # now at the position of C
     assert clash_violations(atoms, mask, encode("CC"), torch.tensor([0, 9])).mean_loss > 0
     bond, bond_mask = torch.zeros(2, 14, 3), torch.zeros(2, 14)
     bond[1, 0, 0] = 1.0

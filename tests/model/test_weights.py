@@ -1,4 +1,4 @@
-"""Parameters: DeepMind's arrays both ways, files, and refusals that name what does not fit."""
+"""Parameters: conversion of DeepMind's arrays both ways, files, and errors that name wrong arrays."""
 
 import json
 from dataclasses import replace
@@ -101,7 +101,7 @@ def test_multimer_parameters_load_strictly_and_are_written_back_exactly(tmp_path
 
 
 def test_every_tensor_of_a_multimer_is_covered_once():
-    """Keys and values of its structure module are two arrays of theirs, and one tensor of ours."""
+    """Keys and values of its structure module are two of DeepMind's arrays and one of our tensors."""
     model = filled_model(as_multimer(CONFIG))
     counts = {name: torch.zeros_like(x) for name, x in model.state_dict().items()}
     for a in arrays(model):
@@ -136,7 +136,7 @@ def test_bad_files_are_refused(tmp_path):
 
 
 def changed(path: Path, text: str | None = None, **model: object) -> Path:
-    """A safetensors file whose settings, which a file from elsewhere may have wrong, say something else."""
+    """Write a safetensors file with changed settings, as a foreign file may have."""
     with safe_open(path, framework="pt") as file:
         found = json.loads(file.metadata()[FORMAT])
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
@@ -196,7 +196,7 @@ def test_how_examples_were_drawn_travels_with_the_parameters(tmp_path):
 
 
 def save_deepmind(path: Path, templates: bool, multimer: bool = False, fused: bool = False) -> Path:
-    """Arrays of DeepMind's names and shapes, of a small model."""
+    """Write the parameters of a small model as DeepMind's arrays."""
     config = replace(CONFIG, templates=replace(CONFIG.templates, enabled=templates))
     config = as_multimer(config, fused) if multimer else config
     np.savez(path, **{PREFIX + name: array for name, array in to_deepmind(AlphaFold(config)).items()})
@@ -236,8 +236,8 @@ def test_deepminds_models_bring_their_alignment_sizes(
         ("params_model_3_multimer_v3", True, 508, 2048, (20, 0.5)),
         ("params_model_4_multimer_v3", True, 508, 1152, (20, 0.5)),
         ("params_model_5_multimer_v3", True, 508, 1152, (20, 0.5)),
-        ("params_model_5_multimer_v3", False, 252, 1152, (3, None)),  # the arrays say which version it is
-        ("unfused", False, 252, 1152, (3, None)),  # all five sample alike
+        ("params_model_5_multimer_v3", False, 252, 1152, (3, None)),  # the version follows from the arrays
+        ("unfused", False, 252, 1152, (3, None)),  # all five sample equally
     ],
 )
 def test_multimer_models_bring_their_alignment_sizes_and_recycles(
@@ -264,7 +264,7 @@ def test_which_multimer_model_of_version_3_is_assumed_aloud(tmp_path: Path) -> N
     [
         ("best", True, 508, "one of 1, 2): 5120 rows of the extra alignment are assumed, model 2 takes 1024"),
         ("best", False, 512, "one of 3, 4, 5): 5120 rows of the extra alignment are assumed, model 5 takes 1024"),
-        ("params_model_2", False, 512, "one of 3, 4, 5)"),  # not what it says it is
+        ("params_model_2", False, 512, "one of 3, 4, 5)"),  # arrays contradict the name
         ("model_12", True, 508, "one of 1, 2)"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Write files as torch.save would, byte by byte: the project itself pickles nothing, and some of these do harm."""
+"""Write files in the format of torch.save, byte by byte, since the project must not pickle; some are malicious."""
 
 import zipfile
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Called:
-    """What a file asks its reader to call: a function by name, with arguments."""
+    """A call that a file requests from its reader: a function by name, with arguments."""
 
     module: str
     name: str
@@ -19,7 +19,7 @@ class Called:
 
 
 def save(path: Path, value: Any) -> Path:
-    """Write containers, texts, numbers and float32 tensors in torch's format of today (a zip file)."""
+    """Write containers, texts, numbers and float32 tensors in torch's current format (a zip file)."""
     tensors: list[Tensor] = []
     data = b"\x80\x02" + _written(value, tensors) + b"."
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as file:
