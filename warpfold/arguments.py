@@ -212,6 +212,8 @@ def documented(options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
     names = {field.name: field.name for field in fields(options)}
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        """Wrap the function."""
+
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             with _named(names):
@@ -230,6 +232,7 @@ def checked(**others: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        """Wrap the function with the checks."""
         signature = inspect.signature(function)
         names = {name: name for name in signature.parameters} | others
         hints = {name: one.annotation for name, one in signature.parameters.items() if declaration(one.annotation)[1]}

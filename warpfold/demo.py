@@ -33,13 +33,12 @@ from warpfold.data.synthetic.folds import FOLDS
 from warpfold.demo_report import DIMERS, PROTEINS, demo_report
 from warpfold.engine.watch import Row
 from warpfold.evaluation.before_after import LDDT, Measured, fold_before_after, means
-from warpfold.files import write_atomically
+from warpfold.files import claim_folder, put_aside, write_atomically, write_summary
 from warpfold.prediction.outputs import write_prediction
 from warpfold.prediction.predictor import Predictor, load
 from warpfold.progress import Progress, no_progress
 from warpfold.report.figures import draw_prediction
 from warpfold.report.report import write_report
-from warpfold.summary_file import claim_folder, put_aside, write_summary
 from warpfold.training.config import RunConfig
 from warpfold.training.examples import split
 from warpfold.training.processes import train_here

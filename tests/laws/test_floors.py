@@ -11,7 +11,7 @@ from tests.journeys import MOST_FILES, circles, rooms
 
 FLOORS = {
     **dict.fromkeys(("errors", "device", "host", "keyed", "memory", "ops", "geometry"), 0),
-    **dict.fromkeys(("batch", "bulk", "download", "files", "progress", "settings", "arguments", "summary_file"), 1),
+    **dict.fromkeys(("batch", "bulk", "download", "files", "progress", "settings", "arguments"), 1),
     **dict.fromkeys(("model", "data"), 2),
     "parallel": 3,
     "engine": 4,

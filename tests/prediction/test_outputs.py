@@ -10,10 +10,10 @@ import pytest
 
 from tests.prediction.runs import contents
 from warpfold.errors import UserError
+from warpfold.files import claim_folder, write_summary
 from warpfold.geometry.residue import ATOM37_MASK, ATOM_ORDER, RESTYPES
 from warpfold.prediction.outputs import Prediction, remove_prediction
 from warpfold.prediction.sanity import check_geometry, find_clashes
-from warpfold.summary_file import claim_folder, write_summary
 
 SEQUENCE = "ACDEFGHIKLMNPQRSTVWYX"
 

@@ -182,7 +182,7 @@ def test_a_folder_of_deepminds_parameters_is_one_family(tmp_path: Path) -> None:
 
     assert chosen() == [f"params_model_{i}_ptm.npz" for i in range(1, 6)]
     assert chosen(2, complexes=True) == ["params_model_1_multimer_v3.npz", "params_model_2_multimer_v3.npz"]
-    with pytest.raises(UserError, match=r"--num-models 6: .* has 5 that fit"):
+    with pytest.raises(UserError, match=r"--num-models 6: only 5 matching parameter files"):
         chosen(6)
     (tmp_path / "mine.safetensors").touch()
     with pytest.raises(UserError, match=r"has parameters of several kinds .*; name the files"):

@@ -70,7 +70,7 @@ WRONG = {
     "out is a file": ([ONE, "--params", "p.npz", "-o", "p.npz"], "p.npz: is a file"),
     "out is taken": ([ONE, "--params", "p.npz", "-o", "taken"], "taken: holds something else"),
     "address": ([ONE, "--params", "p.npz", "-o", "s3://bucket/x"], "is an address"),
-    "device": ([ONE, "--params", "p.npz", "-o", "out", "--device", "gpu"], "--device gpu: not known; give cpu"),
+    "device": ([ONE, "--params", "p.npz", "-o", "out", "--device", "gpu"], "--device gpu: not known. Pass cpu"),
     "shard": ([ONE, "--params", "p.npz", "-o", "out", "--shard", "3/2"], "--shard 3/2: expected I/N"),
     "memory": ([ONE, "--params", "p.npz", "-o", "out", "--memory", "24"], "not an amount of memory"),
     "fixed": ([ONE, "--params", "p.npz", "-o", "out", "--fixed-chains", "A"], "needs --initial-guess"),

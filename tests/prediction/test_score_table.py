@@ -16,13 +16,13 @@ from tests.prediction.test_predict_complexes import ONE, RECORDS, TWO, multimer
 from tests.prediction.test_ranking import helices
 from warpfold import predict
 from warpfold.errors import UserError
+from warpfold.files import write_summary
 from warpfold.model.weights.files import save_params
 from warpfold.prediction.folder import Recorder
 from warpfold.prediction.outputs import write_prediction
 from warpfold.prediction.predictor import load
 from warpfold.scoring.interface import PairScore, chain_pair_scores
 from warpfold.scoring.score_table import COLUMNS, PAIR_COLUMNS, ScoreTables, design_scores, row_of
-from warpfold.summary_file import write_summary
 
 BINDERS = ("GSHMLEERLGL", "GSHMAEELLGL", "GGHMLEELLG", "ASHMLEERLG", "GSHELEERLGLAA")
 DESIGNS = "".join(f">d{i}\n{ONE}:{binder}\n" for i, binder in enumerate(BINDERS))

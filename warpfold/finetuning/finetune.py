@@ -41,7 +41,7 @@ from warpfold.data.store.stored_example import entry_keys, read_assembly
 from warpfold.device import cores
 from warpfold.errors import UserError, listed
 from warpfold.evaluation.before_after import DOCKQ, INTERFACE_LDDT, LDDT, Measure, Measured, fold_before_after
-from warpfold.files import checksum, file_name, sha256, write_atomically
+from warpfold.files import checksum, claim_folder, file_name, put_aside, sha256, write_atomically, write_summary
 from warpfold.finetuning.choose import chosen_settings, first_settings, planned
 from warpfold.finetuning.page import (
     comparison_sections,
@@ -59,7 +59,6 @@ from warpfold.prediction.predictor import Predictor, load
 from warpfold.progress import Progress, as_time, no_progress
 from warpfold.report.report import write_report
 from warpfold.scoring.intervals import paired_difference
-from warpfold.summary_file import claim_folder, put_aside, write_summary
 from warpfold.training.card import run_card
 from warpfold.training.config import RunConfig
 from warpfold.training.examples import hold_out

@@ -29,14 +29,23 @@ from warpfold import __version__
 from warpfold.bulk import JobPart
 from warpfold.data.store.store import Store, StoreWriter
 from warpfold.errors import UserError
-from warpfold.files import NO_LOCKS, file_name, lock_file, sealed, write_atomically, writing
+from warpfold.files import (
+    NO_LOCKS,
+    RECORDS,
+    claim_folder,
+    file_name,
+    lock_file,
+    sealed,
+    write_atomically,
+    write_summary,
+    writing,
+)
 from warpfold.prediction import outputs
 from warpfold.prediction.folding import FoldItem, FoldOutcome, Group, Key, part_of
 from warpfold.prediction.pages import prediction_report
 from warpfold.report.report import write_report
 from warpfold.scoring.score_table import ScoreTables, check_tables, remove_tables, row_of
 from warpfold.scoring.selection import Selection, Shortlist
-from warpfold.summary_file import RECORDS, claim_folder, write_summary
 
 logger = logging.getLogger("warpfold")
 WHOLE = JobPart(1, 1)

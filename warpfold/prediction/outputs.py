@@ -24,7 +24,7 @@ from warpfold.data.example.templates import TemplateOutcome, count_refusals
 from warpfold.data.store.store import Packed, pack_record
 from warpfold.data.structure.chain import Chain, Structure
 from warpfold.errors import UserError, listed
-from warpfold.files import checksum, file_name, read_file, write_atomically, writing
+from warpfold.files import RECORDS, checksum, file_name, read_file, write_atomically, writing
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.model import confidence
 from warpfold.prediction.notices import Notice
@@ -33,7 +33,6 @@ from warpfold.report.coverage import Coverage
 from warpfold.report.report import ReportPage, Target, Warned, render
 from warpfold.scoring.interface import PairScore, chain_pair_scores
 from warpfold.scoring.score_table import PAIRS, PARQUET, SCORES, design_scores, pair_records
-from warpfold.summary_file import RECORDS
 
 StoredPair = Literal["pooled", "whole"]
 _RECORD = struct.Struct("<II")  # size of the header, checksum

@@ -22,7 +22,7 @@ from warpfold.bulk import in_order, pool, worker_number
 from warpfold.data.example.query_files import Complex
 from warpfold.device import cores
 from warpfold.errors import UserError
-from warpfold.files import file_name, is_given_pipe
+from warpfold.files import claim_folder, file_name, is_given_pipe
 from warpfold.ops.dispatch import refusals
 from warpfold.parallel.plan import Precision, log_precision, resolve_precision
 from warpfold.parallel.team import Team
@@ -59,7 +59,6 @@ from warpfold.prediction.request import FORMAT, Request, parse_batch
 from warpfold.progress import Progress, as_time, no_progress
 from warpfold.scoring.score_table import ScoreTables, row_of
 from warpfold.scoring.selection import OF_COMPLEXES, OF_ERRORS, OF_GIVEN, Selection, Shortlist
-from warpfold.summary_file import claim_folder
 from warpfold.training.passes import PassPlace
 from warpfold.training.planning import grid_for, log
 

@@ -357,8 +357,8 @@ class Request(Checked):
             raise UserError("params: is empty; name files of parameters")
         if self.device is not None and not DEVICE.fullmatch(self.device):
             raise UserError(
-                f"--device {self.device}: not known; give cpu, cuda (an NVIDIA or AMD GPU), cuda:1 and so on, or mps "
-                "on a Mac"
+                f"--device {self.device}: not known. Pass cpu, cuda (an NVIDIA or AMD GPU), cuda:1 and so on, or mps "
+                "on a Mac."
             )
         if self.fixed and self.initial_guess is None:
             raise UserError("--fixed-chains needs --initial-guess, the structure that the chains are to keep")
@@ -367,8 +367,8 @@ class Request(Checked):
         if self.cluster is not None:
             require_cluster(self.cluster)
         from warpfold.data.example.query_files import check_path, is_sequence
+        from warpfold.files import claim_folder
         from warpfold.prediction.templates import check_template_file
-        from warpfold.summary_file import claim_folder
 
         _ = self.server, self.template_sources
         for query in self.queries:

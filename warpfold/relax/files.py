@@ -19,7 +19,7 @@ from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.data.structure.write import Modelling, write_mmcif, write_pdb
 from warpfold.errors import UserError
-from warpfold.files import read_file, sealed, write_atomically
+from warpfold.files import read_file, sealed, write_atomically, write_summary
 from warpfold.geometry.residue import ATOM_TYPES
 from warpfold.prediction.folding import FAILURES, one_line
 from warpfold.prediction.pages import prediction_report
@@ -27,7 +27,6 @@ from warpfold.progress import Progress, no_progress
 from warpfold.relax.amber import require_openmm
 from warpfold.relax.relax import relax_chains
 from warpfold.report.report import write_report
-from warpfold.summary_file import write_summary
 
 FORMAT = "warpfold-relaxed-1"
 # Prefix of the format in a prediction folder's summary.
