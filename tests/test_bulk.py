@@ -1,4 +1,4 @@
-"""Bulk work: order, parts, and workers that die."""
+"""Test bulk work: order, shards, and workers that die."""
 
 import os
 import re
@@ -103,7 +103,7 @@ def test_processes_that_cannot_start_blame_no_job(tmp_path: Path) -> None:
 
 
 def linger(file: str) -> None:
-    """Says which process it is, and stays."""
+    """Write the process id to a file, then sleep."""
     Path(file).write_text(str(os.getpid()))
     time.sleep(300)
 
@@ -121,7 +121,7 @@ def test_no_worker_outlives_a_run_that_was_killed(tmp_path: Path) -> None:
 
 
 def running(process: str) -> bool:
-    """Whether a process is there, and not only its entry, which may wait for whoever started it."""
+    """Return whether a process runs.  A zombie, which waits for its parent, does not count."""
     try:
         return " Z " not in (Path("/proc") / process / "stat").read_text()
     except FileNotFoundError:
@@ -129,7 +129,7 @@ def running(process: str) -> bool:
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
-    """What `condition` says, once that is anything."""
+    """Wait until `condition` returns a true value, and return that value."""
     end = time.monotonic() + seconds
     while not (said := condition()):
         assert time.monotonic() < end, "it never came"
@@ -138,7 +138,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
 
 
 class Cluster:
-    """What `_versions_on_dask` asks a client."""
+    """Stand-in for the Dask client that `_versions_on_dask` queries."""
 
     def __init__(self, scheduler: Any, worker: Any) -> None:
         self.scheduler, self.worker = scheduler, worker
@@ -199,6 +199,7 @@ def test_what_is_no_part(text: str) -> None:
         JobPart.parse(text)
 
 
-if __name__ == "__main__":  # a run to be killed: FILE
+# A test kills this process.  Its argument is a file.
+if __name__ == "__main__":
     with pool(2) as executor:
         list(in_order(linger, sys.argv[1:], executor))

@@ -1,4 +1,4 @@
-"""The commands of bulk work: whoever does the jobs, and whoever of them dies, the files have the same bytes."""
+"""Test that bulk commands write the same bytes with any kind of worker, even if workers are killed."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from tests.test_cli import run
 
 
 def fold_inputs(folder: Path) -> None:
-    """Sequences, one with an alignment, and parameters whose pLDDT is high for some residues and low for others."""
+    """Write sequences, one of them with an alignment, and parameters whose pLDDT differs between residues."""
     (folder / "q.fasta").write_text(f">one\n{ONE}\n>two\n{TWO}\n>three\n{TWO[::-1]}\n")
     alignment(folder / "msas/one.a3m", ONE, ONE[:15] + "-" * 15)
     save_uneven_params(folder / "p.safetensors")
@@ -30,9 +30,10 @@ def search_inputs(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class BulkCommand:
-    """A command, what it is given, and the function that does its jobs: where it is, and where it is called by name.
+    """A command, its inputs, and the function that does its jobs.
 
-    timed: files of the output that have seconds or the times of files in them.
+    module: where the function is defined.  caller: the module that calls it by name.
+    timed: output files that contain durations or modification times.
     """
 
     inputs: Callable[[Path], Any]
@@ -49,9 +50,10 @@ class BulkCommand:
         return said
 
     def made(self, out: Path) -> dict[str, bytes]:
-        """What was written, by name."""
+        """Read the output files.  Keys: paths relative to `out`."""
         files = [path for path in out.rglob("*") if path.is_file() and path.name not in self.timed]
-        kept = [path for path in files if "-of-" not in path.name]  # of a job array's tasks
+        # Skip the files of single tasks of a job array.
+        kept = [path for path in files if "-of-" not in path.name]
         assert len(kept) > 2
         return {str(path.relative_to(out)): path.read_bytes() for path in kept}
 
@@ -83,7 +85,7 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def dask() -> Iterator[str]:
-    """The address of a Dask cluster of two workers."""
+    """Start a Dask cluster of two workers.  Yields its address."""
     distributed = pytest.importorskip("distributed", reason="Dask is not installed: pip install '.[cluster]'")
     with distributed.LocalCluster(2, processes=True, threads_per_worker=1, dashboard_address=None) as cluster:
         yield cluster.scheduler_address
@@ -91,17 +93,18 @@ def dask() -> Iterator[str]:
 
 @pytest.fixture
 def two_workers(request: pytest.FixtureRequest) -> list[str]:
-    """The options by which two workers do the jobs."""
+    """Return the options that distribute the jobs over two workers."""
     kind: str = request.param
     return ["--workers", "2"] if kind == "processes" else ["--cluster", request.getfixturevalue(kind)]
 
 
 @pytest.fixture
 def command(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BulkCommand:
-    """A command, in a folder with what it is given."""
+    """Write the inputs of a command, and change to their folder."""
     command = COMMANDS[request.param]
     command.inputs(tmp_path)
-    monkeypatch.chdir(tmp_path)  # which a cluster's workers are not in
+    # The workers of a cluster have another working directory.
+    monkeypatch.chdir(tmp_path)
     return command
 
 
@@ -127,12 +130,14 @@ def test_two_workers_each_killed_once_make_the_same_bytes(
     monkeypatch.setattr(f"{command.caller}.{command.function}", dies)
     said = command(capsys, Path("killed"), *two_workers, "--json")
     assert dies.deaths == 2
-    json.loads(said)  # a cluster's own messages are elsewhere
+    # Messages of the cluster must not be on stdout.
+    json.loads(said)
     assert command.made(tmp_path / "killed") == command.made(tmp_path / "whole")
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("command", ["search", "predict", "distill", "evaluate"], indirect=True)  # pack: test_pack_run
+# test_pack_run has the same test for `pack`.
+@pytest.mark.parametrize("command", ["search", "predict", "distill", "evaluate"], indirect=True)
 def test_the_tasks_of_a_job_array_make_the_same_bytes(
     command: BulkCommand, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

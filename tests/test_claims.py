@@ -1,4 +1,4 @@
-"""Claims about GPUs are on the page Limitations alone, and measured values on the page Benchmarks alone."""
+"""Test that only the page Limitations makes claims about GPUs, and only the page Benchmarks has measured values."""
 
 import re
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_the_sentences_that_went_stale_would_be_found() -> None:
 
 # ---- measured values
 
-# The generated page, and the limitations.  Records of decisions may keep the numbers that decided.
+# The generated page, and the limitations.  Decision records may contain the values on which a decision rests.
 MEASURED = {"docs/benchmarks.md", "docs/limitations.md"}
 VALUE = re.compile(
     r"(?<![\w.])\d[\d.,]*(?:\s+to\s+\d[\d.,]*)?\s*(?:"
@@ -56,7 +56,7 @@ VALUE = re.compile(
     r"|\b(?:lDDT(?:-Cα)?|RMSD|TM-score|DockQ) (?:of |from |is |was )?\d"
 )
 LABELS = re.compile(r"(?i)\b(modelled|counted|estimate[ds]?)\b")
-# Values that are no results of ours: page, words of the line, the reason.
+# Values that are not measurements of WarpFold: page, words of the line, reason.
 ALLOWED = [
     ("README.md", "In about 8 minutes on two CPU cores", "the duration of the demo"),
     ("CONTRIBUTING.md", "a download of about 6 GB", "the size of a download"),
@@ -90,7 +90,10 @@ def paragraphs(text: str) -> list[list[tuple[int, str]]]:
 
 
 def measured_values(page: str, text: str) -> list[str]:
-    """Find values that read like measurements.  A paragraph or the one above it may label them, as modelled say."""
+    """Find values that read like measurements.
+
+    Values are exempt if their paragraph, or the paragraph above it, labels them, for example as modelled.
+    """
     found = []
     above = ""
     for paragraph in paragraphs(text):

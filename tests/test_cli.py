@@ -1,4 +1,4 @@
-"""The command line: help, what is printed and what not, exit codes, one line for whatever input may be wrong with."""
+"""Test the command line: help, output, exit codes, and one-line errors for bad input."""
 
 import errno
 import gzip
@@ -39,7 +39,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def run(capsys: Capture, *arguments: object) -> tuple[int, str, str]:
-    """Exit code, stdout, stderr of `warpfold ARGUMENTS`."""
+    """Run `warpfold ARGUMENTS`.  Returns the exit code, stdout and stderr."""
     with pytest.raises(SystemExit) as ended:
         cli.main([str(a) for a in arguments])
     out, err = capsys.readouterr()
@@ -47,7 +47,7 @@ def run(capsys: Capture, *arguments: object) -> tuple[int, str, str]:
 
 
 def refused(result: tuple[int, str, str]) -> str:
-    """The one line of an error that is the input's fault; before it, on a slow machine, lines of progress."""
+    """Return the line of an error that bad input causes.  On a slow machine, progress lines may precede it."""
     code, out, err = result
     assert code == 2
     assert out == ""
@@ -58,7 +58,10 @@ def refused(result: tuple[int, str, str]) -> str:
 
 
 def structure(tmp_path: Path, name: str = "one.cif", sequence: str = SEQUENCE, **changes: object) -> Path:
-    """An mmCIF file of one chain, a loose helix with every atom near its Cα; `changes`: mask or positions."""
+    """Write an mmCIF file of one chain: a loose helix with every atom near its Cα.
+
+    changes: the mask or the positions.
+    """
     n = len(sequence)
     turn = np.radians(100) * np.arange(n)
     ca = np.stack([2.3 * np.cos(turn), 2.3 * np.sin(turn), 1.5 * np.arange(n)], -1)
@@ -114,7 +117,7 @@ def test_lists_take_several_values() -> None:
     ]
 
 
-# ---- what is printed
+# ---- output
 
 
 def test_quiet_prints_nothing_but_json_and_errors(capsys: Capture, tmp_path: Path) -> None:
@@ -130,7 +133,8 @@ def test_quiet_prints_nothing_but_json_and_errors(capsys: Capture, tmp_path: Pat
         move(1, 2, "something long")
         print("a result")
     assert capsys.readouterr() == ("", "")
-    with progress_bar(narrate=True) as move:  # it ends with its command
+    # Narration ends with its command.
+    with progress_bar(narrate=True) as move:
         move(1, 2, "something else")
     assert "something else" in capsys.readouterr().err
 
@@ -203,7 +207,7 @@ def test_pack_lists_what_it_dropped(capsys: Capture, tmp_path: Path) -> None:
 
 def test_predict_and_score(capsys: Capture, tmp_path: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     query, out = tmp_path / "q.fasta", tmp_path / "out"
-    query.write_bytes(f">one\r\n{SEQUENCE}\r\n".encode())  # of another system
+    query.write_bytes(f">one\r\n{SEQUENCE}\r\n".encode())  # Windows line endings
     files = ("predict", query, "--params", tiny_params, "--device", "cpu", "--out")
     code, text, err = run(capsys, *files, out)
     assert (code, err.splitlines()[0]) == (0, "precision: fp32 (auto, on cpu)")
@@ -233,7 +237,7 @@ def test_predict_and_score(capsys: Capture, tmp_path: Path, tiny_params: Path, m
 
 @pytest.mark.slow
 def test_a_pipe_that_a_user_names_is_read(tmp_path: Path, tiny_params: Path) -> None:
-    """`predict <(zcat q.fa.gz) --msa /dev/stdin`, and no pipe where a file is read more than once."""
+    """Accept `predict <(zcat q.fa.gz) --msa /dev/stdin`, but refuse a pipe for a file that is read more than once."""
     (tmp_path / "q.fa.gz").write_bytes(gzip.compress(f">one\n{SEQUENCE}\n".encode()))
     command = f"{sys.executable} -m warpfold predict <(zcat q.fa.gz) --params {tiny_params} --out out --device cpu"
     alignment = f">one\n{SEQUENCE}\n>a\n{SEQUENCE[::-1]}\n"
@@ -260,7 +264,7 @@ def test_a_pipe_that_a_user_names_is_read(tmp_path: Path, tiny_params: Path) -> 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory, tiny_params: Path) -> Path:
-    """A folder of good files, and of bad ones."""
+    """Write a folder of valid and invalid files."""
     folder = tmp_path_factory.mktemp("inputs")
     text = structure(folder).read_text()
     atoms = (line for line in text.splitlines(keepends=True) if not line.startswith("ATOM") or " CA " in line)
@@ -381,7 +385,7 @@ def test_without_a_gpu_what_to_give_is_said(capsys: Capture) -> None:
     assert "Pass cpu, or " in refused(run(capsys, "doctor", "--device", "cuda"))
 
 
-# ---- stopped, and how to go on
+# ---- interruption and resumption
 
 
 def test_ctrl_c_is_answered_before_all_has_ended(
@@ -397,7 +401,8 @@ def test_ctrl_c_is_answered_before_all_has_ended(
             seen.append(capfd.readouterr().err)
 
     monkeypatch.setattr("warpfold.data.synthetic.folder.generate", slow)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
+    # A shell makes its background jobs ignore SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code, out, err = run(capfd, "sample", "--out", tmp_path / "a b")
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -435,10 +440,11 @@ def test_a_second_ctrl_c_ends_at_once_whatever_a_thread_waits_for(tmp_path: Path
         assert child.stdout.readline() == "at work\n"
         child.send_signal(signal.SIGINT)
         assert child.stderr.readline() == "stopping\n"
-        with pytest.raises(subprocess.TimeoutExpired):  # the thread goes on
+        with pytest.raises(subprocess.TimeoutExpired):  # the thread continues
             child.wait(0.2)
         child.send_signal(signal.SIGINT)
-        # A shell calls both 130; the second is Python's, if the first came before the pool waited for its thread.
+        # A shell reports both as 130.  Python exits with 130 if the first SIGINT arrived before the pool waited for
+        # its thread.
         assert child.wait(60) in (-signal.SIGINT, 130)
     finally:
         child.kill()
@@ -470,7 +476,8 @@ def test_stores_have_weights(stores: list[Store], tmp_path: Path) -> None:
     weights = [(source.store.path.name, source.weight) for source in sources_of([f"{one}=0.25", other])]
     assert weights == [("pdb", 0.25), ("distilled", 1.0)]
     shutil.copytree(one, tmp_path / "a=2")
-    assert [s.weight for s in sources_of([str(tmp_path / "a=2")])] == [1.0]  # it is called so
+    # The folder's name contains `=2`.
+    assert [s.weight for s in sources_of([str(tmp_path / "a=2")])] == [1.0]
     for wrong, says in (
         ("much", "'much' is not a number; expected STORE or STORE=WEIGHT"),
         ("-1", "weight -1.0; give"),
@@ -495,7 +502,8 @@ def test_a_mixture_is_trained_on_and_its_order_followed(stores: list[Store], tmp
     assert "quarantine.jsonl has the reasons" in err
     assert re.search(r"^[-\d]+ [:\d]+  step 1/2  loss \d.*  waiting .*  ETA ", err, re.M)  # no terminal
     code, out, _ = run(capsys, *command, "--out", tmp_path / "again", "--replay", tmp_path / "run/order.txt")
-    assert (code, json.loads(out)["quarantined"]) == (0, [])  # they are not in the order
+    # The recorded order does not contain the quarantined chains.
+    assert (code, json.loads(out)["quarantined"]) == (0, [])
     both = [[row for row in rows(tmp_path / out) if row["kind"] == "step"] for out in ("run", "again")]
     assert both[0] == both[1]
 
@@ -523,19 +531,20 @@ def test_many_processes_connect_when_they_first_send(
 ) -> None:
     for name, value in {"RANK": 3, "WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "")  # so that what is set is undone
+    # monkeypatch then also removes the value that the function sets.
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "")
     monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
     assert this_process().ranks == ranks
     assert os.environ.get("TORCH_GLOO_LAZY_INIT") == lazy
 
 
 def test_devices_that_a_plan_leaves_idle_are_paid_for(capsys: Capture) -> None:
-    """As `train` would choose: an example by itself is not worth sharing over such a link."""
+    """`plan` chooses as `train` would: the link is too slow to share one example between devices."""
     there = ("--device", "H100", "--devices", 4, "--link", "eth25")
     code, out, err = run(capsys, "plan", "tiny", *there, "--price", 2, "--json")
     assert code == 0, err
     chosen = json.loads(out)["targets"][0]
-    assert "2 of 4 devices idle" in chosen["said"]  # its steps are of two examples
+    assert "2 of 4 devices idle" in chosen["said"]  # two examples per step
     assert chosen["examples_per_second"] == pytest.approx(2 / chosen["seconds"])
     assert chosen["device_hours_per_million"] == pytest.approx(4 * 1e6 / chosen["examples_per_second"] / 3600)
     assert chosen["cost_per_million"] == pytest.approx(2 * chosen["device_hours_per_million"])
@@ -543,7 +552,7 @@ def test_devices_that_a_plan_leaves_idle_are_paid_for(capsys: Capture) -> None:
 
 
 def test_devices_that_are_planned_for_are_on_nodes_of_eight() -> None:
-    """`plan` once put 256 devices on one node."""
+    """`plan` once placed 256 devices on one node."""
     _, there = PlanCommand(target="monomer", devices=256, device="H100").machine_and_cluster()
     assert there is not None
     assert joined(there).startswith("32 nodes of 8, 360 GB/s within and 320 GB/s between")

@@ -1,4 +1,4 @@
-"""`warpfold doctor`, `warpfold bench --op`: what they print, write and refuse, exit codes; nothing wrong is timed."""
+"""Test `warpfold doctor` and `warpfold bench --op`: output, files, errors, exit codes; wrong results are not timed."""
 
 import csv
 import json
@@ -23,7 +23,8 @@ from warpfold.ops.attention import attention
 from warpfold.ops.linear import gate
 from warpfold.parallel.team import TeamError, free_port
 
-PARSERS = ("gemmi", "pyhmmer", "zstandard")  # machines that only compute may lack them
+# Machines that only compute may lack these packages.
+PARSERS = ("gemmi", "pyhmmer", "zstandard")
 CLUSTER = ("doctor", "--cluster", "--device", "cpu")
 QUICK = ("--device", "cpu", "--repeats", "1", "--ways", "definition,ours")
 
@@ -53,7 +54,7 @@ def test_it_needs_no_parser() -> None:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """Settings of a model with few and small operations."""
+    """Write the settings of a model with few and small operations."""
     path = tmp_path / "small.toml"
     path.write_text(
         "[model]\nc_m = 16\nc_z = 8\nextra_blocks = 0\n[model.evoformer]\nheads = 2\n"
@@ -109,12 +110,12 @@ def test_bench_times_nothing_that_is_wrong(
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- of a cluster
+# ---- doctor --cluster
 
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch, quick: None) -> None:  # noqa: F811
-    """One process, and clusters are measured in a moment."""
+    """Run one process, and shorten the measurements of clusters."""
     for name in ("WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
 
@@ -244,7 +245,7 @@ REFUSED = [
     ("doctor --cluster --kernels", "--cluster: it excludes --kernels"),
     ("doctor --cluster --settings tiny", "--cluster: it excludes"),
     ("doctor --cluster --device cuda:77", "--device"),
-    # --cluster is a flag of the doctor, which writes the file, and takes that file elsewhere.
+    # `doctor` writes the cluster file, so its --cluster is a flag. For other commands, --cluster takes the file.
     (
         "doctor --cluster cluster.toml",
         "cluster.toml: the doctor reads no file. Measure a cluster with doctor --cluster --out",

@@ -1,4 +1,4 @@
-"""Files of all kinds that are damaged: told by their checksum, or refused in a line that names them."""
+"""Test that damaged files of all kinds are detected by checksum, or cause a one-line error that names the file."""
 
 import io
 import json
@@ -45,7 +45,8 @@ def test_a_bit_of_the_parameters(tmp_path: Path) -> None:
     save(tmp_path / "p.pt", as_openfold(model))
     with zipfile.ZipFile(tmp_path / "p.pt") as file:
         inside = file.getinfo("archive/data/7").header_offset + 80
-    twice = tmp_path / "twice.pt"  # of which torch would read the first, and its checksums are the last's
+    # torch would read the first archive of this file, but the checksums belong to the last archive.
+    twice = tmp_path / "twice.pt"
     twice.write_bytes(2 * (tmp_path / "p.pt").read_bytes())
     with pytest.raises(UserError, match=r"twice\.pt: .*begins with something else"):
         load_model(twice)
@@ -105,7 +106,8 @@ READERS: dict[str, Callable[[Path], object]] = {
     "settings.toml": lambda path: settings_of(path.parent),
     "quarantine.jsonl": lambda path: Ledger(path.parent, "x", 0, State()),
     "store.json": lambda path: Store(path.parent),
-    "split.toml": lambda path: read_split(path, None),  # type: ignore[arg-type]  # it does not come so far
+    # Reading fails before it needs the second argument.
+    "split.toml": lambda path: read_split(path, None),  # type: ignore[arg-type]
     "launches.json": launch.read,
     "plan.json": lambda path: PartFolder(path.parent),
 }
@@ -113,7 +115,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("name", READERS)
 def test_brackets_without_end(tmp_path: Path, name: str) -> None:
-    """Python's parsers give up with an error of their own."""
+    """Python's parsers raise other errors for deeply nested brackets."""
     place = tmp_path / "checkpoints/step-00000002" if name == "checksums.json" else tmp_path
     place.mkdir(parents=True, exist_ok=True)
     path = place / name

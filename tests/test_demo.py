@@ -1,4 +1,4 @@
-"""The demo on a very small scale: all parts are there, it continues, and it leaves other files alone."""
+"""Test the demo at a very small scale: it makes all its parts, resumes, and does not touch other files."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, int, str]]]:
-    """A finished demo, and the progress that it reported."""
+    """Run the demo.  Returns its folder and the reported progress."""
     out = tmp_path_factory.mktemp("demo") / "out"
     said: list[tuple[int, int, str]] = []
     run_demo(out, proteins=6, changes=SMALL, progress=lambda *news: said.append(news))
@@ -64,7 +64,7 @@ def test_it_continues_and_keeps_what_is_done(done: tuple[Path, list[tuple[int, i
 
 
 def test_dimers_are_packed_folded_and_scored(tmp_path: Path) -> None:
-    """A multimer's demo has the same parts, and says of dimers how well their interfaces are found."""
+    """A multimer's demo has the same parts, and also scores the interfaces of dimers."""
     out = tmp_path / "out"
     run_demo(out, multimer=True, proteins=6, changes=SMALL)
     assert {p.name for p in out.iterdir()} == {*demo.PARTS, "summary.json"}

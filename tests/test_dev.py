@@ -1,4 +1,4 @@
-"""`./dev` without its downloads: help, errors, and the changes that make it install again."""
+"""Test `./dev` without its downloads: help, errors, and the changes after which it installs again."""
 
 import os
 import re
@@ -154,7 +154,8 @@ def test_another_triton_is_installed_once_and_its_failure_is_seen(checkout: Path
     done = dev(checkout, "triton", "3.6", "--slow", FAKE_TESTS="1")
     assert done.returncode == 1
     assert done.stdout.strip().endswith("-m not gpu tests/ops/triton")
-    assert installs(checkout) == 3  # the environment's, and these
+    # The environment is installed once, and Triton twice.
+    assert installs(checkout) == 3
 
 
 @pytest.fixture
@@ -182,7 +183,8 @@ def test_adapters_have_an_environment_each(checkout: Path, packages: Path) -> No
     assert installs(checkout) == len(log)  # nothing changed
     (packages / "two.bare.txt").write_text("two==3\n")
     dev(checkout, "adapters")
-    assert installs(checkout) == len(log) + 2  # of two alone: ours, and its own
+    # Only the environment of `two` is installed again: WarpFold, and the package.
+    assert installs(checkout) == len(log) + 2
 
 
 def test_adapters_without_what_they_require(checkout: Path, packages: Path) -> None:
@@ -212,7 +214,8 @@ def test_docs_have_an_environment_of_their_own(checkout: Path) -> None:
     done = dev(checkout, "docs")
     assert done.returncode == 0, done.stderr
     assert "mkdocs build --strict" in done.stdout
-    assert "--quiet" not in done.stdout  # with it --strict counts nothing
+    # With --quiet, --strict would count no warnings.
+    assert "--quiet" not in done.stdout
     assert dev(checkout, "docs").returncode == 0
     assert installs(checkout) == 1
     assert not (checkout / ".venv").exists()
@@ -223,7 +226,8 @@ def test_docs_have_an_environment_of_their_own(checkout: Path) -> None:
 
 def test_adapters_that_want_a_certain_python(checkout: Path, packages: Path) -> None:
     (packages / "three.bare.txt").write_text("# python: 3.99\nthree==3\n")
-    done = dev(checkout, "adapters", "three")  # the Python that is named says it is any version
+    # The stand-in for Python claims to be any requested version.
+    done = dev(checkout, "adapters", "three")
     assert done.returncode == 0, done.stderr
     (packages / "three.txt").write_text("more\n")
     done = dev(checkout, "adapters", "three", PYTHON="/bin/false")

@@ -1,4 +1,4 @@
-"""Streams and pinned memory: right where they exist, nothing where they do not."""
+"""Test streams and pinned memory: correct on devices that have them, without effect on others."""
 
 import os
 import platform
@@ -50,7 +50,7 @@ def test_on_a_cpu_nothing_is_copied_and_nothing_helps() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_what_waits_on_the_host_comes_back_as_it_lay(device: str) -> None:
-    """Values and strides: kernels read a part of a padded buffer by how it lay."""
+    """Check values and strides, because kernels read slices of padded buffers by their strides."""
     wide, stream = torch.randn(8, 8, 44, device=device), torch.cuda.Stream() if device == "cuda" else None
     for x in (
         *(wide[..., 3:11], wide.transpose(0, 1)[..., :6], wide[:, 0].T, wide[:, :, ::2], wide[0, 0, 0], wide[:0]),
@@ -69,7 +69,8 @@ def test_copies_overlap_and_are_whole_when_used() -> None:
     uploads = Uploads("cuda")
     assert 1 <= default_workers("cuda") <= 8
     busy = torch.randn(4096, 4096, device="cuda")
-    for number in range(20):  # memory of earlier copies is used again while the device still works
+    # The memory of earlier copies is reused while the device is still busy.
+    for number in range(20):
         buffer = uploads.host(30_000_000)
         assert buffer.is_pinned()
         buffer.fill_(number)
@@ -122,7 +123,8 @@ def test_a_precision_that_a_cpu_only_imitates_is_said(tmp_path: Path, monkeypatc
     assert slow_precision("fp16", "cpu") is not None
 
 
-@pytest.mark.parametrize(("has", "is_slow"), [("0", True), ("1", False), ("", False)])  # M1; M2; one that says nothing
+# M1, M2, and a Mac that does not report the feature.
+@pytest.mark.parametrize(("has", "is_slow"), [("0", True), ("1", False), ("", False)])
 def test_a_mac_is_asked_whether_it_has_bf16(has: str, is_slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr("warpfold.device.Path", lambda _: Path("/nowhere"))
@@ -170,7 +172,8 @@ def test_a_name_that_is_none_of_a_device_is_refused_with_what_it_means(name: str
 def test_a_device_that_is_not_here_is_refused_with_what_is() -> None:
     with mac():
         assert [device_of(name) for name in ("mps", "mps:0", "cpu", None)][1:] == ["mps:0", "cpu", device_of(None)]
-        assert device_of(None) == ("cuda" if torch.cuda.is_available() else "cpu")  # never an Apple GPU unasked
+        # An Apple GPU is never the default.
+        assert device_of(None) == ("cuda" if torch.cuda.is_available() else "cpu")
         with pytest.raises(UserError, match=r"^--device gpu: not known. Pass mps$"):
             device_of("gpu")
         if not torch.cuda.is_available():

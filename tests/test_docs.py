@@ -68,7 +68,8 @@ def wrong_options(line: str) -> set[str]:
     command = cli.typer.main.get_command(cli.app).commands.get(words[1])  # type: ignore[attr-defined]
     if command is None:
         return {words[1]}
-    command = getattr(command, "commands", {}).get(words[2] if len(words) > 2 else "", command)  # a group's
+    # A group has subcommands.
+    command = getattr(command, "commands", {}).get(words[2] if len(words) > 2 else "", command)
     known = {name for parameter in command.params for name in parameter.opts} | {"--help"}
     known |= set(ALIASES) if words[1] == "predict" else set()
     return {word for word in words if word.startswith("--")} - known
@@ -108,7 +109,7 @@ def test_files_exist() -> None:
             room, *rest = code.split("/")
             if not rest or not re.fullmatch(r"[\w./*-]+", code):
                 continue
-            # run/metrics.jsonl and its like are files of somebody's run.
+            # Paths like run/metrics.jsonl are files of a user's run.
             ours = room in rooms and (code.endswith(".py") or (room != "run" and "." not in code))
             there = ROOT if room in outside else ROOT / "warpfold"
             if (room in outside or (ours and code not in OFFICIAL)) and not list(there.glob(code.rstrip("/"))):
@@ -193,7 +194,7 @@ def packages(block: str) -> set[str]:
     "block", ACCELERATED, ids=lambda block: "-".join(sorted(packages(block) - {"torch", "warpfold"}))
 )
 def test_blocks_of_accelerate_run_each_by_itself(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run each block of the page by itself; skip it if its package is not installed."""
+    """Run each block of the page separately, and skip it if its package is not installed."""
     monkeypatch.setattr("warpfold.adapt.accelerate.keep_memory", lambda: None)
     if missing := [name for name in sorted(packages(block)) if importlib.util.find_spec(name) is None]:
         pytest.skip(f"{missing[0]} is not installed: ./dev adapters")
@@ -209,7 +210,7 @@ def test_there_is_a_block_for_every_kind_of_user() -> None:
 
 
 def run_cell(source: str, name: str, names: dict[str, Any]) -> Any:
-    """Run a cell as a notebook does; return the value of its last line, if that is an expression."""
+    """Run a cell as a notebook does.  Returns the value of its last line if that line is an expression."""
     tree, last = ast.parse(source), None
     if isinstance(tree.body[-1], ast.Expr):
         last = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Downloads: a complete, verified file or none, resumed after a lost connection, whatever the server does."""
+"""Test downloads: a file is complete and verified or absent, and lost connections resume, for any server behaviour."""
 
 import hashlib
 import os
@@ -76,7 +76,8 @@ def test_a_lost_connection_is_resumed(server: FileServer, tmp_path: Path, fault:
         ("another total", {"Content-Range": "bytes 100000-299999/299999"}, 3),
         ("another start", {"Content-Range": "bytes 5-299999/300000"}, 3),
         ("an unknown total", {"Content-Range": "bytes 100000-299999/*"}, 2),
-        ("a weak ETag", {"ETag": "W/weak"}, 2),  # which says nothing, so no range is requested
+        # A weak ETag does not identify the bytes, so no range is requested.
+        ("a weak ETag", {"ETag": "W/weak"}, 2),
     ],
 )
 def test_two_files_are_never_joined(
@@ -184,7 +185,7 @@ def test_a_full_disk_is_one_line(server: FileServer, tmp_path: Path, monkeypatch
 
 def test_an_interrupted_download_leaves_nothing(server: FileServer, tmp_path: Path) -> None:
     server.faults = ["slow"]
-    # A shell has what it starts in the background ignore SIGINT, and so all that the tests start.
+    # A shell makes background jobs ignore SIGINT, and processes that the tests start inherit this.
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + ALONE
     alone = [sys.executable, "-c", code, f"{server.url}/a.npz", str(tmp_path / "a.npz")]
     with subprocess.Popen(alone, stderr=subprocess.DEVNULL) as process:

@@ -1,4 +1,4 @@
-"""Fake ranks and what they hold: the counter itself, and the laws that z is whole nowhere and falls as 1/p."""
+"""Test fake ranks and their memory: the counter itself, and that no rank holds the full z, which shrinks as 1/p."""
 
 import gc
 from collections.abc import Sequence
@@ -16,18 +16,19 @@ from warpfold.model.losses import LossConfig
 from warpfold.ops.noise import kept_factor
 from warpfold.parallel.plan import Plan
 
-N = 29  # residues: a prime, so that no other size is taken for it
+# The number of residues is a prime, so that no other size can be mistaken for it.
+N = 29
 SIZES = {"res": N, "seq": 4, "extra": 5, "tmpl": 1}
 LOSSES = LossConfig(predicted_aligned_error=0.1, experimentally_resolved=0.01, violation=1.0)
 
 
 def pairwise(shape: Sequence[int]) -> bool:
-    """Whether it is like a whole z: both axes of all residues, and at least 8 numbers of each pair."""
+    """Return whether a shape is like the full z: two axes over all residues, and at least 8 values per pair."""
     return torch.Size(shape).numel() >= 8 * N * N and (list(shape).count(N) >= 2 or N * N in shape)
 
 
 def of_many_kinds(device: str) -> list[torch.Tensor]:
-    """Return what operations of many kinds make, twice each."""
+    """Run operations of many kinds, twice each."""
     a, b, made = torch.ones(3, 4, 5, device=device), torch.ones(5, 6, device=device), []
     whole = torch.ones(3, 4, device=device, dtype=torch.int64)
     for _ in range(2):
@@ -46,12 +47,12 @@ def of_many_kinds(device: str) -> list[torch.Tensor]:
 
 
 def test_what_is_made_again_is_what_torch_makes() -> None:
-    """Of operations that were seen before the counter makes results by itself."""
+    """The counter creates the results of repeated operations itself, without running them."""
     expected = of_many_kinds("cpu")
     with Recorder() as memory:
         made = of_many_kinds("meta")
     assert [(x.shape, x.stride(), x.dtype) for x in made] == [(x.shape, x.stride(), x.dtype) for x in expected]
-    sizes = [piece.bytes for piece in memory.pieces[3:]]  # behind what both have
+    sizes = [piece.bytes for piece in memory.pieces[3:]]  # without the three inputs
     assert sizes[: len(sizes) // 2] == sizes[len(sizes) // 2 :]
     assert len(sizes) > 40
 
@@ -70,7 +71,7 @@ def test_fake_ranks_leave_nothing_behind() -> None:
 def test_the_fake_batch_has_every_feature() -> None:
     batch = fake_batch(**SIZES, **{"pass": 1}, row=9, copy=2, soft=2)
     assert set(batch) == set(FEATURES)
-    assert "alignment" not in fake_batch(**SIZES, **{"pass": 1})  # of assemblies
+    assert "alignment" not in fake_batch(**SIZES, **{"pass": 1})  # only assemblies have it
     assert batch["extra_msa"].shape == (1, 5, N)
 
 
@@ -79,7 +80,7 @@ def test_memory_counts_what_lives() -> None:
     gc.collect()
     with Recorder() as memory:
         a = given + 1
-        b = a * 2  # with a: 800 bytes
+        b = a * 2  # a and b: 800 bytes
         view = b[3:]
         del a
         c = given.view(10, 10).sum(0)
@@ -91,7 +92,7 @@ def test_memory_counts_what_lives() -> None:
 
 
 def test_no_rank_holds_a_whole_z() -> None:
-    """From the embedder to the losses, in every pass; N = 29 does not divide by the ranks."""
+    """Check from the embedder to the losses, in every recycling iteration.  N = 29 is not divisible by the ranks."""
     plan = Plan(axial=4, triangle="channels", chunk=1)
     assert not memory_of(replace(plan, recompute="block"), tiny_config(), SIZES, LOSSES, noted=pairwise).seen
     assert not memory_of(replace(plan, in_place=True), tiny_config(), SIZES, noted=pairwise).seen
@@ -110,10 +111,12 @@ def test_one_device_holds_a_whole_z() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_a_block_more_costs_slices_of_m_and_z(ranks) -> None:
-    """What recomputation keeps of a block, in fp32: the first rank's slices, the largest; of z both, by rows and by
-    columns, where there are two."""
+    """Recomputation saves the inputs of a block in fp32.
+
+    The first rank has the largest slices. With several ranks it may save z twice: sharded by rows and by columns.
+    """
     peaks = []
-    for blocks in (2, 2, 3):  # the first fills caches
+    for blocks in (2, 2, 3):  # the first run fills caches
         config = tiny_config(evoformer=replace(tiny_config().evoformer, blocks=blocks))
         plan = Plan(axial=ranks, recompute="block", triangle="channels")
         peaks.append(memory_of(plan, config, SIZES, LOSSES, recycles=0).peak)
@@ -123,7 +126,7 @@ def test_a_block_more_costs_slices_of_m_and_z(ranks) -> None:
 
 
 def test_memory_falls_with_the_ranks() -> None:
-    """Nearly as 1/p, where z is wide enough to outweigh what does not fall."""
+    """Memory falls almost as 1/p if z is wide enough to outweigh the memory that is not sharded."""
     evoformer = replace(tiny_config().evoformer, blocks=1)
     config = tiny_config(c_z=288, evoformer=evoformer, extra_blocks=1)
     sizes = {"res": 80, "seq": 2, "extra": 2, "tmpl": 0}
@@ -134,7 +137,7 @@ def test_memory_falls_with_the_ranks() -> None:
 
 
 def test_what_is_kept_of_a_fake_run_is_true() -> None:
-    """A cached number that is first asked for without memory serves real trainings afterwards."""
+    """A value that is first cached without memory is correct in later real training runs."""
     kept_factor.cache_clear()
     with torch.device("meta"), Recorder():
         assert kept_factor(0.25, torch.float32) == pytest.approx(4 / 3)

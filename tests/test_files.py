@@ -1,4 +1,4 @@
-"""Files that are there whole, and names that every system bears."""
+"""Test that files appear only complete, and that file names are valid on every system."""
 
 import copy
 import errno
@@ -65,7 +65,8 @@ def test_what_is_the_disks_fault_is_told_from_what_is_one_files(
     with pytest.raises(UserError) as said:
         write_atomically(tmp_path / "x", "new")
     assert str(said.value) == f"{tmp_path / 'x'}: cannot be written: {os.strerror(number)}{cure}"
-    assert type(said.value) is type(copy.copy(said.value)) is kind  # by its arguments, as from a worker
+    # A worker process sends an error by its arguments, as a copy does.
+    assert type(said.value) is type(copy.copy(said.value)) is kind
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_new_files_have_the_mode_that_the_umask_leaves(tmp_path: Path, mask: int
 def test_pipes_sockets_and_devices_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe")
     with socket.socket(socket.AF_UNIX) as bound:
-        monkeypatch.chdir(tmp_path)  # the paths of sockets are short
+        monkeypatch.chdir(tmp_path)  # socket paths must be short
         bound.bind("socket")
         for path in (tmp_path / "pipe", tmp_path / "socket", Path("/dev/zero")):
             with pytest.raises(UserError, match="is a pipe, a socket or a device; give a regular file"), opened(path):
@@ -114,7 +115,7 @@ def test_pipes_sockets_and_devices_are_refused_at_once(tmp_path: Path, monkeypat
 
 @pytest.fixture
 def given_pipe() -> Iterator[Callable[[bytes], Path]]:
-    """A pipe as a shell gives one for <(command), with some bytes in it and nobody who writes more."""
+    """Create pipes like a shell's for <(command).  A pipe contains some bytes, and its write end is closed."""
     ends = []
 
     def make(content: bytes) -> Path:
@@ -150,7 +151,7 @@ def test_a_pipe_that_this_process_was_given_is_read_where_that_is_asked_for(
 
 def test_a_file_that_unpacks_to_more_than_the_limit_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "bomb"
-    path.write_bytes(gzip.compress(b"A" * 1000) * 3)  # in several members
+    path.write_bytes(gzip.compress(b"A" * 1000) * 3)  # three gzip members
     assert read_file(path, 3000) == b"A" * 3000
     with pytest.raises(UserError, match=r"bomb: has more than 2\.999e-06 GB when unpacked"):
         read_file(path, 2999)
@@ -160,14 +161,16 @@ def test_a_file_that_unpacks_to_more_than_the_limit_is_refused(tmp_path: Path) -
         read_file(path, 2999)
     inner = gzip.compress(bytes(10**6))
     path.write_bytes(gzip.compress(inner))
-    assert read_file(path, 2000) == inner  # of nested streams the first alone is unpacked
+    # Only the outer stream is unpacked.
+    assert read_file(path, 2000) == inner
     packed = zstandard.ZstdCompressor().compress(bytes(10**6))
     path.write_bytes(packed)
-    assert read_file(path, 2000) == packed  # as is what is packed otherwise
+    # Other formats are not unpacked.
+    assert read_file(path, 2000) == packed
 
 
 def test_a_bomb_takes_no_memory(tmp_path: Path) -> None:
-    """1.5 GB of zeros, where 1 GB of memory may be had and 1.2 GB are allowed."""
+    """Refuse 1.5 GB of zeros, with an address space of 1 GiB and a limit of 1.2 GB for the file."""
     path = tmp_path / "bomb.gz"
     path.write_bytes(gzip.compress(bytes(1 << 24)) * 96)
     code = f"""
@@ -186,7 +189,7 @@ except UserError as error:
 
 
 def test_reading_at_a_place_goes_on_where_the_system_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux reads at most 0x7ffff000 bytes at a time; here 7."""
+    """Linux reads at most 0x7ffff000 bytes at a time.  The test replaces this limit by 7 bytes."""
     path, whole = tmp_path / "file", bytes(range(100))
     path.write_bytes(whole)
     capped = os.pread
@@ -198,7 +201,7 @@ def test_reading_at_a_place_goes_on_where_the_system_stops(tmp_path: Path, monke
 
 
 def test_sealed_tensors_are_told_from_every_file_with_another_bit(tmp_path: Path) -> None:
-    """Flipped in the name of the checksum itself, the file has none, but its tensors are whole."""
+    """A flipped bit in the name of the checksum hides the checksum, but the tensors are intact."""
     tensors, path = (
         {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(1, dtype=torch.int64)},
         tmp_path / "a.safetensors",
@@ -219,7 +222,8 @@ def test_sealed_tensors_are_told_from_every_file_with_another_bit(tmp_path: Path
             assert b'"checksum"' not in path.read_bytes()
             assert all(torch.equal(tensor, tensors[name]) for name, tensor in found.items())
     assert refused > len(data) - 20
-    path.write_bytes(save(tensors))  # of another program, or of an earlier version
+    # Other programs and earlier versions write no checksum.
+    path.write_bytes(save(tensors))
     check_tensors(path)
 
 

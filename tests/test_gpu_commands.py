@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py: its commands, and what becomes of parts that crash, hang, or are killed, as a CPU can show."""
+"""Test benchmarks/gpu.py on a CPU: its commands, and parts that crash, hang, or are killed."""
 
 import json
 import os
@@ -22,7 +22,7 @@ ROW = '{"what": "main block", "us": 1.25}'
 
 @pytest.fixture(autouse=True)
 def scratch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Folders of this test's own, in the place of the machine's."""
+    """Replace the machine's folders by temporary folders."""
     for name in ("SCRATCH", "TRITON", "PEERS", "TABLES", "CARRIED"):
         monkeypatch.setattr(gpu, name, tmp_path / name.lower())
     return tmp_path
@@ -35,7 +35,7 @@ def results(tmp_path: Path) -> Results:
 
 
 def held(archive: Path) -> dict[str, str]:
-    """The text of an archive's files by name."""
+    """Read the text of an archive's files.  Keys: names."""
     with tarfile.open(archive) as found:
         files = {member.name: found.extractfile(member) for member in found.getmembers()}
         return {name: file.read().decode() for name, file in files.items() if file is not None}
@@ -47,7 +47,7 @@ def outcomes(archive: Path) -> dict[str, str]:
 
 
 def script(name: str, seconds: int, text: str) -> Part:
-    """A part that writes a row and then does what the text says."""
+    """Build a part that writes a row and then runs the code in `text`."""
     return Part(
         name, seconds, ("-c", f"import sys, time, os; open(sys.argv[1], 'w').write({ROW + chr(10)!r}); {text}", "ROWS")
     )
@@ -56,7 +56,8 @@ def script(name: str, seconds: int, text: str) -> Part:
 @pytest.mark.parametrize("command", LIMITS)
 def test_the_parts_fit_into_the_limit_and_a_rehearsal_has_the_same(command: str) -> None:
     parts = parts_of(command)
-    assert sum(part.seconds for part in parts) <= LIMITS[command] - 2  # two seconds to unpack and start
+    # Unpacking and starting take two seconds.
+    assert sum(part.seconds for part in parts) <= LIMITS[command] - 2
     assert [(part.name, part.seconds) for part in parts_of(command, toy=True)] == [(p.name, p.seconds) for p in parts]
     assert len({part.name for part in parts}) == len(parts)
 
@@ -65,7 +66,7 @@ def test_the_parts_fit_into_the_limit_and_a_rehearsal_has_the_same(command: str)
 def test_every_part_of_a_command_runs_whatever_becomes_of_the_others(
     command: str, results: Results, tmp_path: Path
 ) -> None:
-    """By a stand-in for Python: the second part crashes after a row, the third writes one and hangs."""
+    """With a stand-in for Python, the second part crashes after a row, and the third writes a row and hangs."""
     parts = parts_of(command)
     stand_in = tmp_path / "python"
     stand_in.write_text(f"""#!/bin/bash
@@ -96,7 +97,7 @@ def test_time_that_a_part_leaves_goes_to_the_next_and_none_takes_that_of_others(
 
 
 def test_workers_of_a_part_end_with_it(results: Results, tmp_path: Path) -> None:
-    """Also after success, because they would disturb the next measurement."""
+    """Workers end even after success, because they would disturb the next measurement."""
     noted = tmp_path / "pid"
     text = f"import subprocess; open({str(noted)!r}, 'w').write(str(subprocess.Popen(['sleep', '50']).pid))"
     assert run([script("starts a worker", 20, text)], results, time.monotonic())
@@ -118,7 +119,7 @@ def test_launch_tables_of_the_machine_are_kept_and_large_files_are_not(
 
 
 def test_a_command_that_is_killed_loses_nothing(tmp_path: Path) -> None:
-    """The machine ends everything without a warning, while the second part runs."""
+    """The machine kills all processes without a warning while the second part runs."""
     (tmp_path / "results").mkdir()
     code = f"""
 import time
@@ -204,10 +205,11 @@ def test_the_commands_of_the_readme_are_short_and_carry_what_is_prepared() -> No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # five times the limit of A, which a busy machine may need
+# A busy machine may need five times the limit of command A.
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("command", LIMITS)
 def test_a_rehearsal_runs_every_part(command: str, tmp_path: Path) -> None:
-    """The very processes, at toy sizes; without the packages that the GPU machine lacks."""
+    """Run the same processes at toy sizes, without the packages that the GPU machine lacks."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
         "class Absent:\n"

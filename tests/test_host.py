@@ -1,4 +1,4 @@
-"""z in host memory: what is stored is what is fetched, in any slices; and no operation takes it whole by accident."""
+"""Test z in host memory: any slices can be stored and fetched, and no operation loads the full tensor by accident."""
 
 import os
 import tempfile
@@ -33,8 +33,9 @@ def slices(count: int, size: int) -> list[slice]:
 def test_what_is_stored_is_what_is_fetched(
     leading: tuple[int, ...], tile: int, size: int, device: torch.device, bands: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """bands: by copies of bands, as for a GPU."""
-    monkeypatch.setattr(host, "SEGMENT", 200)  # bytes: several tiles, or less than one
+    """bands: copy bands, as for a GPU."""
+    # These 200 bytes hold several tiles or less than one, depending on the tile size.
+    monkeypatch.setattr(host, "SEGMENT", 200)
     monkeypatch.setattr(host, "backend", lambda _: "triton" if bands else "cpu")
     shape = (*leading, 11, 11, 3)
     x = torch.randn(shape, device=device)
@@ -50,7 +51,7 @@ def test_what_is_stored_is_what_is_fetched(
 
 
 class Copies(TorchDispatchMode):
-    """The bytes of each copy between host memory and a device."""
+    """Record the bytes of each copy between host memory and a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,14 +59,18 @@ class Copies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._opname == "_foreach_copy_":
-            assert all(x.is_contiguous() for each in args[:2] for x in each)  # else torch goes through other memory
+            # torch copies tensors that are not contiguous through temporary memory.
+            assert all(x.is_contiguous() for each in args[:2] for x in each)
             self.found += [x.nbytes for x in args[1]]
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("chunk", [4, 8])
 def test_to_a_gpu_whole_bands_travel_in_few_pieces(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows at once, columns tile by tile; every number once, but for the last tiles' room; and none is read in vain."""
+    """A band of rows is one copy, and a band of columns is one copy per tile.
+
+    Each value is copied once, except for the padding of the last tiles. No copy is unnecessary.
+    """
     for module in (host, execution):
         monkeypatch.setattr(module, "backend", lambda _: "triton")
     rows, c = 30, 2
@@ -83,7 +88,8 @@ def test_to_a_gpu_whole_bands_travel_in_few_pieces(chunk: int, monkeypatch: pyte
     assert copies.found == [row] * tiles
     with Copies() as copies:
         store(z, slice(1, 3), torch.zeros(2, rows, c))
-    assert copies.found == [row] * 2  # what else is in the band is read before
+    # The slice is only part of a band, so the band is read first.
+    assert copies.found == [row] * 2
 
 
 def test_an_ordinary_tensor_is_not_copied() -> None:

@@ -1,4 +1,4 @@
-"""Text that terminals, pages and parsers could misread: encodings, closed streams, markup, formulas, odd numbers."""
+"""Test text that terminals, pages and parsers may misread: encodings, closed streams, markup, formulas, odd numbers."""
 
 import base64
 import hashlib

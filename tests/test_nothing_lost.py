@@ -1,6 +1,6 @@
-"""Nothing of the user's is lost: who may destroy anything at all, and what every command does to what was there before.
+"""Test that no user data is lost: which functions may destroy files, and how every command treats existing files.
 
-A function that is new in the first list fails the test until somebody has thought about what it meets, and says so.
+A new function that may destroy files fails the test until its author adds it to `SAFE` with the reason why it is safe.
 """
 
 import ast
@@ -113,16 +113,17 @@ ENDS = ("rmtree", "unlink", "rmdir", "rename", "renames", "move", "copyfile", "c
 
 
 def destroys(call: ast.Call) -> bool:
-    """Whether a call may take away or write over a file, as far as its name says."""
+    """Return whether a call may remove or overwrite a file, judged by its name."""
     base = call.func.value if isinstance(call.func, ast.Attribute) else None
     of = base.id if isinstance(base, ast.Name) else ""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     values = [*call.args, *(keyword.value for keyword in call.keywords)]
     if name in WRITES or (name in ENDS and base is not None):
         return True
-    if name == "replace":  # not str's, nor dataclasses'
+    # str.replace and dataclasses.replace are harmless.
+    if name == "replace":
         return of == "os" or (base is not None and len(values) == 1 and not call.keywords)
-    if name in ("remove", "save", "dump"):  # not a list's
+    if name in ("remove", "save", "dump"):  # list.remove is harmless
         return of in {"remove": ("os",), "save": ("np", "torch")}.get(name, ("pickle",))
     if name in ("open", "fdopen"):
         modes = [v.value for v in values if isinstance(v, ast.Constant) and isinstance(v.value, str)]
@@ -134,7 +135,7 @@ def destroys(call: ast.Call) -> bool:
 
 
 def destroyers(path: Path) -> Iterator[str]:
-    """The functions of a file in which such calls stand, by their names within it."""
+    """Find the functions of a file that contain such calls.  Yields their qualified names."""
 
     def walk(node: ast.AST, within: str) -> Iterator[str]:
         for child in ast.iter_child_nodes(node):
@@ -156,7 +157,7 @@ def test_every_function_that_may_destroy_is_known() -> None:
     assert gone == set(), "these destroy nothing any more: take them out"
 
 
-# What commands meet
+# Existing files in the place of a command's output
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -164,7 +165,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def place(kind: str, path: Path) -> None:
-    """Something precious where a command would write: at `path`."""
+    """Create user data at `path`, where a command would write."""
     if kind == "folder":
         (path / "chapters").mkdir(parents=True)
         for name in ("thesis.tex", "chapters/1.tex", "metrics.jsonl", "summary.json", "search.json", "query.cif"):
@@ -200,7 +201,7 @@ KINDS = ("folder", "file", "link", "link to a file", "link to nothing")
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A structure, a query, a database, parameters, a store."""
+    """Write a structure, a query, a database, parameters and a store."""
     folder = tmp_path_factory.mktemp("inputs")
     structure(folder)
     (folder / "query.fasta").write_text(f">query\n{SEQUENCE}\n")
@@ -211,7 +212,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(line: str, inputs: Path, out: Path) -> list[str]:
-    """The words of a command line, with the paths that IN and OUT stand for."""
+    """Split a command line into words, and replace IN and OUT by paths."""
     return [word.replace("IN/", f"{inputs}/").replace("OUT", str(out)) for word in line.split()]
 
 
@@ -246,7 +247,8 @@ def test_what_a_table_of_launches_meets_stays(tmp_path: Path, kind: str) -> None
     path = tmp_path / kernels.file_of("A GPU")
     place(kind, path)
     before = contents(tmp_path)
-    if kind.startswith("link"):  # the link is replaced, and what it leads to stays
+    # The link is replaced, and its target is not changed.
+    if kind.startswith("link"):
         with contextlib.suppress(UserError):
             kernels.write(tmp_path, {"gpu": "A GPU"}, [])
         after = contents(tmp_path)
@@ -261,7 +263,7 @@ def test_what_a_table_of_launches_meets_stays(tmp_path: Path, kind: str) -> None
 
 @pytest.mark.parametrize("line", [*COMMANDS[:4], COMMANDS[5]])
 def test_a_place_below_a_file(capsys: pytest.CaptureFixture[str], inputs: Path, tmp_path: Path, line: str) -> None:
-    """Nobody can write there, root neither."""
+    """Not even root can write there."""
     (tmp_path / "thesis.tex").write_text("years of work")
     code, _, err = run(capsys, *words(line, inputs, tmp_path / "thesis.tex" / "out"))
     assert (code, err.count("\n")) == (2, 1)

@@ -1,4 +1,4 @@
-"""`warpfold params`, `train --init`: what a file is, other formats, errors that name the setting that fixes it."""
+"""Test `warpfold params` and `train --init`: descriptions of files, formats, errors that name the setting to change."""
 
 import json
 from dataclasses import replace

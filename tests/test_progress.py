@@ -1,4 +1,4 @@
-"""Bars fit a terminal; without one there are lines with the time."""
+"""Test that progress bars fit a terminal, and that without a terminal progress is printed as lines with the time."""
 
 import io
 import re

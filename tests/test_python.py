@@ -1,4 +1,4 @@
-"""The Python interface: its names, that it is the command line's, what it refuses at the call, lists and files."""
+"""Test the Python interface: its names, agreement with the command line, errors at the call, lists and files."""
 
 import ast
 import inspect
@@ -53,7 +53,7 @@ def test_editors_and_the_module_know_the_same_names() -> None:
         warpfold.fold  # noqa: B018  # type: ignore[attr-defined]
 
 
-# ---- one interface: what a command declares is its function's, and its methods'
+# ---- one interface: a command's options are also its function's, and its methods'
 
 COMMANDS = ("evaluate", "pack", "params", "predict", "sample", "score", "search", "train", "validate")
 PYTHON_ALONE = {"progress", "watch", "team"}
@@ -82,7 +82,8 @@ def test_folding_declares_what_predict_does() -> None:
     known = set()
     for function in (load, Predictor.fold, Predictor.fold_many, Predictor.score_designs):
         for name, parameter in inspect.signature(function).parameters.items():
-            kept = name == "representations"  # in memory: of one they are kept, and there is no store
+            # The Python call keeps the representations in memory and writes no store.
+            kept = name == "representations"
             if name in predict and predict[name].default is not inspect.Parameter.empty and not kept:
                 assert parameter.default == predict[name].default, (function, name)
                 known.add(name)
@@ -93,7 +94,8 @@ def test_values_are_checked_as_they_are_declared() -> None:
     assert check("n", Annotated[int, decides("", min=1)], np.int64(3)) == 3
     assert check("p", Annotated[Paths | None, decides("")], "a") == [Path("a")]
     assert check("p", Annotated[PathLike | None, decides("")], None) is None
-    assert check("anything", "Team | None", 5) == 5  # what is not declared is Python's own
+    # Parameters without a declared option are not checked.
+    assert check("anything", "Team | None", 5) == 5
     for hint, value, says in (
         (Annotated[int, decides("", min=1)], 0, "x = 0: at least 1"),
         (Annotated[int | None, decides("", max=3)], 4, "x = 4: at most 3"),
@@ -221,15 +223,17 @@ def test_wrong_arguments_are_errors_at_the_call(
 ) -> None:
     call, says = WRONG[case]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(predictor, "prepare", None)  # before anything is computed
+    # The check must fail before anything is computed.
+    monkeypatch.setattr(predictor, "prepare", None)
     with pytest.raises(UserError, match=says) as error:
         call(predictor, tiny_params)
     assert "\n" not in str(error.value)
-    assert "--" not in str(error.value)  # nobody here has given an option
+    # A Python user passed arguments, not options.
+    assert "--" not in str(error.value)
     assert not list(tmp_path.iterdir())
 
 
-# ---- alignments and complexes, however they are given
+# ---- alignments and complexes, in every accepted form
 
 
 def test_an_alignment_is_rows_a_file_or_an_object(predictor: Predictor, tmp_path: Path) -> None:
@@ -258,7 +262,7 @@ def test_a_complex_is_a_text_a_list_or_a_mapping(tmp_path: Path) -> None:
     assert re.fullmatch(r"<Prediction query: 29 residues in 2 chains, pLDDT .*, ipTM .*, pTM .*>", repr(first))
 
 
-# ---- many
+# ---- several proteins
 
 
 def test_many_are_folded_as_each_alone_and_failures_are_results(predictor: Predictor) -> None:
@@ -275,9 +279,10 @@ def test_many_are_folded_as_each_alone_and_failures_are_results(predictor: Predi
     together = found[0].prediction
     assert together is not None
     assert together.pair is None
-    # They shared a pass: other products of the same numbers, rounded otherwise (of these filled models, some 1e-3 Å).
+    # The proteins shared a batch, so products were rounded differently, by about 1e-3 Å for these filled models.
     np.testing.assert_allclose(together.plddt, alone.plddt, atol=1e-3)
-    assert told[0][:2] == (3, 5)  # what cannot be read has failed before
+    # Unreadable inputs have already failed.
+    assert told[0][:2] == (3, 5)
     assert told[-1][:2] == (5, 5)
 
 
@@ -290,7 +295,7 @@ def test_many_from_a_file(predictor: Predictor, tmp_path: Path) -> None:
     np.testing.assert_array_equal(found[0].prediction.positions, predictor.fold(ONE, [ROW]).positions)
 
 
-# ---- what a prediction holds
+# ---- contents of a prediction
 
 
 def test_logits_are_what_the_confidences_are_made_of(predictor: Predictor) -> None:

@@ -1,4 +1,4 @@
-"""The harness itself: results in order, failures shown, nothing hangs."""
+"""Test the harness for ranks: results are in rank order, failures are reported, and nothing hangs."""
 
 import os
 import time

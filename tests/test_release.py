@@ -1,4 +1,4 @@
-"""Files that a release consists of beside the package: citation, containers, environments, workflows, templates."""
+"""Test the files of a release outside the package: citation, containers, environments, workflows, templates."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""The faults that `python -m benchmarks.reliability mutate` plants, and whether it says rightly what finds them."""
+"""Test `python -m benchmarks.reliability mutate`: the planted faults, and the report of the tests that find them."""
 
 import subprocess
 from pathlib import Path
@@ -122,7 +122,10 @@ def test_that_fails():
 def test_planted_faults_are_found_and_equivalent_ones_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a checkout of one file; a test that fails without a fault finds nothing, and a second run plants nothing."""
+    """Plant faults in a checkout of one file.
+
+    A test that also fails without a fault does not count as finding it, and a second run plants nothing.
+    """
     root = tmp_path / "root"
     files = {"warpfold/__init__.py": "", "warpfold/ops/__init__.py": "", "warpfold/ops/toy.py": TOY}
     files |= {"tests/__init__.py": "", "tests/test_toy.py": TESTS}

@@ -1,4 +1,4 @@
-"""The runners of docs/explanation/exactness.md: what they plant, and that they notice what is wrong."""
+"""Test the runners of docs/explanation/exactness.md: the faults that they plant, and that they report wrong results."""
 
 import json
 

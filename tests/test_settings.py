@@ -1,4 +1,4 @@
-"""Settings: bases, overrides, checks, and the way back to TOML."""
+"""Test settings: bases, overrides, checks, and conversion back to TOML."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,7 +56,8 @@ def test_a_file_overrides_its_base_and_the_command_line_overrides_both(
     monkeypatch.setattr(settings, "PRESETS", (tmp_path,))
     of_preset = write(tmp_path / "elsewhere", "more.toml", 'base = "parent"\n[model.pair]\ndropout = 1\n')
     pair = settings.build(Run, settings.load(of_preset)).model.pair
-    assert (pair.channels, pair.dropout, type(pair.dropout)) == (64, 1.0, float)  # a whole number stands for a number
+    # An integer is accepted where a float is expected.
+    assert (pair.channels, pair.dropout, type(pair.dropout)) == (64, 1.0, float)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +198,8 @@ def test_distillation_is_the_first_stage_on_other_data() -> None:
     from warpfold.training.config import RunConfig
 
     first, second = (settings.build(RunConfig, settings.load(name)) for name in ("monomer", "distillation"))
-    assert second == first  # both values are defaults too, as a monomer may be given predictions
+    # Both values are also the defaults, because a monomer may train on predictions.
+    assert second == first
     assert settings.load("distillation")["data"]["predicted_rows"] == 1000  # Supp. 1.3
 
 
@@ -206,7 +208,8 @@ def test_distillation_is_the_first_stage_on_other_data() -> None:
 def test_numbers_that_nothing_can_compute_with_are_refused_in_one_line(tmp_path: Path, key: str, value: str) -> None:
     for written in (value, f"[{value}]", f"{{a = {value}}}"):
         path, none = write(tmp_path, "s.toml", f"{key} = {written}\n"), write(tmp_path, "none.toml", "")
-        ways = [(path, []), (none, [f"{key}={written}"])][: 1 if key == "name" else 2]  # what is no TOML is text
+        # On the command line, a value that is not valid TOML is text, which is valid for `name`.
+        ways = [(path, []), (none, [f"{key}={written}"])][: 1 if key == "name" else 2]
         for source, changes in ways:
             with pytest.raises(UserError, match=r"s\.toml: ") as caught:
                 settings.build(Run, settings.load(source, changes), "s.toml")

@@ -1,4 +1,4 @@
-"""The site of docs/: every page is in its navigation, nothing is loaded from elsewhere, it builds."""
+"""Test the site of docs/: every page is in the navigation, nothing is loaded from other hosts, and the site builds."""
 
 import importlib.util
 import os
@@ -16,7 +16,7 @@ LIST = re.compile(r"\s*([*-]|\d+\.) ")
 
 
 def site_module(name: str) -> ModuleType:
-    """A module of docs/site, which is on nobody's path."""
+    """Import a module of docs/site, which is not on Python's path."""
     spec = importlib.util.spec_from_file_location(f"site_{name}", DOCS / "site" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -43,7 +43,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 
 def test_lists_stand_apart() -> None:
-    """A list right below a paragraph is a list on GitHub, and text on the site."""
+    """GitHub renders a list directly below a paragraph as a list, but the site renders it as text."""
     below = []
     for page in [*DOCS.rglob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
         text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
@@ -55,7 +55,7 @@ def test_lists_stand_apart() -> None:
 
 
 def test_nothing_that_is_said_to_run_is_elsewhere() -> None:
-    """Whoever has the repository has everything that the pages name."""
+    """The repository contains every file that the pages name."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")]
     assert not [page.name for page in pages if "../shared" in page.read_text(encoding="utf-8")]
 
@@ -139,7 +139,7 @@ def test_every_command_and_option_is_on_its_page() -> None:
 def test_a_notebook_is_a_page(name: str, title: str, code: str, shown: str, pictures: list[str]) -> None:
     page = site_module("reference").notebook(f"{name}.ipynb")
     assert page.startswith(f"# {title}\n")
-    assert f"({name}.ipynb)" in page  # to be saved
+    assert f"({name}.ipynb)" in page  # link for downloading
     assert f"```python\n{code}" in page
     assert f"```text\n{shown}" in page
     assert re.findall(r'<img alt="([^"]*)" src="data:image/png;base64,iVBOR', page) == pictures
@@ -147,7 +147,7 @@ def test_a_notebook_is_a_page(name: str, title: str, code: str, shown: str, pict
 
 
 def mkdocs() -> list[str]:
-    """The command, of `./dev docs` or of this environment; none where mkdocs is not installed."""
+    """Return the mkdocs command of `./dev docs` or of this environment, or an empty list if there is none."""
     made = ROOT / ".docs" / "bin" / "python"
     if made.exists():
         return [str(made), "-m", "mkdocs"]
@@ -162,10 +162,11 @@ def test_the_site_is_built(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "iframe-worker" not in (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
-    assert (tmp_path / "site" / "search" / "search_index.js").exists()  # the search of a page on a disk
-    # Links to notebooks lead to the pages that are made of them.
+    # Pages that are opened from disk need this file for their search.
+    assert (tmp_path / "site" / "search" / "search_index.js").exists()
+    # Links to notebooks lead to the pages that are generated from them.
     for page, notebook in (("python", "notebook"), ("design", "design_notebook")):
         text = (tmp_path / "site" / "howto" / f"{page}.html").read_text(encoding="utf-8")
         assert f'href="../{notebook}.html"' in text
     pages = (tmp_path / "site" / "reference" / "python.html").read_text(encoding="utf-8")
-    assert "MSA" in pages or "alignment" in pages  # docstrings are there
+    assert "MSA" in pages or "alignment" in pages  # text of docstrings

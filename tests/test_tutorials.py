@@ -1,4 +1,4 @@
-"""The tutorials run: every command, file and Python block of a page, in order, in one empty folder.
+"""Run the tutorials: every command, file and Python block of a page, in order, in one empty folder.
 
 The tests reduce the steps and proteins of a page; `slow` runs every page unchanged.  Pages that download parameters or
 ask an alignment server run with stand-ins for both.
@@ -21,7 +21,7 @@ from warpfold.prediction.published import SETS
 DOCS = Path(__file__).parents[1] / "docs"
 DOWNLOADING = [DOCS / "howto" / "migrate.md", DOCS / "tutorials" / "first_protein.md"]
 PAGES = sorted({*(DOCS / "tutorials").glob("*.md")} - {*DOWNLOADING})
-# Text of a page -> a smaller amount that still shows that the page runs.
+# Replacements of text on the pages: smaller amounts that still show that a page runs.
 FEW = {
     "--proteins 60": "--proteins 6",
     "--proteins 40": "--proteins 6",
@@ -101,7 +101,7 @@ def test_what_is_made_small_is_on_the_pages() -> None:
 def test_the_page_of_designs_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With stand-ins for published parameters, short chains, one start and a stage of two steps."""
+    """Use stand-ins for published parameters, short chains, one start and a stage of two steps."""
     monkeypatch.chdir(tmp_path)
     for name in ("model_1_ptm", "model_1_multimer_v3"):
         write_like(name, Path())
@@ -123,7 +123,7 @@ def test_the_page_of_designs_runs(
 
 
 def openfold_folders() -> None:
-    """Write the files of an OpenFold user: FASTA files, alignments and hits by protein, PDB entries, parameters."""
+    """Write an OpenFold user's files: FASTA files, alignments and hits by protein, PDB entries, parameters."""
     generate(Path("made"), 6, max_length=40)
     for name in ("fasta_dir", "template_mmcif", "mmcifs"):
         Path(name).mkdir()
@@ -136,7 +136,8 @@ def openfold_folders() -> None:
             into.mkdir(parents=True)
             (into / "bfd_uniclust_hits.a3m").write_text(path.read_text())
             (into / "hhsearch_output.hhr").write_text(hits)
-    write_entry(Path("template_mmcif/0abc.cif"), {"A": query[::-1]}, "2010-01-01")  # of the last one's hit
+    # The template of the last protein's hit.
+    write_entry(Path("template_mmcif/0abc.cif"), {"A": query[::-1]}, "2010-01-01")
     for path in Path("made/mmcif").glob("*.cif"):
         path.rename(Path("mmcifs", path.name))
     write_like("finetuning_ptm_2", Path())
@@ -144,7 +145,7 @@ def openfold_folders() -> None:
 
 @pytest.fixture(scope="module")
 def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with an archive like DeepMind's, of small random parameters."""
+    """Write an archive like DeepMind's, of small random parameters."""
     folder = tmp_path_factory.mktemp("mirror")
     write_archive(folder / "alphafold_params_2022-12-06.tar", [*SETS["ptm"], *SETS["multimer"]])
     return folder
