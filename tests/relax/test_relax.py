@@ -1,4 +1,4 @@
-"""Relaxation without OpenMM: what is bonded, missing or violated, and which files are made of which."""
+"""Test relaxation without OpenMM: bonds, missing atoms, violations, and the names of result files."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ N, CA, C, O, OXT = (ATOM_ORDER[name] for name in ("N", "CA", "C", "O", "OXT"))
 
 @pytest.fixture(scope="module")
 def protein() -> Chain:
-    """A made-up protein of good geometry, with all heavy atoms."""
+    """Build a synthetic protein of good geometry, with all heavy atoms."""
     return to_chain(make_protein(seed=3, index=0))
 
 
@@ -45,7 +45,8 @@ def why_not_fit(chain: Chain, row: int, atoms: list[int]) -> Chain:
 
 def test_residues_are_bonded_along_the_sequence_and_not_across_gaps_or_chains(protein: Chain) -> None:
     n = len(protein.sequence)
-    gap = why_not_fit(why_not_fit(protein, 5, [CA]), 7, [N])  # residue 6 is alone between them
+    # Residue 6 is isolated between residues with missing atoms.
+    gap = why_not_fit(why_not_fit(protein, 5, [CA]), 7, [N])
     sequence = protein.sequence[:12] + "X" + protein.sequence[13:]
     joined = relax.join_chains([dataclasses.replace(gap, sequence=sequence), with_id(protein, "B", (99, 0, 0))])
     segments = [np.flatnonzero(joined.segment == s).tolist() for s in np.unique(joined.segment) if s >= 0]
@@ -73,7 +74,8 @@ def test_missing_atoms_are_built_where_ideal_geometry_has_them(protein: Chain) -
     np.testing.assert_array_equal(whole.positions[joined.mask], joined.positions[joined.mask])
     assert not relax.find_flaws(whole).within.any()
     away = np.linalg.norm(whole.positions[:-1, O] - protein.positions[:-1, O], axis=-1)
-    assert away.max() < 0.1  # on the right side of every peptide
+    # The oxygen is on the correct side of every peptide.
+    assert away.max() < 0.1
     complete = relax.join_chains([protein])
     assert relax.with_missing_atoms(complete) is complete
 
@@ -106,7 +108,7 @@ def test_clashes_between_chains_count_also_at_equal_numbers(protein: Chain) -> N
     pairs = find_clashes(joined.positions, joined.mask, np.diff(index) == 1)
     assert {(i, i + n) for i in range(n)} <= {tuple(pair) for pair in pairs.tolist()}
     assert relax.find_flaws(joined).clashes.all()
-    # With numbers that differ, DeepMind's definition compares all residues.
+    # If all residue numbers differ, DeepMind's definition compares all residues.
     aatype = torch.tensor([RESTYPE_ORDER[letter] for letter in joined.sequence])
     atoms = atom37_to_atom14(aatype, torch.from_numpy(joined.positions))
     mask = atom37_to_atom14(aatype, torch.from_numpy(joined.mask.astype(np.float64)))
@@ -123,7 +125,7 @@ def test_the_end_has_its_second_oxygen_opposite_to_the_first(protein: Chain) -> 
 
 
 def run_folder(out: Path) -> list[Path]:
-    """A folder as `predict` leaves it, with two ranked predictions of one query."""
+    """Write a folder like those of `predict`, with two ranked predictions of one query."""
     entries = []
     for rank in (1, 2):
         p = prediction(f"model_{rank}")
@@ -141,7 +143,8 @@ def test_targets_of_a_folder_and_of_files(tmp_path: Path) -> None:
     (target,) = find_targets(tmp_path / "a.b.cif.gz")
     assert target.result(".cif") == tmp_path / "a.b_relaxed.cif"
     (tmp_path / "x_relaxed.json").touch()
-    assert list(find_targets(tmp_path / "x_relaxed.cif")) == []  # a result: a shell's *.cif names it too
+    # Results are skipped, because a shell's *.cif also matches them.
+    assert list(find_targets(tmp_path / "x_relaxed.cif")) == []
     (tmp_path / "other").mkdir()
     with pytest.raises(UserError, match="no output of `warpfold predict`"):
         list(find_targets(tmp_path / "other"))
@@ -163,7 +166,8 @@ def test_results_are_kept_unless_the_structure_changed(tmp_path: Path) -> None:
     path.write_text("two")
     with pytest.raises(UserError, match="made of another"):
         check_result(target, force=False)
-    assert check_result(dataclasses.replace(target, folder=tmp_path), force=False) is None  # beside a prediction: ours
+    # In the folder of a prediction, the file belongs to WarpFold.
+    assert check_result(dataclasses.replace(target, folder=tmp_path), force=False) is None
 
 
 @pytest.mark.parametrize("kind", ["mmcif", "pdb"])
@@ -197,7 +201,7 @@ def test_a_replaced_prediction_takes_its_relaxation_along(tmp_path: Path) -> Non
 def test_there_are_three_rounds_as_in_alphafold_and_the_last_is_kept(
     protein: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each round of this force field moves all by 1 Å and makes the energy, and the count of violations, worse."""
+    """Use a force field that moves all atoms by 1 Å per round, and increases the energy and the violations."""
 
     class Drifting:
         platform, disulfides = "none", 0
@@ -207,7 +211,8 @@ def test_there_are_three_rounds_as_in_alphafold_and_the_last_is_kept(
 
         def minimise(self, free: np.ndarray) -> None:
             self.freed.append(int(free.sum()))
-            assert self.freed == [0, 1, 2][: len(self.freed)]  # residues that violated chemistry have no springs
+            # Residues with violations are not restrained.
+            assert self.freed == [0, 1, 2][: len(self.freed)]
 
         def energy(self) -> float:
             return float(len(self.freed))

@@ -1,4 +1,4 @@
-"""Relaxation with OpenMM, where it is installed: broken structures come out clean, and near to where they were."""
+"""Test relaxation with OpenMM, if it is installed: it repairs broken structures, and atoms move only a little."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ def clean(chains: list[Chain]) -> bool:
 
 
 def torn(chain: Chain, by: float) -> Chain:
-    """The chain with its second half moved, so that a peptide bond is broken."""
+    """Shift the second half of a chain to break a peptide bond."""
     half = (np.arange(len(chain.sequence)) >= len(chain.sequence) // 2)[:, None, None]
     return dataclasses.replace(chain, positions=(chain.positions + half * np.float32(by)) * chain.mask[..., None])
 
@@ -56,7 +56,7 @@ def test_a_dimer_with_clashes_at_its_interface_comes_out_clean(protein: Chain) -
 
 
 def part(chain: Chain, length: int) -> Chain:
-    """The first residues of a chain."""
+    """Return the first residues of a chain."""
     fields = ("sequence", "positions", "mask", "residue_index", "author_numbers")
     return dataclasses.replace(chain, **{field: getattr(chain, field)[:length] for field in fields})
 
@@ -107,7 +107,8 @@ def test_near_cysteines_are_bonded(protein: Chain) -> None:  # noqa: F811
     axis /= np.linalg.norm(axis)
     pole = sulfur + 1.02 * outwards / np.linalg.norm(outwards)
     away = one.positions - pole
-    turned = pole + 2 * (away @ axis)[..., None] * axis - away  # by half a turn: 2.04 Å from SG to SG
+    # Rotate by 180 degrees, so that the SG atoms are 2.04 Å apart.
+    turned = pole + 2 * (away @ axis)[..., None] * axis - away
     other = dataclasses.replace(one, id="B", positions=turned.astype(np.float32) * one.mask[..., None])
     relaxed, report = relax_chains([one, other])
     assert report.disulfides == 1
@@ -132,7 +133,8 @@ def test_a_file_is_relaxed_once_and_keeps_its_confidence(tmp_path: Path, protein
     block = gemmi.cif.read(str(tmp_path / "folded_relaxed.cif"))[0]
     scores = [float(value) for value in block.find_values("_ma_qa_metric_local.metric_value")]
     np.testing.assert_allclose(scores, np.concatenate(plddt), atol=0.006)
-    assert not (tmp_path / "folded_relaxed.pdb").exists()  # a chain's name has two letters
+    # A PDB file cannot hold chain names of two letters.
+    assert not (tmp_path / "folded_relaxed.pdb").exists()
     assert any("write mmCIF" in note for note in entry["notes"])
     assert json.loads((tmp_path / "folded_relaxed.json").read_text())["rounds"] == entry["rounds"]
     (kept,) = relax_paths([path, tmp_path / "folded_relaxed.cif"])["relaxed"]

@@ -1,4 +1,4 @@
-"""A headless Chromium for tests of pages, driven by the DevTools protocol over a pipe: standard library alone."""
+"""Drive a headless Chromium by the DevTools protocol over a pipe, with only the standard library."""
 
 import base64
 import itertools
@@ -24,16 +24,20 @@ OPTIONS = (
 
 
 class Browser:
-    """A browser with one page.  `requests`: what it asked for; `errors`: what its scripts complained about."""
+    """A browser with one page.
+
+    requests: the URLs that the page requested.  errors: the errors of its scripts.
+    """
 
     def __init__(self, folder: Path, width: int = 900, height: int = 640) -> None:
-        """folder: for its profile, and for what pages download."""
+        """folder: for the browser's profile and for downloads."""
         assert CHROMIUM is not None
         self.folder = folder
         (folder / "downloads").mkdir(parents=True, exist_ok=True)
         from_us, to_us = os.pipe(), os.pipe()
 
-        def connect() -> None:  # the browser reads from 3 and writes to 4
+        # The browser reads from file descriptor 3 and writes to 4.
+        def connect() -> None:
             read, write = os.dup(from_us[0]), os.dup(to_us[1])
             os.dup2(read, 3)
             os.dup2(write, 4)
@@ -78,7 +82,7 @@ class Browser:
         os.close(self.read)
 
     def ask(self, method: str, session: str | None = "", **arguments: Any) -> Any:
-        """Call a method of the protocol, and return what it returns."""
+        """Call a method of the protocol, and return its result."""
         number = next(self.numbers)
         message: dict[str, Any] = {"id": number, "method": method, "params": arguments}
         if session is not None:
@@ -119,21 +123,21 @@ class Browser:
             self.loaded = True
 
     def open(self, path: Path) -> None:
-        """Go to a file and wait until it is loaded."""
+        """Open a file and wait until it is loaded."""
         self.loaded, self.requests, self.errors = False, [], []
         self.ask("Page.navigate", url=path.absolute().as_uri())
         while not self.loaded:
             self._note(self._next(60))
 
     def run(self, script: str) -> Any:
-        """Return the value of an expression on the page; a promise is waited for."""
+        """Evaluate an expression on the page, and wait for its value if it is a promise."""
         found = self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in found:
             raise RuntimeError(found["exceptionDetails"].get("exception", {}).get("description", script))
         return found["result"].get("value")
 
     def until(self, script: str, seconds: float = 30) -> Any:
-        """Wait until an expression is true, and return it (true for an object)."""
+        """Wait until an expression is true, and return its value, or True for an object."""
         end = time.monotonic() + seconds
         while not (value := self.run(f"(value => typeof value === 'object' ? !!value : value)({script})")):
             if time.monotonic() > end:
@@ -146,19 +150,19 @@ class Browser:
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def media(self, kind: str = "", **features: str) -> None:
-        """Pretend to print (kind="print"), or preferences such as prefers_color_scheme="dark"."""
+        """Emulate printing (kind="print"), or preferences such as prefers_color_scheme="dark"."""
         wanted = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
         self.ask("Emulation.setEmulatedMedia", media=kind, features=wanted)
 
     def place(self, selector: str, x: float = 0.5, y: float = 0.5) -> tuple[float, float]:
-        """Scroll to an element; return the point at these shares of its width and height."""
+        """Scroll to an element, and return the point at these fractions of its width and height."""
         box = f"document.querySelector({json.dumps(selector)})"
         self.run(f"{box}.scrollIntoView({{block: 'center'}})")
         left, top, width, height = self.run(f"(r => [r.x, r.y, r.width, r.height])({box}.getBoundingClientRect())")
         return left + x * width, top + y * height
 
     def mouse(self, kind: str, at: tuple[float, float], held: bool = False) -> None:
-        """Move the mouse ("Moved"), press ("Pressed") or release ("Released") its left button."""
+        """Move the mouse ("Moved"), or press ("Pressed") or release ("Released") its left button."""
         button = "none" if kind == "Moved" and not held else "left"
         more = {"clickCount": 1} if kind != "Moved" else {}
         held = held or kind == "Pressed"
@@ -193,7 +197,7 @@ class Browser:
         path.write_bytes(base64.b64decode(self.ask("Page.printToPDF", printBackground=False)["data"]))
 
     def download(self, name: str, seconds: float = 20) -> bytes:
-        """Wait for a file that the page offers, and return what is in it."""
+        """Wait for a download, and return the content of the file."""
         path, end = self.folder / "downloads" / name, time.monotonic() + seconds
         while not path.is_file():
             if time.monotonic() > end:

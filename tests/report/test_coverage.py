@@ -1,4 +1,4 @@
-"""What is said of the alignment that a model sees: rows, depth at each residue, rows by identity."""
+"""Test the description of the alignment that a model receives: rows, depth per residue, rows by identity."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +42,8 @@ def test_rows_are_sorted_by_identity_and_counted() -> None:
     found = coverage(monomer(["MKTAY-----", "MKTAYIAKQA", "-----GGKQR"]))
     assert found.total == 4
     assert found.depth.tolist() == [3] * 5 + [3] * 5
-    assert found.rows.max(1).tolist() == [101, 91, 51, 31]  # 1 + percent of the query's residues that a row has
+    # 1 + the percentage of the query's residues that are identical in the row.
+    assert found.rows.max(1).tolist() == [101, 91, 51, 31]
     assert ((found.rows > 0).sum(1)).tolist() == [10, 10, 5, 5]
     assert (found.rows[2] > 0).tolist() == [True] * 5 + [False] * 5
 
@@ -65,7 +66,7 @@ def test_of_many_rows_some_are_pictured_and_all_are_counted() -> None:
 
 
 def test_pairs_of_a_complex_span_its_chains_and_other_rows_their_own() -> None:
-    """Copies of a chain have the same rows."""
+    """Identical chains have the same rows."""
     other = "GSHMLEERL"
     one = parse_a3m(f">H\n{QUERY}\n>tr|A0A000|A0A000_MOUSE\nMKTAYIAKQA\n>alone\nMKTAY-----\n", "one", QUERY)
     two = parse_a3m(f">L\n{other}\n>tr|B0A000|B0A000_MOUSE\nGSHMLEEAA\n", "two", other)
@@ -80,7 +81,7 @@ def test_pairs_of_a_complex_span_its_chains_and_other_rows_their_own() -> None:
 def test_what_is_said_of_rows_is_read_from_the_features(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An invariant: rows that are lost on the way from the input to the model are counted nowhere, and it is said."""
+    """Rows that are lost between the input and the model are never counted, and cause a warning."""
     heads = replace(tiny_config().heads, msa_classes=22)
     save_params(tmp_path / "one.safetensors", tiny_model())
     save_params(tmp_path / "many.safetensors", tiny_model(multimer=MultimerConfig(), heads=heads))
@@ -106,4 +107,5 @@ def test_what_is_said_of_rows_is_read_from_the_features(
             assert set(folded.details.get("chain_depths", {"A": kept}).values()) == {kept}
             warned = [one for one in folded.details.get("warnings", ()) if one["kind"] == "rows_lost"]
             assert len(warned) == (kept == 1)
-    assert len(caplog.records) == 2  # on the terminal, too
+    # The terminal shows the warnings, too.
+    assert len(caplog.records) == 2

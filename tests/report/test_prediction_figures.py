@@ -1,4 +1,4 @@
-"""Figures of a prediction as files: one for each kind of data, in both formats, with the starts of chains labelled."""
+"""Test the figure files of a prediction: one for each kind of data, in both formats, with labelled chain starts."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The report: one file that needs nothing else, whatever names and messages it is given."""
+"""Test the report: one self-contained file, for any names and messages."""
 
 import io
 import re
@@ -23,7 +23,7 @@ NASTY = '</script><script>alert("1")</script>&'
 
 
 class Page(HTMLParser):
-    """Tags with their attributes, and the text outside scripts and styles."""
+    """Parse a page into its tags with attributes, and the text outside scripts and styles."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Page(HTMLParser):
             self.text += data
 
     def inside(self, name: str) -> list[str]:
-        """Return the texts of the elements of a division: what stands together, without its inner tags."""
+        """Return the texts of the elements of a division, without inner tags."""
         division = re.findall(rf'<div class="{name}".*?</div>', self.html, flags=re.S)[0]
         parts = re.findall(r"<(?:span|b)[^>]*>(.*?)</(?:span|b)>", division, flags=re.S)
         return [re.sub(r"<[^>]*>", "", part) for part in parts]
@@ -100,7 +100,8 @@ def test_what_users_write_is_escaped() -> None:
 def test_numbers_figures_and_targets_are_on_the_page() -> None:
     html = render(report(target(truth=True), target("second")))
     assert html == render(report(target(truth=True), target("second")))
-    assert len(render(report())) < 150_000  # without structures no viewer
+    # Without structures, the page contains no viewer.
+    assert len(render(report())) < 150_000
     assert "fill: var(--ink, #1c2733)" in html  # figures follow the theme
     assert "prefers-color-scheme: dark" in html
     page = Page(html)
@@ -108,10 +109,10 @@ def test_numbers_figures_and_targets_are_on_the_page() -> None:
     for text in ("A title & more", "How it went.", "71.5", "2 clashes", "seed 0", "truth"):
         assert text in page.text
     links = [a["href"] for t, a in page.tags if t == "a"]
-    assert links == ["#target-0"]  # the row of "one" alone has a structure
-    assert "$" not in re.sub(
-        r"<script>.*?</script>|\$3Dmol", "", html, flags=re.S
-    )  # every place of the frame is filled
+    # Only the row of "one" has a structure.
+    assert links == ["#target-0"]
+    # Every placeholder of the template is filled.
+    assert "$" not in re.sub(r"<script>.*?</script>|\$3Dmol", "", html, flags=re.S)
 
 
 def colors_in(png: bytes) -> set[str]:
@@ -125,7 +126,7 @@ def to_bytes(png: bytes) -> np.ndarray:
 
 @pytest.mark.parametrize("truth", [False, True])
 def test_a_prediction_is_a_picture(truth: bool) -> None:
-    """Each class of pLDDT has its colour, in the structure as in the key; PAE is dark where errors are small."""
+    """Each class of pLDDT has the same colour in the structure and in the legend.  Small PAE is dark."""
     bent = helix("one", 24, 0).positions
     assert bent is not None
     ca, plddt = bent[:, 1], np.repeat([95.0, 80.0, 60.0, 30.0], 6)
@@ -143,7 +144,7 @@ def test_a_prediction_is_a_picture(truth: bool) -> None:
     assert (without_key == blue).all(-1).any()
     two = figures.draw_prediction(replace(made, chains={"A": slice(0, 10), "B": slice(10, 24)}))
     assert to_bytes(two).shape == to_bytes(png).shape
-    assert two != png  # the border between the chains
+    assert two != png  # chains have a border
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -155,7 +156,7 @@ def test_very_short_proteins_can_be_drawn(n: int) -> None:
 
 @pytest.mark.parametrize("terms", [["loss"], [f"interface_contacts_{i}" for i in range(9)], ["x" * 90] * 2])
 def test_a_key_leaves_room_for_the_plot(terms: list[str]) -> None:
-    """Long names of many curves; matplotlib warns of a plot without room, and then leaves it as it is."""
+    """Draw many curves with long names.  If the plot has no room, matplotlib warns and does not adapt the layout."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         text = figures.draw_curves([figures.Curve(name, range(60), np.linspace(4, 1, 60)) for name in terms], "loss")
@@ -196,7 +197,7 @@ def test_warnings_stand_above_the_numbers() -> None:
 
 
 def test_a_warning_of_many_proteins_is_a_line_that_opens() -> None:
-    """So is what goes beyond the first few warnings; nothing is left out."""
+    """Warnings beyond the first few are also collapsed.  None is omitted."""
     about = {"one": "31", **{f"<{i}>": "40" for i in range(40)}}
     warnings = [Warned("low confidence: 31 to 40", about), *(Warned(f"warning {i}.") for i in range(50))]
     html = render(replace(report(target()), warnings=warnings)).split("</header>")[0]
@@ -210,7 +211,7 @@ def test_a_warning_of_many_proteins_is_a_line_that_opens() -> None:
 
 
 def test_a_picture_keeps_its_numbers() -> None:
-    """As the page's script reads them: PNG's filter 2, indices of a palette."""
+    """Check the encoding that the page's script reads: PNG filter 2 and palette indices."""
     codes = np.random.default_rng(0).integers(0, 33, (5, 7)).astype(np.uint8)
     png = charts.palette_png(codes, [(i, 2 * i, 3 * i) for i in range(33)], clear=True)
     image = plt.imread(io.BytesIO(png), "png")
@@ -228,9 +229,9 @@ def test_errors_of_a_large_complex_are_drawn_in_means() -> None:
 
 
 def test_a_page_of_forty_proteins_is_small() -> None:
-    """Of n residues at most 9,000 + 450 n + 4/3 n² bytes, whatever the errors are: each is a byte, in base64.
+    """A protein of n residues takes at most 9,000 + 450 n + 4/3 n² bytes, because each error is a byte in base64.
 
-    Errors of real predictions compress to a third of that: some 120 kB for 300 residues, 5 MB for forty of them.
+    Errors of real predictions compress to a third of that size: about 120 kB for 300 residues, 5 MB for forty proteins.
     """
     n, rng, raw = 90, np.random.default_rng(1), helix("one", 90, 0)
     assert raw.positions is not None
@@ -246,7 +247,8 @@ def test_a_page_of_forty_proteins_is_small() -> None:
         targets.append(Target(f"protein{i}", raw.sequence, plddt, positions[:, 1], text, pae, coverage=coverage))
     one, five = (len(render(ReportPage("Forty", "", targets=targets[:count])).encode()) for count in (1, 5))
     assert (five - one) / 4 < 9_000 + 450 * n + 4 / 3 * n * n
-    assert one < 600_000 + 9_000 + 450 * n + 4 / 3 * n * n  # 538 kB of it is the viewer
+    # The viewer takes 538 kB.
+    assert one < 600_000 + 9_000 + 450 * n + 4 / 3 * n * n
 
 
 def test_predictions_of_one_protein_stand_side_by_side() -> None:

@@ -1,4 +1,4 @@
-"""The report in a real browser: pointing, clicking, selecting and downloading, by mouse and keyboard."""
+"""Test the report in a real browser: pointing, clicking, selecting and downloading, by mouse and keyboard."""
 
 import json
 import re
@@ -21,11 +21,12 @@ from warpfold.report.report import write_report
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
 
 LENGTHS = {"H": 24, "x": 16}
-PLOT = (46 / 380, 18 / 408, 366 / 380, 338 / 408)  # where the box of a PAE chart is in its view
+# Left, top, right and bottom of the plot area of a PAE chart, relative to the chart's size.
+PLOT = (46 / 380, 18 / 408, 366 / 380, 338 / 408)
 
 
 def prediction(name: str, lengths: dict[str, int], seed: int) -> Prediction:
-    """Parallel helices, a chain each."""
+    """Build a prediction of parallel helices, one per chain."""
     rng, total = np.random.default_rng(seed), sum(lengths.values())
     parts = [helix(chain, length, seed) for chain, length in lengths.items()]
     mask = np.concatenate([part.mask for part in parts if part.mask is not None]).astype(np.float32)
@@ -51,7 +52,7 @@ def prediction(name: str, lengths: dict[str, int], seed: int) -> Prediction:
 
 
 def write_page(out: Path, predictions: list[Prediction]) -> list[dict[str, Any]]:
-    """Write predictions as `predict` does, with the report; return their entries."""
+    """Write predictions and the report as `predict` does.  Returns the entries of the predictions."""
     several = len({one.name for one in predictions}) < len(predictions)
     entries = [
         write_prediction(one, out, f"m_seed_{i}" if several else "") | {"model": "m"}
@@ -82,21 +83,21 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], Prediction]:
-    """A report of one complex: its folder, its entry, the prediction."""
+    """Write a report of one complex.  Returns its folder, the entry and the prediction."""
     made, out = prediction("pair", LENGTHS, 0), tmp_path_factory.mktemp("pair")
     return out, write_page(out, [made])[0], made
 
 
 @pytest.fixture(autouse=True)
 def window(browser: Browser) -> None:
-    """Set the window to what it is at first: another test may have printed."""
+    """Reset the window, because another test may have resized it or emulated printing."""
     browser.resize(900, 640)
     browser.media()
 
 
 @pytest.fixture
 def page(browser: Browser, pair: tuple[Path, dict[str, Any], Prediction]) -> Iterator[Browser]:
-    """The page of the complex, as it is at first."""
+    """Open the page of the complex in its initial state."""
     if (pair[0] / "report.html").as_uri() not in browser.requests:
         browser.open(pair[0] / "report.html")
         browser.until("typeof panels !== 'undefined' && [...panels.values()][0]?.pae")
@@ -112,7 +113,7 @@ def page(browser: Browser, pair: tuple[Path, dict[str, Any], Prediction]) -> Ite
 
 
 def at_pae(browser: Browser, scored: int, aligned: int) -> tuple[float, float]:
-    """Return the point over the error of a residue, aligned on another one."""
+    """Return the point of the PAE chart for the error of one residue when aligned on another."""
     left, top, right, bottom = PLOT
     n = sum(LENGTHS.values())
     x, y = left + (right - left) * (scored + 0.5) / n, top + (bottom - top) * (aligned + 0.5) / n
@@ -120,7 +121,7 @@ def at_pae(browser: Browser, scored: int, aligned: int) -> tuple[float, float]:
 
 
 def letters(browser: Browser, name: str) -> list[int]:
-    """Return the places of the letters of the sequence that are marked so."""
+    """Return the positions of the sequence letters that have this CSS class."""
     script = (
         f"[...document.querySelectorAll('.sequence i')].flatMap((e, i) => e.classList.contains('{name}') ? [i] : [])"
     )
@@ -128,7 +129,7 @@ def letters(browser: Browser, name: str) -> list[int]:
 
 
 def says(browser: Browser, pattern: str) -> str:
-    """Wait until the line below the structure matches."""
+    """Wait until the line below the structure matches the pattern."""
     return browser.until(f"(document.querySelector('.readout').innerText.match(/{pattern}/) || [''])[0]")
 
 
@@ -168,7 +169,8 @@ def test_dragging_over_pae_selects_in_sequence_and_structure(
     before = page.run(place)
     page.mouse("Moved", (2, 2))
     page.until("panel.at.scored === null && panel.drawing === null")
-    assert page.run(place) == before  # what is to be clicked stays where it is
+    # The button must not move under the mouse.
+    assert page.run(place) == before
     page.click('[name="clear"]')
     page.until("document.querySelector('.sequence .scored') === null")
     color = page.run("panel.color(panel.middle.get(15))")
@@ -185,7 +187,8 @@ def test_pointing_at_the_structure_names_the_residue(
     page.mouse("Moved", at)
     text = says(page, "H [A-Z][a-z]+ [0-9]+: pLDDT [0-9.]+")
     number = int(re.findall(r" (\d+):", text)[0])
-    assert np.hypot(*np.subtract(page.run(script.format(number - 1)), at)) < 60  # perhaps one in front of it
+    # The residue may be one in front of the requested one.
+    assert np.hypot(*np.subtract(page.run(script.format(number - 1)), at)) < 60
     assert letters(page, "at") == [number - 1]
 
 
@@ -196,14 +199,16 @@ def test_pointing_at_a_letter_or_at_plddt_says_the_same(
     page.mouse("Moved", page.place(".sequence p:nth-of-type(2) i:nth-of-type(3)"))
     wanted = f"{named(made, 26)}: pLDDT {round(float(made.plddt[26]), 2):.1f}"
     says(page, wanted)
-    assert page.run("document.querySelectorAll('.marks path').length") >= 3  # in pLDDT, coverage, and twice in PAE
+    # Marks are in pLDDT, in coverage, and twice in PAE.
+    assert page.run("document.querySelectorAll('.marks path').length") >= 3
     page.mouse("Moved", page.place('[data-kind="plddt"]', (40 + 432 * 26.5 / 40) / 480, 0.5))
     says(page, wanted)
 
 
 def test_the_keyboard_moves_selects_and_clears(page: Browser, pair: tuple[Path, dict[str, Any], Prediction]) -> None:
     made = pair[2]
-    page.mouse("Moved", page.place('[data-kind="plddt"]'))  # and there it stays, while the page scrolls below it
+    # The mouse stays there while the page scrolls below it.
+    page.mouse("Moved", page.place('[data-kind="plddt"]'))
     says(page, "pLDDT")
     page.run("document.querySelector('.sequence').focus(); panel.point(null)")
     page.key("ArrowRight", times=4)
@@ -254,7 +259,8 @@ def test_dark_narrow_and_on_paper(page: Browser, tmp_path: Path) -> None:
     page.media(prefers_color_scheme="dark")
     assert page.run("getComputedStyle(document.body).backgroundColor") == "rgb(18, 24, 30)"
     page.resize(360, 740)
-    assert page.run("document.documentElement.scrollWidth") <= 360  # nothing is wider than a telephone
+    # Nothing is wider than a phone's screen.
+    assert page.run("document.documentElement.scrollWidth") <= 360
     page.media("print", prefers_color_scheme="dark")
     assert page.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert page.run("document.querySelector('.controls').checkVisibility()") is False
@@ -292,7 +298,7 @@ def test_several_predictions_stand_side_by_side(browser: Browser, tmp_path: Path
 
 @pytest.mark.slow
 def test_few_structures_are_live_at_a_time(browser: Browser, tmp_path: Path) -> None:
-    """Browsers allow some sixteen."""
+    """Browsers allow about sixteen WebGL contexts."""
     write_page(tmp_path / "many", [prediction(f"p{i}", {"A": 9}, i) for i in range(8)])
     browser.open(tmp_path / "many/report.html")
     browser.until("typeof panels !== 'undefined'")

@@ -1,4 +1,4 @@
-"""Made-up complexes of compact chains: what tests of scoring share."""
+"""Build synthetic complexes of compact chains for tests of scoring."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from warpfold.data.structure.chain import Chain
 
 
 def turn(angle: float, axis: Sequence[float]) -> np.ndarray:
-    """The rotation by an angle in radians about an axis."""
+    """Compute the rotation matrix for an angle in radians about an axis."""
     x, y, z = np.asarray(axis) / np.linalg.norm(axis)
     cross = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]])
     return np.eye(3) + np.sin(angle) * cross + (1 - np.cos(angle)) * cross @ cross
@@ -19,7 +19,7 @@ def turn(angle: float, axis: Sequence[float]) -> np.ndarray:
 def placed(
     chain: Chain, name: str, rotation: np.ndarray | None = None, shift: Sequence[float] = (0, 0, 0), noise: float = 0.0
 ) -> Chain:
-    """The chain turned about its own centre, shifted, with noise on its atoms, under another name."""
+    """Rotate a chain about its centre, shift it, add noise to its atoms, and rename it."""
     seen = chain.mask[..., None] > 0
     centre = chain.positions[chain.mask > 0].mean(0)
     positions = (chain.positions - centre) @ (np.eye(3) if rotation is None else rotation).T + centre + np.array(shift)
@@ -32,7 +32,7 @@ def named(*chains: Chain) -> dict[str, Chain]:
 
 
 def without(chain: Chain, residues: slice) -> Chain:
-    """The chain with some residues unseen."""
+    """Mark residues of a chain as unresolved."""
     mask = chain.mask.copy()
     mask[residues] = 0
     return dataclasses.replace(chain, mask=mask, positions=chain.positions * mask[..., None])
@@ -43,7 +43,7 @@ def heterodimer() -> dict[str, Chain]:
 
 
 def ring(copies: int, length: int = 30, radius: float = 12.0, seed: int = 3) -> dict[str, Chain]:
-    """Copies of one chain about the z axis, each touching the next."""
+    """Place copies of one chain around the z axis, so that each touches the next."""
     one = placed(protein("A", length, seed), "A")
     one = placed(one, "A", shift=-one.positions[one.mask > 0].mean(0) + [radius, 0, 0])
     chains = []
@@ -54,7 +54,7 @@ def ring(copies: int, length: int = 30, radius: float = 12.0, seed: int = 3) -> 
 
 
 def two_and_two() -> dict[str, Chain]:
-    """A2B2 with a peptide as B: A and C are copies, as are B and D."""
+    """Build an A2B2 complex in which B is a peptide.  A and C are copies, as are B and D."""
     pair = [protein("A", 40, 3), placed(protein("B", 9, 4), "B", shift=(8, 5, 0))]
     half = turn(np.pi, (0, 0, 1))
     copies = [
@@ -68,13 +68,13 @@ def two_and_two() -> dict[str, Chain]:
 
 
 def renamed(chains: dict[str, Chain], names: str) -> dict[str, Chain]:
-    """The same chains under other names, in the order of these."""
+    """Rename the chains, and sort them by their new names."""
     pairs = zip(names, chains.values())
     return named(*(dataclasses.replace(chain, id=name) for name, chain in sorted(pairs, key=lambda pair: pair[0])))
 
 
 def disturbed(chains: dict[str, Chain], angle: float, shift: float, noise: float) -> dict[str, Chain]:
-    """Every second chain turned and shifted, noise on all."""
+    """Rotate and shift every second chain, and add noise to all chains."""
     found = []
     for k, chain in enumerate(chains.values()):
         found.append(placed(chain, chain.id, turn(angle * (k % 2), (1, 2, k)), (0, shift * (k % 2), 0), noise))
@@ -82,7 +82,7 @@ def disturbed(chains: dict[str, Chain], angle: float, shift: float, noise: float
 
 
 def lossy(chains: dict[str, Chain]) -> dict[str, Chain]:
-    """Without some residues of every chain."""
+    """Remove some residues of every chain."""
     return named(*(without(chain, slice(3 * k, 3 * k + 5)) for k, chain in enumerate(chains.values())))
 
 

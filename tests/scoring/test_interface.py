@@ -1,4 +1,4 @@
-"""Scores of interfaces: the published formulas, contacts, clashes, RMSD to a given complex, and what they cost."""
+"""Test scores of interfaces: published formulas, contacts, clashes, RMSD to a given complex, and memory."""
 
 import tracemalloc
 from dataclasses import replace
@@ -29,7 +29,7 @@ def test_scores_of_given_errors_are_those_of_the_papers_to_fp64(files: CaseFiles
 
 
 def test_residues_that_count_are_collected_over_all_blocks_of_frames() -> None:
-    """Of a chain of more than one block, by the definition over all frames at once."""
+    """Compare a chain of more than one block with the definition over all frames."""
     errors = np.full((BLOCK + 40, 40), 20.0, np.float32)
     errors[:10, :30] = 2.0
     errors[-1, 30:] = 4.0
@@ -42,7 +42,7 @@ def test_residues_that_count_are_collected_over_all_blocks_of_frames() -> None:
 
 
 def two_chains(n: int, m: int, apart: float = 6.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Two straight chains side by side, Cα and Cβ: positions, mask, asym_id."""
+    """Build two parallel straight chains of Cα and Cβ.  Returns positions, mask and asym_id."""
     positions, mask = np.zeros((n + m, 37, 3), np.float32), np.zeros((n + m, 37), np.float32)
     mask[:, [CA, CB]] = 1
     positions[:, CA, 0] = positions[:, CB, 0] = 3.8 * np.concatenate([np.arange(n), np.arange(m)])
@@ -80,7 +80,8 @@ def test_without_aligned_errors_there_are_no_scores_of_them() -> None:
 
 def test_atoms_that_overlap_clash_but_disulfides_do_not() -> None:
     positions, mask, asym_id = two_chains(4, 4, 1.5)
-    assert score(positions, mask, asym_id).clashes == 8  # carbons clash from 1.9 angstrom on
+    # Carbons closer than 1.9 angstrom clash.
+    assert score(positions, mask, asym_id).clashes == 8
     bonded, with_sulfur = (one.copy() for one in two_chains(4, 4, 6.0)[:2])
     with_sulfur[[0, 4], SG] = 1
     bonded[0, SG], bonded[4, SG] = (0, 2.0, -3), (0, 4.03, -3)
@@ -106,7 +107,8 @@ def test_rmsd_is_of_the_binder_when_the_target_is_superposed() -> None:
     assert found["rmsd"] == pytest.approx(5, abs=1e-4)
     assert found["binder_rmsd"] == pytest.approx(0, abs=1e-4)
     missing = given["T"].mask.copy()
-    missing[:25] = 0  # residues that the given target lacks do not count
+    # Residues that the given target lacks do not count.
+    missing[:25] = 0
     wild = off["T"].positions.copy()
     wild[:25] = 1e3
     ours, theirs = off | {"T": replace(off["T"], positions=wild)}, given | {"T": replace(given["T"], mask=missing)}

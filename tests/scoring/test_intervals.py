@@ -1,4 +1,4 @@
-"""Intervals of means, and verdicts on paired scores: how often they are wrong, and how often they are given."""
+"""Test intervals of means and verdicts on paired scores: their error rates, and how often there is a verdict."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ SHAPES: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 
 
 def test_the_interval_is_that_of_a_mean() -> None:
-    """Near to the normal one where there are many values; the same for the same values."""
+    """For many values, the interval is close to the normal one.  It is deterministic."""
     values = np.random.default_rng(1).normal(0.9, 0.1, 200).tolist()
     low, high = interval(values) or (0, 0)
     half = 1.96 * np.std(values) / np.sqrt(200)
@@ -29,9 +29,9 @@ def test_the_interval_is_that_of_a_mean() -> None:
 
 
 def _verdicts(shape: str, count: int, shared: float, effect: float, draws: int) -> dict[str | None, float]:
-    """Return the share of each verdict over draws of `count` clusters of 1 to 6 chains.
+    """Compute the frequency of each verdict over draws of `count` clusters of 1 to 6 chains.
 
-    shared: the share of a chain's variance that all chains of its cluster have in common; 1: they are copies.
+    shared: the fraction of a chain's variance that is common to its cluster.  At 1, the chains are copies.
     """
     random = np.random.default_rng([count, int(10 * shared)])
     given = []
@@ -60,7 +60,7 @@ def test_an_effect_of_a_standard_deviation_is_found_with_12_clusters(shape: str)
 
 
 def test_there_is_no_verdict_below_8_clusters() -> None:
-    """However many copies there are."""
+    """Copies of chains do not replace clusters."""
     few = MIN_CLUSTERS - 1
     clusters = [number % few for number in range(10 * few)]
     found = paired_difference([0.9] * len(clusters), [0.1] * len(clusters), clusters)

@@ -1,4 +1,4 @@
-"""Metrics: their definitions written out plainly, their invariances, another program's values."""
+"""Test metrics against plain implementations of their definitions, invariances, and values of other programs."""
 
 import csv
 import gzip
@@ -16,7 +16,7 @@ REAL = Path(__file__).parents[2] / "../shared/realdata"
 
 
 def chain(n: int, seed: int = 0) -> np.ndarray:
-    """A compact random walk of n points with Ca-like steps of 3.8 angstrom."""
+    """Generate a compact random walk of n points with steps of 3.8 angstrom, as between Ca atoms."""
     rng = np.random.default_rng(seed)
     points = [np.zeros(3)]
     for _ in range(n - 1):
@@ -53,7 +53,7 @@ def test_lddt_is_its_definition() -> None:
 def test_lddt_agrees_with_biotite() -> None:
     structure = pytest.importorskip("biotite.structure")
     rng = np.random.default_rng(0)
-    truth = chain(700).astype(np.float32)  # longer than one block of rows
+    truth = chain(700).astype(np.float32)  # several blocks of rows
     predicted = truth + rng.normal(size=truth.shape).astype(np.float32)
     atoms = structure.AtomArray(len(truth))
     atoms.coord, atoms.res_id = truth, np.arange(len(truth))
@@ -70,7 +70,8 @@ def test_symmetric_side_chains_are_named_for_the_best_score() -> None:
     rng = np.random.default_rng(3)
     truth = np.repeat(chain(20), 4, axis=0).reshape(20, 4, 3) + 2 * rng.normal(size=(20, 4, 3))
     swap = np.tile(np.arange(4), (20, 1))
-    swap[::2] = [0, 1, 3, 2]  # every other residue has the twins 2 and 3
+    # In every second residue, atoms 2 and 3 are equivalent.
+    swap[::2] = [0, 1, 3, 2]
     wrong = truth.copy()
     wrong[::4] = truth[::4][:, [0, 1, 3, 2]]
     mask = np.ones((20, 4), bool)
@@ -79,7 +80,7 @@ def test_symmetric_side_chains_are_named_for_the_best_score() -> None:
 
 
 def test_symmetric_side_chains_are_judged_by_the_unambiguous_atoms_of_others() -> None:
-    """By the definition written out, with predictions so wrong that ambiguous atoms would often decide otherwise."""
+    """Compare with the definition.  The predictions are so wrong that ambiguous atoms would often change the result."""
     swap = np.tile([0, 1, 3, 2], (12, 1))
     swap[::4] = np.arange(4)
     unambiguous = swap == np.arange(4)
@@ -148,7 +149,7 @@ def test_overlap_of_equals_and_of_halves() -> None:
 
 
 def test_overlap_finds_the_half_that_fits() -> None:
-    """Two domains that moved apart: no single superposition fits both, the search must find the larger."""
+    """Two domains have moved apart.  No superposition fits both, so the search must find the larger domain."""
     truth = chain(100)
     predicted = turned(truth)
     predicted[60:] = turned(truth, seed=7)[60:]
@@ -159,7 +160,10 @@ def test_overlap_finds_the_half_that_fits() -> None:
 
 
 def test_overlap_is_the_search_of_the_program_written_out() -> None:
-    """One fragment after another, up to 20 superpositions of each; GDT while a d0 that is 0.8 larger is in use."""
+    """Implement the program's search plainly: up to 20 superpositions for each fragment.
+
+    GDT is counted during the search, which uses a d0 that is larger by 0.8.
+    """
     random = np.random.default_rng(5)
     truth = chain(45)
     predicted = turned(truth + random.normal(size=truth.shape) * np.linspace(0.2, 5, 45)[:, None])
@@ -196,7 +200,10 @@ def gap(length: int) -> float:
 
 
 def ends(i: int, j: int) -> float:
-    """An overhang of one sequence at an end is free; if both overhang there, the cheaper one becomes an inner gap."""
+    """Compute the cost of an end.
+
+    An overhang of one sequence is free. If both overhang, the cheaper overhang becomes an inner gap.
+    """
     return min(gap(i), gap(j))
 
 
@@ -205,7 +212,7 @@ def pair(a: str, b: str) -> float:
 
 
 def score_of(a: str, b: str, pairs: list[list[int]]) -> float:
-    """The score of an alignment, computed from its pairs."""
+    """Compute the score of an alignment from its pairs."""
     if not pairs:
         return 0.0
     total = sum(pair(a[i], b[j]) for i, j in pairs)
@@ -215,7 +222,7 @@ def score_of(a: str, b: str, pairs: list[list[int]]) -> float:
 
 
 def best_score(a: str, b: str) -> float:
-    """The best over all alignments: a plain recursion over the last pair."""
+    """Compute the best score of all alignments by a plain recursion over the last pair."""
     best = np.zeros((len(a), len(b)))
     whole = [0.0]
     for i, j in np.ndindex(best.shape):
@@ -246,7 +253,7 @@ THREE = dict(zip(NAMES.split(), "ARNDCQEGHILKMFPSTWYV"))
 
 
 def read_ca(path: Path) -> tuple[str, np.ndarray]:
-    """Sequence and Ca positions of a PDB file, the first of each residue's alternatives."""
+    """Read the sequence and Ca positions of a PDB file, with the first alternative of each residue."""
     path = path if path.exists() else path.with_name(path.name + ".gz")
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as lines:
         atoms = [x for x in lines if x.startswith("ATOM") and x[12:16] == " CA "]
@@ -256,15 +263,19 @@ def read_ca(path: Path) -> tuple[str, np.ndarray]:
     return "".join(THREE[x[17:20]] for x in atoms), np.array(positions)
 
 
-# EigenFold numbered the references' residues by an alignment without penalties for gaps, and OpenStructure pairs by
-# number: one residue beside a gap is compared with an equal one at its other end.  reference: residue, its place there.
+# EigenFold numbered the residues of the references by an alignment without gap penalties, and OpenStructure pairs
+# residues by number. Next to a gap, one residue is therefore compared with an identical residue at the gap's other end.
+# Key: the reference. Value: the residue, and the position of its partner.
 NUMBERED = {"7u0e.H": (141, 145), "7w89.A": (0, 2)}
 LAST_DIGIT = {"rmsd": 0.0005, "tm": 0.00005, "gdt_ts": 0.00005, "gdt_ha": 0.00005, "lddt": 0.00005}
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="needs shared/realdata beside the repository")
 def test_values_of_tmscore_and_openstructure() -> None:
-    """36 models of CAMEO targets scored by the TM-score program and OpenStructure, to the last digit (in EigenFold)."""
+    """Reproduce the published digits of 36 models of CAMEO targets.
+
+    EigenFold published these values of the TM-score program and OpenStructure.
+    """
     with open(REAL / "metrics/REFERENCE_VALUES.tsv") as lines:
         rows = [row for row in csv.DictReader(lines, delimiter="\t") if row["tool"].startswith("EigenFold")]
     assert len(rows) == 5 * 36
@@ -286,6 +297,6 @@ def test_values_of_tmscore_and_openstructure() -> None:
             }
         metric, bound = row["metric"], LAST_DIGIT[row["metric"]]
         if (metric, row["model"].split("/")[-1]) == ("lddt", "7sz2.B.pdb.0.pdb"):
-            # one of 3,438 pairs is off by 0.500002 angstrom, which in OpenStructure's single precision is below 0.5
+            # One of 3,438 pairs is off by 0.500002 angstrom, which is below 0.5 in OpenStructure's single precision.
             bound += 0.25 / 3438
         assert ours[row["model"]][metric] == pytest.approx(float(row["value"]), abs=bound + 1e-9), row

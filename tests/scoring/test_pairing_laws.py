@@ -1,4 +1,4 @@
-"""Which residues are paired: numbers where they fit, an alignment where the numbers are shifted; partners of chains."""
+"""Test the pairing of residues, by number or by alignment if the numbers are shifted, and the pairing of chains."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_unlike_chains_are_refused_with_the_option_that_compares_them() -> None:
 
 @pytest.fixture
 def antibody(tmp_path: Path) -> tuple[Path, Path]:
-    """An antigen A between the heavy and the light chain, and a model in which the light chain is moved away."""
+    """Write an antigen A between a heavy and a light chain, and a model in which the light chain is moved away."""
     rng = np.random.default_rng(3)
     sequences = {name: "".join(rng.choice(list(LETTERS), n)) for name, n in (("A", 40), ("H", 30), ("L", 30))}
     chains = {name: random_chain(name, sequence, i) for i, (name, sequence) in enumerate(sequences.items())}
@@ -84,7 +84,7 @@ def test_partners_have_one_interface(antibody: tuple[Path, Path]) -> None:
     assert interface.chains == ("A", "H+L")
     assert interface.predicted == ("X", "Z+Y")
     each = {one.chains: one for one in warpfold.score(model, truth).complex.interfaces}  # type: ignore[union-attr]
-    # Contacts of both chains count together.
+    # The contacts of both chains are added.
     both = [each["A", "H"], each["A", "L"]]
     assert interface.contacts == sum(one.contacts for one in both)
     assert interface.fnat == pytest.approx(sum(one.fnat * one.contacts for one in both) / interface.contacts)

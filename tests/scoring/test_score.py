@@ -1,4 +1,4 @@
-"""`warpfold score`: which residue belongs to which, whatever the names, numbers and missing parts."""
+"""Test `warpfold score`: residues are paired despite different names, numbers and missing residues."""
 
 import csv
 import dataclasses
@@ -22,7 +22,7 @@ REAL = Path(__file__).parents[2] / "../shared/realdata"
 
 
 def protein(name: str = "A", length: int = 40, seed: int = 0, first: int = 1) -> Chain:
-    """A made-up chain: a random walk of Ca, the other backbone atoms around them."""
+    """Build a synthetic chain: a random walk of Ca atoms, with the other backbone atoms around them."""
     raw = helix(name, length, seed)
     assert raw.positions is not None
     assert raw.mask is not None
@@ -39,14 +39,14 @@ def structure(*chains: Chain) -> Structure:
 
 
 def moved(chain: Chain, by: tuple[float, float, float] = (5, -3, 9), name: str | None = None) -> Chain:
-    """The chain turned by 90 degrees and shifted."""
+    """Rotate a chain by 90 degrees, and shift it."""
     turn = np.array([[0, -1, 0], [1, 0, 0], [0, 0, 1]], np.float32)
     positions = (chain.positions @ turn.T + np.array(by, np.float32)) * chain.mask[..., None]
     return dataclasses.replace(chain, id=name or chain.id, positions=positions)
 
 
 def part(chain: Chain, keep: slice) -> Chain:
-    """Some residues, as a file without SEQRES has them."""
+    """Select residues, as in a file without SEQRES."""
     kept = {name: getattr(chain, name)[keep] for name in ("sequence", "positions", "mask", "author_numbers")}
     return dataclasses.replace(chain, **kept, residue_index=np.arange(len(kept["sequence"])))
 
@@ -81,7 +81,8 @@ def test_what_the_reference_lacks_does_not() -> None:
     found = score(structure(moved(truth)), structure(unseen(truth, slice(10, 15))))
     assert (found.paired, found.residues) == (35, 35)
     assert (found.lddt, found.tm) == (1, pytest.approx(1))
-    found = score(structure(moved(truth)), structure(part(truth, slice(5, 30))))  # a construct that is shorter
+    # The reference is a shorter construct.
+    found = score(structure(moved(truth)), structure(part(truth, slice(5, 30))))
     assert (found.paired, found.tm) == (25, pytest.approx(1))
 
 
@@ -102,7 +103,7 @@ def test_equal_sequences_correspond_by_position() -> None:
 
 
 def test_numbers_decide_where_letters_cannot() -> None:
-    """In a run of the same letter an alignment cannot know which ones are missing."""
+    """In a run of one letter, an alignment cannot determine which residues are missing."""
     truth = dataclasses.replace(protein(), sequence="MKV" + "A" * 34 + "WYF")
     keep = [*range(10), *range(20, 40)]
     kept = {name: getattr(truth, name)[keep] for name in ("positions", "mask")}
@@ -116,11 +117,11 @@ def test_numbers_decide_where_letters_cannot() -> None:
 
 
 def test_numbers_pair_a_redesigned_sequence() -> None:
-    """They decide although an alignment would find more equal letters in another register."""
+    """Numbers decide, although an alignment would find more identical letters in another register."""
     truth = protein()
     redesigned = dataclasses.replace(truth, sequence=truth.sequence[1:] + truth.sequence[0])
     assert sum(a == b for a, b in zip(redesigned.sequence, truth.sequence)) < 20
-    # 39 of 40 letters are identical in the shifted register, so that only a change of half of them keeps the numbers.
+    # 39 of 40 letters are identical in the shifted register. Changing half of the letters makes the numbers decide.
     letters = "".join("A" if i % 2 and x != "A" else x for i, x in enumerate(redesigned.sequence))
     redesigned = dataclasses.replace(redesigned, sequence=letters)
     assert pair_residues(redesigned, truth).tolist() == [[i, i] for i in range(40)]
@@ -132,7 +133,7 @@ def test_equal_chains_are_paired_by_where_they_stand() -> None:
     turned = one.positions @ np.diag([-1, -1, 1]).astype(np.float32)
     third = dataclasses.replace(one, id="C", positions=turned + [0, 80, 0])
     truth = structure(*copies, third)
-    # The same complex, moved as a whole, with its chains named and ordered otherwise.
+    # The same complex, moved as a whole, with other chain names and another order.
     names = {"A": "Z", "B": "X", "C": "Y"}
     predicted = structure(*(moved(truth.chains[c], name=names[c]) for c in "CAB"))
     found = score(predicted, truth)
@@ -189,7 +190,10 @@ def test_files_in_either_format(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="needs shared/realdata beside the repository")
 def test_a_partial_dimer_against_openstructure() -> None:
-    """OpenStructure's own test case: chains in part, ligands beside them (its lDDT also checks the stereochemistry)."""
+    """Score a test case of OpenStructure with partial chains and ligands.
+
+    OpenStructure's lDDT also checks the stereochemistry.
+    """
     with open(REAL / "metrics/REFERENCE_VALUES.tsv") as lines:
         rows = [row for row in csv.DictReader(lines, delimiter="\t") if "1eud" in row["model"]]
     theirs = {row["metric"]: float(row["value"]) for row in rows}

@@ -1,4 +1,4 @@
-"""Complexes: DockQ against the published program's numbers, the other scores against their definitions, the mapping."""
+"""Test scores of complexes: DockQ against the published program, other scores against definitions, chain mapping."""
 
 import dataclasses
 import itertools
@@ -21,9 +21,9 @@ from warpfold.scoring.dockq import contacts
 from warpfold.scoring.score import Score, score, score_files
 from warpfold.scoring.score_complex import ComplexScore
 
-# DockQ 2.1.3 (PyPI) on the complexes of CASES, written as PDB files (hence three decimals of the positions):
-# interface -> DockQ, fnat, fnonnat, iRMSD, LRMSD.  "A chain less" is the best of all mappings with
-# the reference's chains in their order, which decides what chain of two equal ones LRMSD superposes.
+# Results of DockQ 2.1.3 (PyPI) on the complexes of CASES, written as PDB files, so positions have three decimals.
+# Interface -> DockQ, fnat, fnonnat, iRMSD, LRMSD. "A chain less" is the best of all mappings with the reference's
+# chains in their order. This order decides which of two identical chains LRMSD superposes.
 PUBLISHED = {
     "heterodimer": {"AB": (0.76257, 0.6, 0.3077, 0.8848, 2.0343)},
     "far": {"AB": (0.19054, 0, 0, 3.5979, 9.9167)},
@@ -161,14 +161,15 @@ def test_the_mapping_is_the_best_of_all(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_many_copies_are_mapped_though_the_ring_is_bent() -> None:
-    """No single superposition fits: the mapping grows from neighbour to neighbour."""
+    """No single superposition fits, so the mapping grows from neighbour to neighbour."""
     truth = ring(16, radius=40.0)
     assert len(contacts(truth)) == 16
     bent = [placed(c, c.id, shift=(0, 0, 0.3 * k * k)) for k, c in enumerate(truth.values())]
     names = "PACEGIKMOBDFHJLN"
     as_made = dockq(named(*bent), truth, {r: r for r in truth})
     assert as_made < 0.99
-    assert dockq(renamed(named(*bent), names), truth) > as_made - 0.01  # turned by one copy it is nearly as good
+    # A mapping that is rotated by one copy is almost as good.
+    assert dockq(renamed(named(*bent), names), truth) > as_made - 0.01
 
 
 def test_scores_of_contacts_are_their_definitions() -> None:
@@ -213,7 +214,7 @@ def min_distance(a: Chain, i: int, b: Chain, j: int) -> float:
 
 
 def test_a_mutation_is_not_a_shared_contact() -> None:
-    """As in the published program: only residues that are the same amino acid have contacts in common."""
+    """As in the published program, contacts are shared only between identical amino acids."""
     truth = heterodimer()
     i, _ = contacts(truth)["A", "B"].within(5)[0]
     letters = truth["A"].sequence
@@ -222,7 +223,7 @@ def test_a_mutation_is_not_a_shared_contact() -> None:
     _, found = compared(mutated, truth)
     of_i = np.mean(contacts(truth)["A", "B"].within(5)[:, 0] == i)
     assert found.interfaces[0].fnat == pytest.approx(1 - of_i)
-    assert found.ics == 1  # the residues are paired all the same
+    assert found.ics == 1  # the residues are still paired
 
 
 def test_chains_named_by_the_user() -> None:
@@ -257,11 +258,12 @@ def test_the_command_prints_interfaces(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="needs shared/realdata beside the repository")
 def test_a_partial_dimer_against_openstructure() -> None:
-    """OpenStructure's own test case; its iRMSD takes other residues, see docs/howto/score.md."""
+    """Score a test case of OpenStructure.  Its iRMSD uses other residues (docs/howto/score.md)."""
     folder = REAL / "metrics/ost_1eud"
     found = score_files(folder / "1eud_mdl_partial-dimer.pdb.gz", folder / "1eud_ref.pdb.gz").complex
     assert found is not None
     (one,) = found.interfaces
     values = (one.fnat, found.qs_global, found.qs_best, found.ics, found.ips)
     assert values == pytest.approx((0.279, 0.321, 0.932, 0.415, 0.342), abs=0.0005)
-    assert found.ilddt == pytest.approx(0.282, abs=0.005)  # it also checks the stereochemistry
+    # OpenStructure also checks the stereochemistry.
+    assert found.ilddt == pytest.approx(0.282, abs=0.005)

@@ -1,4 +1,4 @@
-"""What --keep says: numbers, the best, expressions that are read and never run."""
+"""Test --keep: numbers, the best predictions, and expressions, which are parsed and never executed."""
 
 from typing import Any
 
