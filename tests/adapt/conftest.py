@@ -1,4 +1,4 @@
-"""What the tests of other people's models share."""
+"""Options and fixtures of the tests of models of other packages."""
 
 import pytest
 
@@ -12,5 +12,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Find every layer of ours faster at a glance, so that what is swapped does not depend on the machine."""
+    """Let the brief timing find every layer faster, so that the swapped layers do not depend on the machine."""
     monkeypatch.setattr(accelerate, "glanced_speed", lambda *of: LayerSpeed(1.5, 1.5, None))

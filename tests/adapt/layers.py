@@ -1,6 +1,6 @@
-"""Small layers of other people's packages; each class that is served has one at least.  Nothing is imported with this.
+"""Small layers of other packages, at least one for each class that an adapter serves. No package is imported here.
 
-A layer is "module:Class" below the package's folder of layers, and its arguments.
+A layer is defined by "module:Class" below the package's folder of layers, and by its arguments.
 """
 
 import importlib
@@ -16,19 +16,24 @@ Make = Callable[[], nn.Module]
 
 @dataclass(frozen=True)
 class Package:
-    """A package whose layers are served."""
+    """A package with adapters.
 
-    name: str  # what is imported
-    adapters: str  # the module of warpfold.adapt
-    layers: dict[str, Make]  # in words
-    environment: str  # that `./dev adapters` makes
+    name: as imported. adapters: the module of warpfold.adapt. layers: by description. environment: the one that `./dev
+    adapters` creates.
+    """
+
+    name: str
+    adapters: str
+    layers: dict[str, Make]
+    environment: str
 
 
 def layer(name: str, *args: Any, **kwargs: Any) -> Make:
-    """Make a class of a package, "package.module:Class", when it is called."""
+    """Return a function that imports "package.module:Class" and creates a layer of it."""
 
     def make() -> nn.Module:
-        os.environ["LAYERNORM_TYPE"] = "torch"  # of Protenix and OpenDDE: there is no compiler for other norms
+        # Protenix and OpenDDE would compile their norms otherwise, and there is no compiler.
+        os.environ["LAYERNORM_TYPE"] = "torch"
         module, _, kind = name.partition(":")
         made: nn.Module = getattr(importlib.import_module(module), kind)(*args, **kwargs)
         return made
@@ -37,12 +42,12 @@ def layer(name: str, *args: Any, **kwargs: Any) -> Make:
 
 
 def under(folder: str, layers: dict[str, tuple[Any, ...]]) -> dict[str, Make]:
-    """Make the layers of a table: in words, "module:Class" below a folder, and its positional arguments."""
+    """Return the layers of a table from descriptions to "module:Class" below a folder and positional arguments."""
     return {words: layer(f"{folder}.{name}", *args) for words, (name, *args) in layers.items()}
 
 
 def changed(make: Make, change: Callable[[Any], None]) -> Make:
-    """Make a layer and change it."""
+    """Return a function that creates a layer and changes it."""
 
     def made() -> nn.Module:
         module = make()
@@ -53,7 +58,7 @@ def changed(make: Make, change: Callable[[Any], None]) -> Make:
 
 
 def biased(make: Make, *linears: str) -> Make:
-    """Make a layer with biases in the linear layers that are named."""
+    """Return a function that creates a layer and adds biases to the named linear layers."""
 
     def change(made: nn.Module) -> None:
         for name in linears:
@@ -126,7 +131,7 @@ OF_OPENFOLD3 = under(
         "outer product": ("outer_product_mean:OuterProductMean", 24, 16, 6),
     },
 )
-GATED = "mha.linear_g", "mha.linear_o"  # what has a bias in AlphaFold2
+GATED = "mha.linear_g", "mha.linear_o"  # the biases of AlphaFold2
 OF_OPENFOLD3 |= {
     "incoming with biases": biased(
         OF_OPENFOLD3["incoming"], *(f"linear_{name}" for name in ("a_p", "a_g", "b_p", "b_g", "g", "z"))
@@ -168,7 +173,7 @@ PACKAGES = {
         "averaging": ("RF3_blocks:MSAPairWeightedAverage", 8, 3, 20, 24, True),
     }) | {
         "ending": layer("rf3.model.layers.attention:TriangleAttention", 24, 2, 16, start_node=False),
-        # In the dtype of its parameters, not in bf16 alone.
+        # Computes in the dtype of its parameters instead of bf16 only.
         "pair bias": changed(
             layer("rf3.model.layers.pairformer_layers:AttentionPairBiasPairformerDeepspeed", 48, 0, 24, 2),
             lambda made: setattr(made, "force_bfloat16", False),

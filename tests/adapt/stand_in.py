@@ -1,4 +1,4 @@
-"""A model that somebody else might have written, and the adapters that serve its layers."""
+"""A model in the style of other packages, and the adapters for its layers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,12 +6,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from warpfold.adapt.adapter import Adapter, AttentionOf, LinearOf, NormOf, NotServed, RandomInputs, made_of
+from warpfold.adapt.adapter import (
+    Adapter,
+    ForeignAttention,
+    ForeignLinear,
+    ForeignNorm,
+    NotServed,
+    RandomInputs,
+    assemble,
+)
 from warpfold.model.evoformer import Transition, TriangleAttention, TriangleMultiplication
 
 
 class TheirMlp(nn.Module):
-    """Norm and a perceptron of two layers; the caller adds."""
+    """A norm and a two-layer perceptron, to which the caller adds the residual."""
 
     def __init__(self, c: int) -> None:
         super().__init__()
@@ -68,7 +76,7 @@ class TheirBlock(nn.Module):
 
 
 class TheirModel(nn.Module):
-    """Blocks on pairs, between an embedding and a head that nothing here knows."""
+    """Blocks on pairs, between an embedding and a head without adapters."""
 
     def __init__(self, blocks: int = 2, c: int = 16, heads: int = 2, hidden: int = 16) -> None:
         super().__init__()
@@ -89,8 +97,8 @@ class ServesMlp(Adapter):
     operation = "transition"
 
     def build(self, module: Any) -> Any:
-        up, down = LinearOf(module.up), LinearOf(module.down)
-        return made_of(Transition, activation="relu", norm=NormOf(module.norm), up=up, down=down)
+        up, down = ForeignLinear(module.up), ForeignLinear(module.down)
+        return assemble(Transition, activation="relu", norm=ForeignNorm(module.norm), up=up, down=down)
 
     def forward(self, layer: Any, x: Tensor) -> Tensor:
         return self.update(layer, x, x[..., 0])
@@ -105,9 +113,13 @@ class ServesAttention(Adapter):
     operation = "gated_attention"
 
     def build(self, module: Any) -> Any:
-        parts = {name: LinearOf(getattr(module, name)) for name in ("q", "k", "v", "gate", "out")}
-        attention, norm, bias = AttentionOf(module.heads, **parts), NormOf(module.norm), LinearOf(module.bias)
-        return made_of(TriangleAttention, by_column=False, axis=-3, attention=attention, norm=norm, bias=bias)
+        parts = {name: ForeignLinear(getattr(module, name)) for name in ("q", "k", "v", "gate", "out")}
+        attention, norm, bias = (
+            ForeignAttention(module.heads, **parts),
+            ForeignNorm(module.norm),
+            ForeignLinear(module.bias),
+        )
+        return assemble(TriangleAttention, by_column=False, axis=-3, attention=attention, norm=norm, bias=bias)
 
     def forward(self, layer: Any, x: Tensor, mask: Tensor | None = None, chunk_size: int | None = None) -> Tensor:
         if mask is None:
@@ -125,10 +137,10 @@ class ServesProduct(Adapter):
 
     def build(self, module: Any) -> Any:
         names = ("a", "a_gate", "b", "b_gate", "gate", "out")
-        linears = {name: LinearOf(getattr(module, name)) for name in names}
-        norms = {"norm": NormOf(module.norm), "norm_out": NormOf(module.norm_out)}
+        linears = {name: ForeignLinear(getattr(module, name)) for name in names}
+        norms = {"norm": ForeignNorm(module.norm), "norm_out": ForeignNorm(module.norm_out)}
         more = {"outgoing": True, "fused": False, "channels": module.a.out_features, "axis": -3}
-        return made_of(TriangleMultiplication, **linears, **norms, **more)
+        return assemble(TriangleMultiplication, **linears, **norms, **more)
 
     def forward(self, layer: Any, x: Tensor, mask: Tensor) -> Tensor:
         return self.update(layer, x, mask)
@@ -143,7 +155,7 @@ KNOWN: Mapping[str, Adapter] = {
 
 
 def inputs(n: int = 9, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Return pairs and their mask for `TheirModel`."""
+    """Draw pairs and their mask for `TheirModel`."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, n, n, 3, generator=generator, dtype=torch.float64).to(dtype)
     mask = (torch.rand(1, n, n, generator=generator) < 0.8).to(dtype)

@@ -1,4 +1,4 @@
-"""accelerate: what it swaps, what it leaves, what it refuses; and that a model stays what it was."""
+"""accelerate: the layers that it swaps and leaves, the models that it refuses, and that a model is preserved."""
 
 import copy
 import importlib
@@ -39,7 +39,7 @@ def model() -> TheirModel:
 
 
 def gradients(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Return the output and the gradients of parameters that want one."""
+    """Compute the output and the gradients of the trainable parameters."""
     x, mask = inputs(dtype=dtype)
     y = model(x, mask)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -54,7 +54,7 @@ def assert_near(a: dict[str, Tensor], b: dict[str, Tensor], most: float = 1e-5) 
         assert apart <= most * scale, (name, float(apart / scale))
 
 
-# ---- a model stays what it was
+# ---- a model is preserved
 
 
 def test_layers_compute_by_ours_and_the_model_stays_what_it_was(model: TheirModel) -> None:
@@ -63,7 +63,7 @@ def test_layers_compute_by_ours_and_the_model_stays_what_it_was(model: TheirMode
     model.blocks[0].mlp.register_forward_hook(lambda *of: hooked.append(of))
     assert warpfold.accelerate(model) is model
     assert_near(gradients(model), want)
-    assert len(hooked) == 1  # once by us; not by the comparison
+    assert len(hooked) == 1  # once, not by the comparison
     assert list(model.state_dict()) == keys
     assert all(isinstance(m, kind) for m, kind in zip(model.modules(), kinds))
     assert [kind.operation for kind in warpfold.acceleration(model).swapped] == [
@@ -130,7 +130,7 @@ def test_a_module_that_is_there_twice_is_one_layer(model: TheirModel) -> None:
 
 
 def test_autocast_gives_the_dtypes_of_their_own_code(model: TheirModel) -> None:
-    """Compared under it, and where it comes later.  Both round to bf16 at their own places: 2^-8, some of them."""
+    """Autocast is on during the comparison or comes later. Both round to bf16 in different places, by 2^-8 each."""
     x, mask = inputs()
     plain = copy.deepcopy(model)
     with torch.autocast("cpu", torch.bfloat16):
@@ -148,7 +148,7 @@ def test_torch_compiles_what_was_swapped(model: TheirModel) -> None:
 
 
 def test_what_hooks_on_the_parts_of_a_layer_is_called(model: TheirModel) -> None:
-    """A hook on a part, a part that was replaced or parametrised: its own code computes, as ours would not see it."""
+    """With a hook on a submodule, or a replaced or parametrised one, the module's own code computes."""
     x, mask = inputs()
     warpfold.accelerate(model)
     before, y = refusals(), model(x, mask)
@@ -161,7 +161,7 @@ def test_what_hooks_on_the_parts_of_a_layer_is_called(model: TheirModel) -> None
     model.blocks[0].mlp.up = nn.Sequential(old, _Doubled())
     doubled = model(x, mask)
     assert not torch.allclose(doubled, y, atol=1e-5)
-    model.blocks[0].mlp.up = nn.Linear(16, 64)  # served again, with its own parameters
+    model.blocks[0].mlp.up = nn.Linear(16, 64)  # swapped again, with its own parameters
     model.blocks[0].mlp.up.load_state_dict({name: 2 * p for name, p in old.state_dict().items()})
     counted = refusals(before)
     assert torch.allclose(model(x, mask), doubled, atol=1e-5)
@@ -179,7 +179,7 @@ class _Doubled(nn.Module):
         return 2 * x
 
 
-# ---- what is swapped
+# ---- swapped layers
 
 
 def test_only_names_modules_and_operations(model: TheirModel) -> None:
@@ -204,14 +204,14 @@ def test_a_layer_that_does_not_agree_is_left(model: TheirModel, monkeypatch: pyt
     for wrong, why in ((Wrong, "differs by 0.0"), (Cast, "dtype of the output")):
         monkeypatch.setattr(subject, "adapters", lambda wrong=wrong: {**KNOWN, wrong.serves[0]: wrong()})
         other = warpfold.accelerate(copy.deepcopy(model))
-        left = [kind for kind in warpfold.acceleration(other).left if kind.of_class == "TheirMlp"]
+        left = [kind for kind in warpfold.acceleration(other).left if kind.class_name == "TheirMlp"]
         assert [why in kind.why for kind in left] == [True]
         with pytest.raises(UserError, match=r"blocks.0.mlp .* cannot be swapped: differs"):
             warpfold.accelerate(copy.deepcopy(model), strict=True)
 
 
 def test_comparison_redraws_what_is_zero() -> None:
-    """A layer whose last projection is zero agrees with anything, but for what is wrong with ours."""
+    """A layer whose last projection is zero would agree with anything."""
 
     class Forgets(ServesMlp):
         def forward(self, layer: Any, x: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ def test_speed_decides_where_it_is_asked_to(model: TheirModel, monkeypatch: pyte
 
     monkeypatch.setattr(subject, "measured_speed", measured)
     report = warpfold.acceleration(warpfold.accelerate(model, verify="speed", size=5))
-    assert {kind.of_class for kind in report.swapped} == {"TheirAttention", "TheirProduct"}
+    assert {kind.class_name for kind in report.swapped} == {"TheirAttention", "TheirProduct"}
     assert str(report).splitlines()[1].endswith("1.70x faster  1.50x faster  0.40")
     text = " ".join(str(report).split())
     assert "slower here: forward 1.11x slower, forward and backward together 1.50x faster, with 0.50 of the" in text
@@ -266,15 +266,15 @@ def test_a_model_that_is_not_trained_is_judged_by_its_forward_pass(
     assert ("forward 2.70x faster, forward and backward together 1.25x slower" in text) != swapped
 
 
-SLOW, CLOSE, FAST = 1.2, 0.95, 0.5  # seconds of ours, of which their own code takes 1
+SLOW, CLOSE, FAST = 1.2, 0.95, 0.5  # seconds of ours; their own code takes 1
 
 
 @pytest.mark.parametrize(
     ("at_64", "at_128", "timed", "swapped"),
     [
-        (FAST, SLOW, [64], True),  # clear at a glance
+        (FAST, SLOW, [64], True),  # clear from the brief timing
         (CLOSE, FAST, [64, 128], True),
-        (SLOW, CLOSE, [64, 128], True),  # the careful clock decides
+        (SLOW, CLOSE, [64, 128], True),  # the longer timing decides
         (CLOSE, SLOW, [64, 128], False),
         (SLOW, SLOW, [64, 128], False),
     ],
@@ -297,10 +297,10 @@ def test_what_is_slower_is_left_unless_something_else_is_asked_for(
     monkeypatch.setattr(subject, "glanced_speed", glanced_speed)
     monkeypatch.setattr("warpfold.adapt.verify.measure", clock)
     model = TheirMlp(8)
-    report = warpfold.acceleration(warpfold.accelerate(model))  # to leave everything is no error
+    report = warpfold.acceleration(warpfold.accelerate(model))  # leaving everything is no error
     assert (sizes, is_swapped(model)) == (timed, swapped)
     assert ("slower here: forward 1.20x slower" in str(report)) != swapped
-    assert ("verify=True swaps it, too" in " ".join(str(report).split())) != swapped  # however its lines break
+    assert ("verify=True swaps it, too" in " ".join(str(report).split())) != swapped  # regardless of line breaks
     warpfold.restore(model)
     options: list[dict[str, Any]] = [{"verify": True}, {"only": "transition"}, {"strict": True}, {"memory": "1 GB"}]
     for asked in options:
@@ -324,7 +324,7 @@ def test_what_cannot_be_timed_is_swapped_and_said(model: TheirModel, monkeypatch
         warpfold.restore(model)
         with pytest.raises(RuntimeError, match="out of memory"):
             warpfold.accelerate(model, verify="speed")
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)  # one of two: they disturb each other
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)  # two processes disturb each other's timing
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     report = warpfold.acceleration(warpfold.accelerate(model))
@@ -332,7 +332,7 @@ def test_what_cannot_be_timed_is_swapped_and_said(model: TheirModel, monkeypatch
     assert "not timed" in str(report)
 
 
-# ---- what is refused
+# ---- refused models and arguments
 
 
 def strict(model: nn.Module) -> nn.Module:
@@ -342,7 +342,7 @@ def strict(model: nn.Module) -> nn.Module:
 def test_strict_makes_refusals_errors(model: TheirModel) -> None:
     x, mask = inputs()
     attention = warpfold.accelerate(model).blocks[0].attention
-    attention(torch.randn(1, 9, 9, 16))  # without a mask: their own code
+    attention(torch.randn(1, 9, 9, 16))  # without a mask, their own code computes
     warpfold.restore(model)
     strict(model)
     model(x, mask)
@@ -351,7 +351,7 @@ def test_strict_makes_refusals_errors(model: TheirModel) -> None:
 
 
 class Renamed(stand_in.TheirMlp):
-    """A newer version, of which the forward takes something else."""
+    """A newer version whose forward has other arguments."""
 
 
 def _with(change: Callable[[TheirModel], Any]) -> Callable[[], nn.Module]:
@@ -426,7 +426,7 @@ def test_a_changed_class_is_left_and_says_why(model: TheirModel, monkeypatch: py
     model.blocks[0].mlp = Newer(16)
     monkeypatch.setattr(subject, "adapters", lambda: {**KNOWN, **{a.serves[0]: a() for a in (Older, Parts)}})
     report = warpfold.acceleration(warpfold.accelerate(model))
-    why = {kind.of_class: kind.why for kind in report.left}
+    why = {kind.class_name: kind.why for kind in report.left}
     assert why["Newer"] == "Newer has a forward of its own"
     assert why["TheirAttention"] == (
         "its forward is (self, x, mask=None, chunk_size=None), and (self, x, mask=None) is known"
@@ -451,12 +451,12 @@ def test_nothing_is_half_done_where_a_later_layer_fails(model: TheirModel, monke
     assert not any(is_swapped(m) for m in model.modules())
 
 
-# ---- wrapped
+# ---- wrapped models
 
 
 @pytest.fixture
 def alone(tmp_path: Any) -> Iterator[None]:
-    """Be the one process of a group."""
+    """Initialise a process group of one process."""
     if torch.distributed.is_initialized():
         pytest.skip("this process is one of others")
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
@@ -468,7 +468,7 @@ def alone(tmp_path: Any) -> Iterator[None]:
 def test_within_distributed_data_parallel_layers_are_swapped(model: TheirModel, alone: None) -> None:
     want = gradients(model)
     wrapped = warpfold.accelerate(nn.parallel.DistributedDataParallel(model), only="blocks.0")
-    assert {kind.of_class for kind in warpfold.acceleration(wrapped).swapped} == {
+    assert {kind.class_name for kind in warpfold.acceleration(wrapped).swapped} == {
         "TheirProduct",
         "TheirAttention",
         "TheirMlp",
@@ -490,7 +490,7 @@ def test_sharded_models_are_refused_and_may_be_sharded_after(model: TheirModel, 
     with pytest.raises(UserError, match=r"is sharded \(FSDP\)"):
         warpfold.accelerate(sharded)
     warpfold.accelerate(model)
-    for part in (model.blocks[0].mlp, model.blocks[1].mlp.up, model):  # a layer, a part of one, everything
+    for part in (model.blocks[0].mlp, model.blocks[1].mlp.up, model):  # a layer, a submodule, everything
         fully_shard(part, mesh=mesh)
     y = model(x, mask)
     assert (y - want).abs().max() < 1e-5
@@ -519,7 +519,7 @@ def test_long_verification_shows_progress(
 
 
 class LucidTriangle(nn.Module):
-    """A triangle product as IgFold has it: five projections of the input and one back, with a norm before each."""
+    """IgFold's triangle product: five projections of the input and one back, with a norm before each."""
 
     def __init__(self, c: int, hidden: int) -> None:
         super().__init__()
@@ -530,7 +530,7 @@ class LucidTriangle(nn.Module):
 
 
 class BiasedAttention(nn.Module):
-    """Attention with q, k, v, gate and a bias of the pairs."""
+    """Attention with q, k, v, gate and a pair bias."""
 
     def __init__(self, c: int, heads: int) -> None:
         super().__init__()
@@ -540,7 +540,7 @@ class BiasedAttention(nn.Module):
 
 
 class Perceptrons(nn.Module):
-    """As many projections, of another kind."""
+    """A layer with as many projections that is neither."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -564,7 +564,7 @@ def test_layers_that_are_served_are_no_lookalikes(model: TheirModel) -> None:
     assert not subject.lookalikes(model)
 
 
-# ---- the table
+# ---- the report
 
 
 def test_the_table_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

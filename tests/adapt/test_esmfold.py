@@ -1,4 +1,4 @@
-"""EsmFold as a whole (transformers), small and with random weights: before and after `accelerate`."""
+"""A small EsmFold (transformers) with random weights, before and after `accelerate`."""
 
 import copy
 from typing import Any
@@ -42,19 +42,19 @@ def esmfold(dropout: float = 0.0) -> Any:
 
 
 def both(model: Any) -> tuple[Any, Any]:
-    """Return a model, and a copy of it that is accelerated."""
+    """Build a model and an accelerated copy."""
     return model, accelerate(copy.deepcopy(model))
 
 
 def residues(*lengths: int) -> dict[str, Tensor]:
-    """Return random residues, and the mask of chains of these lengths."""
+    """Draw random residues and the mask of chains of these lengths."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 20, (len(lengths), max(lengths)), generator=generator)
     return {"input_ids": ids, "attention_mask": (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()}
 
 
 def furthest(theirs: Any, ours: Any, mask: Tensor | None = None) -> float:
-    """Return the greatest difference of any output, relative to its largest number; mask [b, r]: of these alone."""
+    """Compute the largest difference of any output, relative to its largest number, within a mask [b, r]."""
     found = []
     for name in OUTPUTS:
         a, b = getattr(theirs, name), getattr(ours, name)
@@ -66,8 +66,8 @@ def furthest(theirs: Any, ours: Any, mask: Tensor | None = None) -> float:
 
 
 def valid(x: Tensor, mask: Tensor) -> Tensor:
-    """Return what an output has for residues, or pairs of them, that are there; others are zero."""
-    at = 0 if x.shape[:2] == mask.shape else 1  # some have an axis for the layers of the structure module first
+    """Set an output to zero for masked residues, or pairs of residues."""
+    at = 0 if x.shape[:2] == mask.shape else 1  # some outputs begin with an axis of layers
     shape = (1,) * at + tuple(mask.shape)
     kept = mask.view(shape + (1,) * (x.dim() - len(shape)))
     if x.shape[at + 1 : at + 3] == (mask.shape[1], mask.shape[1]):
@@ -77,7 +77,7 @@ def valid(x: Tensor, mask: Tensor) -> Tensor:
 
 def test_the_trunk_is_swapped() -> None:
     _, ours = both(esmfold())
-    swapped = {kind.of_class: len(kind.names) for kind in acceleration(ours).swapped}
+    swapped = {kind.class_name: len(kind.names) for kind in acceleration(ours).swapped}
     assert swapped["EsmFoldResidueMLP"] == 2
     assert sum(is_swapped(module) for module in ours.modules()) == 16
     assert all(kind.difference is not None and kind.difference < 2e-5 for kind in acceleration(ours).swapped)
@@ -117,7 +117,7 @@ def test_chunks() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["cast", "autocast"])
 def test_half_precision(dtype: torch.dtype, autocast: bool) -> None:
-    """Of a block: what ours is from fp64, theirs is too, or nearly."""
+    """The error of an accelerated block in half precision is about that of its own code."""
     theirs, ours = (model.trunk.blocks[0] for model in both(esmfold()))
     s, z, mask = torch.randn(1, 20, 48), torch.randn(1, 20, 20, 32), torch.ones(1, 20, dtype=torch.int64)
     exact = copy.deepcopy(theirs).double()(s.double(), z.double(), mask)

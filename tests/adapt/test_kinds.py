@@ -1,4 +1,4 @@
-"""Adapters made of tables of names, with layers that somebody else might have written."""
+"""Adapters from tables of names, for layers in the style of other packages."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 import warpfold
 from tests.adapt.stand_in import KNOWN, ServesMlp, TheirModel
 from warpfold.adapt import accelerate as subject
-from warpfold.adapt.adapter import NotServed, adapter_of, signature_of, swap
+from warpfold.adapt.adapter import NotServed, bare_signature, find_adapter, swap
 from warpfold.adapt.kinds import SwigluAdapter, TriangleAttentionAdapter, TriangleProductAdapter
 from warpfold.adapt.verify import compare
 from warpfold.errors import UserError
 
 
 class DividedProduct(nn.Module):
-    """A triangle product, one projection for both factors and one for their gates, divided by the residues."""
+    """A triangle product divided by the number of residues, with one projection for both factors and one for gates."""
 
     def __init__(self, c: int, hidden: int, outgoing: bool) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Exchanged(ServesDividedProduct):
 
 @pytest.mark.parametrize("outgoing", [True, False], ids=["outgoing", "incoming"])
 def test_a_product_that_is_divided_is_one_of_factors_that_are(outgoing: bool) -> None:
-    """And eps counts as it does there: of the product undivided it would be n^2 times too little."""
+    """eps has the same effect as there. Without the division it would be n^2 times too small."""
     torch.manual_seed(0)
     module = DividedProduct(12, 8, outgoing)
     assert compare(module, ServesDividedProduct()).agrees
@@ -65,7 +65,7 @@ def test_a_product_that_is_divided_is_one_of_factors_that_are(outgoing: bool) ->
 
 
 class Gated(nn.Module):
-    """A perceptron whose arguments have names of its own."""
+    """A perceptron with unusual argument names."""
 
     def __init__(self, c: int) -> None:
         super().__init__()
@@ -127,21 +127,21 @@ def handed_on(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def test_a_signature_is_known_through_a_decorator_that_hides_it() -> None:
-    """So that a version that has changed it is left."""
+    """The check of the signature thus also leaves decorated layers that changed it."""
 
     class Hidden(Gated):
         forward = handed_on(Gated.forward)
 
     adapter, known = ServesGated(), {f"{__name__}:{Hidden.__qualname__}": ServesGated()}
-    assert signature_of(Hidden.forward) == adapter.signature
-    assert adapter_of(Hidden(10), known)[1] is None
+    assert bare_signature(Hidden.forward) == adapter.signature
+    assert find_adapter(Hidden(10), known)[1] is None
     Hidden.forward = handed_on(handed_on(lambda self, things, mask: things))  # type: ignore[assignment]
-    assert "its forward is (self, things, mask)" in str(adapter_of(Hidden(10), known)[1])
-    assert signature_of(lambda *args, **kwargs: (args, kwargs)) == "(*args, **kwargs)"
+    assert "its forward is (self, things, mask)" in str(find_adapter(Hidden(10), known)[1])
+    assert bare_signature(lambda *args, **kwargs: (args, kwargs)) == "(*args, **kwargs)"
 
 
 class Fp32Alone(ServesMlp):
-    """Of a layer whose own code multiplies by fp32, and so fails with parameters in 16 bits."""
+    """A layer whose own code multiplies with fp32 numbers, and so fails with 16-bit parameters."""
 
     serves = (f"{__name__}:MultipliesInFp32",)
 
@@ -163,7 +163,7 @@ def test_a_layer_whose_own_code_does_not_run_is_left(monkeypatch: pytest.MonkeyP
     warpfold.accelerate(model)
     assert len(warpfold.acceleration(model).swapped) == 3
     warpfold.accelerate(warpfold.restore(model).bfloat16())
-    left = {kind.of_class: kind.why for kind in warpfold.acceleration(model).left}
+    left = {kind.class_name: kind.why for kind in warpfold.acceleration(model).left}
     assert left["MultipliesInFp32"].startswith("its own code does not run with parameters of bfloat16: ")
     assert len(warpfold.acceleration(model).swapped) == 2
     with pytest.raises(UserError, match=r"mlp .* cannot be swapped: its own code does not run"):

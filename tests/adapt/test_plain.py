@@ -1,4 +1,4 @@
-"""Layers of plain torch: equal to torch's, and swapped only where asked for or measured."""
+"""Layers of plain torch: equal to torch's, and swapped only if requested or measured to be faster."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import warpfold
 from warpfold.adapt.accelerate import adapters
-from warpfold.adapt.adapter import Adapter, adapter_of, swap
+from warpfold.adapt.adapter import Adapter, find_adapter, swap
 from warpfold.adapt.verify import compare
 from warpfold.errors import UserError
 from warpfold.ops.dispatch import always_fast, refusals
@@ -26,7 +26,7 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 def adapter(module: nn.Module) -> Adapter:
-    found, why = adapter_of(module, adapters())
+    found, why = find_adapter(module, adapters())
     assert found is not None
     assert why is None
     return found
@@ -62,7 +62,7 @@ def test_plain_torch_is_swapped_where_asked_for() -> None:
     assert [kind.names for kind in warpfold.acceleration(model).swapped] == [("0",)]
 
 
-# ---- attention with a bias that wants a gradient
+# ---- attention with a bias that requires a gradient
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (3, 5, 7), (1, 3, 5, 7), (2, 3, 5, 7), (2, 1, 1, 7)])
@@ -99,11 +99,11 @@ def test_other_attention_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
             F.scaled_dot_product_attention(q, q, q, bias)
 
 
-# ---- perceptrons, by what they compute
+# ---- perceptrons, recognised by their formulas
 
 
 class Feed(nn.Module):
-    """Somebody's perceptron; `how` names what its forward computes."""
+    """A perceptron whose forward is selected by `how`."""
 
     def __init__(self, how: str, p: float = 0.0) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def test_a_sequence_of_layers_is_a_perceptron() -> None:
 
 @pytest.mark.parametrize("how", ["gelu", "twice"])
 def test_other_perceptrons_are_not_known(how: str) -> None:
-    assert adapter_of(Feed(how), adapters()) == (None, None)
+    assert find_adapter(Feed(how), adapters()) == (None, None)
 
 
 def test_dropout_of_a_perceptron_is_its_own() -> None:

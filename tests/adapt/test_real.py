@@ -1,9 +1,9 @@
-"""Every layer of other people's packages that is served here, against their own code, where a package is installed.
+"""Compare every layer with an adapter with its own code, for the packages that are installed.
 
-    ./dev adapters                    # every package, each in an environment of its own
+    ./dev adapters                    # every package, each in its own environment
 
-Each layer of layers.py is compared; what it is called by, holds and is hooked by stays; and adapters that are wrong on
-purpose are found to differ, so that the comparison is known to see what it should.
+Each layer of layers.py is compared, and its names, parameters and hooks are preserved. The comparison must detect
+deliberately wrong adapters.
 """
 
 import importlib
@@ -21,21 +21,21 @@ from warpfold.adapt import accelerate as known
 from warpfold.adapt.accelerate import accelerate, acceleration, restore
 from warpfold.adapt.adapter import (
     Adapter,
-    AttentionOf,
-    LinearOf,
-    NormOf,
+    ForeignAttention,
+    ForeignLinear,
+    ForeignNorm,
     RandomInputs,
-    StackedOf,
-    adapter_of,
+    StackedLinear,
+    find_adapter,
     is_swapped,
-    name_of,
+    qualified_name,
 )
 from warpfold.adapt.verify import compare, redrawn
 from warpfold.model.evoformer import TriangleAttention
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every layer of the packages that are here; of another, `test_every_class_has_a_layer` says that it is not."""
+    """Parametrise the tests by the layers of the installed packages."""
     if "name" in metafunc.fixturenames:
         here = [package for package in PACKAGES if is_here(package, metafunc.config)]
         layers = [(package, name) for package in here for name in PACKAGES[package].layers]
@@ -61,15 +61,15 @@ def test_all_of_it_stays(package: str, name: str) -> None:
     adapter, model, calls = served(module), nn.ModuleDict({"layer": module}), []
     module.register_forward_hook(lambda *_: calls.append("after"))
     module.register_forward_pre_hook(lambda *_: calls.append("before"))
-    parameters, state, of_class = list(model.named_parameters()), model.state_dict(), type(module)
+    parameters, state, class_name = list(model.named_parameters()), model.state_dict(), type(module)
     names = [key for key, _ in model.named_modules()]
     args, kwargs = adapter.example(module, 7, RandomInputs(parameters[0][1]))
     before = module(*args, **kwargs)
     accelerate(model, verify=False)
     assert is_swapped(module)
-    assert isinstance(module, of_class)
+    assert isinstance(module, class_name)
     assert "layer" in acceleration(model).swapped[0].names
-    args, kwargs = adapter.example(module, 7, RandomInputs(parameters[0][1]))  # a layer may work in place
+    args, kwargs = adapter.example(module, 7, RandomInputs(parameters[0][1]))  # a layer may modify its inputs
     after = module(*args, **kwargs)
     assert calls == ["before", "after"] * 2
     assert [(key, id(p)) for key, p in model.named_parameters()] == [(key, id(p)) for key, p in parameters]
@@ -80,7 +80,7 @@ def test_all_of_it_stays(package: str, name: str) -> None:
         assert mine.shape == theirs.shape
         assert mine.dtype == theirs.dtype
     restore(model)
-    assert type(module) is of_class
+    assert type(module) is class_name
 
 
 def test_what_is_wrong_differs(package: str, name: str) -> None:
@@ -95,39 +95,39 @@ def test_every_class_has_a_layer(package: str, request: pytest.FixtureRequest) -
     one = PACKAGES[package]
     if not is_here(package, request.config):
         pytest.skip(f"{one.name} is not installed: ./dev adapters {one.environment}")
-    made = {name_of(kind) for name in one.layers for kind in type(layer_of(package, name)).__mro__}
+    made = {qualified_name(kind) for name in one.layers for kind in type(layer_of(package, name)).__mro__}
     served = [name for name in known.adapters() if name.startswith(f"{one.name.partition('.')[0]}.")]
     of_package = [name for name in served if one.name != "transformers" or ".esm." in name]
     assert {name for name in of_package if name.startswith(one.name) and exists(name)} <= made
 
 
 def is_here(package: str, config: pytest.Config) -> bool:
-    """Return whether a package's tests run: it is installed, or has to be (`./dev adapters`)."""
+    """Whether to test a package: it is installed, or must be (`./dev adapters`)."""
     return is_installed(PACKAGES[package].name) or config.getoption("installed", None) == package
 
 
 def layer_of(package: str, name: str) -> nn.Module:
-    """Make a layer, the same each time."""
+    """Create a layer, with the same parameters each time."""
     torch.manual_seed(0)
     return PACKAGES[package].layers[name]()
 
 
 def served(module: nn.Module) -> Adapter:
-    adapter, why = adapter_of(module, known.adapters())
+    adapter, why = find_adapter(module, known.adapters())
     assert why is None
-    assert adapter is not None, f"{name_of(type(module))} is not served"
+    assert adapter is not None, f"{qualified_name(type(module))} is not served"
     return adapter
 
 
 def is_installed(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # what it is part of
+    except ModuleNotFoundError:  # containers of the layer
         return False
 
 
 def exists(name: str) -> bool:
-    """Return whether a class is in the version that is installed."""
+    """Whether the installed version has a class."""
     module, _, kind = name.partition(":")
     try:
         return hasattr(importlib.import_module(module), kind)
@@ -139,11 +139,11 @@ def tensors(output: Any) -> list[Tensor]:
     return [output] if isinstance(output, Tensor) else [x for x in output if isinstance(x, Tensor)]
 
 
-# Adapters that are wrong on purpose.
+# Deliberately wrong adapters.
 
 
 def wrong_adapters(module: nn.Module, adapter: Adapter) -> Iterator[tuple[str, Adapter]]:
-    """Yield adapters of a module, each with one thing wrong, and what it is."""
+    """Yield deliberately wrong adapters of a module, each with a description of its single error."""
     layer = adapter.build(module)
     args, kwargs = adapter.example(module, 7, RandomInputs(next(module.parameters())))
     if any(is_mask(x) for x in (*args, *kwargs.values())):
@@ -157,24 +157,24 @@ def wrong_adapters(module: nn.Module, adapter: Adapter) -> Iterator[tuple[str, A
         if all(x is not None for x in weights) and weights[0].shape == weights[1].shape:
             yield " for ".join(pair), changed(adapter, lambda made, pair=pair: exchange(made, *pair))
     for path, part in parts(layer):
-        if isinstance(part, LinearOf | StackedOf) and len(part.weight) > 1:
+        if isinstance(part, ForeignLinear | StackedLinear) and len(part.weight) > 1:
             yield f"{path}: halves swapped", with_part(adapter, path, SwappedHalves)
-        # norm_z: its bias is added to all logits of a query alike, which changes no weight.
-        if isinstance(part, NormOf) and part.bias is not None and path[-1] != "norm_z":
+        # The bias of norm_z shifts all logits of a query equally, which changes no weight.
+        if isinstance(part, ForeignNorm) and part.bias is not None and path[-1] != "norm_z":
             yield f"{path}: without its bias", with_part(adapter, path, WithoutBias)
 
 
 def parts(owner: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield what a layer of ours was made of."""
+    """Yield the parts from which our layer was assembled."""
     for name, part in (*vars(owner).items(), *getattr(owner, "_modules", {}).items()):
-        if isinstance(part, LinearOf | StackedOf | NormOf):
+        if isinstance(part, ForeignLinear | StackedLinear | ForeignNorm):
             yield (*path, name), part
-        elif isinstance(part, nn.Module | AttentionOf):
+        elif isinstance(part, nn.Module | ForeignAttention):
             yield from parts(part, (*path, name))
 
 
 class SwappedHalves:
-    """A projection whose two halves of outputs changed places, all but their biases."""
+    """A projection with exchanged halves of outputs, but not of biases."""
 
     packed = None
 
@@ -189,13 +189,13 @@ class SwappedHalves:
     def bias(self) -> Tensor | None:
         return self.right.bias
 
-    __call__ = LinearOf.__call__
+    __call__ = ForeignLinear.__call__
 
 
-class WithoutBias(NormOf):
-    """A norm that leaves its bias out."""
+class WithoutBias(ForeignNorm):
+    """A norm that ignores its bias."""
 
-    def __init__(self, right: NormOf) -> None:
+    def __init__(self, right: ForeignNorm) -> None:
         super().__init__(right.module)
 
     @property
@@ -204,7 +204,7 @@ class WithoutBias(NormOf):
 
 
 def changed(adapter: Adapter, change: Callable[[Any], None]) -> Adapter:
-    """Return an adapter that changes every layer that it makes."""
+    """Return an adapter that changes every layer after building it."""
 
     def build(self: Adapter, module: nn.Module) -> nn.Module:
         layer = type(adapter).build(self, module)
@@ -219,7 +219,7 @@ def exchange(layer: Any, one: str, other: str) -> None:
 
 
 def with_part(adapter: Adapter, path: tuple[str, ...], wrong: Callable[[Any], Any]) -> Adapter:
-    """Return an adapter that puts something wrong in the place of one part."""
+    """Return an adapter that replaces one part by a wrong one."""
 
     def change(owner: Any) -> None:
         for name in path[:-1]:
@@ -230,7 +230,7 @@ def with_part(adapter: Adapter, path: tuple[str, ...], wrong: Callable[[Any], An
 
 
 def without_masks(adapter: Adapter) -> Adapter:
-    """Return an adapter that takes every mask for ones."""
+    """Return an adapter that replaces every mask by ones."""
 
     def forward(self: Adapter, layer: Any, *args: Any, **kwargs: Any) -> Any:
         args = tuple(torch.ones_like(x) if is_mask(x) else x for x in args)

@@ -1,4 +1,4 @@
-"""Swapped layers in slices: of as many rows as the caller chose, or as fit into the memory that is left."""
+"""Swapped layers in slices of the size that the caller chose or that fits into the free memory."""
 
 import copy
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def passes(model: TheirModel, x: Tensor, mask: Tensor) -> dict[str, Callable[[],
 
 @pytest.mark.parametrize("which", ["forward", "both"])
 def test_a_model_runs_within_half_of_what_it_needs(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peak of all tensors, as torch's allocator counts them, when half of it is all there is; equal to rounding."""
+    """With a limit of half the memory, the peak of torch's allocator is below it, and results agree to rounding."""
     torch.manual_seed(0)
     model = TheirModel(blocks=2, c=16, heads=4, hidden=16)
     x, mask = inputs(N)
@@ -50,7 +50,7 @@ def test_a_model_runs_within_half_of_what_it_needs(which: str, monkeypatch: pyte
     held = {"most": 0}
     for execution in limited:
         execution.limit = need // 2
-    # What a process has in use beside these tensors is not theirs: here z, and in the backward pass its gradient.
+    # The process also holds z, and in the backward pass its gradient.
     z = N * N * 16 * 4
     monkeypatch.setattr(slices, "memory_in_use", lambda device: 2 * z)
     held["most"] = most_allocated(passes(model, x, mask)[which])
@@ -61,7 +61,7 @@ def test_a_model_runs_within_half_of_what_it_needs(which: str, monkeypatch: pyte
 
 
 def test_what_a_layer_needs_is_what_it_takes() -> None:
-    """Found without memory, and measured: bytes of all that one call makes, in slices and at once."""
+    """The bytes recorded on meta tensors equal the measured bytes of a call, in slices and at once."""
     model = warpfold.accelerate(TheirModel(blocks=1, c=32, heads=4, hidden=32), memory="24GB")
     z, mask = torch.randn(1, 64, 64, 32), torch.ones(1, 64, 64)
     for module in (model.blocks[0].attention, model.blocks[0].product):
@@ -104,7 +104,7 @@ def test_rows_that_a_caller_chooses_are_honoured(monkeypatch: pytest.MonkeyPatch
     assert not seen
     assert (model(x, mask, 4) - whole).abs().max() < 1e-5
     assert seen == [4, 4]
-    model(x, mask, 1000)  # more than there are: EsmFold's default, for most proteins
+    model(x, mask, 1000)  # more rows than exist, as EsmFold's default for most proteins
     assert seen == [4, 4]
 
 
@@ -114,7 +114,7 @@ def test_a_layer_that_adds_x_itself_has_the_limit_too(monkeypatch: pytest.Monkey
     layer, x, mask = module._warpfold_layer, torch.randn(1, 9, 9, 16), torch.ones(1, 9, 9)
     asked: list[int | None] = []
     monkeypatch.setattr(layer.execution, "rows_that_fit", lambda *given: asked.append(given[-1]) or 2)
-    new = Adapter.renew(layer, x, mask)
+    new = Adapter.add_update(layer, x, mask)
     assert asked == [None]
     assert (new - x - module(x, mask)).abs().max() < 1e-5
 

@@ -1,4 +1,4 @@
-"""The fp64 that both ways are measured by is fp64 throughout, also of code that computes parts of itself in fp32."""
+"""The fp64 reference of the comparison is in fp64 throughout, also for code that casts to fp32."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from warpfold.ops.dispatch import always_fast
 
 
 class InFp32(nn.Module):
-    """A layer that casts to fp32 what it multiplies, and normalises that, as several models do."""
+    """A layer that casts factors to fp32 and normalises the product, as in several packages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ def test_casts_to_fp32_leave_fp64_as_it_is() -> None:
     with StaysDouble():
         found = layer(x)
     assert_close(found, layer.norm(x @ x.mT) + x, rtol=1e-14, atol=1e-14)
-    assert x.float().dtype == torch.float32  # elsewhere they do what they say
+    assert x.float().dtype == torch.float32  # casts work outside of the context
 
 
 def test_other_dtypes_are_cast() -> None:
@@ -40,7 +40,7 @@ def test_other_dtypes_are_cast() -> None:
 
 
 class ShiftsLogits(nn.Module):
-    """Weights by a softmax of x + b: b shifts all of them alike, so its gradient is zero but for rounding."""
+    """A softmax of x + b, where b shifts all logits equally, so that its gradient is zero except for rounding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class ShiftsLogits(nn.Module):
 
 
 class SameAgain(Adapter):
-    """The same, computed in another order."""
+    """The same layer, computed in another order."""
 
     def build(self, module: nn.Module) -> nn.Module:
         return Another(module)

@@ -1,4 +1,4 @@
-"""Whole modules of boltz, rf3 and openfold3, by their own code and by ours: outputs, gradients; also under autocast.
+"""Whole modules of boltz, rf3 and openfold3, before and after `accelerate`: outputs, gradients, autocast.
 
 ./dev adapters boltz rf3 openfold3
 """
@@ -25,7 +25,7 @@ Run = Callable[..., Any]  # of a module, its states and settings
 
 @dataclass(frozen=True)
 class Whole:
-    """A module of several layers: how it is made and called with its states, and what computes it when accelerated."""
+    """A module of several layers: how to create and call it, and the operations that compute it when accelerated."""
 
     package: str
     make: Callable[[], Any]
@@ -35,7 +35,7 @@ class Whole:
 
 
 def there(like: Tensor) -> Tensor:
-    """The mask of residues [1, N]."""
+    """Return the mask of residues [1, N]."""
     return (torch.arange(N) < LAST).to(like)[None]
 
 
@@ -144,13 +144,13 @@ def made(name: str) -> tuple[Whole, Any]:
 
 
 def results(whole: Whole, module: Any, dtype: torch.dtype = torch.float32, **settings: Any) -> dict[str, Tensor]:
-    """The outputs of what is there, and the gradients of parameters and inputs."""
+    """Compute the outputs of unmasked residues, and the gradients of parameters and inputs."""
     generator = torch.Generator().manual_seed(0)
     states = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in whole.shapes]
     outputs = whole.run(module, *(x.clone() for x in states), **settings)
     found = []
     for x in [outputs] if isinstance(outputs, Tensor) else outputs:
-        if whole.package != "rf3":  # which knows no padding
+        if whole.package != "rf3":  # it has no padding
             x = x[:, :LAST, :LAST] if x.shape[1:3] == (N, N) else x[..., :LAST, :]
         found.append(x)
     wanted = {f"input {i}": x for i, x in enumerate(states)} | dict(module.named_parameters())
@@ -169,7 +169,7 @@ def exact(whole: Whole, module: Any) -> dict[str, Tensor]:
 
 
 def distances(found: dict[str, Tensor], truth: dict[str, Tensor]) -> Iterator[tuple[str, float]]:
-    """Yield how far each tensor is from the truth, of what is largest in it, or in any gradient a part of it."""
+    """Yield the error of each tensor relative to its largest number, or to a share of the largest gradient."""
     steepest = max(float(x.abs().max()) for name, x in truth.items() if not name.startswith("output"))
     for name, x in truth.items():
         scale = max(float(x.abs().max()), 0.03 * steepest)
@@ -177,7 +177,7 @@ def distances(found: dict[str, Tensor], truth: dict[str, Tensor]) -> Iterator[tu
 
 
 def without_dropout(module: nn.Module) -> None:
-    """Put a module into training mode, but for dropout, which is theirs."""
+    """Put a module into training mode without dropout."""
     for part in module.train().modules():
         for rate in ("dropout", "msa_dropout", "z_dropout", "p", "r"):
             if isinstance(getattr(part, rate, None), float):
@@ -239,7 +239,7 @@ def test_settings_of_openfold3(name: str, settings: dict[str, Any]) -> None:
 
 
 def test_z_in_slices_is_the_same() -> None:
-    """More residues than Boltz's `chunk_size_tri_attn`, made small: attention in slices of rows."""
+    """With more residues than Boltz's `chunk_size_tri_attn`, made small, attention runs in slices of rows."""
     _, whole = made("pairformer without sequence")
     theirs = whole.layers[0]
     ours = accelerate(copy.deepcopy(theirs), verify=False)

@@ -1,5 +1,5 @@
-"""Other people's models: layers of theirs that compute by operations of ours.
+"""Models of other packages: let their layers compute with our operations.
 
-A file per package says which of its classes are which layers (`adapter.py` says how); `accelerate.py` swaps them in a
-model, `verify.py` compares both ways.
+One file per package maps its classes to our layers (see `adapter.py`). `accelerate.py` swaps the layers of a model, and
+`verify.py` compares a swapped layer with its own code.
 """

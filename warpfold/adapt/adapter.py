@@ -1,12 +1,11 @@
-"""How layers that others wrote compute by our operations: an `Adapter` for each class.
+"""Adapters, by which layers of other packages compute with our operations: one `Adapter` for each class of theirs.
 
-An adapter names the classes that it serves and the signature of their `forward`, makes one of our layers of a
-module's own parts (`build`), computes by it what their `forward` computes (`forward`), and says what to compare both
-ways with (`example`).  For the layers of the trunk most of this is written already, kind by kind (`kinds.py`): there
-an adapter is a table of names, and what differs.
+An adapter names the classes that it serves and the signature of their `forward`. `build` makes one of our layers from
+the submodules of theirs, `forward` computes with it what their `forward` computes, and `example` draws inputs for a
+comparison. `kinds.py` has most of this for each kind of trunk layer, so an adapter is a table of names and exceptions.
 
-Nothing is imported from a package: its classes are known by name.  Our layer reads the module's parameters through the
-modules that hold them, each time it computes, so a parameter may be moved, cast, frozen or replaced.
+Nothing is imported from other packages, since their classes are recognised by name. At each call our layer reads the
+parameters through the modules that hold them, so parameters may be moved, cast, frozen or replaced.
 """
 
 import inspect
@@ -25,86 +24,92 @@ from warpfold.ops.dispatch import kernels, report_refusal, small_on_cpu
 from warpfold.ops.linear import EPS, layer_norm
 
 L = TypeVar("L", bound=Executable)
-LAYER = "_warpfold_layer"  # where a swapped module keeps our layer: an attribute, and no submodule
-PARTS = "_warpfold_parts"  # and the modules inside it, of which the layer is made
+# Attributes of a swapped module: our layer, which is not a submodule, and the submodules from which it was built.
+LAYER = "_warpfold_layer"
+PARTS = "_warpfold_parts"
 
 
 class NotServed(UserError):
-    """A module that an adapter does not serve, or arguments of one call: the message says why."""
+    """The reason why an adapter does not serve a module, or the arguments of a call."""
 
 
 class RandomInputs:
-    """Random tensors for a layer's example, of one dtype and device; the same for the same seed."""
+    """Draw random tensors with the dtype and device of `like`; the same seed gives the same tensors."""
 
     def __init__(self, like: Tensor, seed: int = 0) -> None:
         self.like, self.generator = like, torch.Generator().manual_seed(seed)
 
     def __call__(self, *shape: int) -> Tensor:
-        """Return normal numbers."""
+        """Draw normal numbers."""
         return torch.randn(shape, generator=self.generator).to(self.like)
 
     def mask(self, *shape: int) -> Tensor:
-        """Return zeros and ones, mostly ones; the first of each row is one."""
+        """Draw zeros and ones, mostly ones. The first of each row is one."""
         mask = (torch.rand(shape, generator=self.generator) < 0.8).to(self.like)
         mask[..., 0] = 1
         return mask
 
 
 class Adapter:
-    """How modules of some classes compute by our operations.  An adapter has no state."""
+    """Base of adapters, which let modules of some classes compute with our operations. An adapter has no state."""
 
-    serves: ClassVar[tuple[str, ...]] = ()  # "package.module:Class"
-    # Of their forward, as `inspect` prints it without annotations; of several versions; nothing: any.
+    # The classes, as "package.module:Class".
+    serves: ClassVar[tuple[str, ...]] = ()
+    # The signature of their forward, or of several versions, as `inspect` prints it without annotations. "": any.
     signature: ClassVar[str | tuple[str, ...]] = ""
-    operation: ClassVar[str] = ""  # what computes, for people
-    least: ClassVar[int] = 0  # numbers of the first argument below which their own code is as fast, on a CPU
-    # Attributes of the copies that are compared: switches that ask for kernels or roundings of 16 bits alone.
+    # The name of our operation, for reports.
+    operation: ClassVar[str] = ""
+    # On a CPU, their own code is used for a first argument with fewer numbers, where it is as fast.
+    least: ClassVar[int] = 0
+    # Attributes to set for a comparison, to disable kernels or roundings that exist in 16 bits only.
     compared_with: ClassVar[Mapping[str, Any]] = {}
-    in_fp32: ClassVar[bool] = False  # their own code multiplies in fp32, and wants parameters alike for what follows
-    plain: ClassVar[bool] = False  # a layer of torch's own: swapped where it is asked for, or measured to be a gain
+    # Their own code multiplies in fp32, and expects that all parameters have one dtype.
+    computes_in_fp32: ClassVar[bool] = False
+    # A layer of torch itself, which is swapped only if it is asked for, or measured to be a gain.
+    plain: ClassVar[bool] = False
 
     def knows(self, module: nn.Module) -> bool:
-        """Return whether a module of a class that it serves is such a layer at all: overridden where its parts say."""
+        """Whether a module of a served class is such a layer. Override this if the class alone does not decide."""
         return True
 
     def build(self, module: nn.Module) -> Executable:
-        """Return our layer, made of the module's parts.  Errors: NotServed for a module that differs."""
+        """Build our layer from the module's submodules. Raises NotServed for a module that differs from ours."""
         raise NotImplementedError
 
     def forward(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute what the module's own forward does, of the same arguments, by their names.
+        """Compute the module's own forward with our layer. Arguments are passed by name where they have one.
 
-        Errors: NotServed for some of them.
+        Raises NotServed for arguments that our layer does not support.
         """
         raise NotImplementedError
 
     def example(self, module: nn.Module, n: int, random: RandomInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments of the module's forward for about n residues, to compare both ways."""
+        """Draw arguments of the module's forward for about n residues, for a comparison."""
         raise NotImplementedError
 
     def compared(self, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the part of an output on which theirs and ours must agree: less where masked entries are undefined."""
+        """Return the entries of an output on which both must agree, without entries that are undefined by a mask."""
         return output
 
     def cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
-        """Cast a module's parameters in place; overridden where a package leaves some in fp32."""
-        return module if self.in_fp32 else module.to(dtype)
+        """Cast a module's parameters in place. Override this if the package keeps some in fp32."""
+        return module if self.computes_in_fp32 else module.to(dtype)
 
     @classmethod
     def update(
         cls, layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None = None, rows: int | None = None
     ) -> Tensor:
-        """Return the residual update of x, as the layer's execution computes it.
+        """Compute the residual update of x with the layer's execution, under autocast in its dtype.
 
-        In the dtype of autocast where that is on.  rows: of a slice, where the caller has chosen; None: as it fits.
+        rows: the number of rows in a slice, if the caller chose one.
         """
         x, other = cast_by_autocast(x), None if other is None else cast_by_autocast(other)
         with layer.computing():
             return layer.execution.layer(layer, x, mask, other, False, rows)
 
     @classmethod
-    def renew(cls, layer: AxialUpdate, x: Tensor, mask: Tensor) -> Tensor:
-        """Return x with its update: one operation, unless autocast keeps x in another dtype than the update."""
+    def add_update(cls, layer: AxialUpdate, x: Tensor, mask: Tensor) -> Tensor:
+        """Compute x plus its update, in one operation unless autocast gives the update another dtype than x."""
         if cast_by_autocast(x).dtype != x.dtype:
             return x + cls.update(layer, x, mask)
         with layer.computing():
@@ -112,15 +117,15 @@ class Adapter:
 
 
 def cast_by_autocast(x: Tensor) -> Tensor:
-    """Return x in the dtype that torch's autocast gives to products, where it is on."""
+    """Cast x to the dtype of products under autocast, if it is enabled."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.is_floating_point() else x
 
 
-class LinearOf:
-    """The projection of a linear layer that is another model's, as our layers want one; or some of its outputs.
+class ForeignLinear:
+    """A linear layer of another model with the interface that our layers expect, or some of its outputs.
 
-    outputs: which; None: all.
+    outputs: the range of outputs. None: all.
     """
 
     packed = None
@@ -132,7 +137,7 @@ class LinearOf:
     @property
     def weight(self) -> Tensor:
         """The weight [o, c]."""
-        weight = _weight_of(self.module)
+        weight = _checked_weight(self.module)
         return weight if self.outputs is None else weight[self.outputs]
 
     @property
@@ -146,12 +151,12 @@ class LinearOf:
         return nn.functional.linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-class StackedOf:
-    """Projections of one tensor as one, their outputs one below the other.  All of them have a bias, or none."""
+class StackedLinear:
+    """Several projections of one tensor as one, with concatenated outputs. Either all have a bias or none has."""
 
     packed = None
 
-    def __init__(self, *projections: LinearOf) -> None:
+    def __init__(self, *projections: ForeignLinear) -> None:
         self.projections = projections
 
     @property
@@ -163,14 +168,14 @@ class StackedOf:
     def bias(self) -> Tensor | None:
         """The biases [o], if there are any."""
         biases = [projection.bias for projection in self.projections]
-        given = [bias for bias in biases if bias is not None]
-        if len(given) not in (0, len(biases)):
+        existing = [bias for bias in biases if bias is not None]
+        if len(existing) not in (0, len(biases)):
             raise NotServed("projections with and without a bias are one")
-        return torch.cat(given) if given else None
+        return torch.cat(existing) if existing else None
 
 
-class NormOf:
-    """The layer normalisation of another model's, as our layers want one."""
+class ForeignNorm:
+    """A layer normalisation of another model with the interface that our layers expect."""
 
     def __init__(self, module: nn.Module) -> None:
         check_part(module)
@@ -178,8 +183,8 @@ class NormOf:
 
     @property
     def weight(self) -> Tensor:
-        """The weight [c].  Errors: NotServed for a norm that has none."""
-        return _weight_of(self.module)
+        """The weight [c]. Raises NotServed for a norm without one."""
+        return _checked_weight(self.module)
 
     @property
     def bias(self) -> Tensor | None:
@@ -189,7 +194,7 @@ class NormOf:
 
     @property
     def eps(self) -> float:
-        """What is added to the variance."""
+        """The number that is added to the variance."""
         return float(getattr(self.module, "eps", EPS))
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -197,7 +202,7 @@ class NormOf:
 
 
 def check_part(module: nn.Module) -> None:
-    """Raise NotServed for a part that is more than its parameters: what it computes would not be what we compute."""
+    """Raise NotServed for a submodule that computes more than its parameters imply."""
     name = type(module).__name__
     if any(True for _ in module.children()):
         raise NotServed(f"its {name} has modules inside, such as an adapter of low rank")
@@ -205,15 +210,16 @@ def check_part(module: nn.Module) -> None:
         raise NotServed(f"the forward of its {name} was replaced")
     if getattr(module, "precision", None) is not None:
         raise NotServed(f"a {name} with a precision of its own")
-    _weight_of(module)
+    _checked_weight(module)
 
 
-def _weight_of(module: nn.Module) -> Tensor:
-    """Return the weight of a part.  Errors: NotServed for one that is quantised or sharded, or not there."""
+def _checked_weight(module: nn.Module) -> Tensor:
+    """Return the weight of a submodule. Raises NotServed if it is missing, quantised or sharded."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor):
         raise NotServed(f"its {type(module).__name__} has no weight")
-    if not torch.compiler.is_compiling():  # where it is known
+    # Under compilation the weight was checked before.
+    if not torch.compiler.is_compiling():
         kind = type(weight)
         if not (weight.is_floating_point() and kind.__module__.startswith("torch.") and kind.__name__ != "DTensor"):
             raise NotServed(f"the weight of its {type(module).__name__} is a {kind.__name__} of {weight.dtype}")
@@ -221,53 +227,54 @@ def _weight_of(module: nn.Module) -> Tensor:
 
 
 @dataclass(frozen=True)
-class AttentionOf:
-    """The parameters of a gated attention that are another model's, as our layers want them (`GatedAttention`)."""
+class ForeignAttention:
+    """The gated attention of another model with the interface of `GatedAttention`."""
 
     heads: int
-    q: LinearOf
-    k: LinearOf
-    v: LinearOf
-    gate: LinearOf
-    out: LinearOf
+    q: ForeignLinear
+    k: ForeignLinear
+    v: ForeignLinear
+    gate: ForeignLinear
+    out: ForeignLinear
 
     @property
-    def projections(self) -> tuple[LinearOf, ...]:
-        """The projections of the normalised input, in the order in which they are joined."""
+    def projections(self) -> tuple[ForeignLinear, ...]:
+        """The projections of the normalised input, in the order of `joined`."""
         return self.gate, self.q, self.k, self.v
 
 
-def made_of(kind: type[L], **parts: Any) -> L:
-    """Return a layer of ours of which the parts are another model's: no parameter is made or copied."""
+def assemble(kind: type[L], **parts: Any) -> L:
+    """Assemble a layer of ours from submodules of another model, without creating or copying parameters."""
     layer = kind.__new__(kind)
     nn.Module.__init__(layer)
     if isinstance(layer, DrawsNoise):
         DrawsNoise.__init__(layer)
-    layer.eval()  # dropout is the other model's; and before it has parts, which stay as they are
+    # The other model applies dropout. This comes before the submodules are set, since it must not change them.
+    layer.eval()
     for name, part in parts.items():
         setattr(layer, name, part)
     return layer
 
 
-def name_of(kind: type) -> str:
-    """Return a class by its name, "package.module:Class"."""
+def qualified_name(kind: type) -> str:
+    """Return the name of a class, "package.module:Class"."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def adapter_of(module: nn.Module, known: Mapping[str, Adapter]) -> tuple[Adapter | None, str | None]:
-    """Return the adapter of a module, if its class is known, and why the module cannot be swapped, if so."""
+def find_adapter(module: nn.Module, known: Mapping[str, Adapter]) -> tuple[Adapter | None, str | None]:
+    """Return the adapter of a module, and the reason why the module cannot be swapped; None if there is none."""
     kind: Any = type(module)
-    served = next((one for one in kind.__mro__ if name_of(one) in known), None)
-    if served is None or not known[name_of(served)].knows(module):
+    served = next((one for one in kind.__mro__ if qualified_name(one) in known), None)
+    if served is None or not known[qualified_name(served)].knows(module):
         return None, None
-    adapter = known[name_of(served)]
+    adapter = known[qualified_name(served)]
     if adapter.signature and kind.forward is not served.forward:
-        # Many a class is made of torch's, to compute something else: it is not known.
+        # Many classes derive from torch's and compute something else. These have no adapter.
         return (None, None) if adapter.plain else (adapter, f"{kind.__name__} has a forward of its own")
-    found = signature_of(kind.forward)
-    known_as = (adapter.signature,) if isinstance(adapter.signature, str) else adapter.signature
-    if adapter.signature and found not in known_as:
-        return adapter, f"its forward is {found}, and {' or '.join(known_as)} is known"
+    signature = bare_signature(kind.forward)
+    expected = (adapter.signature,) if isinstance(adapter.signature, str) else adapter.signature
+    if adapter.signature and signature not in expected:
+        return adapter, f"its forward is {signature}, and {' or '.join(expected)} is known"
     if "forward" in vars(module):
         return adapter, "its forward was replaced"
     return adapter, None
@@ -277,20 +284,20 @@ _swapped: dict[tuple[type[nn.Module], type[Adapter]], type[nn.Module]] = {}
 
 
 def swapped_class(kind: type[nn.Module], adapter: type[Adapter]) -> type[nn.Module]:
-    """Return a class like another, whose forward computes by an adapter; its instances are of the other class too."""
+    """Create a subclass of a class whose forward computes with an adapter."""
     if (kind, adapter) in _swapped:
         return _swapped[kind, adapter]
-    how, theirs = adapter(), kind.forward
-    places = places_of(theirs)
+    instance, theirs = adapter(), kind.forward
+    names = positional_names(theirs)
 
     @wraps(theirs)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Compute their forward by our operations, or by their code where the adapter does not serve the call."""
-        if how.least and small_on_cpu(next(iter((*args, *kwargs.values())), None), how.least):
+        """Compute their forward with our operations, or with their code if the adapter does not serve the call."""
+        if instance.least and small_on_cpu(next(iter((*args, *kwargs.values())), None), instance.least):
             return theirs(self, *args, **kwargs)
         try:
-            named = {**dict(zip(places, args)), **kwargs}
-            return how.forward(_layer_now(self, how), *args[len(places) :], **named)
+            named = {**dict(zip(names, args)), **kwargs}
+            return instance.forward(_current_layer(self, instance), *args[len(names) :], **named)
         except NotServed as refusal:
             _report(self, f"{kind.__name__}: {refusal}")
         return theirs(self, *args, **kwargs)
@@ -298,30 +305,31 @@ def swapped_class(kind: type[nn.Module], adapter: type[Adapter]) -> type[nn.Modu
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         return _empty_swapped, (kind, adapter), vars(self)
 
-    of_class = {"forward": forward, "__reduce_ex__": reduce, "__module__": kind.__module__, "original": (kind, adapter)}
-    names = {"__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    made = _swapped[kind, adapter] = type(kind.__name__, (kind,), {**of_class, **names})
-    return made
+    body = {"forward": forward, "__reduce_ex__": reduce, "__module__": kind.__module__, "original": (kind, adapter)}
+    body |= {"__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    subclass = _swapped[kind, adapter] = type(kind.__name__, (kind,), body)
+    return subclass
 
 
 def _empty_swapped(kind: type[nn.Module], adapter: type[Adapter]) -> nn.Module:
-    """Return a swapped module without attributes: copies and pickles of modules fill it."""
+    """Create a swapped module without attributes, which copying and unpickling fill."""
     swapped = swapped_class(kind, adapter)
     return swapped.__new__(swapped)
 
 
-def _layer_now(module: nn.Module, adapter: Adapter) -> Executable:
-    """Return the layer of a swapped module; made anew where parts of it were replaced since.
+def _current_layer(module: nn.Module, adapter: Adapter) -> Executable:
+    """Return the layer of a swapped module, and rebuild it if submodules were replaced.
 
-    Errors: NotServed where a part has a hook, or is no longer one that we serve: its own forward then counts.
+    Raises NotServed if a submodule has a hook, or is no longer supported. The module's own forward is then used.
     """
     layer: Executable = vars(module)[LAYER]
-    if torch.compiler.is_compiling():  # it notices by itself what was replaced
+    # The compiler has guards for replaced submodules.
+    if torch.compiler.is_compiling():
         return layer
     parts = _parts(module)
     if len(parts) != len(vars(module)[PARTS]) or any(a is not b for a, b in zip(parts, vars(module)[PARTS])):
         execution, layer = layer.execution, adapter.build(module)
-        _keep(module, layer, execution)
+        _set_layer(module, layer, execution)
     for part in parts:
         if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
             raise NotServed(f"its {type(part).__name__} has a hook, which would not be called")
@@ -332,8 +340,8 @@ def _parts(module: nn.Module) -> tuple[nn.Module, ...]:
     return tuple(part for part in module.modules() if part is not module)
 
 
-def _keep(module: nn.Module, layer: Executable, execution: PlainExecution | None) -> None:
-    """Have a module keep a layer, not as a submodule: it has no parameters of its own."""
+def _set_layer(module: nn.Module, layer: Executable, execution: PlainExecution | None) -> None:
+    """Store a layer in a module, but not as a submodule, since it has no parameters of its own."""
     if execution is not None:
         layer.execution = execution
     object.__setattr__(module, LAYER, layer)
@@ -341,7 +349,7 @@ def _keep(module: nn.Module, layer: Executable, execution: PlainExecution | None
 
 
 def _report(module: nn.Module, refusal: str) -> None:
-    """Count that a call was left to a module's own forward.  Errors: UserError if its kernels are "strict"."""
+    """Count a call that a module's own forward computes. Raises UserError if its kernels are "strict"."""
     with vars(module)[LAYER].computing():
         if kernels() == "strict":
             raise UserError(f"{refusal}; without strict its own code would compute it")
@@ -349,50 +357,50 @@ def _report(module: nn.Module, refusal: str) -> None:
 
 
 def is_swapped(module: nn.Module) -> bool:
-    """Return whether a module computes by our operations."""
+    """Whether a module computes with our operations."""
     return LAYER in vars(module)
 
 
 def swap(module: nn.Module, adapter: Adapter, layer: Executable, execution: PlainExecution | None = None) -> None:
-    """Have a module compute by our layer from now on, as an execution says (None: at once, all of it)."""
-    _keep(module, layer, execution)
+    """Let a module compute with our layer from now on. execution: None computes everything at once."""
+    _set_layer(module, layer, execution)
     module.__class__ = swapped_class(type(module), type(adapter))
 
 
 def was_wrapped(module: nn.Module) -> bool:
-    """Return whether the class of a swapped module was changed since, as sharding does."""
+    """Whether the class of a swapped module was changed since, for example by sharding."""
     return type(module) is not swapped_class(*type(module).original)  # type: ignore[attr-defined]
 
 
 def swap_back(module: nn.Module) -> None:
-    """Have a swapped module, whose class was not changed since, compute as its own class does."""
+    """Restore the own class of a swapped module whose class was not changed since."""
     module.__class__ = type(module).original[0]  # type: ignore[attr-defined]
     del vars(module)[LAYER], vars(module)[PARTS]
 
 
-# Signatures of other people's functions
+# Signatures of functions of other packages.
 
 
-def signature_of(function: Callable[..., Any]) -> str:
-    """Return the signature of a function, without annotations."""
-    given = _unwrapped(function)
-    bare = [p.replace(annotation=p.empty) for p in given.parameters.values()]
-    return str(given.replace(parameters=bare, return_annotation=given.empty))
+def bare_signature(function: Callable[..., Any]) -> str:
+    """Return the signature of a function without annotations."""
+    signature = _signature(function)
+    parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=signature.empty))
 
 
-def _unwrapped(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a function, or of the only one that it wraps if it hands on whatever it is given."""
-    given = inspect.signature(function)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function, or for a wrapper (*args, **kwargs) that of the one function it wraps."""
+    signature = inspect.signature(function)
     anything = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
-    if [p.kind for p in given.parameters.values()] == anything:
-        wrapped = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-        functions = [one for one in wrapped if inspect.isfunction(one)]
+    if [p.kind for p in signature.parameters.values()] == anything:
+        closure = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        functions = [x for x in closure if inspect.isfunction(x)]
         if len(functions) == 1:
-            return _unwrapped(functions[0])
-    return given
+            return _signature(functions[0])
+    return signature
 
 
-def places_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of a method's arguments that may be given by place, but for self."""
-    found = _unwrapped(function).parameters.values()
-    return tuple(p.name for p in found if p.kind is p.POSITIONAL_OR_KEYWORD)[1:]
+def positional_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of a method's positional parameters without self."""
+    parameters = _signature(function).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)[1:]

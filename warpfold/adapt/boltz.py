@@ -1,9 +1,10 @@
 """Boltz and BoltzGen: the layers of their Pairformer and MSA module (boltz 2.2.1, boltzgen 0.3.2).
 
-What differs from AlphaFold2: no biases but in norms, in the queries of `AttentionPairBias` and after the outer product;
-both factors of a triangle product come from one projection; the transition is a SwiGLU; the outer product is divided by
-its count, 1 at least, before it is projected.  `use_kernels` asks for cuEquivariance: a swapped layer computes by our
-operations either way.  A `chunk_size` counts rows in attention; elsewhere channels, of which ours need no slices.
+Differences from AlphaFold2: only norms, the queries of `AttentionPairBias` and the projection of the outer product have
+biases. Both factors of a triangle product come from one projection. The transition is a SwiGLU. The outer product is
+divided by its count, or by 1 if that is larger, before the projection. `use_kernels` selects cuEquivariance; a swapped
+layer computes with our operations in both cases. `chunk_size` counts rows in attention. In other layers it counts
+channels and is ignored, since our layers need no slices of channels.
 """
 
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from warpfold.adapt.adapter import NotServed, RandomInputs, places_of
+from warpfold.adapt.adapter import NotServed, RandomInputs, positional_names
 from warpfold.adapt.kinds import (
     LEAST,
     AttentionPairBiasAdapter,
@@ -26,12 +27,12 @@ from warpfold.adapt.kinds import (
 
 
 def _layers(*names: str) -> tuple[str, ...]:
-    """Name classes of both packages: boltzgen has some in other modules."""
+    """Return the full names of classes in both packages."""
     return tuple(f"{package}.model.layers.{name}" for package in ("boltz", "boltzgen") for name in names)
 
 
 class BoltzTriangleMultiplication(TriangleProductAdapter):
-    """One projection makes a and b, another one their gates."""
+    """One projection computes a and b, another one their gates."""
 
     serves = _layers(
         *(
@@ -43,14 +44,14 @@ class BoltzTriangleMultiplication(TriangleProductAdapter):
     signature = "(self, x, mask, use_kernels=False)"
     names = "norm=norm_in a,b=p_in a_gate,b_gate=g_in gate=g_out norm_out=norm_out out=p_out"
     least = LEAST
-    in_fp32 = True
+    computes_in_fp32 = True
 
     def outgoing(self, module: Any) -> bool:
         return any(kind.__name__ == "TriangleMultiplicationOutgoing" for kind in type(module).__mro__)
 
 
 class BoltzTriangleAttention(TriangleAttentionAdapter):
-    """The bias of the ending node is of z transposed, as in AlphaFold2."""
+    """The bias of the ending node comes from z transposed, as in AlphaFold2."""
 
     serves = _layers("triangular_attention.attention:TriangleAttention")
     signature = "(self, x, mask=None, chunk_size=None, use_kernels=False)"
@@ -58,7 +59,7 @@ class BoltzTriangleAttention(TriangleAttentionAdapter):
 
 
 class BoltzTransition(SwigluAdapter):
-    """Without biases."""
+    """A SwiGLU without biases."""
 
     serves = _layers("transition:Transition")
     signature = "(self, x, chunk_size=None)"
@@ -82,7 +83,7 @@ class BoltzOuterProduct(OuterProductAdapter):
 
 
 class BoltzPairWeightedAveraging(PairWeightedAveragingAdapter):
-    """With the mask of z."""
+    """Pair-weighted averaging with the mask of z."""
 
     serves = _layers("pair_averaging:PairWeightedAveraging")
     signature = "(self, m, z, mask, chunk_heads=<class 'bool'>)"
@@ -91,9 +92,9 @@ class BoltzPairWeightedAveraging(PairWeightedAveragingAdapter):
 
 
 class BoltzAttentionPairBias(AttentionPairBiasAdapter):
-    """Of Boltz-1, s is normalised here, unless `initial_norm` is False; of Boltz-2, s comes normalised.
+    """In Boltz-1 the layer normalises s, unless `initial_norm` is False. In Boltz-2 the caller normalises s.
 
-    z is the pair representation, or the bias itself (diffusion).
+    z is the pair representation, or in the diffusion module the bias itself.
     """
 
     serves = (*(_layers("attention:AttentionPairBias")), "boltz.model.layers.attentionv2:AttentionPairBias")
@@ -104,7 +105,7 @@ class BoltzAttentionPairBias(AttentionPairBiasAdapter):
     names = f"heads=num_heads {attention_names('proj_')}"
     refuses: ClassVar = {"to_keys": "keys of other positions", "model_cache": "a cache of the projected z"}
     least = LEAST
-    in_fp32 = True
+    computes_in_fp32 = True
 
     def names_of(self, module: Any) -> str:
         norm = " norm=norm_s" if hasattr(module, "norm_s") else ""
@@ -116,7 +117,7 @@ class BoltzAttentionPairBias(AttentionPairBiasAdapter):
             raise NotServed("queries and keys are normalised")
 
     def forward(self, layer: Any, *_: Any, **given: Any) -> Any:
-        """Compute the update of s [B multiplicity, N, c_s]: each z [B, N, N, .] serves so many samples, as rows."""
+        """Compute the update of s [B multiplicity, N, c_s]. The samples that share a z [B, N, N, .] become rows."""
         s, mask, multiplicity = given["s"], given["mask"], given.get("multiplicity", 1)
         if given.get("k_in", s) is not s:
             raise NotServed("keys of other positions than the queries")
@@ -128,7 +129,7 @@ class BoltzAttentionPairBias(AttentionPairBiasAdapter):
 
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:
         args, given = super().example(module, n, random)
-        for name, more in (("s", given["s"].flip(0) / 2), ("mask", given["mask"].flip(0))):
-            given[name] = torch.cat([given[name], more])
-        keys = {"k_in": given["s"]} if "k_in" in places_of(type(module).forward) else {}
+        for name, second in (("s", given["s"].flip(0) / 2), ("mask", given["mask"].flip(0))):
+            given[name] = torch.cat([given[name], second])
+        keys = {"k_in": given["s"]} if "k_in" in positional_names(type(module).forward) else {}
         return args, {**given, **keys, "multiplicity": 2}

@@ -1,9 +1,7 @@
 """EsmFold and EsmFold2 of Hugging Face's transformers: layers of their trunks.
 
-Source: their classes' names and formulas.
-
-Masks are ones and zeros of any dtype; a pair that is masked is attended by nobody.  For incoming products their a is
-our b: x_ij = sum_k a_ki b_kj.
+Source: the names and formulas of their classes. Masks are ones and zeros of any dtype, and no query attends to a masked
+pair. In incoming products their a is our b: x_ij = sum_k a_ki b_kj.
 """
 
 from typing import Any, ClassVar
@@ -11,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from warpfold.adapt.adapter import Adapter, LinearOf, NotServed, RandomInputs, cast_by_autocast
+from warpfold.adapt.adapter import Adapter, ForeignLinear, NotServed, RandomInputs, cast_by_autocast
 from warpfold.adapt.kinds import (
     LayerAdapter,
     OuterProductAdapter,
@@ -27,11 +25,12 @@ from warpfold.model.axial import Executable
 from warpfold.model.layers import project
 
 MODELING = "transformers.models.esm.modeling_esmfold"
-MASKED = 1e6  # what theirs subtracts from the logits of masked keys is more than this, so that they have no weight
+# The smallest number that their code may subtract from the logits of masked keys, so that these have no weight.
+MASKED = 1e6
 
 
 class EsmFoldTriangleAttention(TriangleAttentionAdapter):
-    """The bias of the ending node is of z transposed."""
+    """The bias of the ending node comes from z transposed."""
 
     serves = (f"{MODELING}:EsmFoldTriangleAttention",)
     signature = (
@@ -43,7 +42,7 @@ class EsmFoldTriangleAttention(TriangleAttentionAdapter):
             raise NotServed(f"inf = {module.inf:g}, which leaves masked keys some weight")
 
     def forward(self, layer: Any, *_: Any, **given: Any) -> Any:
-        """Compute the update; rows `chunk_size` at a time, but for a gradient: theirs then keeps all."""
+        """Compute the update in slices of `chunk_size` rows; with a gradient all rows at once, like their code."""
         if given.get("use_memory_efficient_kernel") and given.get("use_lma"):
             raise NotServed("two algorithms are asked for at once")
         if torch.is_grad_enabled() and given["x"].requires_grad:
@@ -53,15 +52,15 @@ class EsmFoldTriangleAttention(TriangleAttentionAdapter):
     def compute(self, layer: Any, x: Tensor, mask: Any = None, other: Any = None, rows: Any = None) -> Any:
         return super().compute(layer, x, None if mask is None else mask == 1, rows=rows)
 
-    def drawn(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
-        found = super().drawn(module, n, random)
-        # In no row all zeros, and in no column: what such a row is, differs.
-        found["mask"].diagonal(dim1=-2, dim2=-1).fill_(1)
-        return found
+    def draw_inputs(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
+        drawn = super().draw_inputs(module, n, random)
+        # No row or column may be fully masked, because the results for such rows differ.
+        drawn["mask"].diagonal(dim1=-2, dim2=-1).fill_(1)
+        return drawn
 
 
 class EsmFoldTriangleMultiplication(TriangleProductAdapter):
-    """Also the way that writes over z (`inplace_safe`)."""
+    """Triangle products, including calls that overwrite z (`inplace_safe`)."""
 
     serves = (f"{MODELING}:EsmFoldTriangleMultiplicativeUpdate",)
     signature = "(self, z, mask=None, inplace_safe=False, _add_with_inplace=False, _inplace_chunk_size=256)"
@@ -69,7 +68,7 @@ class EsmFoldTriangleMultiplication(TriangleProductAdapter):
     takes = "x=z mask"
 
     def forward(self, layer: Any, *_: Any, **given: Any) -> Any:
-        """Compute the update, or z itself with the update in it or in its place."""
+        """Compute the update, or write to z in place the update or z plus the update."""
         z = given["z"]
         if not given.get("inplace_safe"):
             refuse_fp16(z)
@@ -82,7 +81,7 @@ class EsmFoldTriangleMultiplication(TriangleProductAdapter):
 
 
 class EsmFoldResidueMLP(TransitionAdapter):
-    """The transition of sequence and pairs, which adds x; dropout is theirs."""
+    """The transition of sequence and pairs, which adds x. Their module applies dropout."""
 
     serves = (f"{MODELING}:EsmFoldResidueMLP",)
     signature = "(self, x)"
@@ -94,7 +93,8 @@ class EsmFoldResidueMLP(TransitionAdapter):
             raise NotServed(f"a perceptron with {type(activation).__name__}")
 
     def layer(self, module: Any, parts: Parts) -> Parts:
-        return {**super().layer(module, parts), "dropout": (module.mlp[4],)}  # no part of ours
+        # In a tuple, so that it does not become a submodule.
+        return {**super().layer(module, parts), "dropout": (module.mlp[4],)}
 
     def compute(self, layer: Any, x: Tensor, mask: Any = None, other: Any = None, rows: Any = None) -> Any:
         (dropout,) = layer.dropout
@@ -104,7 +104,7 @@ class EsmFoldResidueMLP(TransitionAdapter):
 
 
 class NormedLinear(Executable):
-    """A projection of a normalised tensor, which is not kept."""
+    """A projection of a normalised tensor, which is not saved."""
 
     norm: Any
     linear: Any
@@ -126,38 +126,41 @@ class EsmFoldPairToSequence(LayerAdapter):
     def compute(self, layer: Any, x: Tensor, mask: Any = None, other: Any = None, rows: Any = None) -> Any:
         return layer(cast_by_autocast(x))
 
-    def drawn(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
+    def draw_inputs(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
         return {"x": random(2, n, n, module.linear.weight.shape[1])}
 
 
 class PairsOfSequence(Executable):
-    """A linear layer of products and differences of two vectors, for each pair (i, j): of q_j k_i and q_j - k_i.
+    """A linear layer of products q_j k_i and differences q_j - k_i, for each pair (i, j) of residues.
 
-    Of differences it is a difference of linear layers of residues.  All of it is linear in q, so it is also q_j times
-    a matrix of residue i: of many residues neither products nor differences are made.
+    The layer of the differences is the difference of two layers of residues. The sum is linear in q_j, so it is the
+    product of q_j with a matrix of residue i. For many residues neither products nor differences are computed.
     """
 
     norm: Any
     proj: Any
-    of_products: Any
-    of_differences: Any
+    on_products: Any
+    on_differences: Any
 
     def forward(self, s: Tensor) -> Tensor:
-        """Return [b, i, j, c] of s [b, r, c_s]."""
+        """Compute [b, i, j, c] from s [b, r, c_s]."""
         q, k = project(s, self.norm, self.proj)[0].chunk(2, -1)
-        products, differences = (part.weight.to(q.dtype) for part in (self.of_products, self.of_differences))
-        bias = self.of_products.bias.to(q.dtype) - k @ differences.t()  # [b, i, c]
-        if k.shape[1] < len(products):  # the products are fewer numbers than the matrices
+        products, differences = (linear.weight.to(q.dtype) for linear in (self.on_products, self.on_differences))
+        # [b, i, c]
+        bias = self.on_products.bias.to(q.dtype) - k @ differences.t()
+        # For few residues the products are smaller than the matrices.
+        if k.shape[1] < len(products):
             pairs = nn.functional.linear(q[:, None] * k[:, :, None], products)
             return pairs.add_(bias[:, :, None]).add_((q @ differences.t())[:, None])
-        matrices = (k[..., None, :] * products + differences).flatten(0, 1)  # [b i, c, h]
-        rows = q[:, None].expand(-1, k.shape[1], -1, -1).flatten(0, 1)  # [b i, j, h]
+        # [b i, c, h], and [b i, j, h].
+        matrices = (k[..., None, :] * products + differences).flatten(0, 1)
+        rows = q[:, None].expand(-1, k.shape[1], -1, -1).flatten(0, 1)
         pairs = torch.baddbmm(bias.flatten(0, 1)[:, None], rows, matrices.mT)
         return pairs.unflatten(0, k.shape[:2])
 
 
 class EsmFoldSequenceToPair(LayerAdapter):
-    """What the sequence adds to the pairs."""
+    """The update of the pairs from the sequence."""
 
     serves = (f"{MODELING}:EsmFoldSequenceToPair",)
     signature = "(self, sequence_state)"
@@ -167,20 +170,20 @@ class EsmFoldSequenceToPair(LayerAdapter):
     takes = "x=sequence_state"
 
     def layer(self, module: Any, parts: Parts) -> Parts:
-        """Complete the parts with the two halves of the inputs of the last projection."""
+        """Add the two halves of the inputs of the last projection to the parts."""
         half = module.o_proj.weight.shape[1] // 2
-        halves = {"of_products": slice(0, half), "of_differences": slice(half, None)}
+        halves = {"on_products": slice(0, half), "on_differences": slice(half, None)}
         return parts | {name: ColumnsOf(module.o_proj, inputs) for name, inputs in halves.items()}
 
     def compute(self, layer: Any, x: Tensor, mask: Any = None, other: Any = None, rows: Any = None) -> Any:
         return layer(cast_by_autocast(x))
 
-    def drawn(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
+    def draw_inputs(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
         return {"x": random(2, n, module.proj.weight.shape[1])}
 
 
-class ColumnsOf(LinearOf):
-    """Some of the inputs of a linear layer that is another model's."""
+class ColumnsOf(ForeignLinear):
+    """A linear layer of another model, restricted to some of its inputs."""
 
     def __init__(self, module: nn.Module, inputs: slice) -> None:
         super().__init__(module)
@@ -192,13 +195,13 @@ class ColumnsOf(LinearOf):
         return super().weight[:, self.inputs]
 
 
-# EsmFold2: there are no biases but in norms, whose parameters stay in fp32.  Chunks change nothing.
+# EsmFold2: only norms have biases, and their parameters stay in fp32. Chunks do not change the results.
 
 MODELING2 = "transformers.models.esmfold2.modeling_esmfold2"
 
 
 class EsmFold2Layer(Adapter):
-    """What their layers have in common: the parameters of norms are in fp32 whatever the others are."""
+    """Base of their layers, which keep the parameters of norms in fp32."""
 
     def cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
         module.to(dtype)
@@ -209,7 +212,7 @@ class EsmFold2Layer(Adapter):
 
 
 class EsmFold2TriangleMultiplication(EsmFold2Layer, TriangleProductAdapter):
-    """One projection makes both factors and their gates."""
+    """One projection computes both factors and their gates."""
 
     serves = (f"{MODELING2}:EsmFold2TriangleMultiplicativeUpdate",)
     signature = "(self, pair_grid, visibility=None)"
@@ -219,13 +222,13 @@ class EsmFold2TriangleMultiplication(EsmFold2Layer, TriangleProductAdapter):
     def outgoing(self, module: Any) -> bool:
         return bool(module.flow == "outgoing")
 
-    def drawn(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
-        found = super().drawn(module, n, random)
-        return found | {"mask": found["mask"].bool()}
+    def draw_inputs(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
+        drawn = super().draw_inputs(module, n, random)
+        return drawn | {"mask": drawn["mask"].bool()}
 
 
 class EsmFold2Transition(EsmFold2Layer, SwigluAdapter):
-    """Serve transitions of pairs and of an alignment; theirs adds x."""
+    """Transitions of pairs and of alignments, which add x."""
 
     serves = (f"{MODELING2}:EsmFold2Transition",)
     signature = "(self, hidden_states)"
@@ -239,7 +242,7 @@ class EsmFold2Transition(EsmFold2Layer, SwigluAdapter):
 
 
 class EsmFold2OuterProduct(EsmFold2Layer, OuterProductAdapter):
-    """Serve an alignment [b, r, s, c]; the bias is divided too, by the count of sequences or 1."""
+    """The outer product of an alignment [b, r, s, c]. The bias is divided too, by the count of sequences or by 1."""
 
     serves = (f"{MODELING2}:EsmFold2OuterProductMean",)
     signature = "(self, msa_states, msa_attention_mask)"
@@ -251,13 +254,13 @@ class EsmFold2OuterProduct(EsmFold2Layer, OuterProductAdapter):
     def compute(self, layer: Any, x: Tensor, mask: Any = None, other: Any = None, rows: Any = None) -> Any:
         return super().compute(layer, x.transpose(1, 2), None if mask is None else mask.mT)
 
-    def drawn(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
-        found = super().drawn(module, n, random)
-        return {"x": found["x"].transpose(1, 2), "mask": found["mask"].mT}
+    def draw_inputs(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
+        drawn = super().draw_inputs(module, n, random)
+        return {"x": drawn["x"].transpose(1, 2), "mask": drawn["mask"].mT}
 
 
 class EsmFold2PairWeightedAveraging(EsmFold2Layer, PairWeightedAveragingAdapter):
-    """Serve an alignment [b, r, s, c]."""
+    """Pair-weighted averaging of an alignment [b, r, s, c]."""
 
     serves = (f"{MODELING2}:EsmFold2MSAPairWeightedAveraging",)
     signature = "(self, msa_states, pair_states, pair_attention_mask)"
@@ -268,6 +271,6 @@ class EsmFold2PairWeightedAveraging(EsmFold2Layer, PairWeightedAveragingAdapter)
     def compute(self, layer: Any, x: Tensor, mask: Any = None, other: Any = None, rows: Any = None) -> Any:
         return super().compute(layer, x.transpose(1, 2), mask, other).transpose(1, 2)
 
-    def drawn(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
-        found = super().drawn(module, n, random)
-        return found | {"x": found["x"].transpose(1, 2), "mask": found["mask"].bool()}
+    def draw_inputs(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
+        drawn = super().draw_inputs(module, n, random)
+        return drawn | {"x": drawn["x"].transpose(1, 2), "mask": drawn["mask"].bool()}

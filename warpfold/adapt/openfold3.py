@@ -1,8 +1,8 @@
-"""OpenFold3 (openfold3 0.5.0): its Pairformer, its MSA module, and the Evoformer that it keeps of AlphaFold2.
+"""OpenFold3 (openfold3 0.5.0): its Pairformer, its MSA module, and AlphaFold2's Evoformer.
 
-What differs from ours: the caller transposes z around the ending node, so that `starting` layers stand there;
-transitions mask their update; the outer product divides its bias too.  Arguments that choose a kernel of theirs
-(cuEquivariance, DeepSpeed, Triton, low-memory attention) mean the same, and are served.
+Differences from ours: the caller transposes z around the ending node, which therefore is a `starting` layer.
+Transitions mask their update. The outer product divides its bias too. Arguments that select one of their kernels
+(cuEquivariance, DeepSpeed, Triton, low-memory attention) do not change the results, and are accepted.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from warpfold.adapt.adapter import NotServed, RandomInputs, cast_by_autocast, made_of
+from warpfold.adapt.adapter import NotServed, RandomInputs, assemble, cast_by_autocast
 from warpfold.adapt.kinds import (
     SEQUENCES,
     AttentionPairBiasAdapter,
@@ -34,19 +34,20 @@ LAYERS = "openfold3.core.model.layers"
 FUSED = (
     "norm=layer_norm_in a,b=linear_ab_p a_gate,b_gate=linear_ab_g gate=linear_g norm_out=layer_norm_out out=linear_z"
 )
-INFINITE = 1e4  # what their masks subtract from logits is infinite where it is at least this
+# The smallest number that their masks may subtract from logits, so that masked keys have no weight.
+INFINITE = 1e4
 
 
 class Masked(LayerAdapter):
-    """A layer whose masks subtract a number from logits; compared where there is anything to attend to."""
+    """Base of layers whose masks subtract a number from logits. Fully masked rows are not compared."""
 
     def check(self, module: Any) -> None:
-        """Raise NotServed where masked logits would count."""
+        """Raise NotServed if masked keys would have weight."""
         if module.inf < INFINITE:
             raise NotServed(f"masks subtract {module.inf:g} only")
 
     def attended(self, mask: Tensor) -> Tensor | None:
-        """Mark what of the output is defined; None: all of it."""
+        """Return the mask of defined outputs, or None if all are defined."""
         return mask.any(-1)[..., None, None]
 
     def compared(self, output: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
@@ -55,7 +56,7 @@ class Masked(LayerAdapter):
 
 
 class TriangleProducts(TriangleProductAdapter):
-    """With both factors in one projection (AlphaFold2-Multimer), too."""
+    """Triangle products, with one projection per factor or with one for both (AlphaFold2-Multimer)."""
 
     serves = tuple(
         f"{LAYERS}.triangular_multiplicative_update:{kind}TriangleMultiplicativeUpdate" for kind in ("", "Fused")
@@ -76,7 +77,7 @@ class TriangleProducts(TriangleProductAdapter):
 
 
 class TriangleAttentions(Masked, TriangleAttentionAdapter):
-    """Within rows; or within columns (`starting=False`, which AlphaFold2's ending node may be)."""
+    """Attention within rows, or within columns (`starting=False`, for AlphaFold2's ending node)."""
 
     serves = (f"{LAYERS}.triangular_attention:TriangleAttention",)
     signature: ClassVar[str | tuple[str, ...]] = (
@@ -86,7 +87,8 @@ class TriangleAttentions(Masked, TriangleAttentionAdapter):
     names = f"{TriangleAttentionAdapter.names} bias=linear_z"
 
     def forward(self, layer: Any, *_: Any, **given: Any) -> Any:
-        if given.get("transpose_bias"):  # the caller has transposed z
+        # The caller has transposed z.
+        if given.get("transpose_bias"):
             layer = copy(layer)
             layer.bias_transposed = True
         return super().forward(layer, **given)
@@ -97,7 +99,7 @@ class TriangleAttentions(Masked, TriangleAttentionAdapter):
 
 
 class RowAttentions(Masked, GatedAttentionAdapter):
-    """Attention within rows of m, with a bias made of z (Algorithm 7) or none."""
+    """Attention within rows of m, with a bias from z (Algorithm 7) or without one."""
 
     serves = (f"{LAYERS}.msa:MSAAttention",)
     signature: ClassVar[str | tuple[str, ...]] = (
@@ -112,35 +114,35 @@ class RowAttentions(Masked, GatedAttentionAdapter):
         self.check(module)
         parts = self.layer(module, self.parts(module))
         if module.pair_bias:
-            return made_of(MSARowAttention, **parts)
-        return made_of(MSAColumnAttention, by_column=False, axis=ROWS, **parts)
+            return assemble(MSARowAttention, **parts)
+        return assemble(MSAColumnAttention, by_column=False, axis=ROWS, **parts)
 
     def names_of(self, module: Any) -> str:
         return f"{self.names} norm_z=layer_norm_z bias=linear_z" if module.pair_bias else self.names
 
     def forward(self, layer: Any, *_: Any, **given: Any) -> Any:
-        """Compute the update.  Errors: NotServed where z is missing, or not wanted."""
+        """Compute the update. Raises NotServed if z is missing, or passed to a layer without bias."""
         if (z := given.get("z")) is None and layer.shares == "other":
             raise NotServed("a row attention without z")
         if z is not None and layer.shares != "other":
             raise NotServed("z for an attention without a bias")
         return super().forward(layer, **given)
 
-    def drawn(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
+    def draw_inputs(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
         (c_m,) = self.inputs(module, "q")
         z = {"other": random(2, n, n, *self.inputs(module, "bias"))} if module.pair_bias else {}
         return {"x": random(2, SEQUENCES, n, c_m), "mask": random.mask(2, SEQUENCES, n), **z}
 
 
 class ColumnLayers(Masked):
-    """What works within columns of m."""
+    """Base of layers that attend within columns of m."""
 
     takes = "x=m mask rows=chunk_size"
 
     def attended(self, mask: Tensor) -> Tensor | None:
         return mask.any(-2)[..., None, :, None]
 
-    def drawn(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
+    def draw_inputs(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
         (c,) = self.inputs(module, "q")
         return {"x": random(2, SEQUENCES, n, c), "mask": random.mask(2, n, SEQUENCES).mT}
 
@@ -168,7 +170,7 @@ class GlobalColumnAttentions(ColumnLayers):
 
 
 class PairBiasAttentions(Masked, AttentionPairBiasAdapter):
-    """Attention of the single representation, biased by z (AlphaFold3, Algorithm 24, of the trunk)."""
+    """Attention of the single representation with pair bias (AlphaFold3, Algorithm 24, in the trunk)."""
 
     serves = (f"{LAYERS}.attention_pair_bias:AttentionPairBias",)
     signature = (
@@ -182,14 +184,14 @@ class PairBiasAttentions(Masked, AttentionPairBiasAdapter):
         return None
 
     def forward(self, layer: Any, *_: Any, **given: Any) -> Any:
-        """Compute the update.  Errors: NotServed for logits in fp32 of what is not."""
+        """Compute the update. Raises NotServed if logits in fp32 are requested for a narrower input."""
         if given.get("use_high_precision_attention") and cast_by_autocast(given["a"]).element_size() < 4:
             raise NotServed("logits in fp32")
         return super().forward(layer, **given)
 
 
 class PairAverages(Masked, PairWeightedAveragingAdapter):
-    """The average of m that z decides (AlphaFold3, Algorithm 10)."""
+    """Pair-weighted averaging of m (AlphaFold3, Algorithm 10)."""
 
     serves = (f"{LAYERS}.msa:MSAPairWeightedAveraging",)
     signature = "(self, m, z=None, mask=None, chunk_size=None, use_softmax_kernel=False, **kwargs)"
@@ -201,7 +203,7 @@ class PairAverages(Masked, PairWeightedAveragingAdapter):
 
 
 class Transitions(TransitionAdapter):
-    """The perceptrons of AlphaFold2 (ReLU) and AlphaFold3 (SwiGLU); the update is zero where masked."""
+    """The perceptrons of AlphaFold2 (ReLU) and AlphaFold3 (SwiGLU). The update is zero at masked positions."""
 
     serves: ClassVar[tuple[str, ...]] = tuple(f"{LAYERS}.transition:{kind}Transition" for kind in ("ReLU", "SwiGLU"))
     signature = "(self, x, mask=None, chunk_size=None, ckpt_chunk_size=None)"
@@ -209,8 +211,8 @@ class Transitions(TransitionAdapter):
     takes = "x mask rows=chunk_size"
 
     def names_of(self, module: Any) -> str:
-        of_swiglu = "norm=layer_norm up=swiglu.linear_a,swiglu.linear_b down=linear_out"
-        return of_swiglu if hasattr(module, "swiglu") else self.names
+        swiglu_names = "norm=layer_norm up=swiglu.linear_a,swiglu.linear_b down=linear_out"
+        return swiglu_names if hasattr(module, "swiglu") else self.names
 
     def check(self, module: Any) -> None:
         if hasattr(module, "transition_mlp") and (count := len(module.transition_mlp.layers)) != 1:
@@ -228,7 +230,7 @@ class Transitions(TransitionAdapter):
 
 
 class OuterProducts(OuterProductAdapter):
-    """The bias is divided too (Algorithm 10)."""
+    """The outer product, whose bias is divided too (Algorithm 10)."""
 
     serves = (f"{LAYERS}.outer_product_mean:OuterProductMean",)
     signature = "(self, m, mask=None, chunk_size=None, inplace_safe=False)"

@@ -1,10 +1,10 @@
 """Protenix and OpenDDE: the layers of their Pairformer and MSA module (protenix 2.0.0, opendde 1.2.0).
 
-What differs from AlphaFold2: no biases but in norms, in the queries of `AttentionPairBias` and after the outer product,
-where they are divided too; the transition is a SwiGLU.  The caller transposes z for the ending node, so each triangle
-attention is of the starting node; one that says itself that it is of the ending node is served, too.  `inplace_safe`
-with `_add_with_inplace` wants z itself with the update added.  The strings `triangle_attention` and
-`triangle_multiplicative` choose kernels: a swapped layer computes by our operations whatever they say.
+Differences from AlphaFold2: only norms, the queries of `AttentionPairBias` and the projection of the outer product have
+biases, and the last is divided too. The transition is a SwiGLU. The caller transposes z for the ending node, so each
+triangle attention is a starting node; modules that are ending nodes themselves are supported too. `inplace_safe` with
+`_add_with_inplace` adds the update to z in place. The strings `triangle_attention` and `triangle_multiplicative` select
+kernels; a swapped layer computes with our operations for all values.
 """
 
 from typing import Any, ClassVar
@@ -25,19 +25,19 @@ from warpfold.adapt.kinds import (
 
 
 def _in_model(name: str) -> tuple[str, ...]:
-    """Name a class of both packages."""
+    """Return the full names of a class in both packages."""
     return tuple(f"{package}.model.{name}" for package in ("protenix", "opendde"))
 
 
 class ProtenixLayer(LayerAdapter):
-    """What their layers have in common: they are called without a batch."""
+    """Base of their layers, which are called without a batch axis."""
 
     least = LEAST
     batch = ()
 
 
 class ProtenixTriangleMultiplication(ProtenixLayer, TriangleProductAdapter):
-    """Outgoing and incoming, by OpenFold's names."""
+    """Outgoing and incoming products, with OpenFold's names."""
 
     serves = _in_model("triangular.triangular:TriangleMultiplicativeUpdate")
     signature = (
@@ -49,14 +49,14 @@ class ProtenixTriangleMultiplication(ProtenixLayer, TriangleProductAdapter):
 
 
 class ProtenixTriangleAttention(ProtenixLayer, TriangleAttentionAdapter):
-    """Starting and ending, by OpenFold's names."""
+    """Starting and ending nodes, with OpenFold's names."""
 
     serves = _in_model("triangular.triangular:TriangleAttention")
     signature = "(self, x, mask=None, chunk_size=None, triangle_attention='torch', inplace_safe=False)"
 
 
 class ProtenixTransition(ProtenixLayer, SwigluAdapter):
-    """Without biases."""
+    """A SwiGLU without biases."""
 
     serves = _in_model("modules.primitives:Transition")
     signature = "(self, x)"
@@ -64,7 +64,7 @@ class ProtenixTransition(ProtenixLayer, SwigluAdapter):
 
 
 class ProtenixOuterProductMean(ProtenixLayer, OuterProductAdapter):
-    """The bias is divided by the count, to which 1e-3 is added, as in AlphaFold2."""
+    """The bias is divided by the count plus 1e-3, as in AlphaFold2."""
 
     serves = _in_model("triangular.layers:OuterProductMean")
     signature = "(self, m, mask=None, chunk_size=None, inplace_safe=False)"
@@ -76,7 +76,7 @@ class ProtenixOuterProductMean(ProtenixLayer, OuterProductAdapter):
 
 
 class ProtenixPairWeightedAveraging(ProtenixLayer, PairWeightedAveragingAdapter):
-    """All residues count.  OpenDDE's has arguments for a z that is sharded."""
+    """Pair-weighted averaging without a mask. OpenDDE's has arguments for a sharded z."""
 
     serves = _in_model("modules.pairformer:MSAPairWeightedAveraging")
     signature = ("(self, m, z)", "(self, m, z, z_pair_spec=None, foldcp_mesh=None)")
@@ -89,9 +89,9 @@ class ProtenixPairWeightedAveraging(ProtenixLayer, PairWeightedAveragingAdapter)
 
 
 class ProtenixAttentionPairBias(ProtenixLayer, AttentionPairBiasAdapter):
-    """The Pairformer's: not conditioned, every position attends to all.  OpenDDE's takes another bias, too.
+    """The Pairformer's attention, without conditioning or mask. OpenDDE's has an argument for a second bias.
 
-    Its logits are fp32, and its own code does not run with values in 16 bits.
+    The logits are in fp32, and its own code does not run with 16-bit values.
     """
 
     serves = _in_model("modules.transformer:AttentionPairBias")
@@ -110,7 +110,7 @@ class ProtenixAttentionPairBias(ProtenixLayer, AttentionPairBiasAdapter):
         "enable_efficient_fusion": "a z with its channels in front",
         "extra_attn_bias": "another bias beside that of z",
     }
-    in_fp32 = True
+    computes_in_fp32 = True
 
     def check(self, module: Any) -> None:
         if module.has_s or module.cross_attention_mode:

@@ -1,4 +1,4 @@
-"""What `accelerate` did to a model, as data and as a table."""
+"""The report of `accelerate`, as data and as a table."""
 
 import shutil
 import textwrap
@@ -6,74 +6,88 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-WIDTH = (80, 120)  # columns of a table, at least and at most
-LEAST = (9, 12, 10)  # columns of a name, of a class and of an operation
+# Smallest and largest width of a table, in characters.
+WIDTH = (80, 120)
+# Smallest widths of the columns of names, classes and operations.
+MIN_COLUMNS = (9, 12, 10)
 NO_OPERATION = "no operation of ours"
 
 
 @dataclass(frozen=True)
 class LayerSpeed:
-    """How often faster than its own code a layer is on the device at hand, and its share of the memory; medians."""
+    """The speed of a layer relative to its own code on the current device, from medians.
 
-    forward: float  # the time of its own code / that of ours, without gradients
-    both: float | None  # of forward and backward pass; None: it has no gradient
-    memory: float | None  # the peak of both passes / that of its own code; None: not measured
+    forward: the time of its own code divided by ours, without gradients. both: the same for forward and backward pass;
+    None: the layer has no gradient. memory: our peak of both passes divided by its own code's; None: not measured.
+    """
+
+    forward: float
+    both: float | None
+    memory: float | None
 
     def __str__(self) -> str:
-        """ "forward 1.70x faster, forward and backward together 1.25x slower, with 0.40 of the memory"."""
-        said = f"forward {faster_or_slower(self.forward)}"
-        said += "" if self.both is None else f", forward and backward together {faster_or_slower(self.both)}"
-        return said + ("" if self.memory is None else f", with {self.memory:.2f} of the memory")
+        """Format as "forward 1.70x faster, forward and backward together 1.25x slower, with 0.40 of the memory"."""
+        text = f"forward {faster_or_slower(self.forward)}"
+        text += "" if self.both is None else f", forward and backward together {faster_or_slower(self.both)}"
+        return text + ("" if self.memory is None else f", with {self.memory:.2f} of the memory")
 
 
 def faster_or_slower(ratio: float) -> str:
-    """Say how often faster a layer is than its own code, so that the direction cannot be misread."""
+    """Format a speed ratio with its direction: "1.70x faster" or "1.25x slower"."""
     return f"{ratio:.2f}x faster" if ratio >= 1 else f"{1 / max(ratio, 1e-3):.2f}x slower"
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Modules of a model that are alike: of one class, with parameters of the same shapes."""
+    """Modules of a model with the same class and the same parameter shapes.
 
-    names: tuple[str, ...]  # of the modules
-    of_class: str
-    operation: str = ""  # what computes them now; nothing: they were left
-    why: str = ""  # they were left
-    difference: float | None = None  # the greatest that was found between both ways, relative; None: not compared
-    speed: LayerSpeed | None = None  # None: not measured
-    parameters: int = 0  # numbers in all of these modules
+    names: of the modules. operation: ours that computes them now; "" if they were left. why: the reason why they were
+    left. difference: the largest relative difference in the comparison; None: not compared. speed: None: not measured.
+    parameters: the number of parameters in all of these modules.
+    """
+
+    names: tuple[str, ...]
+    class_name: str
+    operation: str = ""
+    why: str = ""
+    difference: float | None = None
+    speed: LayerSpeed | None = None
+    parameters: int = 0
 
 
 @dataclass(frozen=True)
 class Acceleration:
-    """What `accelerate` did to a model: print it."""
+    """The report of `accelerate`. Printing it shows a table.
+
+    parameters: the number of parameters of the whole model. notes: remarks below the table.
+    """
 
     kinds: tuple[LayerKind, ...]
-    parameters: int = 0  # numbers in all of the model
-    notes: tuple[str, ...] = ()  # what else there is to say
+    parameters: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def swapped(self) -> tuple[LayerKind, ...]:
-        """The kinds of layers that compute by our operations."""
+        """The kinds of layers that compute with our operations."""
         return tuple(kind for kind in self.kinds if kind.operation)
 
     @property
     def left(self) -> tuple[LayerKind, ...]:
-        """The kinds that are known and were left, and those that have parameters and are not known."""
+        """The kinds that were left: supported ones, and unsupported ones with parameters."""
         return tuple(kind for kind in self.kinds if not kind.operation)
 
     def __str__(self) -> str:
-        """Return the table, as wide as the terminal is, within limits."""
+        """Format the table, with the width of the terminal within limits."""
         width = min(max(shutil.get_terminal_size((100, 24)).columns, WIDTH[0]), WIDTH[1])
         lines = _swapped_lines(self.swapped, width)
-        known = [kind for kind in self.left if kind.why != NO_OPERATION]
-        for why, names in _by_reason(known):
+        supported = [kind for kind in self.left if kind.why != NO_OPERATION]
+        for why, names in _by_reason(supported):
             lines += textwrap.wrap(f"left: {names}: {why}", width, subsequent_indent="  ")
-        unknown = Counter[str]()
+        unsupported = Counter[str]()
         for kind in self.left:
-            unknown[kind.of_class] += len(kind.names) if kind.why == NO_OPERATION else 0
-        if named := ", ".join(f"{count} {name}" for name, count in (+unknown).most_common()):
-            lines += textwrap.wrap(f"left, {NO_OPERATION}: {named}", width, subsequent_indent="  ")
+            unsupported[kind.class_name] += len(kind.names) if kind.why == NO_OPERATION else 0
+        if counts := ", ".join(f"{count} {name}" for name, count in (+unsupported).most_common()):
+            lines += textwrap.wrap(f"left, {NO_OPERATION}: {counts}", width, subsequent_indent="  ")
         if self.parameters:
             share = sum(kind.parameters for kind in self.swapped) / self.parameters
             lines.append(f"{share:.0%} of {self.parameters:,} parameters are in layers that were swapped")
@@ -81,23 +95,23 @@ class Acceleration:
 
 
 def _swapped_lines(kinds: Sequence[LayerKind], width: int) -> list[str]:
-    """Return a row for each kind of layer that was swapped; names are cut where the table would be too wide."""
+    """Format a row for each swapped kind of layer. Names are shortened if the table would be too wide."""
     if not kinds:
         return []
     merged: dict[tuple[str, str, LayerSpeed | None], list[LayerKind]] = {}
     for kind in kinds:
-        merged.setdefault((kind.of_class, kind.operation, kind.speed), []).append(kind)
+        merged.setdefault((kind.class_name, kind.operation, kind.speed), []).append(kind)
     rows: list[tuple[str, ...]] = [("swapped", "class", "computed by", "differs", "forward", "and backward", "memory")]
-    for (of_class, operation, speed), alike in merged.items():
-        names = tuple(name for kind in alike for name in kind.names)
-        found = [kind.difference for kind in alike if kind.difference is not None]
-        worst = f"{max(found):.0e}" if found else ""
-        rows.append((pattern(names), f"{len(names)} {of_class}", operation, worst, *_figures(speed)))
+    for (class_name, operation, speed), group in merged.items():
+        names = tuple(name for kind in group for name in kind.names)
+        differences = [kind.difference for kind in group if kind.difference is not None]
+        worst = f"{max(differences):.0e}" if differences else ""
+        rows.append((pattern(names), f"{len(names)} {class_name}", operation, worst, *_figures(speed)))
     columns = [column for column in zip(*rows) if any(column[1:])]
     widths = [max(map(len, column)) for column in columns]
-    for i, least in enumerate(LEAST):
+    for i, min_width in enumerate(MIN_COLUMNS):
         spare = width - sum(widths) - 2 * (len(widths) - 1)
-        widths[i] = max(widths[i] + min(spare, 0), min(widths[i], least))
+        widths[i] = max(widths[i] + min(spare, 0), min(widths[i], min_width))
     return [
         "  ".join(_cut(cell, size).ljust(size) for cell, size in zip(row, widths)).rstrip() for row in zip(*columns)
     ]
@@ -111,23 +125,23 @@ def _figures(speed: LayerSpeed | None) -> tuple[str, str, str]:
 
 
 def _by_reason(kinds: Sequence[LayerKind]) -> list[tuple[str, str]]:
-    """Return each reason why layers were left, and which."""
-    found: dict[tuple[str, str], list[str]] = {}
+    """Group the layers that were left by reason and class: (reason, description of the layers)."""
+    left: dict[tuple[str, str], list[str]] = {}
     for kind in kinds:
-        found.setdefault((kind.why, kind.of_class), []).extend(kind.names)
-    return [(why, f"{len(names)} {of} ({pattern(tuple(names))})") for (why, of), names in found.items()]
+        left.setdefault((kind.why, kind.class_name), []).extend(kind.names)
+    return [(why, f"{len(names)} {name} ({pattern(tuple(names))})") for (why, name), names in left.items()]
 
 
 def _cut(text: str, size: int) -> str:
-    """Return a text of so many characters at most, without its middle if need be."""
+    """Shorten a text to `size` characters by cutting its middle."""
     if len(text) <= size:
         return text
     return text[: (size - 3) // 2] + "..." + text[len(text) - (size - 3 - (size - 3) // 2) :]
 
 
 def pattern(names: Sequence[str]) -> str:
-    """Return names of modules as one pattern: what differs is a star."""
+    """Merge names of modules to one pattern, with stars for differing components."""
     split = [name.split(".") for name in names]
-    if len({len(parts) for parts in split}) > 1:
+    if len({len(components) for components in split}) > 1:
         return f"{names[0]}, ..."
-    return ".".join(part[0] if len(set(part)) == 1 else "*" for part in zip(*split)) or "(the model)"
+    return ".".join(values[0] if len(set(values)) == 1 else "*" for values in zip(*split)) or "(the model)"

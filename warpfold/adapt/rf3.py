@@ -1,9 +1,10 @@
 """RoseTTAFold3 (rc-foundry 0.2.0, its package rf3): the layers of its Pairformer and MSA module.
 
-What differs from AlphaFold2: nothing is masked; the bias of the ending node is of z as it lies; a triangle product is
-divided by the number of residues before it is normalised; an outer product by the number of sequences, but for its
-bias; transitions are SwiGLU.  Most layers are checkpointed: they keep their inputs alone for the backward pass, and so
-do ours.  With cuEquivariance their own code does not divide, so that eps counts for more there than here.
+Differences from AlphaFold2: there are no masks. The bias of the ending node comes from z, not transposed. A triangle
+product is divided by the number of residues before its norm, and an outer product by the number of sequences, without
+its bias. Transitions are SwiGLU. Most layers are checkpointed, so they save only their inputs for the backward pass,
+and ours do the same. With cuEquivariance their own code does not divide the triangle product, so that eps of the norm
+has a different effect than here.
 """
 
 from typing import Any, ClassVar, cast
@@ -30,25 +31,25 @@ LAYERS = "rf3.model.layers"
 
 
 class RF3Layer(Adapter):
-    """What their layers have in common: switches to kernels of bf16 alone, off when both ways are compared."""
+    """Base of their layers. Comparisons disable their switches to kernels that exist in bf16 only."""
 
     compared_with: ClassVar = {"use_cuequivariance": False, "force_bfloat16": False}
     least = LEAST
 
 
 class Checkpointed(RF3Layer):
-    """A layer that is computed again in the backward pass, for which it keeps its inputs."""
+    """Base of layers that save only their inputs and are recomputed in the backward pass."""
 
     @classmethod
     def update(cls, layer: AxialUpdate, *args: Any, **kwargs: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return super().update(layer, *args, **kwargs)
-        again = super().update
-        return cast(Tensor, checkpoint(again, layer, *args, use_reentrant=False, preserve_rng_state=False, **kwargs))
+        compute = super().update
+        return cast(Tensor, checkpoint(compute, layer, *args, use_reentrant=False, preserve_rng_state=False, **kwargs))
 
 
 class RF3TriangleProduct(RF3Layer, TriangleProductAdapter):
-    """Divided by the number of residues n: each factor by its root, which stands where others have a mask."""
+    """A product divided by the number of residues n. A mask of 1 / sqrt(n) divides each factor."""
 
     serves = (f"{LAYERS}.attention:TriangleMultiplication",)
     signature = "(self, pair)"
@@ -63,7 +64,7 @@ class RF3TriangleProduct(RF3Layer, TriangleProductAdapter):
 
 
 class RF3TriangleAttention(Checkpointed, TriangleAttentionAdapter):
-    """The bias of the ending node is of z as it lies."""
+    """The bias of the ending node comes from z, not transposed."""
 
     serves = (f"{LAYERS}.attention:TriangleAttention",)
     signature = "(self, pair)"
@@ -78,7 +79,7 @@ class RF3TriangleAttention(Checkpointed, TriangleAttentionAdapter):
 
 
 class RF3Transition(Checkpointed, SwigluAdapter):
-    """Without biases."""
+    """A SwiGLU without biases."""
 
     serves = (f"{LAYERS}.layer_utils:Transition",)
     signature = "(self, X)"
@@ -87,7 +88,7 @@ class RF3Transition(Checkpointed, SwigluAdapter):
 
 
 class RF3OuterProduct(Checkpointed, OuterProductAdapter):
-    """The count is of all sequences; the bias is added after the division."""
+    """The count is the number of all sequences, and the bias is added after the division."""
 
     serves = (f"{LAYERS}.outer_product:OuterProductMean_AF3",)
     signature = "(self, msa)"
@@ -97,7 +98,7 @@ class RF3OuterProduct(Checkpointed, OuterProductAdapter):
 
 
 class RF3PairWeightedAveraging(Checkpointed, PairWeightedAveragingAdapter):
-    """Serve one alignment [s, r, c], with a gate for each channel."""
+    """Pair-weighted averaging of an alignment [s, r, c] with a gate for each channel."""
 
     serves = ("rf3.model.RF3_blocks:MSAPairWeightedAverage",)
     signature = "(self, msa_SI, pair_II)"
@@ -111,7 +112,7 @@ class RF3PairWeightedAveraging(Checkpointed, PairWeightedAveragingAdapter):
 
 
 class RF3AttentionPairBias(RF3Layer, AttentionPairBiasAdapter):
-    """The Pairformer's: its own code casts to bf16, and so wants parameters in bf16, or an autocast to it."""
+    """The Pairformer's attention, whose own code casts to bf16 and needs parameters in bf16, or autocast to bf16."""
 
     serves = (f"{LAYERS}.pairformer_layers:AttentionPairBiasPairformerDeepspeed",)
     signature = "(self, A_I, S_I, Z_II, Beta_II=None)"
@@ -124,7 +125,7 @@ class RF3AttentionPairBias(RF3Layer, AttentionPairBiasAdapter):
     def forward(self, layer: Any, *_: Any, **given: Any) -> Any:
         """Compute the update.
 
-        Errors: NotServed for a Beta_II that is more than one number, which would shift all logits alike: no change.
+        A single number as Beta_II shifts all logits equally and is ignored. Raises NotServed for any other Beta_II.
         """
         if given.get("Beta_II") is None or given["Beta_II"].numel() != 1:
             raise NotServed("a bias beside that of z")

@@ -1,7 +1,7 @@
-"""Compare a layer of another model's with ours: results and times, with the same parameters and input, both passes.
+"""Compare a layer of another package with ours: results and times of both passes, with the same parameters and inputs.
 
-Every parameter is drawn anew, as layers whose last projection begins with zeros agree with anything.  The truth is
-their own code in fp64; ours may be as far from it as theirs is in the module's dtype, or a little more.
+All parameters are drawn at random, since layers whose last projection is initialised with zeros agree with anything.
+The reference is their own code in fp64. The error of ours may be a few times the error of theirs in the module's dtype.
 """
 
 import copy
@@ -23,39 +23,50 @@ from warpfold.memory import is_out_of_memory
 from warpfold.model.axial import PlainExecution
 from warpfold.ops.dispatch import always_fast
 
-SIZES = (7, 33)  # residues: below a tile of any kernel, and above, both odd
-TIMES = 4.0  # theirs: so far from the truth may we be
-GRADIENT = "gradient of "  # how their names begin
-NEGLIGIBLE = 0.1  # of the steepest gradient: one may be zero but for rounding, as of what shifts all logits alike
-ENOUGH = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # or so far, relative
+# Residues, below and above the tiles of all kernels, both odd.
+SIZES = (7, 33)
+# Our error may be this many times theirs, or this large relative to the tensor's largest number.
+MAX_ERROR_RATIO = 4.0
+TOLERANCES = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+# Prefix of the names of gradients.
+GRADIENT = "gradient of "
+# The scale of a gradient is at least this share of the largest gradient: the gradient of a parameter that shifts all
+# logits equally is zero except for rounding.
+MIN_GRADIENT_SCALE = 0.1
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far two ways to compute a layer are apart, relative to the largest number of each tensor."""
+    """The difference between their code and ours.
 
-    difference: float  # ours from theirs, the greatest of all tensors
-    where: str  # "output", or "gradient of NAME"
+    difference: the largest of all tensors, relative to the largest number of each. where: the tensor with the largest
+    difference, "output" or "gradient of NAME".
+    """
+
+    difference: float
+    where: str
     agrees: bool
 
 
 def compare(module: nn.Module, adapter: Adapter, seed: int = 0, execution: PlainExecution | None = None) -> Comparison:
-    """Compare both ways to compute a module, of which nothing is changed; the worst of several sizes.
+    """Compare a module's own code with ours, on copies, and return the worst result of several sizes.
 
-    Under autocast, if it is on.  execution: how ours computes (None: all at once).
-    Errors: NotServed where the adapter does not serve the module, or it cannot be copied.
+    If autocast is enabled, it applies. execution: of our layer; None computes everything at once.
+    Raises NotServed if the adapter does not serve the module, or if the module cannot be copied.
     """
     worst = Comparison(0.0, "output", True)
     for n in SIZES:
         with torch.inference_mode(False), torch.enable_grad():
-            found = _compare(module, adapter, seed, n, execution)
-        if (not found.agrees, found.difference) > (not worst.agrees, worst.difference) or math.isnan(found.difference):
-            worst = found
+            result = _compare(module, adapter, seed, n, execution)
+        if (not result.agrees, result.difference) > (not worst.agrees, worst.difference) or math.isnan(
+            result.difference
+        ):
+            worst = result
     return worst
 
 
 def _compare(module: nn.Module, adapter: Adapter, seed: int, n: int, execution: PlainExecution | None) -> Comparison:
-    theirs = redrawn(copy_of(module), seed)
+    theirs = redrawn(copy_for_trial(module), seed)
     for name, value in adapter.compared_with.items():
         setattr(theirs, name, value)
     ours = copy.deepcopy(theirs)
@@ -64,44 +75,44 @@ def _compare(module: nn.Module, adapter: Adapter, seed: int, n: int, execution: 
     with their_own_code(torch.float64), StaysDouble():
         truth = _results(copy.deepcopy(theirs).double(), adapter, n, like.double())
     with their_own_code(like.dtype):
-        by_them = _results(theirs, adapter, n, like)
+        their_results = _results(theirs, adapter, n, like)
     with always_fast():
-        by_us = _results(ours, adapter, n, like)
+        our_results = _results(ours, adapter, n, like)
     worst = Comparison(0.0, "output", True)
-    steepest = max(
+    largest_gradient = max(
         (float(x.abs().max()) for name, x in truth.items() if name.startswith(GRADIENT) and x.numel()), default=0.0
     )
     for name, exact in truth.items():
-        one, other = by_us[name], by_them[name]
-        if one.shape != other.shape or one.dtype != other.dtype:
+        our, their = our_results[name], their_results[name]
+        if our.shape != their.shape or our.dtype != their.dtype:
             return Comparison(math.inf, f"shape or dtype of the {name}", False)
-        least = NEGLIGIBLE * steepest if name.startswith(GRADIENT) else 0.0
-        scale = max(float(exact.abs().max()), least, 1e-30) if exact.numel() else 1.0
-        apart = _apart(one, other) / scale
-        error, allowed = (_apart(x, exact) / scale for x in (one, other))
-        agrees = error <= max(TIMES * allowed, ENOUGH[_coarsest(like)])
-        if (not agrees, apart) > (not worst.agrees, worst.difference) or math.isnan(apart):
-            worst = Comparison(apart, name, agrees)
+        min_scale = MIN_GRADIENT_SCALE * largest_gradient if name.startswith(GRADIENT) else 0.0
+        scale = max(float(exact.abs().max()), min_scale, 1e-30) if exact.numel() else 1.0
+        difference = _max_difference(our, their) / scale
+        our_error, their_error = (_max_difference(x, exact) / scale for x in (our, their))
+        agrees = our_error <= max(MAX_ERROR_RATIO * their_error, TOLERANCES[_rounding_dtype(like)])
+        if (not agrees, difference) > (not worst.agrees, worst.difference) or math.isnan(difference):
+            worst = Comparison(difference, name, agrees)
     return worst
 
 
-def _apart(a: Tensor, b: Tensor) -> float:
-    """Return the greatest difference of two tensors; 0 of two without elements."""
+def _max_difference(a: Tensor, b: Tensor) -> float:
+    """Compute the largest difference of two tensors, or 0 for tensors without elements."""
     return float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
 
 
-def _coarsest(like: Tensor) -> torch.dtype:
-    """Return the dtype of which the rounding counts: of the parameters, or of autocast."""
+def _rounding_dtype(like: Tensor) -> torch.dtype:
+    """Return the dtype that determines the rounding: that of autocast for fp32 parameters, else the parameters'."""
     kind = like.device.type
     if torch.is_autocast_enabled(kind) and like.dtype == torch.float32:
         return torch.get_autocast_dtype(kind)
     return like.dtype
 
 
-def copy_of(module: nn.Module) -> nn.Module:
-    """Return a copy of a module to be tried: in eval mode, without hooks, with a gradient for every parameter.
+def copy_for_trial(module: nn.Module) -> nn.Module:
+    """Copy a module for a comparison: in eval mode, without hooks, with gradients for all parameters.
 
-    Errors: NotServed for one that cannot be copied.
+    Raises NotServed if the module cannot be copied.
     """
     try:
         copied = copy.deepcopy(module).eval().requires_grad_()
@@ -115,32 +126,30 @@ def copy_of(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def their_own_code(dtype: torch.dtype) -> Iterator[None]:
-    """Within the context, where a module's own code runs with parameters of a dtype: raise NotServed if it fails.
-
-    Not for want of memory: that error passes.
-    """
+    """Convert errors of a module's own code, run with parameters of a dtype, to NotServed; not if memory runs out."""
     try:
         yield
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         if is_out_of_memory(error):
             raise
-        said = (str(error) or type(error).__name__).splitlines()[0]
+        message = (str(error) or type(error).__name__).splitlines()[0]
         raise NotServed(
-            f"its own code does not run with parameters of {str(dtype).removeprefix('torch.')}: {said}"
+            f"its own code does not run with parameters of {str(dtype).removeprefix('torch.')}: {message}"
         ) from error
 
 
 class StaysDouble(TorchFunctionMode):
-    """Within the context what is fp64 stays so where code casts it to fp32, as some does before it multiplies or adds.
+    """Ignore casts from fp64 to fp32 within the context.
 
-    So all of such code can be had in fp64; parts of it could not be run otherwise, for dtypes that do not fit.
+    Some packages cast to fp32 before products or sums. Without this, their code could not run in fp64, or would fail
+    because of different dtypes.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        to_fp32 = any(given is torch.float32 for given in (*args[1:], *kwargs.values()))
+        to_fp32 = any(argument is torch.float32 for argument in (*args[1:], *kwargs.values()))
         casts = to_fp32 and func in (torch.Tensor.to, torch.Tensor.type)
         if (casts or func is torch.Tensor.float) and args[0].dtype == torch.float64:
             return args[0]
@@ -148,12 +157,12 @@ class StaysDouble(TorchFunctionMode):
 
 
 def narrowest(module: nn.Module) -> Tensor:
-    """Return a parameter of the dtype with fewest bits, which inputs have: some packages keep norms in fp32."""
+    """Return a parameter of the narrowest dtype, which is that of the inputs: some packages keep norms in fp32."""
     return min((p for p in module.parameters() if p.is_floating_point()), key=lambda p: p.dtype.itemsize)
 
 
 def redrawn(module: nn.Module, seed: int) -> nn.Module:
-    """Return a module with every parameter drawn anew, in place: no zeros, no ones, outputs of the order of one."""
+    """Draw all parameters of a module at random, in place, without zeros and ones, with outputs of the order of one."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in module.named_parameters():
@@ -167,26 +176,26 @@ def redrawn(module: nn.Module, seed: int) -> nn.Module:
 
 
 def _results(module: nn.Module, adapter: Adapter, n: int, like: Tensor) -> dict[str, Tensor]:
-    """Return the outputs of a module for the adapter's example, and the gradients of inputs and parameters."""
+    """Compute the outputs of a module for the adapter's example, and the gradients of inputs and parameters."""
     random = RandomInputs(like, seed=n)
     args, kwargs = adapter.example(module, n, random)
-    given = inputs_of(args, kwargs)
-    for x in given.values():
+    leaves = differentiable_inputs(args, kwargs)
+    for x in leaves.values():
         x.requires_grad_()
-    given |= {name: p for name, p in module.named_parameters() if p.requires_grad}
+    leaves |= {name: p for name, p in module.named_parameters() if p.requires_grad}
     outputs = list(tensors_of(adapter.compared(module(*args, **kwargs), args, kwargs)))
     loss = sum((x * random(*x.shape)).sum() for x in outputs)
     assert isinstance(loss, Tensor)
-    found = torch.autograd.grad(loss, list(given.values()), allow_unused=True)
+    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     results = {f"output {i}" if i else "output": x.detach() for i, x in enumerate(outputs)}
     return results | {
-        f"{GRADIENT}{name}": torch.zeros_like(x) if grad is None else grad
-        for (name, x), grad in zip(given.items(), found)
+        f"{GRADIENT}{name}": torch.zeros_like(x) if gradient is None else gradient
+        for (name, x), gradient in zip(leaves.items(), gradients)
     }
 
 
-def inputs_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the arguments that a gradient goes to: tensors of numbers, but for masks of zeros and ones."""
+def differentiable_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the floating-point arguments by name, without masks of zeros and ones."""
     return {
         f"input {name}": x
         for name, x in (*enumerate(args), *kwargs.items())
@@ -194,63 +203,66 @@ def inputs_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Ten
     }
 
 
-# How fast each way is.  Both take turns, so that a slow minute of the machine affects both; medians count.
+# Timing. Both ways alternate, so that a slow minute of the machine affects both, and medians are compared.
 
-SIZE = {"cpu": 128, "cuda": 256}  # residues or tokens
+# Residues or tokens.
+SIZE = {"cpu": 128, "cuda": 256}
 REPEATS = {"cpu": 5, "cuda": 20}
-BUDGET = {"cpu": 10.0, "cuda": 2.0}  # seconds for each way, without its warm-up
-FASTER, SMALLER = 1.05, 0.9  # least gain of a layer of plain torch: in speed, in its share of the memory
-GLANCE, TURNS, SECONDS, CLEAR = 64, 3, 1.0, 1.1  # of a glance on a CPU: residues, repeats, budget, what settles it
+# Seconds for each way, without its warm-up.
+BUDGET = {"cpu": 10.0, "cuda": 2.0}
+# A layer of plain torch is swapped if it is this much faster, or needs less than this share of the memory.
+MIN_SPEEDUP, MAX_MEMORY_SHARE = 1.05, 0.9
+# A brief timing on a CPU: residues, repeats, seconds, and the speedup from which no longer timing follows.
+BRIEF_SIZE, BRIEF_REPEATS, BRIEF_BUDGET, CLEAR_SPEEDUP = 64, 3, 1.0, 1.1
 
 
 def glanced_speed(module: nn.Module, adapter: Adapter) -> LayerSpeed:
-    """Time both ways in about a second: on a CPU at a small size, and as `measured_speed` does only if that is close.
+    """Time both ways briefly on a CPU, in about a second. If the result is close, or on a GPU, use `measured_speed`.
 
-    Errors: as of `measured_speed`.
+    Raises the errors of `measured_speed`.
     """
     if narrowest(module).device.type == "cpu":
-        speed = _timed(module, adapter, GLANCE, TURNS, SECONDS, peaks=False)
-        if min(speed.forward, speed.both or speed.forward) >= CLEAR:
+        speed = _time_both(module, adapter, BRIEF_SIZE, BRIEF_REPEATS, BRIEF_BUDGET, peaks=False)
+        if min(speed.forward, speed.both or speed.forward) >= CLEAR_SPEEDUP:
             return speed
     return measured_speed(module, adapter)
 
 
 def measured_speed(module: nn.Module, adapter: Adapter, size: int | None = None) -> LayerSpeed:
-    """Time both ways to compute a module, of which nothing is changed, forward and backward.
+    """Time both ways to compute a module, forward and backward, on copies.
 
-    size: residues or tokens.  Errors: NotServed where it cannot be copied, or its own code does not run; RuntimeError
-    where a way fails later, as without memory.
+    size: residues or tokens. Raises NotServed if the module cannot be copied or its own code does not run, and
+    RuntimeError if one of them fails later, for example because memory runs out.
     """
     kind = narrowest(module).device.type
-    return _timed(module, adapter, size or SIZE[kind], REPEATS[kind], BUDGET[kind])
+    return _time_both(module, adapter, size or SIZE[kind], REPEATS[kind], BUDGET[kind])
 
 
-def _timed(
+def _time_both(
     module: nn.Module, adapter: Adapter, size: int, repeats: int, budget: float, peaks: bool = True
 ) -> LayerSpeed:
-    """Time both ways at a size, so often, in so many seconds for each at most; peaks: of memory, too."""
+    """Time both ways `repeats` times at a size, in at most `budget` seconds each. peaks: measure memory too."""
     with torch.inference_mode(False), torch.enable_grad():
-        theirs = redrawn(copy_of(module), 0)
-        ours = copy_of(theirs)
+        theirs = redrawn(copy_for_trial(module), 0)
+        ours = copy_for_trial(theirs)
         swap(ours, adapter, adapter.build(ours))
         like = narrowest(theirs)
         args, kwargs = adapter.example(theirs, size, RandomInputs(like))
-        given = [x.requires_grad_() for x in inputs_of(args, kwargs).values()]
+        inputs = [x.requires_grad_() for x in differentiable_inputs(args, kwargs).values()]
 
         with their_own_code(like.dtype):
-            ways = [subject("theirs", partial(theirs, *args, **kwargs), [*given, *theirs.parameters()])]
-        ways.append(subject("ours", partial(ours, *args, **kwargs), [*given, *ours.parameters()]))
-        times = measure(ways, like.device, repeats, budget, peaks)
-    for found in times.values():
-        if found.failed:
-            error = torch.OutOfMemoryError if found.failed == "out of memory" else RuntimeError
-            raise error(f"{type(module).__name__}: {found.failed}")
+            subjects = [subject("theirs", partial(theirs, *args, **kwargs), [*inputs, *theirs.parameters()])]
+        subjects.append(subject("ours", partial(ours, *args, **kwargs), [*inputs, *ours.parameters()]))
+        times = measure(subjects, like.device, repeats, budget, peaks)
+    for result in times.values():
+        if result.failed:
+            error = torch.OutOfMemoryError if result.failed == "out of memory" else RuntimeError
+            raise error(f"{type(module).__name__}: {result.failed}")
     return ratios(times["theirs"], times["ours"])
 
 
 def ratios(theirs: Times, ours: Times) -> LayerSpeed:
-    """Return how often faster the second is than the first."""
-
+    """Compute how many times faster ours is than theirs."""
     both = [times.median("training", "backward") or 0.0 for times in (theirs, ours)]
     forward = (theirs.median("forward") or 0.0) / max(ours.median("forward") or 0.0, 1e-9)
     memory = None
@@ -260,12 +272,12 @@ def ratios(theirs: Times, ours: Times) -> LayerSpeed:
 
 
 def gain(speed: LayerSpeed, plain: bool, trains: bool = True) -> str:
-    """Return why a layer that was timed is left, or nothing: it is slower here, or of plain torch and no better.
+    """Return why a timed layer is left: it is slower here, or of plain torch and no gain. "" if it is not left.
 
-    trains: whether the model is trained; otherwise the forward pass alone decides.
+    trains: whether the model is trained. If not, only the forward pass is judged.
     """
     passes = [speed.forward] if speed.both is None or not trains else [speed.forward, speed.both]
     if min(passes) < SLOWER:
         return f"slower here: {speed}"
-    better = max(passes) > FASTER or (speed.memory is not None and speed.memory < SMALLER)
+    better = max(passes) > MIN_SPEEDUP or (speed.memory is not None and speed.memory < MAX_MEMORY_SHARE)
     return f"neither faster nor smaller here: {speed}" if plain and not better else ""
