@@ -1,4 +1,4 @@
-"""The losses of a design: against the official confidences, against differences, on shapes whose values are known."""
+"""Test the losses of a design against the official confidences, finite differences, and shapes with known values."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def seen_of(
     plddt: Tensor, distogram: Tensor, pae: Tensor | None, positions: Tensor, rotation: Tensor | None = None,
     asym: list[int] | None = None, entity: list[int] | None = None, designed: list[bool] | None = None,
 ) -> ModelOutputs:  # fmt: skip
-    """What a loss sees of these outputs alone."""
+    """Build the model outputs that the losses read."""
     n = len(plddt)
     chain = torch.tensor(asym or [1] * n)
     rotation = torch.eye(3).to(plddt).expand(n, 3, 3) if rotation is None else rotation
@@ -52,7 +52,7 @@ def random_outputs(n: int = 20, seed: int = 0) -> list[Tensor]:
 
 
 def target(n: int = 20) -> TargetStructure:
-    """A backbone in three chains, of which the last is not known."""
+    """Build a target of three chains.  The structure of the last chain is unknown."""
     draw, chains = np.random.default_rng(3), {}
     for id, length in zip("AB", (7, 7)):
         walk = np.cumsum(draw.normal(size=(length, 1, 3)), 0) * 3
@@ -83,7 +83,7 @@ def test_a_loss_has_the_gradient_of_its_differences(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["conf_dimer", "conf_trimer", "conf_dimer_apart", "conf_monomer_small"])
 def test_confidences_are_the_official_ones(name: str) -> None:
-    """ipSAE has soft cutoffs: nearly hard ones are compared."""
+    """ipSAE has soft cutoffs, so the test makes them almost hard."""
     if not CONFIDENCES.is_dir():
         pytest.skip("no ../shared/golden_design beside this checkout")
     with np.load(CONFIDENCES / f"{name}.npz", allow_pickle=False) as file:
@@ -115,11 +115,15 @@ def test_a_soft_cutoff_draws_errors_that_lie_beyond_it() -> None:
     errors = torch.full((4, 30), 12.0, dtype=torch.float64, requires_grad=True)
     soft, hard = soft_ipsae(errors, LossShape()), soft_ipsae(errors, LossShape(error_width=1e-3))
     assert 0 <= hard.item() < soft.item() < 1
-    assert torch.autograd.grad(soft, errors)[0].min() < 0  # smaller errors are better
+    # A gradient through the soft cutoff remains.
+    assert torch.autograd.grad(soft, errors)[0].min() < 0
 
 
 def copies(angle: float) -> Tensor:
-    """Two chains of one shape, one turned about an axis, and moved along it: only half a turn alone is a symmetry."""
+    """Build two chains of the same shape, one of them rotated about the z axis.
+
+    The complex is symmetric only if the angle is 180 degrees.
+    """
     points = torch.randn(6, 3, generator=torch.Generator().manual_seed(5)).double() * 4 + 8
     c, s = math.cos(angle), math.sin(angle)
     turned = points @ torch.tensor([[c, -s, 0], [s, c, 0], [0, 0, 1]]).double().T
@@ -144,7 +148,8 @@ def test_shapes_have_the_values_that_they_should() -> None:
     radius = 3.8 * math.sqrt((12**2 - 1) / 12)
     assert value("radius_of_gyration", line) == pytest.approx(radius - 2.38 * 12**0.365, abs=1e-6)
     assert -1 < value("radius_of_gyration", line / 100) < 0
-    near = torch.zeros(12, 12, 64).double()  # contacts of residues 0 and 6, no others
+    # The only contact is between residues 0 and 6.
+    near = torch.zeros(12, 12, 64).double()
     near[..., -1] = 30
     near[0, 6] = near[6, 0] = torch.eye(64)[10].double() * 100
     expected = -math.log(1e-8) * 10 / 12
@@ -152,7 +157,7 @@ def test_shapes_have_the_values_that_they_should() -> None:
     assert value("interface_contacts", line, near, asym=asym) == pytest.approx(expected, rel=1e-3)
     helix = torch.zeros(12, 12, 64).double()
     for i in range(9):
-        helix[i, i + 3, 8] = helix[i + 3, i, 8] = 50  # some 5 angstrom
+        helix[i, i + 3, 8] = helix[i + 3, i, 8] = 50  # about 5 angstrom
     assert value("helicity", line, helix) == pytest.approx(1.0)
     assert value("helicity", line, torch.zeros(12, 12, 64).double()) < 0.3
 

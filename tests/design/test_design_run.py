@@ -1,4 +1,4 @@
-"""`warpfold design`: settings, starts that go on where they were killed, designs as files, what is refused."""
+"""Test `warpfold design`: settings, resumption of killed starts, design files, and errors."""
 
 import json
 import math
@@ -76,7 +76,8 @@ def test_a_run_that_was_killed_ends_with_the_same_files(tmp_path: Path, at: int)
     whole, killed, settings = tmp_path / "whole", tmp_path / "killed", load_design(VALUES)
     run_design(predictor(), settings, whole, starts=2)
     child = os.fork()
-    if child == 0:  # as kill -9 does: nothing is cleaned up
+    # Like `kill -9`, `os._exit` in the child cleans up nothing.
+    if child == 0:
         one, calls = predictor(), [0]
         gradient = one.gradient
 
@@ -90,7 +91,8 @@ def test_a_run_that_was_killed_ends_with_the_same_files(tmp_path: Path, at: int)
         run_design(one, settings, killed, starts=2)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    if at == 4:  # a row whose state was not written, and half of one
+    # Add a row whose state was not written, and an incomplete row.
+    if at == 4:
         with (killed / "starts/design_0001.jsonl").open("a") as file:
             file.write('{"step": 4}\n{"step"')
     run_design(predictor(), settings, killed, starts=2)
@@ -142,7 +144,7 @@ def test_a_folder_with_a_damaged_file_is_refused_in_a_line(tmp_path: Path) -> No
     state, rows = (out / f"starts/design_0001{ending}" for ending in (".safetensors", ".jsonl"))
     whole = state.read_bytes()
     for path, data in (
-        (state, whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:]),  # one bit of the logits
+        (state, whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:]),  # a bit of the logits
         (rows, rows.read_bytes().replace(b'"step": 1', b'"step": 7')),
         (rows, rows.read_bytes().replace(b'"hard"', b'"lard"')),
         (rows, rows.read_bytes().replace(b'"plddt": ', b'"plddt": 1e999, "x": ', 1)),
@@ -172,7 +174,7 @@ def test_a_step_is_as_long_whatever_the_loss() -> None:
     x = first_logits({"A": 5}, 1.0, 0, "design_0001")["A"]
     assert x.std() == pytest.approx(1.0, abs=0.3)
     grad = np.random.default_rng(0).normal(size=(5, 20))
-    grad[2] = 0  # a letter that is fixed
+    grad[2] = 0  # a fixed letter
     for scale in (1e-3, 1.0, 1e3):
         assert np.linalg.norm(updated_logits(x, scale * grad, 0.1) - x) == pytest.approx(0.1 * 2, rel=1e-3)
     np.testing.assert_array_equal(updated_logits(x, 0 * grad, 0.1), x)

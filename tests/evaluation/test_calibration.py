@@ -1,4 +1,4 @@
-"""pLDDT and PAE: read from whoever's files, and compared with what came true."""
+"""Test pLDDT and PAE: read from the files of several programs, and compared with the true errors."""
 
 import itertools
 import json
@@ -40,7 +40,10 @@ def test_sums_of_parts_are_those_of_the_whole() -> None:
 
 
 def test_pae_is_compared_with_the_true_error_of_every_pair() -> None:
-    """Written out; the prediction has residues before, between and after those of the truth, in two chains."""
+    """Compare with a plain implementation.
+
+    The prediction has two chains, with residues before, between and after those of the truth.
+    """
     truth = structure(replace(part(protein("A", 30, 1), slice(4, 26)), id="X"), protein("B", 25, 2))
     random = np.random.default_rng(3)
     chains = []
@@ -123,7 +126,8 @@ def test_plddt_may_be_a_share() -> None:
     found, _ = read_plddt(with_b(np.linspace(0.2, 0.9, 10)))
     assert found is not None
     np.testing.assert_allclose(found["A"], np.linspace(20, 90, 10))
-    assert read_plddt(with_b(np.full(10, 50.0)))[0] is not None  # of a program that writes it
+    # A constant column is accepted, because `written` is true by default.
+    assert read_plddt(with_b(np.full(10, 50.0)))[0] is not None
 
 
 PAE = np.random.default_rng(0).uniform(0, 31, (4, 4)).round(2)
@@ -141,7 +145,7 @@ def test_pae_of_other_programs(layout: str, tmp_path: Path) -> None:
 
 
 def test_pae_of_residues_that_have_atoms(tmp_path: Path) -> None:
-    """A PDB file with a gap in its numbers has residues that the prediction never had."""
+    """A gap in the numbers of a PDB file becomes residues that the prediction does not contain."""
     (tmp_path / "pae.json").write_text(json.dumps(LAYOUTS["ColabFold"]))
     seen = np.array([True, True, False, True, False, True])
     found = read_pae(tmp_path / "pae.json", seen)

@@ -1,4 +1,4 @@
-"""`warpfold evaluate`: the numbers are those of `score`, nothing is left out silently, and sets are compared."""
+"""Test `warpfold evaluate`: its scores equal those of `score`, all omissions are reported, and sets are compared."""
 
 import csv
 import gzip
@@ -105,7 +105,8 @@ def test_sets_are_compared_on_the_targets_that_both_have(
         "<svg",
     ):
         assert text in page
-    assert run(capsys, good, truth, "--out", tmp_path / "out")[0] == 0  # its own files are replaced
+    # A second run replaces the files of the first.
+    assert run(capsys, good, truth, "--out", tmp_path / "out")[0] == 0
     assert len(json.loads((tmp_path / "out/evaluation.json").read_text())["sets"]) == 1
 
 
@@ -142,7 +143,7 @@ def test_numbers_missing_residues_and_formats_are_said(tmp_path: Path) -> None:
 
 
 def test_a_chain_of_an_entry_and_an_assembly(tmp_path: Path) -> None:
-    """NAME_CHAIN is compared with that chain of NAME.cif; a complex with the whole entry."""
+    """NAME_CHAIN is compared with that chain of NAME.cif, and a complex with the whole entry."""
     complex_ = heterodimer()
     (tmp_path / "truth").mkdir()
     (tmp_path / "truth/9abc.cif").write_text(write_mmcif("9abc", list(complex_.values()), release_date="2024-05-01"))
@@ -163,7 +164,7 @@ def test_a_chain_of_an_entry_and_an_assembly(tmp_path: Path) -> None:
 
 
 def test_predictions_of_ours_with_pae_depth_and_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The truth is the prediction itself: errors are 0, whatever was expected."""
+    """The reference is the prediction itself, so all true errors are 0."""
     out = tmp_path / "folded"
     several = [prediction("one", {"A": 30}, 1), prediction("two", {"H": 24, "x": 16}, 2)]
     entries = write_page(out, several)
@@ -234,7 +235,7 @@ def test_a_suite_names_targets_chains_dates_and_hashes(
     assert (suite.targets["alpha"].sha256, suite.targets["alpha"].chains) == (digest, ("Q", "Z"))
     assert str(suite.targets["alpha"].released) == "2024-05-01"
 
-    # Of another version of it one target is left out, of another a chain.
+    # Edit the suite: remove one target, and a chain of the others.
     text = (tmp_path / "suite.toml").read_text().replace('chains = ["Q", "Z"]', 'chains = ["Q"]')
     lines = [line for line in text.splitlines() if not line.startswith("gamma")]
     (tmp_path / "suite.toml").write_text("\n".join(lines))
@@ -245,7 +246,7 @@ def test_a_suite_names_targets_chains_dates_and_hashes(
     assert found["suite"]["sha256"] == hashlib.sha256((tmp_path / "suite.toml").read_bytes()).hexdigest()
     assert found["sets"][0]["without_truth"] == ["gamma"]
 
-    # A target of the suite without a prediction is not done; a file that is another is an error.
+    # A target of the suite without a prediction is reported as missing. A changed reference file is an error.
     (tmp_path / "some").mkdir()
     (tmp_path / "some/alpha.cif").write_bytes((good / "alpha.cif").read_bytes())
     code, _, warned = run(capsys, tmp_path / "some", truth, "--suite", tmp_path / "suite.toml")
@@ -329,7 +330,7 @@ def test_bad_input_is_one_line(
 
 
 def test_predictions_of_ca_alone(tmp_path: Path, folders: tuple[Path, Path, Path]) -> None:
-    """They have no lDDT of all atoms and no frames, so no true aligned error."""
+    """Predictions of Ca atoms have no all-atom lDDT. They have no frames either, so there is no true aligned error."""
     chain = noisy(truths()["alpha"], 0.3)
     mask = np.zeros_like(chain.mask)
     mask[:, CA] = 1
@@ -344,7 +345,7 @@ def test_predictions_of_ca_alone(tmp_path: Path, folders: tuple[Path, Path, Path
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="needs shared/realdata beside the repository")
 def test_files_of_colabfold_openfold_and_alphafold_db(tmp_path: Path) -> None:
-    """PIGK in 7W72, where ColabFold's pLDDT and PAE came true, and a homologue of 6KWC's model."""
+    """Evaluate PIGK in 7W72, where ColabFold's pLDDT and PAE are accurate, and a homologue of 6KWC's model."""
     (tmp_path / "truth").mkdir()
     for name, file in (("PIGK.pdb.gz", "predictions/PIGK/7w72_chainK_experimental.pdb.gz"), ("6KWC_1.cif.gz", CLOSE)):
         (tmp_path / "truth" / name).write_bytes((REAL / file).read_bytes())

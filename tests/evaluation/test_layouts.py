@@ -1,4 +1,4 @@
-"""Which files are predictions of what, by the names that programs give them."""
+"""Test that predictions and their targets are recognised by the file names of several programs."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def fill(folder: Path, *names: str) -> Path:
     return folder
 
 
-# Files; then target, file that is read, layout, the file of its PAE.
+# Files -> predictions: target, structure file, layout, PAE file.
 LAYOUTS = {
     "plain": (["1abc_A.cif", "b/T9.pdb.gz", "notes.txt"], [("1abc_A", "1abc_A.cif", "plain files", None)]),
     "plain, both formats": (["x.pdb", "x.cif", "x_pae.json"], [("x", "x.cif", "plain files", "x_pae.json")]),
@@ -141,7 +141,7 @@ def test_no_folder(tmp_path: Path) -> None:
         (["1abc_B"], ("1abc.cif", ("B",))),
         (["2xyz_A"], ("2xyz_A.pdb", ())),
         (["2xyz"], ("2xyz_A.pdb", ())),
-        (["3uvw"], None),  # two chains, each a file
+        (["3uvw"], None),  # two chains, one per file
         (["3uvw_B"], ("3uvw_B.cif", ())),
         (["4def"], ("pdb4def.ent", ())),
         (["T9-D1", "T9"], ("T9.cif", ())),

@@ -1,4 +1,4 @@
-"""Commands that read structures: residues in no chain, chains that differ in case, ids of 12 characters."""
+"""Test commands that read structures: residues in no chain, chain names that differ in case, ids of 12 characters."""
 
 from pathlib import Path
 
@@ -10,7 +10,8 @@ from warpfold.data.structure.library import Library
 from warpfold.errors import UserError
 
 SEQUENCE = "GASTVLKEVGASTVLKEV"
-SHORT = "SEQRES   1 A    4  GLY ALA SER THR\n"  # of a chain whose fifth residue has atoms
+# SEQRES lists four residues, but the chain has atoms of a fifth.
+SHORT = "SEQRES   1 A    4  GLY ALA SER THR\n"
 
 
 def write(path: Path, text: str) -> Path:

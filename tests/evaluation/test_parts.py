@@ -1,4 +1,4 @@
-"""`warpfold evaluate --shard`: the last part to end writes what one run would, whatever was there before."""
+"""Test `warpfold evaluate --shard`: the last job to finish writes the same files as a single run."""
 
 import json
 import os
@@ -17,7 +17,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The targets that are scored, as they are."""
+    """Record the targets in the order in which they are scored."""
     asked: list[str] = []
 
     def noted(job: Job) -> Measured:
@@ -30,7 +30,10 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """Two sets of three targets, of which one cannot be read, in the folder where the command is."""
+    """Write two sets of three targets, one of them unreadable, and change to their folder.
+
+    Returns the words of the command.
+    """
     sets(tmp_path)
     (tmp_path / "worse/Beta.cif").write_text("data_x\n")
     monkeypatch.chdir(tmp_path)
@@ -66,7 +69,7 @@ def test_nothing_is_scored_twice(words: tuple[str, ...], capsys: Capture, measur
     for _ in range(2):
         run(capsys, *words, "--out", "parts", "--shard", "2/3")
     assert len(measured) == 2
-    run(capsys, *words, "--out", "parts")  # whatever is left
+    run(capsys, *words, "--out", "parts")  # scores the remaining targets
     assert sorted(measured) == ["Beta", "Beta", "alpha", "alpha", "gamma", "gamma"]
     run(capsys, *words, "--out", "whole")
     assert made(tmp_path / "parts") == made(tmp_path / "whole")

@@ -1,4 +1,4 @@
-"""Suites of `warpfold evaluate`: which lists are read and which are refused."""
+"""Test suites of `warpfold evaluate`: valid and invalid lists."""
 
 from datetime import date
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`warpfold finetune` on a very small scale: all parts are there, it continues, and bad input leaves nothing."""
+"""Test `warpfold finetune` at a very small scale: it runs every stage, resumes, and writes nothing for bad input."""
 
 import dataclasses
 import json
@@ -165,7 +165,10 @@ def test_a_mistake_does_not_take_the_folder(given: dict[str, Any], tmp_path: Pat
 
 
 def test_kept_starting_parameters_are_said(given: dict[str, Any], proteins: Path, tmp_path: Path) -> None:
-    """A rate that ruins the model: the report says that nothing was gained, why training ended, and what to try."""
+    """Train with a learning rate that ruins the model.
+
+    The report states that nothing improved, why training ended, and what to try.
+    """
     msas = tmp_path / "msas"
     shutil.copytree(proteins / "msas", msas)
     missing = sorted(msas.iterdir())[0]
@@ -190,7 +193,7 @@ def test_kept_starting_parameters_are_said(given: dict[str, Any], proteins: Path
 
 
 def test_the_log_of_training_has_loss_speed_and_eta(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text changes every 30 s and at validations, so that a log has no line twice."""
+    """The text changes only every 30 s and at validations, so that a log has no repeated lines."""
     texts, clock = list[str](), iter(range(0, 1000, 10))
     monkeypatch.setattr("warpfold.finetuning.finetune.time.monotonic", lambda: next(clock))
     line = TrainingLine(20, lambda _, __, what: texts.append(what))
@@ -208,7 +211,7 @@ def test_the_log_of_training_has_loss_speed_and_eta(monkeypatch: pytest.MonkeyPa
 
 
 def test_settings_are_no_difference(given: dict[str, Any], tmp_path: Path) -> None:
-    """Trained heads move no atom: whatever the settings, all differences are exactly zero."""
+    """Trained heads move no atom, so all differences are exactly zero for any settings."""
     changed = {**SMALL, "data.max_msa": 2, "data.max_extra": 2, "model.recycles": 1}
     again = {**given, "set": changed, "trainable": "heads", "steps": 2}
     result = warpfold.finetune(out=tmp_path / "tuned", device="cpu", **again)
@@ -227,7 +230,7 @@ def test_equal_weights_are_folded_once(done: tuple[Path, dict[str, Any]], tiny_p
 
 
 def test_scores_that_do_not_exist_are_left_out(done: tuple[Path, dict[str, Any]], tiny_params: Path) -> None:
-    """A single chain has no interface: its DockQ is not 0."""
+    """A single chain has no interface, so its DockQ is undefined rather than 0."""
     config, keys = settings.build(RunConfig, done[1]["settings"]), done[1]["tested"]
     models = both_models(tiny_params, tiny_params, config, "cpu")
     measured = list(fold_before_after(Store(done[0] / "store"), keys, *models, 0))
@@ -239,7 +242,7 @@ def test_scores_that_do_not_exist_are_left_out(done: tuple[Path, dict[str, Any]]
 
 
 def test_one_chain_of_each_sequence_is_tested(tmp_path: Path) -> None:
-    """Of two entries with one sequence the first counts, with its cluster of the store."""
+    """Of two entries with the same sequence, only the first is tested, with its cluster of the store."""
     generate(tmp_path / "proteins", 3, 5, max_length=32)
     first, *_ = files = sorted((tmp_path / "proteins/mmcif").iterdir())
     copy = write_mmcif("9cpy", list(read_structure(first).chains.values()))

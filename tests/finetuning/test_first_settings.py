@@ -1,4 +1,4 @@
-"""Fine-tuning begins with losses for every head that it trains: monomer, pTM and multimer, through the commands."""
+"""Test that fine-tuning starts with losses for every trained head, for monomer, pTM and multimer parameters."""
 
 import dataclasses
 from pathlib import Path
@@ -26,18 +26,19 @@ SMALL = [
     "data.crop=24",
     "optim.accumulate=1",
     "optim.learning_rate=1e-3",
-    # Clipped and averaged, the step of a small gradient may be lost in rounding.
+    # With clipping and averaging, rounding may cancel the update of a small gradient.
     "optim.clip_norm=1e9",
     "optim.average_decay=0.0",
     "plan.precision=fp32",
     "train.workers=0",
 ]
-SEED = 3  # its first step recycles once, so that the loss reaches the recycling embedder
+# With this seed, the first step recycles once, so that the loss reaches the recycling embedder.
+SEED = 3
 KINDS = {"monomer": False, "ptm": True, "multimer": True}
 
 
 def model_of(kind: str) -> AlphaFold:
-    """Return a tiny model of a kind: a monomer without the PAE head, one with it, or a multimer."""
+    """Build a tiny model: a monomer without the PAE head, a monomer with it, or a multimer."""
     config: ModelConfig = tiny_config(recycles=1, extra_blocks=2, heads=HeadsConfig(plddt_c=8, pae=KINDS[kind]))
     config = dataclasses.replace(config, templates=dataclasses.replace(config.templates, enabled=False))
     return filled_model(as_multimer(config) if kind == "multimer" else config)
@@ -63,7 +64,7 @@ def test_parameters_take_the_losses_crop_and_rows_of_their_kind(kind: str, tmp_p
 
 
 def split_of(examples: int) -> Split:
-    """Return a split with this number of training examples."""
+    """Build a split with this number of training examples."""
     return Split(by="cluster", training=tuple(f"t{i}" for i in range(examples)), validation=("v0", "v1"), test=("w0",))
 
 
@@ -93,7 +94,7 @@ def test_the_learning_rate_follows_the_examples_of_a_step(examples: int, accumul
     first = {"optim": {"learning_rate": 1e-3, "accumulate": 128}}
     optim = chosen_settings(first, split_of(examples), 10, (), 0)["optim"]
     assert optim["accumulate"] == accumulate
-    # Two digits are kept.
+    # The learning rate is rounded to two digits.
     assert optim["learning_rate"] == pytest.approx(1e-3 * (accumulate / 128) ** 0.5, rel=0.05)
 
 
@@ -111,7 +112,7 @@ def test_multimers_of_versions_1_and_2_keep_their_crop(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_step_changes_every_parameter_that_the_loss_reaches(kind: str, proteins: Path, tmp_path: Path) -> None:
-    """Compare what a fine-tuning of one step wrote with the parameters that it began with."""
+    """Compare the parameters before and after a fine-tuning run of one step."""
     init = tmp_path / "params.safetensors"
     save_params(init, model_of(kind))
     given: dict[str, Any] = {"structures": proteins / "mmcif", "msas": proteins / "msas", "init": init}
@@ -119,7 +120,7 @@ def test_one_step_changes_every_parameter_that_the_loss_reaches(kind: str, prote
     before, after = load_file(init), load_file(tmp_path / "tuned/run/params.safetensors")
     assert before.keys() == after.keys()
     unchanged = {name for name, x in before.items() if torch.equal(x, after[name])}
-    # Softmax ignores what is added to all logits of a query, so the gradient of these biases is zero.
+    # These biases add a constant to all logits of a query, which softmax ignores, so their gradient is zero.
     beyond = {name for name in before if name.endswith(("msa.row.norm_z.bias", "attention_2d.bias"))}
     if kind == "multimer":
         # The outer product comes first, so nothing reads the extra alignment after the last block.

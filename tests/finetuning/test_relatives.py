@@ -1,4 +1,7 @@
-"""No relative of a test or validation entry is trained on, from any store: fragments, fusions and tandems too."""
+"""Test that training excludes relatives of test and validation entries in all stores.
+
+Relatives include fragments, fusions and tandem repeats.
+"""
 
 import json
 from collections.abc import Sequence
@@ -28,12 +31,12 @@ def drawn(rng: np.random.Generator, length: int) -> str:
 
 
 def mutated(rng: np.random.Generator, sequence: str, identity: float) -> str:
-    """Change letters at random until about this share is left."""
+    """Replace random letters, so that about a fraction `identity` of them stays."""
     return "".join(letter if rng.random() < identity else rng.choice(list(LETTERS)) for letter in sequence)
 
 
 def is_related(one: str, other: str, identity: float = 0.3) -> bool:
-    """Align two chains with Biopython, and compare the whole alignment with the law's limits."""
+    """Align two chains with Biopython, and compare the whole alignment with the limits."""
     aligner = PairwiseAligner(mode="local", open_gap_score=-12, extend_gap_score=-1)
     aligner.substitution_matrix = substitution_matrices.load("BLOSUM62")
     if aligner.score(one, other) <= 0:
@@ -45,7 +48,7 @@ def is_related(one: str, other: str, identity: float = 0.3) -> bool:
 
 
 def constructs(rng: np.random.Generator, proteins: int) -> dict[str, str]:
-    """Return proteins, each whole and in another construct: a fragment, a fusion, a tandem, a homologue."""
+    """Generate proteins, each complete and as another construct: a fragment, fusion, tandem repeat or homologue."""
     found: dict[str, str] = {}
     for number in range(proteins):
         whole = drawn(rng, int(rng.integers(40, 90)))
@@ -61,7 +64,7 @@ def constructs(rng: np.random.Generator, proteins: int) -> dict[str, str]:
 
 
 def store_of(path: Path, sequences: dict[str, str]) -> Store:
-    """Pack helices with these sequences, each in a cluster of its own."""
+    """Pack helices with these sequences, each in a separate cluster."""
     with StoreWriter(path) as writer:
         for name, sequence in sequences.items():
             raw = helix(name, len(sequence), seed=1, sequence=sequence)
@@ -72,7 +75,7 @@ def store_of(path: Path, sequences: dict[str, str]) -> Store:
 
 
 def leaks(store: Store, trained: Sequence[str], judging: Sequence[tuple[Store, str]]) -> list[tuple[str, str]]:
-    """Return all pairs of a trained and a judging entry that are related, by aligning every pair."""
+    """Find all related pairs of a training entry and a test or validation entry, by aligning every pair."""
     return [
         (key, other)
         for key in trained
@@ -129,7 +132,7 @@ def test_few_clusters_are_said_with_the_largest(tmp_path: Path, caplog: pytest.L
 
 
 def used(run: Path) -> tuple[set[str], set[str]]:
-    """Return the entries that a run trained on and validated."""
+    """Read from the log the entries that a run trained on, and those that it validated."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     trained = {name for row in rows if row["kind"] == "step" for name in row["examples"]}
     return trained, {name for row in rows if row["kind"] == "validation" for name in row["examples"]}
@@ -137,7 +140,7 @@ def used(run: Path) -> tuple[set[str], set[str]]:
 
 @pytest.fixture
 def two_stores(tmp_path: Path) -> tuple[Store, Store, dict[str, Any]]:
-    """A store of proteins, a general one with constructs of them, and settings of a run on both."""
+    """Write a store of proteins and a general store with constructs of them.  Returns both, and a run's settings."""
     rng = np.random.default_rng(8)
     own = {f"own{n}_A": drawn(rng, 50) for n in range(6)}
     fusions = {f"fusion{n}_A": drawn(rng, 40) + own[f"own{n}_A"][:40] for n in range(6)}
@@ -166,7 +169,7 @@ def test_only_the_listed_entries_are_trained_on(two_stores: Any, tmp_path: Path)
 
 
 def test_finetune_rehearses_no_relatives_and_states_a_raised_limit(tiny_params: Path, tmp_path: Path) -> None:
-    """The general store has a fusion of every protein, so what is rehearsed depends on the split."""
+    """The general store has a fusion of every protein, so the rehearsed entries depend on the split."""
     generate(tmp_path / "proteins", 14, 5, max_length=32)
     warpfold.pack(tmp_path / "proteins/mmcif", tmp_path / "proteins/msas", tmp_path / "packed")
     rng, packed = np.random.default_rng(1), Store(tmp_path / "packed")

@@ -1,4 +1,4 @@
-"""Splits of a store: no cluster is in two parts, a file says the same again, and what would pretend is refused."""
+"""Test splits of a store: parts share no cluster, a file reproduces the split, and misleading splits are refused."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def proteins(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def packed(proteins: Path, out: Path, clusters: str | None = None, limit: float = 0.4) -> Store:
-    """Pack the proteins; clusters: lines of a file of clusters."""
+    """Pack the proteins.  clusters: the content of a cluster file."""
     given = None
     if clusters is not None:
         given = out.with_suffix(".clusters")
@@ -104,7 +104,8 @@ def test_one_cluster_is_not_split_by_clusters(proteins: Path, tmp_path: Path) ->
         make_split(store, 0)
     assert make_split(store, 0, by="chain").by == "chain"
     most = packed(proteins, tmp_path / "most", "\n".join([" ".join(names[:38]), *names[38:]]))
-    for seed in range(8):  # the large cluster trains, whatever the seed
+    # With every seed, the large cluster is in the training part.
+    for seed in range(8):
         assert len(make_split(most, seed).training) == 38
 
 
