@@ -183,7 +183,7 @@ def test_b_factors_are_read_back_for_each_chain(protein: Chain, kind: str) -> No
 def test_without_openmm_one_line_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openmm", None)
     structures = run_folder(tmp_path)
-    with pytest.raises(UserError, match=r'pip install "warpfold\[relax\]"'):
+    with pytest.raises(UserError, match=r'pip install "\.\[relax\]"'):
         relax_files.relax_paths(structures)
     monkeypatch.setattr(relax_files, "require_openmm", lambda: None)
     with pytest.raises(UserError, match="for two of the files"):

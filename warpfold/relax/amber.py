@@ -221,8 +221,8 @@ def require_openmm() -> Any:
         return importlib.import_module("openmm")
     except ImportError:
         raise UserError(
-            'relaxation needs OpenMM, which is not installed; pip install ".[relax]", or "openmm[cuda12]" '
-            "beside it for NVIDIA GPUs"
+            'relaxation: OpenMM is not installed. Run pip install ".[relax]", and on NVIDIA GPUs also '
+            'pip install "openmm[cuda12]"'
         ) from None
 
 
