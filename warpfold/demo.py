@@ -68,7 +68,7 @@ def run_demo(
 
     multimer: make dimers and train a multimer.
     force: move a demo with other settings to OUT/earlier-1.
-    proteins: the number of proteins or dimers; default: that of the subject.
+    proteins: the number of proteins or dimers. The default depends on `multimer`.
     changes: overrides of the preset's settings, such as "train.steps=10".
     processes: the largest number of training processes, which share the examples of a step.
     Errors: UserError if `out` holds other files; KeyboardInterrupt if a signal stops training.

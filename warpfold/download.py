@@ -25,23 +25,25 @@ if TYPE_CHECKING:
 
 TIMEOUT = 60.0  # seconds without a byte
 CHUNK_BYTES = 1 << 20
-BACKOFF = (2.0, 60.0)  # seconds before a download's second attempt, and the longest pause
-MAX_BREAKS = 6  # broken connections in a row with hardly a new byte
+# Seconds before a download's second attempt, and the longest pause.
+BACKOFF = (2.0, 60.0)
+# Consecutive broken connections with at most CHUNK_BYTES of new data.
+MAX_BREAKS = 6
 MAX_REDIRECTS = 10
-# Request timeout, too early, too many requests, and every error of the server may pass.
+# These errors may be temporary: request timeout, too early, too many requests, and all server errors.
 BUSY = frozenset({408, 425, 429, *range(500, 600)})
 
 
 class DownloadFailed(UserError):
-    """The network or the server is at fault, not the user's input."""
+    """A download failed because of the network or the server, not because of the user's input."""
 
     exit_code = 1
 
 
 def source_of(address: str, base: str | os.PathLike[str] | None) -> str | Path:
-    """Return where to fetch a published file from: its address, or the file of its name under `base`.
+    """Return the source of a published file: its address, or the file of the same name under `base`.
 
-    base: a mirror's address; a folder; the file itself.  Errors: UserError for a base that is none of these.
+    base: the address of a mirror, a folder, or the file itself.  Raises UserError for any other base.
     """
     name = address.rpartition("/")[2]
     if base is None:
@@ -58,7 +60,7 @@ def source_of(address: str, base: str | os.PathLike[str] | None) -> str | Path:
 
 
 def check_address(address: str, option: str) -> str:
-    """Return an http(s) address.  Errors: UserError for another one, about an option that gave it."""
+    """Validate and return an http(s) address.  Raises UserError that names the option for any other address."""
     try:
         parts = urllib.parse.urlsplit(address)
         _ = parts.port
@@ -78,10 +80,11 @@ def open_session(
     tell: Callable[[str], None],
     wait: Callable[[float], None] = time.sleep,
 ) -> "Session":
-    """Open a session that repeats requests while the server is busy or out of reach.
+    """Open a session that repeats requests while the server is busy or unreachable.
 
-    tries, connect_tries: attempts in all, and attempts without a connection.
-    backoff: seconds before the second attempt, doubled after each one, and the longest pause, Retry-After included.
+    tries, connect_tries: the largest number of attempts, and of attempts without a connection.
+    backoff: seconds before the second attempt, doubled after each attempt, and the longest pause, which also limits
+    Retry-After.
     tell: called with one line before each pause.  wait: sleeps.
     """
     import requests
@@ -139,7 +142,7 @@ def reason_of(error: BaseException) -> str:
 def read_body(response: "Response") -> Iterator[bytes]:
     """Yield the body as it arrives, without waiting for full chunks.
 
-    Errors: requests.ConnectionError where the connection breaks, or the body is shorter than it should be.
+    Raises requests.ConnectionError if the connection breaks or the body is shorter than announced.
     """
     import requests
     from urllib3.exceptions import HTTPError
@@ -147,17 +150,18 @@ def read_body(response: "Response") -> Iterator[bytes]:
     try:
         while chunk := response.raw.read1(CHUNK_BYTES, decode_content=False):
             yield chunk
-    except (HTTPError, ValueError) as error:  # ValueError: a chunk whose length is no number
+    # A chunk with an invalid length raises ValueError.
+    except (HTTPError, ValueError) as error:
         raise requests.ConnectionError(error) from error
 
 
 def fetch_file(
     source: str | Path, path: Path, sha256: str | None, max_bytes: int, progress: Progress = no_progress
 ) -> str:
-    """Download or copy a file to `path`, where nothing is yet; it appears complete and verified, or not at all.
+    """Download or copy a file to `path`, which must not exist.  The file appears only complete and verified.
 
     Returns the address after redirects.
-    Errors: as of `receive`; UserError for a file with another hash, and where nothing can be written.
+    Raises the errors of `receive`, and UserError for a file with another hash and for an unwritable folder.
     """
     import pooch
 
@@ -168,7 +172,7 @@ def fetch_file(
         nonlocal address
         with open(draft, "wb") as file:
             address = receive(source, file, path.name, max_bytes, progress)
-            # pooch's draft is readable by its owner alone; the file gets the permissions of any new file.
+            # Only the owner can read pooch's temporary file. Give it the permissions of any new file.
             os.umask(mask := os.umask(0o077))
             os.fchmod(file.fileno(), 0o666 & ~mask)
             os.fsync(file.fileno())
@@ -177,7 +181,7 @@ def fetch_file(
         with writing(path):
             folder = os.path.abspath(path.parent)
             pooch.retrieve(address, sha256 and f"sha256:{sha256}", path.name, folder, downloader=write_draft)
-    except ValueError:  # pooch's, where hashes differ
+    except ValueError:  # pooch: hashes differ
         raise UserError(
             f"{source}: is not the published file, whose SHA-256 is {sha256}. Try another source."
         ) from None
@@ -185,13 +189,13 @@ def fetch_file(
 
 
 def receive(source: str | Path, file: IO[bytes], name: str, max_bytes: int, progress: Progress = no_progress) -> str:
-    """Download or copy a file into an open, empty one, and return the address after redirects.
+    """Download or copy a file into an open, empty file, and return the address after redirects.
 
-    If the connection breaks, only the remainder is requested.  The answer is used only if it continues the same file,
-    by its ETag or date and its total size; otherwise the download starts anew.
+    If the connection breaks, only the remainder is requested.  The response is used only if its ETag or date and its
+    total size show that it continues the same file.  Otherwise the download restarts.
     progress: receives megabytes.
-    Errors: DownloadFailed where the network or the server fails; UserError for a file of more than `max_bytes` or
-    without room on the disk.
+    Raises DownloadFailed if the network or the server fails, and UserError for a file of more than `max_bytes` or a
+    full disk.
     """
     if isinstance(source, Path):
         with opened(source, unpack=False) as stream:
@@ -213,7 +217,7 @@ def receive(source: str | Path, file: IO[bytes], name: str, max_bytes: int, prog
                     if response.status_code == 206 and headers:
                         part = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", ""))
                         same = part and int(part[1]) == size and part[2] in ("*", str(total))
-                        # An answer to If-Range must repeat the ETag, but may omit the date.
+                        # A response to If-Range must repeat the ETag, but may omit the date.
                         found = _validator(response)
                         if not same or (found != validator and (found or validator.startswith('"'))):
                             size, total, validator = 0, 0, ""
@@ -249,7 +253,7 @@ def receive(source: str | Path, file: IO[bytes], name: str, max_bytes: int, prog
                     return str(response.url)
             except requests.RequestException as error:
                 breaks = 0 if size - before > CHUNK_BYTES else breaks + 1
-                # Before the first byte, the session has already tried again.
+                # Before the first byte, the session has already retried.
                 if breaks >= MAX_BREAKS or not (size or before):
                     raise DownloadFailed(
                         f"{source}: does not answer ({reason_of(error)}). Try later, set HTTPS_PROXY behind a proxy, "
@@ -260,7 +264,7 @@ def receive(source: str | Path, file: IO[bytes], name: str, max_bytes: int, prog
 
 
 def _get(session: "Session", address: str, headers: dict[str, str]) -> "Response":
-    """Request an address, and follow its redirects, but never from https to anything less safe."""
+    """Request an address and follow its redirects, but never from https to another protocol."""
     for _ in range(MAX_REDIRECTS):
         try:
             response = session.get(address, headers=headers, timeout=TIMEOUT, stream=True, allow_redirects=False)
@@ -287,9 +291,9 @@ def _validator(response: "Response") -> str:
 
 
 def _length(response: "Response", source: str, name: str) -> int:
-    """Return the size of a file by its headers; 0: it comes in chunks, whose end is marked.
+    """Return the size of a file according to its headers, or 0 for chunked transfer, which marks its end.
 
-    Errors: DownloadFailed for a page instead of a file, a compressed file, and an unknown size.
+    Raises DownloadFailed for a page instead of a file, a compressed file, and an unknown size.
     """
     headers = response.headers
     if headers.get("Content-Encoding", "identity") != "identity":

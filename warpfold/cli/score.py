@@ -153,8 +153,8 @@ class EvaluateCommand(Checked):
 
         Targets that could not be scored are listed under "failures" of their set. With `shard`, "status" is "running"
         and the result covers only this job until all jobs have finished.
-        Errors: UserError for folders that are missing, empty or share no targets; for a suite with different files; if
-        no target of the first set could be scored; and if `out` holds other files.
+        Raises UserError for folders that are missing, empty or share no targets, for a suite with different files, if
+        no target of the first set could be scored, and if `out` holds other files.
         """
         from warpfold.evaluation import evaluate as evaluating
         from warpfold.evaluation.measure import Comparison

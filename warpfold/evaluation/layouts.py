@@ -25,8 +25,9 @@ class PredictedFile:
     """A predicted structure and its related files.
 
     target: name of the predicted protein. names: possible names of its reference structure, the likeliest first. rank:
-    of its own program, 1 is the best. order: the smallest of several files with the same prediction is read. pae: file
-    with the PAE matrix. depth: rows of the alignment; None to count them in `alignments`.
+    rank by the program that wrote it, 1 is the best. order: of several files with the same prediction, the one with the
+    smallest order is read. pae: file with the PAE matrix. depth: rows of the alignment; None to count them in
+    `alignments`.
     """
 
     target: str

@@ -266,16 +266,17 @@ def finetune(
 
 
 class TrainingLine:
-    """Reports a training run as one line of text: loss, speed and time left, or the last validation.
+    """Report a training run as one line of text: loss, speed and remaining time, or the last validation.
 
-    In a log without a terminal, `progress_bar` prints every new text.  So the text changes at most every `every`
-    seconds, and at validations.
+    Without a terminal, `progress_bar` prints every new text.  The text therefore changes only at validations and every
+    `every` seconds.
     """
 
     def __init__(self, steps: int, tell: Progress, every: float = 30.0) -> None:
         self.steps, self.tell, self.every = steps, tell, every
         self.text, self.since = "training", -math.inf  # when the text changed
-        self.first: tuple[int, float] | None = None  # the first step of this session, and when it ended
+        # The first step of this session, and the time when it ended.
+        self.first: tuple[int, float] | None = None
 
     def __call__(self, row: Mapping[str, Any]) -> None:
         """Report a row of metrics.jsonl."""
@@ -291,14 +292,14 @@ class TrainingLine:
         self.tell(step, self.steps, self.text)
 
     def _eta(self, step: int, now: float) -> str:
-        """Return the time left at the pace of this session, validations included."""
+        """Format the remaining time at the speed of this session, including validations."""
         if self.first is None or step <= self.first[0]:
             return ""
         return f", ETA {as_time((now - self.first[1]) / (step - self.first[0]) * (self.steps - step))}"
 
 
 def end_reason(metrics: Path) -> str | None:
-    """Read from a run's log why it ended before its last step; None if it did not."""
+    """Read from a run's log why it ended before its last step, or None if it did not."""
     rows = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
     return next((row["reason"] for row in rows if row["kind"] == "end"), None)
 
@@ -314,14 +315,15 @@ def said_of(config: RunConfig, split: Split, plan: str) -> str:
 
 
 def both_models(init: Path, params: Path, config: RunConfig, device: torch.device | str) -> tuple[Predictor, Predictor]:
-    """Load the models before and after training, which differ in nothing but their weights.
+    """Load the models before and after training, which differ only in their weights.
 
-    Each file of parameters names the sampling, recycles and other settings of its own.  Both models take those of
-    `params`, which the run has set: otherwise a difference of settings would count as a difference of weights.
+    Each parameter file has its own settings, such as sampling and recycles.  Both models use those of `params`, so that
+    different settings cannot be mistaken for an effect of training.
     If the weights are equal, both are the same object.
     """
     after = load(params, device)
-    torch.manual_seed(config.train.seed)  # as in training, for heads that `init` lacks
+    # Heads that `init` lacks are initialised as in training.
+    torch.manual_seed(config.train.seed)
     model = AlphaFold(after.model.config)
     start_from(model, load_model(init), str(init), config.train.new_heads)
     first, last = model.state_dict(), after.model.state_dict()
@@ -333,10 +335,10 @@ def both_models(init: Path, params: Path, config: RunConfig, device: torch.devic
 def distinct_entries(
     store: Store, keys: Sequence[str], min_identity: float = MIN_IDENTITY, by: str = "cluster"
 ) -> dict[str, str]:
-    """Return the first entry of each distinct set of sequences, with the name of its cluster.
+    """Select the first entry of each distinct set of sequences.  Returns entry -> name of its cluster.
 
     Clusters with related chains (data/similar/relatives.py, at `min_identity`) count as one, as in `make_split`.
-    by: what the entries were split by; a test that was split by "chain" is one family, and each entry its own cluster.
+    by: the unit of the split.  A test set that was split by "chain" is one family, in which each entry is a cluster.
     """
     first: dict[tuple[str, ...], str] = {}
     for key in keys:
@@ -352,8 +354,8 @@ def compared_scores(
 ) -> dict[str, Any]:
     """Compute each measure's means before and after training, and their `paired_difference` over clusters.
 
-    clusters: the cluster of each measured entry, in the same order.  Entries without a value of a measure, such as
-    DockQ of a single chain, are left out of that measure.
+    clusters: the cluster of each measured entry, in the same order.  A measure excludes entries without a value, such
+    as DockQ of a single chain.
     """
     found = {}
     for measure in measures:
@@ -387,7 +389,7 @@ def _searched(options: FinetuneOptions, out: Path, tell: Progress) -> Path:
 
 
 def _check_alignments(packed: PackReport, msas: Sequence[Path]) -> None:
-    """Raise UserError where alignments were given, and none is of any of the structures."""
+    """Raise UserError if there are alignments, but none of them belongs to one of the structures."""
     if msas and not any(entry.alignments for entry in packed.chains):
         why = listed(list(dict.fromkeys(packed.unused.values())), 2) or "no alignment was found"
         raise UserError(
@@ -399,10 +401,11 @@ def _check_alignments(packed: PackReport, msas: Sequence[Path]) -> None:
 def _rehearsal(
     options: FinetuneOptions, assemblies: bool, store: Store, split: Split
 ) -> tuple[Source | None, list[str], int]:
-    """Choose the source to rehearse, the entries of its store that measure forgetting, and the number left out.
+    """Choose the source to rehearse and the entries of its store that measure forgetting.
 
-    An entry that is related to the test, the validation or one of these is not rehearsed.  None of these is related to
-    an entry of the user's that is trained on or validated.
+    Rehearsal excludes relatives of test, validation and forgetting entries.  Forgetting entries are not related to the
+    user's training and validation entries.
+    Returns the source, the forgetting entries, and the number of excluded entries.
     """
     if options.rehearse is None:
         return None, [], 0

@@ -11,12 +11,13 @@ from warpfold.report import figures
 from warpfold.report.report import ReportPage, ReportTable, Section, Warned
 from warpfold.scoring.intervals import MIN_CLUSTERS
 
-DRAWN = 4  # proteins of the test that are shown in 3D
+# The number of test proteins that are shown in 3D.
+DRAWN = 4
 PARTS = {"test": "the test, which training never saw", "general": "held-out entries of the general store"}
 
 
 def verdict(result: Mapping[str, Any]) -> str:
-    """Say whether the test became better, by lDDT-Ca, or that training improved nothing."""
+    """Describe whether the lDDT-Ca of the test set improved, or that training improved nothing."""
     if result["params"]["step"] == 0:
         why = f" ({result['ended']})" if result["ended"] else ""
         return (
@@ -43,7 +44,7 @@ def verdict(result: Mapping[str, Any]) -> str:
 
 
 def folded_with(result: Mapping[str, Any]) -> str:
-    """Say with which sampling, recycles and seed the proteins were folded before and after."""
+    """Describe the sampling, recycles and seed of the predictions before and after training."""
     folded = result["folded"]
     return (
         f"before and after with {counted(folded['recycles'], 'recycle')}, {folded['max_msa']} clustered and "
@@ -52,25 +53,25 @@ def folded_with(result: Mapping[str, Any]) -> str:
 
 
 def unaligned_warning(names: Sequence[str], chains: int) -> str:
-    """Say how many chains have no alignment."""
+    """Describe how many chains have no alignment."""
     return (
         f"{len(names)} of {counted(chains, 'chain')} without an alignment, used by the sequence alone: {listed(names)}"
     )
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number with its noun: "1 cluster", "3 clusters"."""
+    """Format a number with its noun: "1 cluster", "3 clusters"."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def stated_relatives(result: Mapping[str, Any]) -> str:
-    """Return the sentence that follows the verdict if --split-identity was raised, or nothing."""
+    """Write the sentence that follows the verdict if --split-identity was raised, otherwise an empty text."""
     limit = result["split_identity"]
     return f" Relatives up to {100 * limit:g} % identity are in training." if limit > MIN_IDENTITY else ""
 
 
 def table_of(scores: Mapping[str, Any], measures: Sequence[Measure]) -> ReportTable:
-    """Return the measures of a set: before, after, and the difference with its interval."""
+    """Build the table of a set's measures: before, after, and the difference with its interval."""
     rows = []
     for measure in (one for one in measures if one.key in scores):
         found = scores[measure.key]
@@ -83,7 +84,7 @@ def table_of(scores: Mapping[str, Any], measures: Sequence[Measure]) -> ReportTa
 
 
 def comparison_sections(result: Mapping[str, Any]) -> list[str]:
-    """Write the scores before and after as Markdown, a section for each set of proteins."""
+    """Write the scores before and after training as Markdown, with one section per set of proteins."""
     lines = list[str]()
     for kind, scores in result["compared"].items():
         lines += [

@@ -46,10 +46,10 @@ def pair_residues(a: Chain, b: Chain) -> Array:
     """Pair residues that have atoms in both chains, by position, number or alignment: int64 [K, 2].
 
     Residues of equal sequences correspond by position. Otherwise numbers decide if they pair 95 % of the observed
-    residues of both chains, whatever the amino acids: a redesigned sequence keeps its numbers. Only an alignment in
-    another register with 90 % identity overrules them: the same protein, numbered with an offset. Where numbers pair
-    fewer residues, they decide if they pair as many equal ones as the alignment does, for example on which side of a
-    gap a repeated residue stands.
+    residues of both chains, even if the amino acids differ, because a redesigned sequence keeps its numbers. Only an
+    alignment in another register with 90 % identity overrules the numbers, because it indicates the same protein with
+    an offset. If the numbers pair fewer residues, they decide only if they pair as many equal residues as the
+    alignment does, for example on which side of a gap a repeated residue is.
     """
     observed_a, observed_b = (np.asarray(chain.mask.any(-1)) for chain in (a, b))
 

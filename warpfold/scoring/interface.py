@@ -83,8 +83,8 @@ def chain_pair_scores(
 ) -> list[PairScore]:
     """Score all pairs of chains of a complex with N residues and K chains.
 
-    pae: aligned errors in angstrom, [N frames, N residues]; plddt: [N], 0 to 100; positions: [N, 37, 3]; mask: [N, 37];
-    asym_id: [N], ascending, each residue's chain as a 1-based index into ids; ids: [K] chain names; pair_iptm: [K, K].
+    pae: aligned errors in angstrom, [N frames, N residues]. plddt: [N], 0 to 100. positions: [N, 37, 3]. mask: [N, 37].
+    asym_id: [N], ascending, each residue's chain as a 1-based index into ids. ids: [K] chain names. pair_iptm: [K, K].
     """
     starts = np.searchsorted(asym_id, np.arange(1, len(ids) + 2)).tolist()
     spans = [slice(*span) for span in pairwise(starts)]

@@ -6,24 +6,29 @@ from typing import Any, Literal
 
 import numpy as np
 
-DRAWS = 10_000  # resamples, each of as many targets as there are
-BLOCK = 2_000_000  # values drawn at a time, so that thousands of targets need little memory
-MIN_CLUSTERS = 8  # with fewer, no test of a mean keeps its promise for skewed differences
-# 98.5 % and not 95 %: differences of scores are skewed, and a t interval of 8 clusters at 95 % misses a true difference
-# of zero in 13 % of draws from an exponential distribution.  At 98.5 % it does in 6 %.
-NORMAL_QUANTILE = 2.4323791  # of 1 - 0.015 / 2
+# Bootstrap samples, each of the size of the original sample.
+DRAWS = 10_000
+# Values drawn at a time, so that thousands of targets need little memory.
+BLOCK = 2_000_000
+# With fewer clusters, no test of a mean has its nominal error rate for skewed differences.
+MIN_CLUSTERS = 8
+# The normal quantile of 1 - 0.015 / 2. The intervals have 98.5 % instead of 95 %, because differences of scores are
+# skewed: a 95 % t interval of 8 clusters misses a true difference of zero in 13 % of draws from an exponential
+# distribution. At 98.5 % it misses zero in 6 % of the draws.
+NORMAL_QUANTILE = 2.4323791
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairedDifference:
-    """The mean difference a - b of two scores of the same targets; a positive difference means that a is better.
+    """The mean difference a - b of two scores of the same targets.  If it is positive, a is better.
 
-    Every cluster counts equally, and so does every target within its cluster.
+    All clusters have the same weight, and so have all targets of a cluster.
     """
 
     means: tuple[float, float]  # of a and of b
     difference: float
-    interval: tuple[float, float] | None  # 98.5 % interval of the difference; None below `MIN_CLUSTERS`
+    # The 98.5 % interval of the difference; None below `MIN_CLUSTERS`.
+    interval: tuple[float, float] | None
     targets: int
     clusters: int
     wins: int  # targets on which a is larger
@@ -31,7 +36,7 @@ class PairedDifference:
 
     @property
     def verdict(self) -> Literal["better", "worse", "unclear"] | None:
-        """Whether a is better than b: the sign of the interval, "unclear" if it contains zero; None without one."""
+        """Whether a is better than b by the sign of the interval: "unclear" if it contains zero, None without it."""
         if self.interval is None:
             return None
         low, high = self.interval
@@ -47,10 +52,11 @@ def paired_difference(
 ) -> PairedDifference:
     """Compute the mean difference of two scores of the same targets, and a t interval over clusters of targets.
 
-    What makes a target hard is in both scores and cancels.  Similar proteins succeed and fail together, so the interval
-    treats the mean difference of each cluster as one observation.
+    The difficulty of a target affects both scores and cancels.  Similar proteins succeed and fail together, so the
+    interval treats the mean difference of each cluster as one observation.
 
-    a, b: scores in the same order, larger is better.  clusters: the cluster of each target; None: all are different.
+    a, b: scores in the same order, larger is better.  clusters: the cluster of each target.  None means that each
+    target is its own cluster.
     Raises ValueError for lists of different lengths, empty lists, and values that are not finite.
     """
     ours, theirs = np.asarray(a, np.float64), np.asarray(b, np.float64)
@@ -95,7 +101,7 @@ def t_quantile(degrees: int) -> float:
 
 
 def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float] | None:
-    """Return the 95% bootstrap interval of a mean, over `DRAWS` draws of as many values; None for fewer than two."""
+    """Compute the 95% bootstrap interval of a mean from `DRAWS` samples.  Returns None for fewer than two values."""
     if len(values) < 2:
         return None
     low, high = np.percentile(resampled_means(np.asarray(values), seed), (2.5, 97.5))
@@ -103,7 +109,7 @@ def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float] | No
 
 
 def resampled_means(values: np.ndarray, seed: int) -> np.ndarray:
-    """Return the means [DRAWS] of as many values [N], drawn with replacement (Efron 1979)."""
+    """Compute the means [DRAWS] of bootstrap samples: N of the N values, drawn with replacement (Efron 1979)."""
     random = np.random.default_rng(seed)
     rows = max(1, BLOCK // len(values))
     blocks = (min(rows, DRAWS - start) for start in range(0, DRAWS, rows))

@@ -244,7 +244,7 @@ def align(a: str, b: str) -> Array:
     score = np.zeros(m + 1)
     # Score of the best alignment that ends with a residue of a against a gap.
     up = np.full(m + 1, -np.inf)
-    # 0: paired, 1: gap in b, 2: gap in a.
+    # 0 means paired, 1 a gap in b, and 2 a gap in a.
     steps = np.zeros((n + 1, m + 1), np.int8)
     up_opens = np.zeros((n + 1, m + 1), bool)
     left_from = np.zeros((n + 1, m + 1), np.int32)

@@ -110,7 +110,7 @@ class ScoreTables:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the files that a running job writes."""
+        """List the files that a running job writes."""
         return [SCORES, PAIRS] if self.pairs else [SCORES]
 
     def append(self, entry: Mapping[str, Any]) -> None:
