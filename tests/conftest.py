@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Collect garbage less often, and exclude the objects that exist after collection.
 
-    Each worker process holds millions of such objects. Scanning them took up to a fifth of a file's time and copied
+    Each worker process holds millions of these objects. Scanning them took up to a fifth of a file's time and copied
     their memory in every fork.
     """
     gc.collect()

@@ -59,7 +59,7 @@ class Fault:
 def plant(fault: Fault, root: Path, copy: Path) -> str:
     """Run a fault's tests in a copy that contains the fault.
 
-    Returns the test that fails, or one of `GONE` if there is none.
+    Returns the test that fails, or one of `GONE` if no test fails.
     """
     where, tests = fault.place(root), fault.files(root)
     if where is None or not tests:

@@ -139,7 +139,7 @@ def rooms(root: Path | None = None) -> dict[str, int]:
     return dict(Counter(path.rpartition("/")[0] for path in sources(root=root) if not path.endswith("__init__.py")))
 
 
-# Counting what runs
+# Counting executed functions
 
 
 class Trace:

@@ -26,7 +26,7 @@ case "$*" in
 esac
 """
 
-# A stand-in for uv, which fails unless FAKE_UV is 0.
+# A stand-in for uv. It fails unless FAKE_UV is 0.
 FAKE_UV = """#!/usr/bin/env bash
 [[ "${FAKE_UV:-1}" == 0 ]] || exit 1
 echo "uv $*" >> "$FAKE_LOG"

@@ -27,7 +27,7 @@ from warpfold.prediction.outputs import Prediction
 ROOT = Path(__file__).parents[1]
 # Files of DeepMind's code.
 OFFICIAL = {"data/pipeline.py", "data/mmcif_parsing.py", "data/templates.py"}
-# Packages whose users have a page. Their tests run in environments of their own.
+# Packages whose users have a page. Their tests run in separate environments.
 FOREIGN = {"transformers", "boltz", "openfold3"}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 

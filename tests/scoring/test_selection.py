@@ -83,7 +83,8 @@ def test_the_best_are_sorted_as_the_score_is_meant() -> None:
     assert Selection("", 2, "rmsd").chosen(rows) == {0, 3}
     assert Selection("", 9, "rmsd").chosen(rows) == {0, 1, 2, 3}
     alike = [row(name, ipsae=0.5) for name in "cab"]
-    assert Selection("", 2, "ipsae").chosen(alike) == {1, 2}  # by name, whatever the order
+    # Ties are decided by name, in any order of the rows.
+    assert Selection("", 2, "ipsae").chosen(alike) == {1, 2}
 
 
 def test_a_shortlist_holds_what_may_be_among_the_best_of_all() -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScoreCommand(Checked):
-    """Compare a structure with its reference: lDDT, GDT, TM-score, RMSD; of complexes also DockQ and other scores."""
+    """Compare a structure with its reference: lDDT, GDT, TM-score, RMSD, and for complexes DockQ and other scores."""
 
     predicted: Annotated["PathLike | Prediction", argument("mmCIF or PDB file.", shell=Path)]
     reference: Annotated["PathLike | Prediction", argument("mmCIF or PDB file: the truth.", shell=Path)]
@@ -118,8 +118,8 @@ REPORT, PAGE, TABLE = "evaluation.json", "report.html", "targets.csv"
 class EvaluateCommand(Checked):
     """Score folders of predictions against structures: per target and over all, calibration, which set is better.
 
-    Predictions of WarpFold, AlphaFold, ColabFold, AlphaFold DB, CASP and OpenFold are told by their names; others are
-    NAME.cif or NAME.pdb.
+    The file names identify predictions of WarpFold, AlphaFold, ColabFold, AlphaFold DB, CASP and OpenFold. Other
+    predictions are NAME.cif or NAME.pdb.
     """
 
     predictions: Annotated[PathLike, argument("Folder of predicted structures.")]
