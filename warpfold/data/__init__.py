@@ -1,4 +1,5 @@
-"""The way of one protein from file to batch, in rooms whose imports go one way; CONTRIBUTING.md tells it.
+"""Convert protein files to batches of features.
 
-formats, structure, similar, example, store, features, load; beside them pack, search and synthetic.
+The subpackages import only from those before them: formats, structure, similar, example, store, features, load. pack
+builds stores, search makes alignments, and synthetic generates sample proteins. CONTRIBUTING.md has an overview.
 """

@@ -14,7 +14,7 @@ from warpfold.data.example.templates import (
     templates_from_hits,
 )
 from warpfold.data.formats.input_files import HITS, InputFile, find
-from warpfold.data.structure.chain import given_date
+from warpfold.data.structure.chain import parse_date_option
 from warpfold.data.structure.library import Library
 from warpfold.errors import UserError
 from warpfold.prediction.notices import Notice, Value, noted, shorten_list
@@ -44,7 +44,7 @@ class TemplateSources:
             raise UserError("hits need the mmCIF files they point to; give their folder (--template-structures)")
         if not self.hits and (self.structures is not None or self.max_date is not None):
             raise UserError("a template folder or date has no effect without hits; give --hits, or use --template")
-        given_date(self.max_date, MAX_DATE)  # raises for a wrong date
+        parse_date_option(self.max_date, MAX_DATE)  # raises for a wrong date
 
     def __bool__(self) -> bool:
         return bool(self.files or self.hits)
@@ -82,7 +82,7 @@ def find_templates(
     and a folder without the structure of any hit.
     """
     hits = _hits_by_query(queries, sources.hits, refused)
-    newest = given_date(sources.max_date, MAX_DATE)
+    newest = parse_date_option(sources.max_date, MAX_DATE)
     library = Library(sources.structures) if sources.structures is not None else None
     entries = [hit.pdb_id for each in hits.values() for hit in each]
     if library is not None and entries and not any(map(library.has, entries)):

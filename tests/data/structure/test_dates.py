@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.data.entries import backbone, entry
 from warpfold.data.pack.build import drop_reason
 from warpfold.data.pack.options import PackOptions
-from warpfold.data.structure.chain import Structure, given_date, parse_date
+from warpfold.data.structure.chain import Structure, parse_date, parse_date_option
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.errors import UserError
 
@@ -28,7 +28,7 @@ SPELLED = st.tuples(DAYS, st.sampled_from(SPELLINGS)).map(lambda pair: (pair[0],
 @given(SPELLED)
 def test_every_spelling_is_its_day(spelled: tuple[date, str]) -> None:
     day, text = spelled
-    assert parse_date(text) == parse_date(f" {text}\n") == given_date(text, "--cutoff") == day
+    assert parse_date(text) == parse_date(f" {text}\n") == parse_date_option(text, "--cutoff") == day
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,9 @@ def test_every_spelling_is_its_day(spelled: tuple[date, str]) -> None:
 def test_what_is_no_date(text: str) -> None:
     assert parse_date(text) is None
     with pytest.raises(UserError, match=r"--cutoff .*is not a date; write it as YYYY-MM-DD") as caught:
-        given_date(text, "--cutoff")
+        parse_date_option(text, "--cutoff")
     assert "\n" not in str(caught.value)
-    assert parse_date(None) is given_date(None, "--cutoff") is None
+    assert parse_date(None) is parse_date_option(None, "--cutoff") is None
 
 
 def released(text: str) -> Structure:

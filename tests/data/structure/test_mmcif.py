@@ -87,7 +87,7 @@ def test_of_a_mixture_the_residue_of_largest_occupancy_counts() -> None:
 def test_mixtures_of_any_kind(residues: tuple[tuple[str, str, float], ...], letter: str) -> None:
     text = entry(backbone("GLY", 1) + mixture(*residues), ["GLY", "SER/THR"])
     if any(name == "MSE" for name, _, _ in residues):
-        assert "MSE at place 2" in refusal(text)
+        assert "MSE at position 2" in refusal(text)
     else:
         chain = only_chain(text)
         assert chain.sequence[1] == letter
@@ -355,8 +355,8 @@ TRP = PEPTIDE[:4] + [row | {"label_seq_id": "9" * 5000} for row in PEPTIDE[4:]]
             )
             for bad in ("nan", "NaN", "?", ".", "inf", "abc", "1e30")
         ),
-        (entry(PEPTIDE[:4] + backbone("TRP", 2), SEQUENCE), "TRP at place 2"),
-        (entry(TRP, SEQUENCE), "at place 999999999999999999... of its sequence"),
+        (entry(PEPTIDE[:4] + backbone("TRP", 2), SEQUENCE), "TRP at position 2"),
+        (entry(TRP, SEQUENCE), "at position 999999999999999999... of its sequence"),
         (entry(PEPTIDE + backbone("TRP", 9), SEQUENCE), "place 9"),
         (entry(PEPTIDE, SEQUENCE).replace("1 3 ALA\n", ""), "entity_poly_seq has residue 4"),
         ("", "not a structure file"),

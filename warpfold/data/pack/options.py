@@ -89,6 +89,6 @@ class PackOptions(ExampleOptions):
 
     def day(self, name: str) -> date | None:
         """Return the option `name`, a date, parsed.  Errors: UserError for what is no date."""
-        from warpfold.data.structure.chain import given_date  # NumPy is not needed to say what the options are
+        from warpfold.data.structure.chain import parse_date_option  # NumPy is not needed to say what the options are
 
-        return given_date(getattr(self, name), f"--{name.replace('_', '-')}")
+        return parse_date_option(getattr(self, name), f"--{name.replace('_', '-')}")

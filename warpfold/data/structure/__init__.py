@@ -1,1 +1,1 @@
-"""Protein structures: chains, read from mmCIF and PDB files, and written to them."""
+"""Read and write protein structures (mmCIF, PDB)."""

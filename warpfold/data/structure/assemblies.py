@@ -1,6 +1,6 @@
-"""Biological assemblies: which chains of an entry belong together, and the operators that move them there.
+"""Build biological assemblies: select the chains of an entry and the operators that place them.
 
-Readers keep the few rows of mmCIF's categories as text (`AssemblyTable`); what they mean is found when it is asked for.
+Readers store the rows of the mmCIF categories as text (`AssemblyTable`). `AssemblyTable.place` interprets them.
 """
 
 import re
@@ -13,31 +13,35 @@ import numpy as np
 
 from warpfold.errors import UserError
 
-MOST_OPERATORS = 10_000  # of one row: a virus with its crystal's symmetry has some 1,700
-MOST_CHAINS = 100_000  # of one assembly
+# Limit per row of the table: a virus with its crystal symmetry has about 1,700 operators.
+MAX_OPERATORS = 10_000
+MAX_CHAINS = 100_000  # of one assembly
 IDENTITY = np.eye(3, 4)
-ROTATION_ERROR = 0.01  # of an operator's rotation times its transpose: files have at least five decimals
-FARTHEST = 1e6  # angstrom that an operator may move a chain: the largest crystals' cells have some 1,500
-_GROUPS = re.compile(r"(\([^()]*\))+|[^(),]+")  # one term of an expression: groups to multiply, or one item
+# Tolerance of R Rᵀ - 1 for an operator's rotation R. Files have at least five decimals.
+ROTATION_TOLERANCE = 0.01
+# Largest translation in angstrom. The largest unit cells measure about 1,500.
+MAX_TRANSLATION = 1e6
+# One term of an operator expression: parenthesised groups to multiply, or a single item.
+_TERM = re.compile(r"(\([^()]*\))+|[^(),]+")
 
 
 class PlacedChain(NamedTuple):
-    """A chain in an assembly: its name in the entry, and what moves it there, rotation and translation in angstrom."""
+    """A chain of an assembly: its name in the entry, and the operator [3, 4] (rotation, translation in angstrom)."""
 
     chain: str
     operator: np.ndarray  # float64 [3, 4]
 
 
 def apply_operator(operator: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return positions [*, 3] moved by an operator [3, 4], rotation and translation: float32, angstrom."""
+    """Apply an operator [3, 4] (rotation, translation) to positions [*, 3] in angstrom; returns float32."""
     return (positions @ operator[:, :3].T + operator[:, 3]).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class PlacedChains:
-    """The protein chains of an assembly, and why its other parts are left out.
+    """The protein chains of an assembly.
 
-    left_out: by chain name, or what a ligand is called ("HEM"); water is not mentioned.
+    left_out: the reason for each omitted component, by chain name or ligand name ("HEM"). Water is not listed.
     """
 
     chains: tuple[PlacedChain, ...]
@@ -45,9 +49,9 @@ class PlacedChains:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """Return different names for the chains, of which some come several times: A, B, A-2, B-2, as the PDB has them.
+        """Return a unique name for each chain. Copies are numbered as in the PDB: A, B, A-2, B-2.
 
-        Where an entry has a chain A-2 itself, the second A is A-3 or A-2-2, whichever of both comes first.
+        A name that is taken already, such as an entry's own chain A-2, is skipped.
         """
         names: dict[str, None] = {}
         times: Counter[str] = Counter()
@@ -62,33 +66,39 @@ class PlacedChains:
 
 @dataclass(frozen=True)
 class AssemblyTable:
-    """What a file says of its assemblies.  Without `generators`, all its chains are one assembly."""
+    """The assemblies of a file, as text. Without `generators`, all chains form one assembly.
+
+    source: the file's name in errors. generators (`pdbx_struct_assembly_gen`): assembly, operator expression, and
+    comma-separated label_asym_ids. operators (`pdbx_struct_oper_list`): the 12 numbers of each operator, row by row.
+    names: the chain name of each polymer's label_asym_id. entities: the entity of each label_asym_id. compounds: the
+    names of non-polymer entities ("HEM", "HOH").
+    """
 
     source: str = "<structure>"
-    # `pdbx_struct_assembly_gen`: the assembly, its operators as an expression, mmCIF's chain names with commas.
     generators: tuple[tuple[str, str, str], ...] = ()
-    operators: dict[str, tuple[str, ...]] = field(default_factory=dict)  # `pdbx_struct_oper_list`: 12 numbers, by rows
-    names: dict[str, str] = field(default_factory=dict)  # of polymers, by mmCIF's chain names
-    entities: dict[str, str] = field(default_factory=dict)  # of all mmCIF's chain names
-    compounds: dict[str, str] = field(default_factory=dict)  # of entities that are no polymer: "HEM", "HOH"
+    operators: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    entities: dict[str, str] = field(default_factory=dict)
+    compounds: dict[str, str] = field(default_factory=dict)
 
     @property
     def ids(self) -> list[str]:
-        """Return the assemblies' names, in the order of the file: most often "1", "2" ..."""
+        """Return the names of the assemblies in file order, usually "1", "2" and so on."""
         return list(dict.fromkeys(row[0] for row in self.generators)) or ["1"]
 
     def place(self, assembly: str, kept: Mapping[str, object], dropped: Mapping[str, str]) -> PlacedChains:
-        """Return the chains of an assembly, those of one operator after those of another, in the order of the file.
+        """List the placed chains of an assembly, grouped by operator, in file order.
 
-        kept: the entry's protein chains by name.  dropped: why others were dropped.
-        Errors: UserError for an operator that the file does not have, or that is not a rigid motion, and for too many
-        chains; KeyError for an assembly that it does not have.
+        kept: the entry's protein chains by name. dropped: the reason for each dropped chain.
+        Raises KeyError for an unknown assembly, and UserError for a missing operator, an operator that is not a rigid
+        motion, or too many chains.
         """
         if assembly not in self.ids:
             raise KeyError(assembly)
         if not self.generators:
             return PlacedChains(tuple(PlacedChain(name, IDENTITY) for name in kept), dict(dropped))
-        placed: dict[tuple[str, bytes], PlacedChain] = {}  # a chain that is named twice in one place is there once
+        # Keyed by chain and operator, so that a chain listed twice with one operator appears once.
+        placed: dict[tuple[str, bytes], PlacedChain] = {}
         left_out: dict[str, str] = {}
         for name, expression, labels in self.generators:
             if name != assembly:
@@ -105,56 +115,58 @@ class AssemblyTable:
                 else:
                     compound = self.compounds.get(self.entities[label], "a branched molecule")
                     left_out |= {} if compound in ("HOH", "DOD") else {compound: "not a polymer"}
-            if chains:  # the operators of ligands alone are not needed
+            # Operators that place only ligands are not needed.
+            if chains:
                 for operator in self._expand(expression):
-                    key = (operator + 0.0).tobytes()  # -0.0 becomes 0.0
+                    # Adding 0.0 turns -0.0 into 0.0.
+                    key = (operator + 0.0).tobytes()
                     placed |= {(chain, key): PlacedChain(chain, operator) for chain in chains}
-                    if len(placed) > MOST_CHAINS:
+                    if len(placed) > MAX_CHAINS:
                         raise UserError(
-                            f"{self.source}: assembly {name} has more than {MOST_CHAINS} chains; correct the file"
+                            f"{self.source}: assembly {name} has more than {MAX_CHAINS} chains; correct the file"
                         )
         return PlacedChains(tuple(placed.values()), left_out)
 
     def _expand(self, expression: str) -> list[np.ndarray]:
-        """Return the operators that an expression names: "1", "1,3", "(1-60)", "(X0)(1-5,7)".
+        """Expand an operator expression ("1", "1,3", "(1-60)", "(X0)(1-5,7)") into operators [3, 4].
 
-        Of a product the right one is applied first, as the dictionary has it.
+        In a product the rightmost operator is applied first, as the mmCIF dictionary defines it.
         """
         text = "".join(expression.split())
-        terms = [found[0] for found in _GROUPS.finditer(text)]
+        terms = [match[0] for match in _TERM.finditer(text)]
         if not terms or ",".join(terms) != text:
             raise UserError(f"{self.source}: {text[:40]!r} names no operators of an assembly; correct the file")
-        found: list[np.ndarray] = []
+        expanded: list[np.ndarray] = []
         for term in terms:
             products = [np.eye(4)]
             for group in term.strip("()").split(")("):
                 names = self._items(group)
                 if not names:
                     raise UserError(f"{self.source}: {term[:40]!r} names no operators of an assembly; correct the file")
-                if len(found) + len(products) * len(names) > MOST_OPERATORS:
+                if len(expanded) + len(products) * len(names) > MAX_OPERATORS:
                     raise UserError(
-                        f"{self.source}: {text[:40]} are more than {MOST_OPERATORS} operators; correct the file"
+                        f"{self.source}: {text[:40]} are more than {MAX_OPERATORS} operators; correct the file"
                     )
                 operators = [self._operator(name) for name in names]
                 products = [left @ right for left in products for right in operators]
-            found += products
-        return [operator[:3] for operator in found]
+            expanded += products
+        return [operator[:3] for operator in expanded]
 
     def _items(self, group: str) -> list[str]:
-        """Return the names of operators in "1-5,7", those that are far too many cut short."""
+        """List the operator names of a group such as "1-5,7". Stops soon after `MAX_OPERATORS` names."""
         names: list[str] = []
         for item in group.split(","):
             ends = re.fullmatch(r"(\d{1,9})-(\d{1,9})", item, re.ASCII)
             if ends is None or item in self.operators:
                 names.append(item)
             else:
-                names += map(str, range(int(ends[1]), int(ends[2]) + 1)[: MOST_OPERATORS + 1])
-            if len(names) > MOST_OPERATORS:
+                names += map(str, range(int(ends[1]), int(ends[2]) + 1)[: MAX_OPERATORS + 1])
+            if len(names) > MAX_OPERATORS:
                 break
         return names
 
     def _operator(self, name: str) -> np.ndarray:
-        """Return an operator as float64 [4, 4]."""
+        """Parse an operator into a homogeneous matrix, float64 [4, 4]."""
         if name not in self.operators:
             raise UserError(
                 f"{self.source}: an assembly needs operator {name[:40]}, which is missing; fetch the file again"
@@ -169,9 +181,9 @@ class AssemblyTable:
 
 
 def is_rigid(operators: np.ndarray) -> bool:
-    """Return whether operators [..., 3, 4] are all rotations with translations that a file of atoms could have."""
+    """Return whether all operators [..., 3, 4] are proper rotations with a translation below `MAX_TRANSLATION`."""
     rotation = operators[..., :3]
     with np.errstate(invalid="ignore", over="ignore"):
         error = np.abs(rotation @ rotation.swapaxes(-1, -2) - np.eye(3))
-        near = (np.abs(operators) < FARTHEST).all() and (error < ROTATION_ERROR).all()
-    return bool(near and (np.linalg.det(rotation) > 0).all())
+        is_near = (np.abs(operators) < MAX_TRANSLATION).all() and (error < ROTATION_TOLERANCE).all()
+    return bool(is_near and (np.linalg.det(rotation) > 0).all())

@@ -1,6 +1,6 @@
-"""What a structure file holds: chains of atom37 positions on their SEQRES, and the entry's release date.
+"""Define structures and chains: atom37 positions on the SEQRES sequence, with the metadata of the entry.
 
-Readers (`mmcif.py`, `pdb.py`) make these; nothing here needs gemmi.
+The readers (`mmcif.py`, `pdb.py`) build them. This module does not import gemmi.
 """
 
 import re
@@ -12,45 +12,55 @@ import numpy as np
 from warpfold.data.structure.assemblies import AssemblyTable, PlacedChains
 from warpfold.errors import UserError, listed
 
-_WEEK = re.compile(r"\d{4}-?W\d{2}", re.ASCII)  # a week is not a day, but `fromisoformat` would take its Monday
-_PLAIN = re.compile(r"(\d{4})-(\d{1,2})-(\d{1,2})", re.ASCII)  # mmCIF's dictionary allows 2017-7-26
+# A week is not a day, but `fromisoformat` would take its Monday.
+_WEEK = re.compile(r"\d{4}-?W\d{2}", re.ASCII)
+# The mmCIF dictionary allows dates without leading zeros, such as 2017-7-26.
+_PLAIN = re.compile(r"(\d{4})-(\d{1,2})-(\d{1,2})", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Chain:
-    """One protein chain on its SEQRES: all residues that are in the sample, and the atoms that were seen.
+    """A protein chain with all N residues of its SEQRES and the observed atoms.
 
-    `sequence` has one letter per residue: modified residues as their parent, X without one.
-    `author_numbers` are the authors' residue number and insertion code ("52", "52A"), "" where the file has none.
+    id: the author's chain name. sequence: one letter per residue; a modified residue has its parent's letter, or X if
+    it has no parent. positions: angstrom, 0 where masked. mask: 1 for observed atoms. residue_index: index in SEQRES
+    from 0. author_numbers: the author's residue number and insertion code ("52", "52A"), "" where the file has none.
+    entity: the mmCIF entity, by which the PDB's cluster files name chains ("1abc_1"). b_factors: the B factor of each
+    residue's CA, NaN if the CA is missing; None if the reader has no B factors.
     """
 
-    id: str  # the author's chain name
+    id: str
     sequence: str
-    positions: np.ndarray  # float32 [N, 37, 3], angstrom, 0 where masked
-    mask: np.ndarray  # float32 [N, 37], 1 where the atom was seen
-    residue_index: np.ndarray  # int64 [N], place in SEQRES from 0
+    positions: np.ndarray  # float32 [N, 37, 3]
+    mask: np.ndarray  # float32 [N, 37]
+    residue_index: np.ndarray  # int64 [N]
     author_numbers: tuple[str, ...]
-    entity: str = ""  # mmCIF's, by which the PDB's files of clusters name chains ("1abc_1")
-    b_factors: np.ndarray | None = None  # float32 [N], the B column of each residue's CA, NaN without; None: not read
+    entity: str = ""
+    b_factors: np.ndarray | None = None  # float32 [N]
 
 
 @dataclass(frozen=True)
 class Structure:
-    """One entry: its protein chains by author name, and why its other polymers were dropped."""
+    """An entry and its protein chains.
+
+    method: experimental method in upper case, as in the mmCIF dictionary. resolution: angstrom. chains: by author name.
+    dropped: the reason for each dropped polymer, by chain name. unplaced: residues with N, CA and C that are in no
+    chain, as "ALA 12". notes: sentences for the user about non-obvious decisions of the reader.
+    """
 
     id: str
-    method: str | None  # upper case, as the dictionary has it
-    resolution: float | None  # angstrom
+    method: str | None
+    resolution: float | None
     release_date: date | None
     chains: dict[str, Chain]
-    dropped: dict[str, str] = field(default_factory=dict)  # chain name -> reason
+    dropped: dict[str, str] = field(default_factory=dict)
     assemblies: AssemblyTable = field(default_factory=AssemblyTable)
-    unplaced: tuple[str, ...] = ()  # residues with N, CA and C that are in no chain, as "ALA 12"
-    notes: tuple[str, ...] = ()  # how the file was read, where that is not plain, a sentence each
+    unplaced: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def unplaced_note(self) -> str:
-        """Return a note on `unplaced` with its count, "" if there are none."""
+        """Return a note that counts the `unplaced` residues, or "" if there are none."""
         if not self.unplaced:
             return ""
         return f"residues with N, CA and C that are in no chain: {len(self.unplaced)} ({listed(self.unplaced, 4)})"
@@ -61,18 +71,18 @@ class Structure:
             raise UserError(f"{source}: has {self.unplaced_note}; {remedy}")
 
     def assembly(self, name: str | None = None) -> PlacedChains:
-        """Return the protein chains of a biological assembly, by default the file's first, and where they stand in it.
+        """List the placed protein chains of a biological assembly, by default of the first one.
 
-        A file that says nothing of assemblies has one, "1", of all its chains as they are.
-        Errors: as in `AssemblyTable.place`.
+        A file without assemblies has one, "1", which contains all chains unmoved.
+        Raises the errors of `AssemblyTable.place`.
         """
         return self.assemblies.place(name or self.assemblies.ids[0], self.chains, self.dropped)
 
 
 def normal_entry_id(text: str) -> str:
-    """Return the one spelling of an entry's id: four letters in lower case where it is a PDB id, also for pdb_00001abc.
+    """Normalise an entry id: PDB ids become four characters in lower case, also those written as pdb_00001abc.
 
-    Ids of 12 characters that have no short form, and ids of other archives, stay as they are, PDB's in lower case.
+    Extended PDB ids without a short form become lower case. Ids of other archives are returned unchanged.
     """
     extended = re.fullmatch(r"pdb_([0-9]{4})([0-9][a-z0-9]{3})", text.lower())
     if extended:
@@ -81,11 +91,10 @@ def normal_entry_id(text: str) -> str:
 
 
 def parse_date(text: str | None) -> date | None:
-    """Return the day that `text` names, or None if it names none.
+    """Parse a date from a file; returns None for any other text.
 
-    Accepts ISO 8601's spellings, 2017-07-26, 20170726, 2017-W30-3 and 2017W303, and mmCIF's without leading zeros,
-    2017-7-26.  Meant for dates in files, which may hold anything.  Dates are compared as `datetime.date`, never as
-    text, since one day has several spellings.
+    Accepts the ISO 8601 forms 2017-07-26, 20170726, 2017-W30-3 and 2017W303, and the mmCIF form without leading zeros,
+    2017-7-26. Compare dates as `datetime.date`, never as text, because a day has several spellings.
     """
     text = (text or "").strip()
     if _WEEK.fullmatch(text):
@@ -97,8 +106,8 @@ def parse_date(text: str | None) -> date | None:
         return None
 
 
-def given_date(text: str | None, option: str) -> date | None:
-    """Return the day that a user gave, None for None.  Errors: UserError, naming `option`, if it is not a date."""
+def parse_date_option(text: str | None, option: str) -> date | None:
+    """Parse a date that the user passed as `option`; None stays None. Raises UserError if it is not a date."""
     day = parse_date(text)
     if text is not None and day is None:
         raise UserError(f"{option} {text}: is not a date; write it as YYYY-MM-DD, for example 2018-04-30")

@@ -1,4 +1,4 @@
-"""Folders of structures, looked up by PDB id, in which template hits are found."""
+"""Look up structures of template hits by PDB id in folders of mmCIF files."""
 
 import os
 import re
@@ -17,20 +17,18 @@ ENDINGS = (".cif", ".cif.gz", ".mmcif", ".mmcif.gz")
 
 
 class MissingStructure(UserError):
-    """An entry has no file in a library."""
+    """Raised if a library has no file of an entry."""
 
 
 class Library:
-    """mmCIF files in folders and their subfolders (a PDB mirror, say), each read when it is needed.
+    """mmCIF files in folders and their subfolders, such as a PDB mirror. Files are read on demand.
 
-    A file is named by its id, in lower or upper case, short or long: `1abc.cif`, `ab/1abc.cif.gz`, `1ABC.cif`,
-    `pdb_00001abc.cif`.  Of several folders
-    with an entry the first one counts.  The last `keep` structures and all release dates that were read stay in
-    memory, but are not pickled.
-    limit: bytes that a file may have when it is unpacked.
+    A file is named after its id, short or long, in lower or upper case: `1abc.cif`, `ab/1abc.cif.gz`, `1ABC.cif`,
+    `pdb_00001abc.cif`. If several folders have an entry, the first folder is used. The last `keep` structures and all
+    release dates are cached in memory, but are not pickled. limit: largest size of an unpacked file in bytes.
 
-    The PDB's list of entries that were removed or replaced is read where it is there: `obsolete.dat`, in a folder or,
-    as AlphaFold's data have it, beside it.
+    The PDB's list of obsolete entries, `obsolete.dat`, is used if it is in one of the folders or, as in AlphaFold's
+    data, in its parent folder.
     """
 
     def __init__(self, *folders: str | Path, keep: int = 16, limit: int = LARGEST) -> None:
@@ -38,8 +36,8 @@ class Library:
         for folder in self.folders:
             if not folder.is_dir():
                 raise UserError(f"{folder}: is not a folder; give the folder of the templates' mmCIF files")
-        self._listed: dict[Path, dict[str, Path]] = {}  # all files of a folder by id
-        self._states: dict[str, str] = {}  # what `digest` saw of entries
+        # The files of each folder by id.
+        self._listed: dict[Path, dict[str, Path]] = {}
         self._structures: OrderedDict[str, Structure | UserError] = OrderedDict()
         self._dates: dict[str, date | None] = {}
 
@@ -48,36 +46,38 @@ class Library:
 
     @cached_property
     def _obsolete(self) -> dict[str, str | None]:
-        """What replaced each obsolete entry; None: nothing, it was removed."""
-        found: dict[str, str | None] = {}
-        for path in (place / "obsolete.dat" for folder in self.folders for place in (folder, folder.absolute().parent)):
+        """The replacement of each obsolete entry; None for an entry that was removed without a replacement."""
+        replacement_of: dict[str, str | None] = {}
+        for path in (where / "obsolete.dat" for folder in self.folders for where in (folder, folder.absolute().parent)):
             if path.is_file():
                 for line in read_file(path).decode(errors="replace").splitlines():
-                    # OBSLTE    26-SEP-06 2H33     2JM5 2OWI
+                    # A line looks like this: OBSLTE    26-SEP-06 2H33     2JM5 2OWI
                     if len(words := line.lower().split()) > 2 and words[0] == "obslte":
-                        found.setdefault(words[2], words[3] if len(words) > 3 else None)
-        return found
+                        replacement_of.setdefault(words[2], words[3] if len(words) > 3 else None)
+        return replacement_of
 
     def current(self, pdb_id: str) -> str | None:
-        """Return the entry that stands for an entry: itself, or what replaced it where its own file is missing.
+        """Return the id of an entry, or of its replacement if the entry is obsolete and has no file.
 
-        None for one that was removed from the PDB.
+        Returns None for an entry that was removed from the PDB.
         """
         new = self._obsolete.get(pdb_id, pdb_id)
-        return pdb_id if new is not None and self._own(pdb_id) else new
+        return pdb_id if new is not None and self._find_file(pdb_id) else new
 
     def find(self, pdb_id: str) -> Path:
-        """Return the file of an entry, the first by path if there are several, or that of what replaced it.
+        """Find the file of an entry (the first by path if there are several) or of its replacement.
 
-        Errors: MissingStructure if there is none.
+        Raises MissingStructure if there is no file.
         """
         pdb_id = normal_entry_id(pdb_id.lower())
-        if (path := self._own(pdb_id)) or ((new := self._obsolete.get(pdb_id)) and (path := self._own(new))):
+        if path := self._find_file(pdb_id):
+            return path
+        if (new := self._obsolete.get(pdb_id)) and (path := self._find_file(new)):
             return path
         where = ", ".join(map(str, self.folders))
         raise MissingStructure(f"{where}: has no {pdb_id}.cif or {pdb_id}.cif.gz; add it, or do without")
 
-    def _own(self, pdb_id: str) -> Path | None:
+    def _find_file(self, pdb_id: str) -> Path | None:
         return next(filter(None, (self._find_in(folder, pdb_id) for folder in self.folders)), None)
 
     def _find_in(self, top: Path, pdb_id: str) -> Path | None:
@@ -87,17 +87,18 @@ class Library:
                     for ending in ENDINGS[:2]:
                         if (path := folder / f"{name}{ending}").is_file():
                             return path
-        if top not in self._listed:  # only once an entry is not where PDB mirrors have it: this may take minutes
-            found = self._listed[top] = {}
+        # Listing a folder may take minutes, so the paths of PDB mirrors are tried first.
+        if top not in self._listed:
+            files = self._listed[top] = {}
             for here, folders, names in os.walk(top):
                 folders.sort()
                 for name in sorted(names):
                     if end := next((ending for ending in ENDINGS if name.lower().endswith(ending)), None):
-                        found.setdefault(normal_entry_id(name[: -len(end)].lower()), Path(here, name))
+                        files.setdefault(normal_entry_id(name[: -len(end)].lower()), Path(here, name))
         return self._listed[top].get(pdb_id)
 
     def has(self, pdb_id: str) -> bool:
-        """Return whether there is a file of an entry."""
+        """Return whether the library has a file of the entry or of its replacement."""
         try:
             self.find(pdb_id)
         except MissingStructure:
@@ -105,23 +106,24 @@ class Library:
         return True
 
     def read(self, pdb_id: str) -> Structure:
-        """Return the structure of an entry.  Errors: UserError if it is missing or cannot be used."""
-        found = self._structures.pop(pdb_id, None)
-        if found is None:
+        """Read the structure of an entry. Raises UserError if it is missing or unusable."""
+        structure = self._structures.pop(pdb_id, None)
+        if structure is None:
             try:
                 with within_memory(str(path := self.find(pdb_id))):
-                    found = read_structure(path, limit=self.limit)
+                    structure = read_structure(path, limit=self.limit)
             except UserError as error:
-                found = error
-        self._structures[pdb_id] = found  # most recently used last
+                structure = error
+        # The most recently used entry is last.
+        self._structures[pdb_id] = structure
         if len(self._structures) > self.keep:
             self._structures.popitem(last=False)
-        if isinstance(found, UserError):
-            raise found
-        return found
+        if isinstance(structure, UserError):
+            raise structure
+        return structure
 
     def release_date(self, pdb_id: str) -> date | None:
-        """Return when an entry was released; None if its file does not say.  Errors: as in `read`."""
+        """Read the release date of an entry; None if the file has no date. Raises the errors of `read`."""
         if pdb_id not in self._dates:
             with within_memory(str(path := self.find(pdb_id))):
                 self._dates[pdb_id] = read_release_date(path, self.limit)

@@ -1,6 +1,6 @@
-"""PDB files, and mmCIF files without SEQRES, as the complete mmCIF that `mmcif.py` reads.
+"""Convert PDB files, and mmCIF files without SEQRES, to the complete mmCIF blocks that `mmcif.py` reads.
 
-gemmi finds the polymers; what is added is the place of each residue in its chain's sequence.
+gemmi finds the polymers. This module adds the position of each residue in its chain's sequence.
 """
 
 import itertools
@@ -27,28 +27,30 @@ from warpfold.data.structure.separate import (
 )
 from warpfold.errors import UserError, listed
 
-LONGEST_GAP = 200  # residues: a longer jump in the numbers is a change of numbering rather than a missing part
+# A larger jump of the residue numbers is a change of numbering, not a gap of missing residues.
+MAX_GAP = 200
 
 
 def read(data: bytes, source: str) -> Reading:
     """Read a PDB file as an mmCIF block with SEQRES, method, resolution and release date.
 
-    Reading continues after END. Copies of an assembly in models all count, of other models the
-    first (`separate.models_are_copies`). Chains are separated by `separate.separate_chains`.
-    Errors: UserError for a file that was cut short, or with a position that is not a number; gemmi's own, ValueError
-    and RuntimeError, for one that it cannot read.
+    Reading continues after END. All models are read if they are copies of an assembly, otherwise the first one
+    (`separate.models_are_copies`). Chains are separated by `separate.separate_chains`.
+    Raises UserError for a truncated file and for a position that is not a number, and gemmi's ValueError or
+    RuntimeError for a file that gemmi cannot read.
     """
     last = data.rstrip(b"\n").rpartition(b"\n")[2]
-    if last.startswith((b"ATOM  ", b"HETATM")) and len(last.rstrip()) < 54:  # its coordinates end at column 54
-        raise UserError(f"{source}: ends in the middle of an atom, so it is cut short; fetch the file again")
+    # The coordinates of an atom end at column 54.
+    if last.startswith((b"ATOM  ", b"HETATM")) and len(last.rstrip()) < 54:
+        raise UserError(f"{source}: is truncated: it ends in the middle of an atom. Fetch the file again")
     if re.search(rb"^SEQRES", data, re.MULTILINE) and not re.search(rb"^END", data, re.MULTILINE):
         raise UserError(
-            f"{source}: has SEQRES but no END, so it is cut short; fetch it again, or add END if it is whole"
+            f"{source}: is truncated: it has SEQRES but no END. Fetch it again, or add END if it is complete"
         )
     lines = [line.rstrip() for line in data.decode("latin-1").split("\n")]
     sections = _sections(lines)
     if not sections:
-        raise UserError(f"{source}: has no atoms; give a file with coordinates")
+        raise UserError(f"{source}: has no atoms. Pass a file with coordinates")
     method = " ".join(line[10:].strip() for line in lines if line.startswith("EXPDTA"))
     all_count, notes = False, list[str]()
     if len(sections) > 1:
@@ -56,8 +58,9 @@ def read(data: bytes, source: str) -> Reading:
         all_count, notes = count_models(alphas, "NMR" in method.upper())
     counted = sections if all_count else sections[:1]
     copies = all_count and len({model for model, _ in sections}) > 1
+    # Sections of a single model are files that were concatenated with END between them.
     if all_count and not copies:
-        notes.clear()  # files that were joined, with END between them
+        notes.clear()
     chains = separate_chains(_residues(lines, counted, source), segments_are_chains=False)
     notes += _naming_notes(chains, copies)
     displayed = _short_names(chains)
@@ -67,17 +70,18 @@ def read(data: bytes, source: str) -> Reading:
     structure.name = dict(structure.info.items()).get("_entry.id", "")
     block = _complete(structure, source)
     if structure.resolution > 0:
-        block.set_pair("_refine.ls_d_res_high", str(structure.resolution))  # REMARK 2, whatever the method
+        # This is the resolution of REMARK 2, for any experimental method.
+        block.set_pair("_refine.ls_d_res_high", str(structure.resolution))
     if date := _release_date(data):
         block.set_pair("_pdbx_audit_revision_history.revision_date", date)
     return Reading(block, notes, copies, derived=True)
 
 
 def _sections(lines: Sequence[str]) -> list[tuple[int, list[int]]]:
-    """Divide the rows of a PDB file where its models may end, at MODEL, ENDMDL and END.
+    """Divide the rows of a PDB file at MODEL, ENDMDL and END, where a model may end.
 
-    Returns of each section with atoms the number of its model, from 0, and its rows of ATOM, HETATM and TER.  Programs
-    separate both models and the files that `cat` joined by END, so sections that END separates are of one model.
+    Returns the model number (from 0) and the rows of ATOM, HETATM and TER of each section with atoms. END separates
+    both models and files joined by `cat`, so sections that END separates have the same model number.
     """
     sections: list[tuple[int, list[int]]] = []
     model, rows, has_atoms = 0, list[int](), False
@@ -98,17 +102,18 @@ def _sections(lines: Sequence[str]) -> list[tuple[int, list[int]]]:
 def _alphas(
     lines: Sequence[str], sections: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, tuple[str, ResidueKey], tuple[float, float, float]]]:
-    """Yield the number of the section, the residue and the position of each CA."""
+    """Yield section number, residue and position of each CA."""
     for number, rows in enumerate(sections):
         for line in (lines[row] for row in rows if lines[row][12:16] == " CA "):
-            with suppress(ValueError):  # an unreadable number is reported with its atom where the model counts
-                # Segments tell chains without names apart.
+            # `_residues` reports unreadable numbers with their atom, if the model counts.
+            with suppress(ValueError):
+                # The segment distinguishes chains without names.
                 residue = line[20:22] + line[72:76], _residue_key(line)
                 yield number, residue, (float(line[30:38]), float(line[38:46]), float(line[46:54]))
 
 
 def _residue_key(line: str) -> ResidueKey:
-    """Return the residue number and insertion code of an ATOM record; numbers beyond 9999 are hybrid-36."""
+    """Parse residue number and insertion code of an ATOM record. Numbers above 9999 are encoded in hybrid-36."""
     text = line[22:26].strip()
     try:
         number = int(text)
@@ -120,16 +125,13 @@ def _residue_key(line: str) -> ResidueKey:
 
 
 def _residue_name(line: str) -> str:
-    """Return the residue name of an ATOM record; a force field's four-letter name reaches into the chain's columns."""
+    """Parse the residue name of an ATOM record. Four-letter names of force fields extend into the chain column."""
     name = line[17:21].strip()
     return name if name in FORCE_FIELD_NAMES else line[17:20].strip()
 
 
 def _residues(lines: Sequence[str], sections: Iterable[tuple[int, Sequence[int]]], source: str) -> list[Residue]:
-    """Collect the residues of some sections, in the order of the file.
-
-    Errors: UserError for an atom whose position is not a number.
-    """
+    """Collect the residues of some sections in file order. Raises UserError for a position that is not a number."""
     residues: list[Residue] = []
     for model, rows in sections:
         breaks, before = True, ""
@@ -140,15 +142,16 @@ def _residues(lines: Sequence[str], sections: Iterable[tuple[int, Sequence[int]]
                 if residues:
                     residues[-1].ended = True
                 continue
-            try:  # gemmi would take a field of stars or blanks for 0
+            # gemmi would read a field of asterisks or blanks as 0.
+            try:
                 xyz = float(line[30:38]), float(line[38:46]), float(line[46:54])
             except ValueError:
                 raise UserError(
-                    f"{source}: atom {line[6:27].strip()} has a position that is not a number; correct the file or "
-                    "leave the atom out"
+                    f"{source}: atom {line[6:27].strip()} has a position that is not a number. Correct the file or "
+                    "remove the atom"
                 ) from None
             atom, altloc = line[12:16].strip(), line[16:17] or " "
-            # The columns that identify the residue are compared as they are, and read once per residue.
+            # The columns that identify a residue are compared as text, and parsed once per residue.
             columns = line[17:27] + line[72:76]
             if breaks or columns != before or altloc in residues[-1].altlocs.get(atom, ""):
                 name = _residue_name(line)
@@ -162,7 +165,7 @@ def _residues(lines: Sequence[str], sections: Iterable[tuple[int, Sequence[int]]
 
 
 def _naming_notes(chains: Sequence[SeparatedChain], copies: bool) -> list[str]:
-    """Report the chains that did not keep the name that they have in the file."""
+    """Build a note on chains that were renamed."""
     renamed = [chain for chain in chains if chain.polymer and chain.name != chain.source]
     if not renamed:
         return []
@@ -175,23 +178,23 @@ def _naming_notes(chains: Sequence[SeparatedChain], copies: bool) -> list[str]:
 
 
 def _short_names(chains: Sequence[SeparatedChain]) -> dict[str, str]:
-    """Return names of one or two letters, as PDB files have them, by which gemmi tells the chains apart."""
+    """Give each chain a unique name of one or two letters, as PDB files allow. Returns the full names by short name."""
     letters = string.ascii_uppercase + string.digits + string.ascii_lowercase
     taken = {chain.name for chain in chains if len(chain.name) <= 2}
     free = (name for name in map("".join, itertools.product(letters, repeat=2)) if name not in taken)
     return {chain.name if len(chain.name) <= 2 else next(free): chain.name for chain in chains}
 
 
-# Records before the atoms that name chains, and that nothing here reads.
+# Header records that refer to chains by name and are not used.
 _UNREAD = ("LINK", "SSBOND", "CISPEP", "CONECT", "SITE", "DBREF", "SEQADV", "HELIX", "SHEET", "TURN", "MODEL", "SEQRES")
 
 
 def _as_text(
     lines: Sequence[str], first: int, chains: Sequence[SeparatedChain], displayed: Mapping[str, str], notes: list[str]
 ) -> str:
-    """Write a PDB file that gemmi reads as it is meant: one model, every chain with a name of its own and in one place.
+    """Write the chains as an unambiguous PDB file for gemmi: one model, unique chain names, contiguous chains.
 
-    first: the row of the first atom; the header is before it. displayed: from `_short_names`. Adds a note on SEQRES
+    first: the row of the first atom, where the header ends. displayed: full names by short name. Adds a note on SEQRES
     records that are left out.
     """
     short = {name: key for key, name in displayed.items()}
@@ -214,7 +217,7 @@ def _as_text(
                 text.append(f"{line[:17]}{name:>3}{short[chain.name]:>2}{line[22:]}")
             if polymer and residue is polymer[-1] and residue.ended:
                 text.append("TER")
-    # gemmi 0.6 reads SEQRES to column 70 even where a line is shorter, and would take the rest from the line before.
+    # gemmi 0.6 reads SEQRES up to column 70. In a shorter line it would read leftovers of the previous line.
     return "\n".join(line.ljust(80) for line in [*text, "END"])
 
 
@@ -223,9 +226,9 @@ def _seqres(
 ) -> Iterator[tuple[SeparatedChain, list[str]]]:
     """Yield the SEQRES records of each chain.
 
-    Where several chains have one name, the records are theirs if there are as many sets of records (numbered from 1
-    again), or if they are copies in different models. Otherwise their owner is unknown, and the sequences come from the
-    coordinates.
+    Several chains of one name get records if there are as many sets of records (each numbered from 1) as chains, or if
+    the chains are copies in different models. Otherwise the assignment is unknown, and their sequences are derived from
+    the coordinates.
     """
     sets: dict[str, list[list[str]]] = {}
     serials: dict[str, int] = {}
@@ -248,12 +251,12 @@ def _seqres(
 
 
 def complete_mmcif(block: cif.Block, source: str) -> Reading:
-    """Add sequences and places to an mmCIF block without `entity_poly_seq`, from what the coordinates show.
+    """Derive the sequences of an mmCIF block without `entity_poly_seq` from its coordinates.
 
-    The sequence starts with the first residue seen.  Between two residues that are not bonded, and whose numbers
-    (label_seq_id if the file has it, else the author's) leave a gap of at most 200, as many X are put, masked.
+    The sequence starts with the first observed residue. A gap of at most 200 in the residue numbers (label_seq_id if
+    the file has it, else the author's) between two residues that are not bonded is filled with masked X.
 
-    Errors: ValueError and RuntimeError, gemmi's, for a block that it cannot read.
+    Raises gemmi's ValueError or RuntimeError for a block that gemmi cannot read.
     """
     copies, notes = _separate_mmcif(block)
     completed = _complete(make_structure(block), source)
@@ -267,7 +270,7 @@ def complete_mmcif(block: cif.Block, source: str) -> Reading:
 
 
 def _separate_mmcif(block: cif.Block) -> tuple[bool, list[str]]:
-    """Give the chains of `_atom_site` names of their own, and keep the rows of the models that count.
+    """Give the chains of `_atom_site` unique names, and select the rows of the models that count, in place.
 
     Returns whether the models are copies of an assembly, and notes.
     """
@@ -281,7 +284,7 @@ def _separate_mmcif(block: cif.Block) -> tuple[bool, list[str]]:
     absent = ["?"] * count
 
     def column(*names: str) -> list[str]:
-        """Return the first column that has values; without quotes."""
+        """Return the first of the named columns that has values, without quotes."""
         for name in names:
             if name in columns and any(value not in (".", "?") for value in columns[name]):
                 return [cif.as_string(value) if value[:1] in "'\"" else value for value in columns[name]]
@@ -331,7 +334,7 @@ def _separate_mmcif(block: cif.Block) -> tuple[bool, list[str]]:
     columns = {tag: [column[row] for row in rows] for tag, column in columns.items()}
     columns["auth_asym_id"] = [cif.quote(name) for name in names]
     if not is_plain:
-        # gemmi takes these for the names of its subchains and entities, which would no longer fit the chains.
+        # gemmi would name its subchains and entities after these columns, which no longer match the chains.
         for tag in {"label_asym_id", "label_entity_id"} & columns.keys():
             columns[tag] = ["?"] * len(rows)
     if "pdbx_PDB_model_num" in columns:
@@ -341,9 +344,9 @@ def _separate_mmcif(block: cif.Block) -> tuple[bool, list[str]]:
 
 
 def make_structure(block: cif.Block) -> gemmi.Structure:
-    """Make gemmi's structure of an mmCIF block.
+    """Convert an mmCIF block to a gemmi structure.
 
-    gemmi 0.6 finds no atoms where a column is missing that 0.7 does without, so the block gets what 0.7 takes instead.
+    gemmi 0.6 finds no atoms if an optional column is missing. The columns are added with the defaults of gemmi 0.7.
     """
     loop = block.find_loop("_atom_site.Cartn_x").get_loop()
     for tag, default in (("occupancy", "1"), ("B_iso_or_equiv", "20"), ("auth_seq_id", "?")):
@@ -356,28 +359,30 @@ def make_structure(block: cif.Block) -> gemmi.Structure:
     structure = gemmi.make_structure_from_block(block)
     for residue in (residue for model in structure for chain in model for residue in chain):
         if residue.subchain in ("", "?", "."):
-            residue.subchain = ""  # so that `setup_entities` names it
+            # An empty name lets `setup_entities` choose one.
+            residue.subchain = ""
     return structure
 
 
 def _release_date(data: bytes) -> str | None:
-    """Return the date of the first revision (REVDAT 1) as YYYY-MM-DD."""
-    # Months have three letters, so a name stands at a multiple of 3; -1, not found, leaves 2.
+    """Parse the date of the first revision (REVDAT 1); returns YYYY-MM-DD."""
+    # A month starts at a multiple of 3. For an unknown month, find() returns -1, and -1 % 3 is 2.
     months = b"JANFEBMARAPRMAYJUNJULAUGSEPOCTNOVDEC"
-    found = re.search(rb"^REVDAT   1   (\d\d)-([A-Z]{3})-(\d\d)", data, re.MULTILINE)
-    if found is None or months.find(found[2]) % 3 != 0:
+    revision = re.search(rb"^REVDAT   1   (\d\d)-([A-Z]{3})-(\d\d)", data, re.MULTILINE)
+    if revision is None or months.find(revision[2]) % 3 != 0:
         return None
-    year = int(found[3]) + (1900 if int(found[3]) > 70 else 2000)  # the PDB began in 1971
-    return f"{year}-{months.index(found[2]) // 3 + 1:02d}-{int(found[1]):02d}"
+    # The PDB was founded in 1971.
+    year = int(revision[3]) + (1900 if int(revision[3]) > 70 else 2000)
+    return f"{year}-{months.index(revision[2]) // 3 + 1:02d}-{int(revision[1]):02d}"
 
 
 def _complete(structure: gemmi.Structure, source: str) -> cif.Block:
-    """Return the first model as mmCIF, every polymer residue with its place in the sequence."""
+    """Convert the first model to mmCIF, in which every polymer residue has its position in the sequence."""
     if not len(structure) or not structure[0].count_atom_sites():
-        raise UserError(f"{source}: has no atoms; give a file with coordinates")
+        raise UserError(f"{source}: has no atoms. Pass a file with coordinates")
     names = {residue.name for chain in structure[0] for residue in chain}
     if any("'" in name or '"' in name for name in names):
-        raise UserError(f"{source}: is damaged, a residue's name has a quote in it; fetch the file again")
+        raise UserError(f"{source}: is damaged: a residue name contains a quote. Fetch the file again")
     while len(structure) > 1:
         del structure[-1]
     structure.setup_entities()
@@ -388,10 +393,10 @@ def _complete(structure: gemmi.Structure, source: str) -> cif.Block:
             continue
         entity = structure.get_entity_of(polymer)
         sequence = [names.split(",")[0] for names in entity.full_sequence] if entity else []
-        places = _places_by_number(residues, sequence) if sequence else None
+        seq_ids = _seq_ids_by_number(residues, sequence) if sequence else None
         if not sequence:
-            sequence, places = _derive_sequence(residues)
-            # An entity of its own: in chains of one protein, different residues are seen.
+            sequence, seq_ids = _derive_sequence(residues)
+            # Each chain gets its own entity, because chains of one protein differ in their observed residues.
             subchain = polymer.subchain_id()
             for other in structure.entities:
                 other.subchains = [name for name in other.subchains if name != subchain]
@@ -401,17 +406,18 @@ def _complete(structure: gemmi.Structure, source: str) -> cif.Block:
             entity.subchains = [subchain]
             entity.full_sequence = sequence
             structure.entities.append(entity)
-        if places is not None:
-            by_number = {str(residue.seqid): place for residue, place in zip(residues, places)}
+        if seq_ids is not None:
+            by_number = {str(residue.seqid): seq_id for residue, seq_id in zip(residues, seq_ids)}
             for residue in polymer:
                 residue.label_seq = by_number[str(residue.seqid)]
-    structure.assign_label_seq_id()  # by alignment, for chains whose numbers did not tell
+    # gemmi aligns the chains whose numbers do not fit the sequence.
+    structure.assign_label_seq_id()
     _name_mixtures(structure)
     return structure.make_mmcif_block()
 
 
 def _name_mixtures(structure: gemmi.Structure) -> None:
-    """Add to the sequences the alternative residues of one place (microheterogeneity), which SEQRES does not name."""
+    """Add alternative residues (microheterogeneity), which SEQRES does not list, to the sequences."""
     for chain in structure[0]:
         polymer = chain.get_polymer()
         entity = structure.get_entity_of(polymer)
@@ -419,42 +425,42 @@ def _name_mixtures(structure: gemmi.Structure) -> None:
         for residue in polymer:
             if residue.label_seq is not None:
                 names.setdefault(residue.label_seq, []).append(residue.name)
-        if entity is None or all(len(set(found)) == 1 for found in names.values()):
+        if entity is None or all(len(set(observed)) == 1 for observed in names.values()):
             continue
         sequence = list(entity.full_sequence)
-        for place, found in names.items():
-            known = sequence[place - 1].split(",") if 0 < place <= len(sequence) else []
-            if len(set(found)) > 1 and set(found) & set(known):
-                sequence[place - 1] = ",".join(dict.fromkeys([*known, *found]))
+        for seq_id, observed in names.items():
+            expected = sequence[seq_id - 1].split(",") if 0 < seq_id <= len(sequence) else []
+            if len(set(observed)) > 1 and set(observed) & set(expected):
+                sequence[seq_id - 1] = ",".join(dict.fromkeys([*expected, *observed]))
         entity.full_sequence = sequence
 
 
-def _places_by_number(residues: Sequence[gemmi.Residue], sequence: Sequence[str]) -> list[int] | None:
-    """Return places from 1 if the author's numbers, all shifted alike, fit the sequence, else None.
+def _seq_ids_by_number(residues: Sequence[gemmi.Residue], sequence: Sequence[str]) -> list[int] | None:
+    """Return positions from 1 if the author's numbers fit the sequence after a common shift, else None.
 
-    No shift is tried first, then the smallest.
+    Shift 0 is tried first, then the others in ascending order.
     """
     numbers = [residue.seqid.num or 0 for residue in residues]
     if any(residue.seqid.icode != " " for residue in residues):
         return None
     for shift in (0, *range(1 - min(numbers), len(sequence) - max(numbers) + 1)):
-        places = [number + shift for number in numbers]
-        if all(0 < p <= len(sequence) and sequence[p - 1] == r.name for p, r in zip(places, residues)):
-            return places
+        seq_ids = [number + shift for number in numbers]
+        if all(0 < i <= len(sequence) and sequence[i - 1] == r.name for i, r in zip(seq_ids, residues)):
+            return seq_ids
     return None
 
 
 def _derive_sequence(residues: Sequence[gemmi.Residue]) -> tuple[list[str], list[int]]:
-    """Derive a sequence from the coordinates, X in its gaps, and the place from 1 of each residue."""
+    """Derive a sequence from the coordinates, with X in gaps. Returns it and the position from 1 of each residue."""
     labels = [residue.label_seq for residue in residues]
     by_author = None in labels
     numbers = [r.seqid.num or 0 if by_author or label is None else label for r, label in zip(residues, labels)]
-    sequence, places = [residues[0].name], [1]
+    sequence, seq_ids = [residues[0].name], [1]
     for before, residue, jump in zip(residues, residues[1:], np.diff(numbers).tolist()):
         carbon, nitrogen = before.find_atom("C", "*"), residue.find_atom("N", "*")
         bonded = carbon and nitrogen and carbon.pos.dist(nitrogen.pos) < BOND
-        if 1 < jump <= LONGEST_GAP + 1 and not bonded:
+        if 1 < jump <= MAX_GAP + 1 and not bonded:
             sequence += ["UNK"] * (jump - 1)
         sequence.append(residue.name)
-        places.append(len(sequence))
-    return sequence, places
+        seq_ids.append(len(sequence))
+    return sequence, seq_ids

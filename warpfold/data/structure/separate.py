@@ -1,7 +1,8 @@
-"""Separate the residues of a file into chains where its chain names do not: repeated or blank names, segments, models.
+"""Separate the residues of a file into chains if its chain names are ambiguous: blank, repeated, or split.
 
-PDB files and mmCIF files without SEQRES identify a chain by a name that programs leave blank, give to two chains, or
-interrupt. `separate_chains` works on the atoms in the order of the file and gives every chain a name of its own.
+PDB files and mmCIF files without SEQRES identify a chain only by its name. Some programs leave the name blank, use it
+for two chains, or write a chain in several sections. `separate_chains` reads the residues in file order and gives every
+chain a unique name.
 """
 
 import itertools
@@ -13,17 +14,24 @@ from gemmi import cif
 
 from warpfold.geometry.residue import RESTYPE_3
 
-LINKS = {"C": "N", "O3'": "P"}  # the atoms that join a residue to the next one, of proteins and nucleic acids
-ANCHORS = ("CA", "C1'")  # one atom that every residue of a protein or nucleic acid has
+# Atoms that bond a residue to the next one, in proteins and nucleic acids.
+LINKS = {"C": "N", "O3'": "P"}
+# An atom that every residue of a protein or a nucleic acid has.
+ANCHORS = ("CA", "C1'")
 LINKED_ATOMS = {*LINKS, *LINKS.values(), *ANCHORS}
-BOND = 2.0  # angstrom; C to N of the next residue: nearer is bonded (1.33 in a peptide, more in poor models)
-RESIDUE_SPAN = 4.0  # angstrom; consecutive CA are 3.8 apart, so n residues cannot span more than n times this
-SAME_PLACE = 2.0  # angstrom; CA of different molecules are farther apart
-RIGID_RMSD = 0.5  # angstrom; copies of an assembly are exact, while models of an ensemble differ by more
+# Distances are in angstrom.
+# Linked atoms nearer than this are bonded (1.33 in a peptide bond, longer in poor models).
+BOND = 2.0
+# Consecutive CA are 3.8 apart, so n residues span at most n times this.
+RESIDUE_SPAN = 4.0
+# CA of different molecules are farther apart than this.
+SAME_PLACE = 2.0
+# Copies of an assembly are exact. Models of an ensemble differ by more than this.
+RIGID_RMSD = 0.5
 
 ResidueKey = tuple[int, str]  # number and insertion code
 
-# Programs write 9999.0 to 9999.999, or 0, for each coordinate of an unobserved atom.
+# Programs write 9999.0 to 9999.999, or 0, as each coordinate of an unobserved atom.
 PLACEHOLDER = 9999
 
 
@@ -34,15 +42,20 @@ def is_placeholder(xyz: np.ndarray) -> np.ndarray:
 
 @dataclass
 class Reading:
-    """A structure file with SEQRES and one model, and notes on how it was read, one sentence each."""
+    """A structure file as a complete mmCIF block with SEQRES.
+
+    notes: sentences for the user about decisions of the reader. copies: the models are copies of an assembly, so the
+    table of assemblies does not apply. derived: the file does not declare which residues are polymers and which are
+    ligands.
+    """
 
     block: cif.Block
     notes: list[str]
-    copies: bool = False  # its models are copies of an assembly, so tables of assemblies do not apply
-    derived: bool = False  # the file does not say which residues are polymers and which are ligands
+    copies: bool = False
+    derived: bool = False
 
 
-# Names that force fields and protonation programs give to the twenty amino acids.
+# Names of the twenty amino acids in force fields and protonation programs.
 FORCE_FIELD_NAMES: dict[str, str] = {
     **dict.fromkeys(
         ("HID", "HIE", "HIP", "HSD", "HSE", "HSP", "HISA", "HISB", "HISD", "HISE", "HISH", "HISP", "HIS1", "HIS2"),
@@ -55,7 +68,7 @@ FORCE_FIELD_NAMES: dict[str, str] = {
     **dict.fromkeys(("ARN", "ARGN"), "ARG"),
     "TYM": "TYR",
 }
-# AMBER's names of the residues at the ends of a chain: NALA, CALA, CCYX.
+# AMBER's names of terminal residues: NALA, CALA, CCYX.
 FORCE_FIELD_NAMES |= {
     end + name: FORCE_FIELD_NAMES.get(name, name)
     for end in "NC"
@@ -65,11 +78,11 @@ FORCE_FIELD_NAMES |= {
 
 @dataclass
 class Residue:
-    """Consecutive atoms of one residue, as the file has them.
+    """Consecutive atoms of a residue, in file order.
 
     rows: the atoms' rows in the file. altlocs: the alternative locations of each atom, one letter each, " " for none.
-    atoms: positions in angstrom of `LINKS` and `ANCHORS`, of the first location. breaks: TER or END stands between
-    this residue and the one before. hetero: all its atoms are HETATM. ended: TER follows.
+    atoms: positions in angstrom of the atoms in `LINKS` and `ANCHORS`, from their first location. breaks: TER or END
+    precedes this residue. hetero: all atoms are HETATM. ended: TER follows.
     """
 
     model: int
@@ -85,7 +98,7 @@ class Residue:
     atoms: dict[str, np.ndarray] = field(default_factory=dict)
 
     def add_atom(self, row: int, atom: str, altloc: str, is_hetero: bool) -> bool:
-        """Add the atom in a row of the file; return whether its position is to be put into `atoms`."""
+        """Add an atom. Returns True if the caller must store its position in `atoms`."""
         self.rows.append(row)
         self.hetero &= is_hetero
         self.altlocs[atom] = self.altlocs.get(atom, "") + altloc
@@ -95,7 +108,8 @@ class Residue:
     def is_polymer(self) -> bool:
         """Return whether the residue has the backbone of a protein or a nucleic acid.
 
-        Calcium is called CA, too, and so are atoms of ligands: a HETATM residue needs an atom that bonds to the next.
+        Calcium and some ligand atoms are named CA too, so a HETATM residue also needs an atom that bonds to the next
+        residue.
         """
         anchored = any(anchor in self.altlocs for anchor in ANCHORS) and self.name != "CA"
         return anchored and (not self.hetero or any(link in self.altlocs for link in LINKS))
@@ -103,10 +117,7 @@ class Residue:
 
 @dataclass
 class SeparatedChain:
-    """A chain, and the name that it gets: its name in the file where that is unique.
-
-    source: its name in the file.
-    """
+    """A chain being collected. source: its name in the file. name: its unique name, equal to `source` if possible."""
 
     model: int
     source: str
@@ -121,7 +132,7 @@ class SeparatedChain:
 
     @property
     def polymer(self) -> list[Residue]:
-        """Return the residues of proteins and nucleic acids."""
+        """Return the residues that belong to a protein or a nucleic acid."""
         return [residue for residue in self.residues if residue.is_polymer]
 
     def add(self, residues: Sequence[Residue]) -> None:
@@ -131,7 +142,7 @@ class SeparatedChain:
             self.by_key.setdefault(residue.key, []).append(residue)
 
     def has_room_for(self, residues: Iterable[Residue]) -> bool:
-        """Return whether no residue of `residues` has the number of another residue that is here already."""
+        """Return whether no polymer residue of `residues` has the number of a different residue of this chain."""
         return not any(
             _contradict(residue, other)
             for residue in residues
@@ -142,9 +153,9 @@ class SeparatedChain:
 
 
 def _contradict(a: Residue, b: Residue) -> bool:
-    """Return whether two residues of one number are two, rather than parts of one.
+    """Return whether two records of one residue number are different residues.
 
-    The atoms of one residue in two places of a file (hydrogens at its end) have different names or locations.
+    A residue that is split over a file (hydrogens at its end) has different atom names or locations in each record.
     """
     if a.name != b.name:
         return True
@@ -153,17 +164,17 @@ def _contradict(a: Residue, b: Residue) -> bool:
 
 
 def separate_chains(residues: Sequence[Residue], segments_are_chains: bool) -> list[SeparatedChain]:
-    """Join the residues of each chain, in the order of the file, and name the chains.
+    """Collect the residues of each chain in file order, and name the chains.
 
-    A chain ends where the name, the segment or the model changes, at TER and END, and where a residue number repeats.
-    What follows under the same name is part of the same chain if its numbers are free and nothing says otherwise: see
-    `_continues`. Residues that are no polymer go to the chain of their name.
+    A fragment of a chain ends where the name, the segment or the model changes, at TER and END, and where a residue
+    number repeats. A later fragment of the same name is appended to the chain if `_continues` accepts it. Residues that
+    are not part of a polymer join the chain of their name.
 
     segments_are_chains: a different segment is always a different chain (mmCIF's label_asym_id).
     """
     chains: list[SeparatedChain] = []
-    for piece in _pieces(residues):
-        first, polymer = piece[0], [residue for residue in piece if residue.is_polymer]
+    for fragment in _fragments(residues):
+        first, polymer = fragment[0], [residue for residue in fragment if residue.is_polymer]
         same = [
             chain
             for chain in reversed(chains)
@@ -176,19 +187,19 @@ def separate_chains(residues: Sequence[Residue], segments_are_chains: bool) -> l
         else:
             target = next((chain for chain in same if _continues(chain, polymer, segments_are_chains)), None)
         if target is None:
-            chains.append(SeparatedChain(first.model, first.chain, first.segment, list(piece)))
+            chains.append(SeparatedChain(first.model, first.chain, first.segment, list(fragment)))
         else:
             is_out_of_order = not is_ligand and target.polymer and polymer[0].key < target.polymer[-1].key
-            target.add(piece)
+            target.add(fragment)
             if is_out_of_order:
                 target.residues.sort(key=lambda residue: (not residue.is_polymer, residue.key))
     _name(chains)
     return chains
 
 
-def _pieces(residues: Iterable[Residue]) -> list[list[Residue]]:
-    """Cut the residues where the model, the name or the segment changes, at TER, and where a number repeats."""
-    pieces: list[list[Residue]] = []
+def _fragments(residues: Iterable[Residue]) -> list[list[Residue]]:
+    """Split the residues where the model, the name or the segment changes, at TER, and where a number repeats."""
+    fragments: list[list[Residue]] = []
     current: SeparatedChain | None = None
     for residue in residues:
         where = residue.model, residue.chain, residue.segment
@@ -199,24 +210,24 @@ def _pieces(residues: Iterable[Residue]) -> list[list[Residue]]:
             or not (_is_alternative(current.residues[-1], residue) or current.has_room_for([residue]))
         ):
             current = SeparatedChain(*where, [])
-            pieces.append(current.residues)
+            fragments.append(current.residues)
         current.add([residue])
-    return pieces
+    return fragments
 
 
 def _is_alternative(before: Residue, residue: Residue) -> bool:
-    """Return whether two consecutive residues are alternatives at one place (microheterogeneity)."""
+    """Return whether two consecutive residues are alternatives at one position (microheterogeneity)."""
     return before.key == residue.key and not any(
-        " " in places for r in (before, residue) for places in r.altlocs.values()
+        " " in altlocs for r in (before, residue) for altlocs in r.altlocs.values()
     )
 
 
 def _continues(chain: SeparatedChain, polymer: Sequence[Residue], segments_are_chains: bool) -> bool:
-    """Return whether `polymer`, later in the file, is part of a chain of the same name.
+    """Return whether `polymer`, a later fragment of the same name, continues a chain.
 
-    Numbers that the chain has already are another chain's. Without TER or another segment between, free numbers are
-    enough: a chain may come in two places. After TER, or in another segment, a named chain continues if the two ends
-    are bonded or leave a gap that the missing residues can span; a chain without a name only if they are bonded.
+    Residue numbers that the chain has already belong to another chain. Unused numbers are enough if neither TER nor
+    another segment intervenes. Otherwise a named chain continues if the two ends are bonded, or if the missing residues
+    can span the gap. A chain without a name continues only if the ends are bonded.
     """
     if not chain.has_room_for(polymer):
         return False
@@ -237,7 +248,8 @@ def _continues(chain: SeparatedChain, polymer: Sequence[Residue], segments_are_c
 
 
 def _is_bonded(before: Residue, after: Residue) -> bool:
-    # Two placeholders have the same position.
+    """Return whether two consecutive residues are bonded."""
+    # A distance of 0 means that both positions are placeholders.
     return any(
         a in before.atoms and b in after.atoms and 0 < float(np.linalg.norm(before.atoms[a] - after.atoms[b])) < BOND
         for a, b in LINKS.items()
@@ -245,11 +257,12 @@ def _is_bonded(before: Residue, after: Residue) -> bool:
 
 
 def _bonds(polymer: Sequence[Residue]) -> Iterable[bool]:
+    """Yield for each pair of consecutive residues whether they are bonded."""
     return (_is_bonded(a, b) for a, b in itertools.pairwise(polymer))
 
 
 def _name(chains: Sequence[SeparatedChain]) -> None:
-    """Name the chains: as in the file, A-2 for the second A, and the next free letter for those without a name."""
+    """Name the chains as in the file. The second A becomes A-2, and chains without a name get the next free letter."""
     taken = {chain.source for chain in chains}
     used: set[str] = set()
     letters = (letter for letter in map(chr, range(ord("A"), 0x10000)) if letter not in taken and letter.isalnum())
@@ -265,7 +278,8 @@ def _name(chains: Sequence[SeparatedChain]) -> None:
         used.add(name)
 
 
-Alphas = dict[tuple[str, ResidueKey], np.ndarray]  # positions of CA, float [3] in angstrom, by chain and residue
+# Positions of CA, float [3] in angstrom, by chain and residue.
+Alphas = dict[tuple[str, ResidueKey], np.ndarray]
 
 
 def collect_alphas(
@@ -273,34 +287,33 @@ def collect_alphas(
 ) -> list[Alphas]:
     """Collect the observed CA of each model, the first of each residue.
 
-    models: all models of the file, in its order.  atoms: model, residue and position of each CA.
+    models: all models in file order. atoms: model, residue and position of each CA.
     """
-    found: dict[Hashable, Alphas] = {model: {} for model in models}
+    alphas: dict[Hashable, Alphas] = {model: {} for model in models}
     for model, residue, position in atoms:
         xyz = np.array(position)
         if not is_placeholder(xyz):
-            found[model].setdefault(residue, xyz)
-    return list(found.values())
+            alphas[model].setdefault(residue, xyz)
+    return list(alphas.values())
 
 
 def count_models(models: Sequence[Alphas], is_nmr: bool) -> tuple[bool, list[str]]:
-    """Decide whether all models of a file count or the first alone; return that and a note on them."""
+    """Decide whether all models of a file count or only the first one. Returns the decision and notes for the user."""
     count = len(models)
     models = [model for model in models if model]
     if len(models) < 2:
         return count > 1, []
     if not is_nmr and models_are_copies(models):
         return True, [f"its {count} models are copies of an assembly, and all of them count"]
-    what = "an NMR ensemble" if is_nmr else "conformations of one structure"
-    return False, [f"only the first of {count} models counts ({what})"]
+    kind = "an NMR ensemble" if is_nmr else "conformations of one structure"
+    return False, [f"only the first of {count} models counts ({kind})"]
 
 
 def models_are_copies(models: Sequence[Alphas]) -> bool:
-    """Return whether the models of a file are copies in different places, as in a biological unit.
+    """Return whether the models of a file are displaced copies of one structure, as in a biological unit.
 
-    Models of an ensemble or a trajectory lie on top of each other, or differ in conformation. Copies do neither: at
-    most one CA in twenty is within 2 angstrom of one of another model, and models of the same residues superpose
-    within 0.5 angstrom.
+    Models of an ensemble or a trajectory overlap or differ in conformation. Models are copies if at most 5 % of the CA
+    are within 2 angstrom of a CA of another model, and if models of the same residues superpose within 0.5 angstrom.
     """
     occupied: dict[tuple[int, ...], list[np.ndarray]] = {}
     for model in models:

@@ -1,6 +1,7 @@
-"""Write structures: mmCIF and PDB text of chains, which gemmi and `read_structure` read back.
+"""Write chains as mmCIF and PDB text, which gemmi and `read_structure` can read.
 
-Used for predictions (ModelCIF, pLDDT in the B column too) and by the generator of sample proteins.
+Predictions are written as ModelCIF, with pLDDT also in the B column. The generator of sample proteins uses this module
+too.
 """
 
 import itertools
@@ -18,17 +19,21 @@ from warpfold.geometry.residue import ATOM_TYPES, RESTYPE_3, RESTYPE_ORDER, UNKN
 
 PDB_CHAINS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 ATOM_LIMIT = 99_999  # five columns for the serial number
-# The dictionary that predictions follow; what they have did not change in its later versions.
+# The dictionary of predictions. Later versions did not change the items that are written here.
 MODELCIF = ("mmcif_ma.dic", "1.4.2", "https://raw.githubusercontent.com/ihmwg/ModelCIF/master/dist/mmcif_ma.dic")
 
 
 @dataclass(frozen=True)
 class Modelling:
-    """How a predicted structure was made, as ModelCIF says it beside pLDDT."""
+    """Provenance of a predicted structure for ModelCIF.
 
-    details: str | None = None  # of the prediction, such as its recycles and templates
-    scores: Mapping[str, float] = field(default_factory=dict)  # of the whole model: "pTM", "ipTM"
-    refined_by: tuple[str, str] | None = None  # a program and its version
+    details: description of the prediction, such as recycles and templates. scores: scores of the whole model ("pTM",
+    "ipTM"). refined_by: name and version of the program that refined the model.
+    """
+
+    details: str | None = None
+    scores: Mapping[str, float] = field(default_factory=dict)
+    refined_by: tuple[str, str] | None = None
 
 
 def write_mmcif(
@@ -41,17 +46,18 @@ def write_mmcif(
     release_date: str | None = None,
     predicted: Modelling | None = None,
 ) -> str:
-    """Return mmCIF text of `chains`: SEQRES, numbering, atoms, and what is known of the experiment.
+    """Write chains as mmCIF: SEQRES, numbering, atoms, and the metadata of the experiment.
 
-    b_factors: per chain [N] or [N, 37]; 0 without.  With `predicted` they are pLDDT (0..100), and the file is ModelCIF:
-    targets, model, protocol, software, and pLDDT of each residue (the mean of its atoms) and of the whole model.
-    `release_date` is YYYY-MM-DD, `resolution` in angstrom.  Positions keep three decimals.  Residues without atoms
-    appear in the sequence only.  Errors: ValueError if an array does not fit its chain or a position is not finite.
+    b_factors: [N] or [N, 37] per chain, 0 by default. release_date: YYYY-MM-DD. resolution: angstrom.
+    predicted: write ModelCIF with targets, model, protocol, software, and pLDDT (0 to 100, from `b_factors`) of each
+    residue (the mean of its atoms) and of the whole model.
+    Positions have three decimals. Residues without atoms appear only in the sequence. Raises ValueError if an array
+    does not fit its chain or a position is not finite.
     """
     bs = _checked_b_factors(chains, b_factors)
     entities = {sequence: str(i + 1) for i, sequence in enumerate(dict.fromkeys(c.sequence for c in chains))}
     letters = itertools.chain.from_iterable(itertools.product(ascii_uppercase, repeat=n) for n in itertools.count(1))
-    labels = ["".join(found) for found in itertools.islice(letters, len(chains))]  # A to Z, AA, AB, ...
+    labels = ["".join(label) for label in itertools.islice(letters, len(chains))]  # A to Z, AA, AB
     block = re.sub(r"[^\x21-\x7e]", "_", name) or "structure"
     parts = [
         f"data_{block}\n#\n",
@@ -68,24 +74,25 @@ def write_mmcif(
 
 
 def write_pdb(name: str, chains: Sequence[Chain], *, b_factors: Sequence[np.ndarray] | None = None) -> str:
-    """Return PDB text of `chains`: TITLE, SEQRES, atoms.  b_factors as in `write_mmcif`.
+    """Write chains as PDB text: TITLE, SEQRES and atoms. b_factors: as in `write_mmcif`.
 
-    Errors: UserError if the format's columns cannot hold the structure (more than 62 chains or 99,999 atoms, chain
-    names of two letters, numbers too long for their columns): mmCIF can.
+    Raises UserError if the structure exceeds the columns of the format: more than 62 chains or 99,999 atoms, chain
+    names of two letters, or numbers too long for their columns. Write such structures as mmCIF.
     """
-    cure = "the PDB format cannot hold it; write mmCIF"
+    remedy = "the PDB format cannot hold it. Write mmCIF"
     bs = _checked_b_factors(chains, b_factors)
     atoms = sum(int((c.mask > 0).sum()) for c in chains)
     if len(chains) > len(PDB_CHAINS):
-        raise UserError(f"{name}: {len(chains)} chains, more than {len(PDB_CHAINS)}; {cure}")
-    if atoms + len(chains) > ATOM_LIMIT:  # TER records take serial numbers too
-        raise UserError(f"{name}: {atoms} atoms, more than {ATOM_LIMIT}; {cure}")
+        raise UserError(f"{name}: {len(chains)} chains, more than {len(PDB_CHAINS)}; {remedy}")
+    # TER records have serial numbers too.
+    if atoms + len(chains) > ATOM_LIMIT:
+        raise UserError(f"{name}: {atoms} atoms, more than {ATOM_LIMIT}; {remedy}")
     for chain in chains:
         if chain.id not in PDB_CHAINS or len(chain.id) != 1:
-            raise UserError(f"{name}: chain name {chain.id!r} is not one letter or digit; {cure}")
+            raise UserError(f"{name}: chain name {chain.id!r} is not one letter or digit; {remedy}")
         xyz = chain.positions[chain.mask > 0]
         if xyz.size and (xyz.max() > 9999.999 or xyz.min() < -999.999):
-            raise UserError(f"{name}: chain {chain.id} has coordinates beyond eight columns; {cure}")
+            raise UserError(f"{name}: chain {chain.id} has coordinates beyond eight columns; {remedy}")
     title = re.sub(r"[^\x20-\x7e]", "_", name)
     lines = [f"TITLE     {title[:70]}".rstrip()]
     for chain in chains:
@@ -101,7 +108,7 @@ def write_pdb(name: str, chains: Sequence[Chain], *, b_factors: Sequence[np.ndar
             serial += 1
             number, code = _author_number(chain, i)
             if not -999 <= number <= 9999:
-                raise UserError(f"{name}: residue number {number} of chain {chain.id} is beyond four columns; {cure}")
+                raise UserError(f"{name}: residue number {number} of chain {chain.id} is beyond four columns; {remedy}")
             residue = f"{_three_letters(chain.sequence[i])} {chain.id}{number:4d}{code or ' '}"
             element = atom[0]
             lines.append(
@@ -116,11 +123,12 @@ def write_pdb(name: str, chains: Sequence[Chain], *, b_factors: Sequence[np.ndar
 
 
 def _three_letters(letter: str) -> str:
+    """Convert a one-letter residue code to three letters; unknown letters become UNK."""
     return RESTYPE_3[RESTYPE_ORDER.get(letter, UNKNOWN)]
 
 
 def _checked_b_factors(chains: Sequence[Chain], b_factors: Sequence[np.ndarray] | None) -> list[np.ndarray]:
-    """Return B factors per chain, [N, 37]; raise ValueError for anything that could not be written correctly."""
+    """Expand the B factors of each chain to [N, 37]. Raises ValueError for arrays that cannot be written correctly."""
     if b_factors is not None and len(b_factors) != len(chains):
         raise ValueError(f"{len(b_factors)} arrays of B factors for {len(chains)} chains")
     if len({chain.id for chain in chains}) != len(chains):
@@ -138,7 +146,7 @@ def _checked_b_factors(chains: Sequence[Chain], b_factors: Sequence[np.ndarray] 
 
 
 def _each_atom(chain: Chain, b: np.ndarray) -> Iterable[tuple[int, str, list[float], float]]:
-    """Yield residue index, atom name, position and B factor of every atom that is there, in order."""
+    """Yield residue index, atom name, position and B factor of each unmasked atom, in order."""
     residues, atoms = np.nonzero(chain.mask > 0)
     xyz = chain.positions[residues, atoms].astype(np.float64).tolist()
     names = [ATOM_TYPES[a] for a in atoms]
@@ -146,14 +154,14 @@ def _each_atom(chain: Chain, b: np.ndarray) -> Iterable[tuple[int, str, list[flo
 
 
 def _author_number(chain: Chain, i: int) -> tuple[int, str]:
-    """Return number and insertion code of residue i: the author's, or its place in the sequence if there is none."""
-    found = re.fullmatch(r"(-?\d+)([A-Za-z]?)", chain.author_numbers[i])
-    return (int(found[1]), found[2]) if found else (i + 1, "")
+    """Return the author's number and insertion code of residue i, or its position in the sequence from 1."""
+    match = re.fullmatch(r"(-?\d+)([A-Za-z]?)", chain.author_numbers[i])
+    return (int(match[1]), match[2]) if match else (i + 1, "")
 
 
 def _value(value: object) -> str:
-    """Return one CIF value, quoted if the syntax asks for it; '?' for None."""
-    text = "?" if value is None else re.sub(r"[^\t\n\r -~]", "_", str(value))  # CIF is ASCII
+    """Format a CIF value, with quotes if the syntax requires them. None becomes '?', other than ASCII becomes '_'."""
+    text = "?" if value is None else re.sub(r"[^\t\n\r -~]", "_", str(value))
     reserved = re.match(r"data_|save_|(loop_|stop_|global_)\Z", text, re.IGNORECASE | re.ASCII)
     if text and not re.search(r"[\s'\"]", text) and text[0] not in "_#$[];" and not reserved:
         return text
@@ -165,21 +173,23 @@ def _value(value: object) -> str:
 
 
 def _items(category: str, items: Iterable[tuple[str, object]]) -> str:
+    """Format a category with a single row as tag-value pairs."""
     return "".join(f"_{category}.{tag} {_value(value)}\n" for tag, value in items) + "#\n"
 
 
 def _loop(category: str, tags: str, rows: Iterable[Iterable[object]]) -> str:
+    """Format a category with several rows as a loop."""
     return _loop_of_lines(category, tags, [" ".join(map(_value, row)) + "\n" for row in rows])
 
 
 def _loop_of_lines(category: str, tags: str, lines: Sequence[str]) -> str:
-    """Return a loop; nothing where it has no rows, which CIF does not allow."""
+    """Format a loop of finished lines. Returns "" without lines, because CIF does not allow empty loops."""
     header = "loop_\n" + "".join(f"_{category}.{tag}\n" for tag in tags.split())
     return header + "".join(lines) + "#\n" if lines else ""
 
 
 def _experiment(block: str, method: str | None, resolution: float | None, release_date: str | None) -> Iterable[str]:
-    """Yield method, resolution (in the category of the method) and the date of the first release."""
+    """Yield method, resolution (in the category of the method) and release date."""
     if method is not None:
         yield _items("exptl", [("entry_id", block), ("method", method)])
     if resolution is not None and method is not None and "MICROSCOPY" in method.upper():
@@ -192,7 +202,7 @@ def _experiment(block: str, method: str | None, resolution: float | None, releas
 
 
 def _sequences(chains: Sequence[Chain], entities: dict[str, str], labels: Sequence[str]) -> Iterable[str]:
-    """Yield entities, their SEQRES, the chains that have them, and how the author numbers the residues."""
+    """Yield the entities, their SEQRES, their chains, and the author's residue numbers."""
     yield _loop("entity", "id type", [(e, "polymer") for e in entities.values()])
     strands = {s: ",".join(c.id for c in chains if c.sequence == s) for s in entities}
     yield _loop(
@@ -213,17 +223,27 @@ def _sequences(chains: Sequence[Chain], entities: dict[str, str], labels: Sequen
         present = np.max(chain.mask, axis=1) > 0
         for i, letter in enumerate(chain.sequence):
             number, code = _author_number(chain, i)
-            known = bool(present[i] or chain.author_numbers[i])
+            has_number = bool(present[i] or chain.author_numbers[i])
             mon = _three_letters(letter)
-            seen = (number, mon) if present[i] else (None, None)
+            observed = (number, mon) if present[i] else (None, None)
             rows.append(
-                (label, entities[chain.sequence], i + 1, mon, number if known else None, *seen, chain.id, code or ".")
+                (
+                    label,
+                    entities[chain.sequence],
+                    i + 1,
+                    mon,
+                    number if has_number else None,
+                    *observed,
+                    chain.id,
+                    code or ".",
+                )
             )
     tags = "asym_id entity_id seq_id mon_id pdb_seq_num auth_seq_num auth_mon_id pdb_strand_id pdb_ins_code"
     yield _loop("pdbx_poly_seq_scheme", tags, rows)
 
 
 def _atoms(chains: Sequence[Chain], bs: Sequence[np.ndarray], entities: dict[str, str], labels: Sequence[str]) -> str:
+    """Format the `atom_type` and `atom_site` categories."""
     tags = (
         "group_PDB id type_symbol label_atom_id label_alt_id label_comp_id label_asym_id label_entity_id label_seq_id "
         "pdbx_PDB_ins_code Cartn_x Cartn_y Cartn_z occupancy B_iso_or_equiv auth_seq_id auth_asym_id "
@@ -247,9 +267,9 @@ def _atoms(chains: Sequence[Chain], bs: Sequence[np.ndarray], entities: dict[str
 def _modelling(
     name: str, chains: Sequence[Chain], entities: dict[str, str], labels: Sequence[str], how: Modelling
 ) -> Iterable[str]:
-    """Yield what ModelCIF wants of a computed model beside coordinates and confidence.
+    """Yield the ModelCIF categories of a computed model, except coordinates and confidence.
 
-    Data 1 to E are the sequences of the E entities, data E + 1 is the model; so are the groups 1 and 2 of them.
+    Data 1 to E are the sequences of the E entities and form group 1. Data E + 1 is the model and forms group 2.
     """
     model = len(entities) + 1
     yield _items("audit_conform", zip(("dict_name", "dict_version", "dict_location"), MODELCIF))
@@ -257,7 +277,7 @@ def _modelling(
     yield _loop("ma_data", "id name content_type", [*targets, (model, name, "model coordinates")])
     groups = [(data, 1 if data < model else 2, data) for data in range(1, model + 1)]
     yield _loop("ma_data_group", "ordinal_id group_id data_id", groups)
-    # Where a sequence comes from is not known, and a "reference database" would have to be named.
+    # The origin of the sequences is unknown, and the value "reference database" would require a database name.
     yield _loop("ma_target_entity", "entity_id data_id origin", [(e, e, "designed") for e in entities.values()])
     instances = [(label, entities[chain.sequence]) for chain, label in zip(chains, labels)]
     yield _loop("ma_target_entity_instance", "asym_id entity_id", instances)
@@ -266,7 +286,10 @@ def _modelling(
     if how.refined_by:
         programs.append((*how.refined_by, "restrained minimisation of the energy"))
         steps.append((2, 1, 2, "model refinement", "relaxation in the Amber99SB force field", None, 2, 2, 2))
-    software = [(i, *one[:2], "model building", "program", one[2]) for i, one in enumerate(programs, 1)]
+    software = [
+        (i, program, version, "model building", "program", purpose)
+        for i, (program, version, purpose) in enumerate(programs, 1)
+    ]
     yield _loop("software", "pdbx_ordinal name version classification type description", software)
     yield _loop("ma_software_group", "ordinal_id group_id software_id", [(i, i, i) for i, *_ in software])
     tags = "ordinal_id protocol_id step_id method_type step_name details software_group_id input_data_group_id"
@@ -279,7 +302,7 @@ def _modelling(
 def _confidence(
     chains: Sequence[Chain], bs: Sequence[np.ndarray], labels: Sequence[str], scores: Mapping[str, float]
 ) -> Iterable[str]:
-    """Yield pLDDT as ModelCIF has it, per residue and its mean, and what else is known of the whole model."""
+    """Yield the ModelCIF confidence categories: pLDDT per residue, its mean, and the scores of the whole model."""
     local, values = [], []
     for chain, b, label in zip(chains, bs, labels):
         for i in np.flatnonzero(np.max(chain.mask, axis=1) > 0):
