@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from warpfold.data.example.raw_example import RawExample, from_sequence
-from warpfold.data.features.choose import SampleConfig, keyed_rng, row_budget, select, with_query
+from warpfold.data.features.choose import SampleConfig, keyed_rng, row_budget, sample_with_query, select
 from warpfold.data.features.msa import PROFILE, mask_msa, nearest_cluster, write_codes
 from warpfold.data.formats.alignment import read_alignment
 from warpfold.geometry.residue import GAP
@@ -54,7 +54,7 @@ def effect(raw: RawExample, draw: int) -> dict[str, float]:
     fewer = select(raw.length, raw.depth, replace(PAPER, max_cost=BUDGET), 0, key, train=True).rows
     span = slice(chosen.start, chosen.stop)
     # centres among the rows that the budget leaves, so that all three have the same
-    centres = with_query(fewer, min(PAPER.max_msa, len(fewer)), keyed_rng(0, *key, "clusters"))
+    centres = sample_with_query(fewer, min(PAPER.max_msa, len(fewer)), keyed_rng(0, *key, "clusters"))
     masked, _ = mask_msa(raw.msa[centres], raw.profile, PAPER, keyed_rng(0, *key, "mask"))
     others = np.setdiff1d(chosen.rows, centres)
     if not len(others):

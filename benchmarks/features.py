@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from warpfold.batch import to_tensors
-from warpfold.data.example.raw_example import RawExample, from_sequence, profile_of
+from warpfold.data.example.raw_example import RawExample, compute_profile, from_sequence
 from warpfold.data.features.choose import SampleConfig, predicted_cost
 from warpfold.data.features.make import make_features
 from warpfold.data.formats.alignment import read_alignment
@@ -61,7 +61,7 @@ def deepened(raw: RawExample, depth: int) -> RawExample:
     if len(rows) < depth:
         raise SystemExit(f"{raw.name}: no {depth} different rows can be made of {raw.depth}")
     deep = np.concatenate(msa)[order][kept]
-    return replace(raw, msa=deep, deletions=np.concatenate(deletions)[order][kept], profile=profile_of(deep))
+    return replace(raw, msa=deep, deletions=np.concatenate(deletions)[order][kept], profile=compute_profile(deep))
 
 
 def examples(store: Store, rows: int, alignments: list[Path], folder: Path) -> tuple[list[StoredExample], int]:

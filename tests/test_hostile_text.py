@@ -15,7 +15,7 @@ import pytest
 import warpfold
 from tests.data.structure.test_awkward_files import pdb_chain, plain
 from warpfold import cli
-from warpfold.data.example.job_files import jobs_of_text
+from warpfold.data.example.job_files import read_jobs
 from warpfold.data.formats.predictions import read_pae
 from warpfold.errors import UserError
 from warpfold.evaluation.layouts import find_predictions
@@ -68,7 +68,7 @@ def test_a_page_allows_its_own_scripts_and_styles_alone() -> None:
 @pytest.mark.parametrize("version", ["1:1:1:1.0", "0x" + "f" * 4000, "9" * 5000, "1:30", "NO"])
 def test_numbers_of_yaml_are_those_of_the_core_schema(version: str) -> None:
     text = f"version: {version}\nsequences:\n- protein: {{id: A, sequence: MKTAYIAKQR}}\n"
-    (job,) = jobs_of_text(text.encode(), ".yaml", "x.yaml", Path(), "x")
+    (job,) = read_jobs(text.encode(), ".yaml", "x.yaml", Path(), "x")
     assert job.error
     assert "\n" not in job.error
 
@@ -76,7 +76,7 @@ def test_numbers_of_yaml_are_those_of_the_core_schema(version: str) -> None:
 @pytest.mark.parametrize("id", ["NO", "N", "y", "on", "1e5", "07"])
 def test_ids_of_yaml_that_look_like_other_things(id: str) -> None:
     text = f"version: 1\nsequences:\n- protein: {{id: {id}, sequence: MKTAYIAKQR}}\n"
-    (job,) = jobs_of_text(text.encode(), ".yaml", "x.yaml", Path(), "x")
+    (job,) = read_jobs(text.encode(), ".yaml", "x.yaml", Path(), "x")
     assert job.error or job.ids == (id,)
 
 

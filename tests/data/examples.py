@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from warpfold.data.example.raw_example import RawExample, Templates, merge, profile_of
+from warpfold.data.example.raw_example import RawExample, Templates, compute_profile, merge
 from warpfold.geometry.residue import GAP
 
 
@@ -17,7 +17,7 @@ def example(length: int = 40, depth: int = 60, seed: int = 0, labels: bool = Tru
     positions = rng.normal(size=(length, 37, 3)).astype(np.float32) * 10 if labels else None
     mask = rng.integers(0, 2, (length, 37)).astype(np.uint8) if labels else None
     index = np.arange(length, dtype=np.int32)
-    return RawExample("x", aatype, index, msa, deletions, profile_of(msa), positions, mask, 2.0)
+    return RawExample("x", aatype, index, msa, deletions, compute_profile(msa), positions, mask, 2.0)
 
 
 def templates(count: int, length: int, seed: int = 0) -> Templates:

@@ -16,7 +16,7 @@ from warpfold.batch import Batch, at_pass, passes, to_tensors
 from warpfold.data.example.raw_example import Assembly, RawExample, from_sequence
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
-from warpfold.data.features.msa import query_part
+from warpfold.data.features.msa import query_weight
 from warpfold.data.formats.alignment import Alignment, parse_a3m
 from warpfold.engine.gradient import SequenceGradient, Through, gradient_by_shares, loss_of_every_output
 from warpfold.model.alphafold import AlphaFold
@@ -42,7 +42,7 @@ def features(sequence: str, rows: list[str], count: int = 1) -> tuple[Batch, Que
     """Make the features of a monomer, and the place of its sequence in them."""
     raw = example(sequence, rows)
     batch = to_tensors(make_features(raw, SAMPLE, 0, ("x",), count))
-    weight, is_extra = query_part(raw, SAMPLE, 0, ("x",), count)
+    weight, is_extra = query_weight(raw, SAMPLE, 0, ("x",), count)
     return batch, QueryPlace(torch.from_numpy(weight), is_extra)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from tests.golden.config import template_config
 from tests.golden.reference import CaseOutputs, ReferenceCase, Tensors, load
 from warpfold.batch import at_pass, to_tensors
-from warpfold.data.example.raw_example import profile_of
+from warpfold.data.example.raw_example import compute_profile
 from warpfold.geometry import atoms
 from warpfold.geometry.labels import structure_labels
 from warpfold.geometry.rigid import Rigid
@@ -76,7 +76,7 @@ def msa_processing(case: ReferenceCase, x: Tensors) -> CaseOutputs:
     msa, mask = case.inputs["msa"], case.inputs["msa_mask"] > 0
     profile = np.zeros((msa.shape[1], 22), np.float32)
     for i in np.flatnonzero(mask.any(0)):  # our alignments have no masked cells
-        profile[i] = profile_of(msa[mask[:, i], i : i + 1])
+        profile[i] = compute_profile(msa[mask[:, i], i : i + 1])
     outputs = {
         "msa_profile": torch.from_numpy(profile),
         "sampled_msa": batch["true_msa"],

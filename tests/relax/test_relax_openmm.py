@@ -135,7 +135,7 @@ def test_a_file_is_relaxed_once_and_keeps_its_confidence(tmp_path: Path, protein
     np.testing.assert_allclose(scores, np.concatenate(plddt), atol=0.006)
     # A PDB file cannot hold chain names of two letters.
     assert not (tmp_path / "folded_relaxed.pdb").exists()
-    assert any("write mmCIF" in note for note in entry["notes"])
+    assert any("Write mmCIF" in note for note in entry["notes"])
     assert json.loads((tmp_path / "folded_relaxed.json").read_text())["rounds"] == entry["rounds"]
     (kept,) = relax_paths([path, tmp_path / "folded_relaxed.cif"])["relaxed"]
     assert kept["kept"]

@@ -12,7 +12,7 @@ import torch
 from tests.training.runs import equal_tensors, helix, make_store, rows, steps, tiny_run
 from warpfold.batch import to_tensors
 from warpfold.data.example.raw_example import Assembly, from_sequence
-from warpfold.data.features.crop import ca_of, fixed_crop, near_other_chain
+from warpfold.data.features.crop import fixed_crop, near_other_chain, read_ca
 from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store, StoreWriter, pack_record
 from warpfold.data.store.stored_example import example_arrays, example_notes, pack_assembly, read_assembly
@@ -149,7 +149,7 @@ def test_validation_takes_whole_assemblies_or_what_lies_around_an_interface(stor
         assert all(map(np.array_equal, fixed_crop(pair, size, 10.0), whole))
     crop = fixed_crop(pair, 12, 10.0)
     assert all(map(np.array_equal, crop, fixed_crop(pair, 12, 10.0)))
-    ca, _ = ca_of(pair) or pytest.fail("no atoms")
+    ca, _ = read_ca(pair) or pytest.fail("no atoms")
     here, there = ca[crop[0]], ca[11 + crop[1]]
     assert len(here) + len(there) == 12
     assert np.linalg.norm(here[:, None] - there, axis=-1).min() < 10
@@ -180,7 +180,7 @@ def test_real_assemblies_that_are_too_large_show_an_interface(name: str) -> None
         chains.append(dataclasses.replace(raw, positions=chain.positions, mask=chain.mask))
     assembly = Assembly(name, tuple(placed.ids), tuple(chains), np.stack([one.operator for one in placed.chains]))
     crops = fixed_crop(assembly, 512, 10.0)
-    ca, seen = ca_of(assembly) or pytest.fail("no atoms")
+    ca, seen = read_ca(assembly) or pytest.fail("no atoms")
     chain = np.repeat(np.arange(len(chains)), [one.length for one in chains])
     kept = np.flatnonzero(np.isin(np.arange(len(chain)), in_assembly(crops, assembly)) & seen)
     assert sum(map(len, crops)) == 512

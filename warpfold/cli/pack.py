@@ -59,7 +59,7 @@ class PackCommand(PackOptions):
         from warpfold.data.pack import pack as packing
 
         if self.out is None:
-            raise UserError("pack: --out is missing; name the store to make")
+            raise UserError("pack: --out is missing. Name the store to make")
         if sum(one is not None for one in (self.structures, self.predicted, self.merge)) != 1:
             raise UserError("pack: give structures, or predicted ones, or parts to merge, and only one of these")
         out, tell = arguments.path("out", self.out), progress_of(self.progress)
@@ -96,7 +96,7 @@ def pack_in_shell(
     modes |= {"--verify": verify, "--info": info}
     chosen = [name for name, value in modes.items() if value]
     if len(chosen) != 1:
-        raise UserError(f"pack: give one of {', '.join(modes)}, not {' and '.join(chosen) or 'none'}; see --help")
+        raise UserError(f"pack: give one of {', '.join(modes)}, not {' and '.join(chosen) or 'none'}. See --help")
     if verify is not None:
         return _verified(verify)
     if info is not None:

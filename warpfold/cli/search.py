@@ -74,7 +74,7 @@ class SearchCommand(Checked):
         Errors: UserError for bad queries or arguments, and an `out` that holds something else.
         """
         if self.out is None:
-            raise UserError("search: --out is missing; name the folder for what is found")
+            raise UserError("search: --out is missing. Name the folder for what is found")
         queries, out = arguments.queries("queries", self.queries), Path(self.out)
         tell = arguments.progress_of(self.progress)
         if self.msa_server is not None:
@@ -83,12 +83,12 @@ class SearchCommand(Checked):
 
             of_databases = "database", "template_database", "iterations", "e_value", "max_hits", "cluster", "shard"
             for name in (name for name in of_databases if getattr(self, name)):
-                raise UserError(f"--{name.replace('_', '-')}: has no effect with --msa-server; leave one of them out")
+                raise UserError(f"--{name.replace('_', '-')}: has no effect with --msa-server. Leave one of them out")
             server = server_of(self.msa_server, self.cache, out / "cache")
             assert server is not None
             return search_by_server(queries, server, out, tell)
         if not self.database:
-            raise UserError("search: --database is missing; name one that you have, or a server with --msa-server")
+            raise UserError("search: --database is missing. Name one that you have, or a server with --msa-server")
         from warpfold.data.search import search as searching
         from warpfold.data.search.database import Database, parse_max_hits
 

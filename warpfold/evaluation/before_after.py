@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from warpfold.data.example.raw_example import Assembly
-from warpfold.data.features.crop import move
+from warpfold.data.features.crop import place_chain
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import read_assembly
 from warpfold.data.structure.chain import Chain, Structure
@@ -106,7 +106,8 @@ def measure(assembly: Assembly, before: Prediction, after: Prediction) -> Measur
         atoms = example.atoms(index)
         if atoms is None:
             raise ValueError(f"{assembly.name}: chain {name} has no atoms")
-        positions, mask = move(atoms[0], assembly.operators, number) * atoms[1][..., None], atoms[1].astype(np.float32)
+        positions = place_chain(atoms[0], assembly.operators, number) * atoms[1][..., None]
+        mask = atoms[1].astype(np.float32)
         numbers = tuple(str(i + 1) for i in index)
         chains[name] = Chain(name, example.sequence, positions.astype(np.float32), mask, index, numbers)
     truth = Structure(assembly.name, None, None, None, chains)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from warpfold.data.formats.input_files import ALIGNMENTS, find, walk
-from warpfold.data.formats.predictions import CASP, STRUCTURE, first_of, is_pdb, read_name
+from warpfold.data.formats.predictions import CASP, STRUCTURE, first_existing, is_pdb, parse_prediction_name
 from warpfold.errors import UserError
 from warpfold.evaluation.truths import target_key
 from warpfold.files import read_file
@@ -172,7 +172,7 @@ def _find_alphafold(folder: Path, names: Mapping[str, Path]) -> list[PredictedFi
         index = int(ranked[1])
         model = str(order[index]) if index < len(order) else match[1]
         target = folder.resolve().name
-        pae = first_of(names, f"pae_{model}.json")
+        pae = first_existing(names, f"pae_{model}.json")
         file = PredictedFile(target, path, "AlphaFold", (target,), index + 1, model, (is_pdb(path),), pae)
         files.append(replace(file, alignments=alignments))
     return files
@@ -183,9 +183,9 @@ def _from_name(path: Path, names: Mapping[str, Path]) -> PredictedFile:
 
     Relaxed structures are preferred.
     """
-    named = read_name(path, names)
+    named = parse_prediction_name(path, names)
     order = -named.version, named.is_pass, not named.relaxed, is_pdb(path)
-    rows = first_of(names, f"{named.target}.a3m") if named.layout == "ColabFold" else None
+    rows = first_existing(names, f"{named.target}.a3m") if named.layout == "ColabFold" else None
     return PredictedFile(
         named.target,
         path,

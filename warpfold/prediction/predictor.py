@@ -19,8 +19,8 @@ from warpfold.data.example.guess import GuessLike, as_guess, guess_positions, ow
 from warpfold.data.example.query_files import Complex
 from warpfold.data.example.raw_example import Assembly, Example, RawExample
 from warpfold.data.features.choose import SampleConfig
-from warpfold.data.features.make import as_one_chain, make_features, pad_batch
-from warpfold.data.features.msa import query_part
+from warpfold.data.features.make import concatenate_chains, make_features, pad_batch
+from warpfold.data.features.msa import query_weight
 from warpfold.device import caveats, device_of
 from warpfold.engine.gradient import Loss, Through, gradient_by_shares
 from warpfold.engine.packed import PackedWeights
@@ -438,9 +438,9 @@ class Predictor:
         place, batch, assembly = None, prepared.batch, prepared.assembly
         if single:
             several = len(assembly.chains) > 1
-            joined = as_one_chain(assembly, sample, self.chain_gap or 0) if several else assembly.chains[0]
+            joined = concatenate_chains(assembly, sample, self.chain_gap or 0) if several else assembly.chains[0]
             assert isinstance(joined, RawExample)
-            weight, is_extra = query_part(joined, sample, seed, KEY, len(batch["msa_feat"]))
+            weight, is_extra = query_weight(joined, sample, seed, KEY, len(batch["msa_feat"]))
             place = QueryPlace(torch.from_numpy(weight), is_extra)
             chain = np.repeat(np.arange(len(assembly.chains)), [one.length for one in assembly.chains])
             # Only the loss reads these.
@@ -538,7 +538,7 @@ class Predictor:
         used: Assembly | Example = assembly
         if settings.multimer is None:
             single = len(assembly.chains) == 1 and not fixed
-            used = assembly.chains[0] if single else as_one_chain(assembly, self.sample, self.chain_gap or 0)
+            used = assembly.chains[0] if single else concatenate_chains(assembly, self.sample, self.chain_gap or 0)
         features = make_features(used, self.sample, seed, KEY, passes=(recycles + 1) * ensemble)
         batch = to_tensors(features, widen=False)
         seconds = time.perf_counter() - start

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from warpfold.batch import Batch
-from warpfold.data.example.query_files import listed
+from warpfold.data.example.query_files import list_chains
 from warpfold.data.example.raw_example import Assembly, RawExample
 from warpfold.data.features.choose import SampleConfig, choose_templates
 from warpfold.host import HostTensor, in_file

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from warpfold.data.example.hits import Hit, read_hits
-from warpfold.data.example.raw_example import Templates, join
+from warpfold.data.example.raw_example import Templates, concatenate_templates
 from warpfold.data.example.templates import (
     LOW_IDENTITY,
     TemplateOutcome,
@@ -102,7 +102,7 @@ def find_templates(
             searched, rejected = templates_from_hits(query.sequence, offered, library, newest, limit=limit)
             parts += [] if searched is None else [searched]
             outcomes += rejected
-        found.append((join(parts), outcomes))
+        found.append((concatenate_templates(parts), outcomes))
     return found
 
 
@@ -183,7 +183,7 @@ def user_templates(sequence: str, files: Sequence[str | Path]) -> Found:
         template, outcome = template_from_file(sequence, *_split(str(file)))
         templates.append(template)
         outcomes.append(outcome)
-    return join(templates), outcomes
+    return concatenate_templates(templates), outcomes
 
 
 def check_template_file(file: str) -> None:

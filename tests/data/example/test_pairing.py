@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from warpfold.data.example.pairing import (
     MOST_OF_A_SPECIES,
     Pairing,
-    key_of,
+    hash_name,
     make_pairing,
     pair_rows,
     species_keys,
@@ -52,7 +52,7 @@ from warpfold.data.formats.alignment import Alignment, decode, parse_a3m
 )
 def test_the_organism_of_a_header(header: str, species: str | None) -> None:
     assert species_of(header) == species
-    assert int(species_keys([header])[0]) == (0 if species is None else key_of(species))
+    assert int(species_keys([header])[0]) == (0 if species is None else hash_name(species))
 
 
 def pairing(species: Sequence[int], identity: Sequence[float] = (), digest: Sequence[int] = ()) -> Pairing:
@@ -177,7 +177,7 @@ def test_any_alignment_may_pair_if_none_serves_pairing_alone() -> None:
     raw = from_sequence("ACDE", [a3m("RAT:ACDD", "AAAA"), a3m("PIG:ACDD", "PIG:CCCC", "PIG:ACDE")], pairing=True)
     assert texts(raw) == ["ACDE", "ACDD", "AAAA", "CCCC"]  # as without pairing
     assert raw.pairing is not None
-    np.testing.assert_array_equal(raw.pairing.species, [0, key_of("RAT"), 0, key_of("PIG")])
+    np.testing.assert_array_equal(raw.pairing.species, [0, hash_name("RAT"), 0, hash_name("PIG")])
     assert raw.pairing.unpaired.all()
     plain = from_sequence("ACDE", [a3m("AAAA")], pairing=True)
     assert plain.pairing is None
@@ -188,7 +188,7 @@ def test_an_alignment_that_serves_pairing_alone_is_the_only_one_that_pairs() -> 
     raw = from_sequence("ACDE", [for_pairing, a3m("CAT:ACDD", "AAAA")], pairing=True)
     assert texts(raw) == ["ACDE", "ACDD", "AAAA", "ACDD", "CCCC", "EEEE"]
     assert raw.pairing is not None
-    np.testing.assert_array_equal(raw.pairing.species, [0, 0, 0, key_of("RAT"), key_of("DOG"), 0])
+    np.testing.assert_array_equal(raw.pairing.species, [0, 0, 0, hash_name("RAT"), hash_name("DOG"), 0])
     np.testing.assert_array_equal(raw.pairing.unpaired, [True, True, True, False, False, False])
     np.testing.assert_array_equal(raw.profile, from_sequence("ACDE", [a3m("ACDD", "AAAA")]).profile)
     # Without any species it is like any other.

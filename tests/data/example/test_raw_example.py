@@ -5,7 +5,7 @@ from datetime import date
 import numpy as np
 import pytest
 
-from warpfold.data.example.raw_example import check_map, from_chain, from_sequence, place
+from warpfold.data.example.raw_example import check_map, from_chain, from_sequence, place_alignment
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
 from warpfold.data.formats.alignment import Alignment, decode, encode, parse_a3m
@@ -56,7 +56,7 @@ def test_letters_beside_the_twenty_are_as_the_official_code_has_them() -> None:
 def test_a_precursor_is_cut_to_the_chain() -> None:
     long = "MGWLL" + SEQUENCE + "KRR"
     row = "AAAAA" + SEQUENCE[::-1] + "AAA"
-    rows, deletions = place(alignment(long, row[:7] + "ggg" + row[7:], "LLLLL" + "-" * 33), SEQUENCE)
+    rows, deletions = place_alignment(alignment(long, row[:7] + "ggg" + row[7:], "LLLLL" + "-" * 33), SEQUENCE)
     np.testing.assert_array_equal(rows[:2], [encode(SEQUENCE), encode(SEQUENCE[::-1])])
     assert (rows[2] == GAP).all()
     assert deletions.sum() == deletions[1, 2] == 3
@@ -84,7 +84,7 @@ def test_tags_that_the_alignment_lacks_become_gaps() -> None:
 def test_a_loop_cut_out_of_the_construct_counts_as_deleted() -> None:
     loop = SEQUENCE + "GGGWWPGGG" + SEQUENCE[::-1]
     other = "A" * 30 + "AAA---aaAAA" + "A" * 30
-    rows, deletions = place(alignment(loop, other), SEQUENCE + SEQUENCE[::-1])
+    rows, deletions = place_alignment(alignment(loop, other), SEQUENCE + SEQUENCE[::-1])
     np.testing.assert_array_equal(rows[0], encode(SEQUENCE + SEQUENCE[::-1]))
     assert (rows[1] == 0).all()
     assert deletions[1, 30] == 6 + 2
@@ -101,7 +101,7 @@ def test_rows_of_several_alignments_stand_in_order_each_once() -> None:
 def test_deletions_beyond_sixteen_bits_are_cut_off_not_wrapped() -> None:
     rows = np.array([[0, 1], [0, 1]], np.uint8)
     huge = Alignment(rows, np.array([[0, 0], [0, 70_000]], np.int32), ["a", "b"])
-    assert place(huge, "AR")[1][1, 1] == 65_535
+    assert place_alignment(huge, "AR")[1][1, 1] == 65_535
 
 
 def test_a_chain_brings_its_coordinates() -> None:

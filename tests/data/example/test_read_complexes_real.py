@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.data.example.test_pairing import reference
-from warpfold.data.example.pairing import key_of, pair_rows, species_of
+from warpfold.data.example.pairing import hash_name, pair_rows, species_of
 from warpfold.data.example.query_files import Complex, assemble
 from warpfold.data.example.raw_example import from_sequence
 from warpfold.data.formats.alignment import CODE_LETTERS, parse_fasta
@@ -41,7 +41,7 @@ def test_alignments_and_species_are_those_of_the_official_features() -> None:
     # UniProt's rows serve pairing alone.
     assert (~raw.pairing.unpaired).sum() == len(raw.pairing) - len(official["msa"]) > 1000
     assert not raw.pairing.species[raw.pairing.unpaired].any()
-    assert np.uint64(key_of("PANTR")) in raw.pairing.species
+    assert np.uint64(hash_name("PANTR")) in raw.pairing.species
 
 
 def test_a_homodimer_with_few_sequences() -> None:
@@ -51,7 +51,7 @@ def test_a_homodimer_with_few_sequences() -> None:
     assert raw.pairing is not None
     assert (raw.depth, raw.pairing.unpaired.sum()) == (23, 20)
     species = raw.pairing.species[~raw.pairing.unpaired].tolist()
-    assert species == [key_of(name) for name in ("9STAP", "STAAU", "9STAP")]
+    assert species == [hash_name(name) for name in ("9STAP", "STAAU", "9STAP")]
 
 
 def test_alignments_made_for_pairing_pair_by_the_rules() -> None:

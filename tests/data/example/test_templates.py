@@ -14,7 +14,7 @@ from tests.data.entries import random_chain
 from tests.data.examples import templates as random_templates
 from warpfold.batch import FEATURES, to_tensors
 from warpfold.data.example.hits import Hit, read_hits
-from warpfold.data.example.raw_example import Templates, join
+from warpfold.data.example.raw_example import Templates, concatenate_templates
 from warpfold.data.example.templates import TemplateOutcome, count_refusals, template_from_file, templates_from_hits
 from warpfold.data.features.choose import choose_templates
 from warpfold.data.features.make import template_features
@@ -426,10 +426,10 @@ def test_chosen_templates_keep_their_order_and_their_names() -> None:
     assert chosen.names == ("4abc_A", "1abc_A")
     assert np.array_equal(chosen.positions, templates.positions[[4, 1]])
     assert np.array_equal(chosen.sum_probs, templates.sum_probs[[4, 1]])
-    again = join([templates.choose(np.array([i])) for i in range(5)])
+    again = concatenate_templates([templates.choose(np.array([i])) for i in range(5)])
     assert again is not None
     assert np.array_equal(again.mask, templates.mask)
-    assert join([]) is None
+    assert concatenate_templates([]) is None
 
 
 def test_the_pseudo_beta_is_of_the_templates_own_residue() -> None:

@@ -17,7 +17,7 @@ from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.crop import (
     contiguous_crop,
     crop_assembly,
-    draw_of_interface,
+    draw_interface_residue,
     near_other_chain,
     spatial_crop,
 )
@@ -280,7 +280,7 @@ def test_spatial_crops_are_the_residues_nearest_to_one_of_an_interface(count: in
     distances = np.linalg.norm(ca[:, None] - ca, axis=-1)
     other = (chains[:, None] != chains) & seen & seen[:, None]
     assert (near == ((distances < 10) & other).any(1)).all()
-    drawn = [draw_of_interface(ca, seen, chains, 10.0, rng) for _ in range(5)]
+    drawn = [draw_interface_residue(ca, seen, chains, 10.0, rng) for _ in range(5)]
     assert set(drawn) <= (set(np.flatnonzero(near).tolist()) or {None})
     kept = spatial_crop(ca, seen, chains, size, 10.0, rng)
     if kept is None:
@@ -299,7 +299,7 @@ def test_every_residue_of_an_interface_is_drawn_equally_often() -> None:
     ca = np.zeros((100, 3))
     ca[:, 0] = np.arange(100) * 4.0
     chains = (np.arange(100) >= 60).astype(int)  # two chains in a row: two residues of each are within 10 angstrom
-    draws = [draw_of_interface(ca, np.ones(100, bool), chains, 10.0, keyed_rng(0, i)) for i in range(2000)]
+    draws = [draw_interface_residue(ca, np.ones(100, bool), chains, 10.0, keyed_rng(0, i)) for i in range(2000)]
     counts = [draws.count(residue) for residue in (58, 59, 60, 61)]
     assert sum(counts) == 2000
     assert max(abs(count - 500) for count in counts) < 5 * (2000 * 0.25 * 0.75) ** 0.5  # five standard deviations

@@ -133,9 +133,9 @@ def test_very_long_sequences_are_counted_without_error() -> None:
 
 def test_the_cells_with_deletions_are_found_and_numbered_anew() -> None:
     deletions = np.array([[0, 2], [5, 0], [0, 0], [7, 1]], np.uint16)
-    cells = Deletions.of(deletions)
+    cells = Deletions.from_dense(deletions)
     np.testing.assert_array_equal(
         np.stack([cells.row, cells.column, cells.count]), [[0, 1, 3, 3], [1, 0, 0, 1], [2, 5, 7, 1]]
     )
-    some = cells.among(np.array([3, 0]), 4)
+    some = cells.select(np.array([3, 0]), 4)
     assert sorted(zip(some.row, some.column, some.count)) == [(0, 0, 7), (0, 1, 1), (1, 1, 2)]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from warpfold.data.example.hits import parse_hhr
-from warpfold.data.example.job_files import jobs_of_text
+from warpfold.data.example.job_files import read_jobs
 from warpfold.data.example.query_files import read_query_files
 from warpfold.data.formats.alignment import encode, parse_a3m, parse_chain_alignments, table_rows, upper
 from warpfold.errors import UserError
@@ -115,7 +115,7 @@ def test_letters_that_grow_in_upper_case_are_refused(letter: str) -> None:
     with pytest.raises(UserError, match=r"U\+.* at position 4"):
         encode(f"MKT{letter}")
     text = f"version: 1\nsequences:\n- protein: {{id: A, sequence: MKT{letter}}}\n"
-    (job,) = jobs_of_text(text.encode(), ".yaml", "x", Path(), "x")
+    (job,) = read_jobs(text.encode(), ".yaml", "x", Path(), "x")
     assert "not an amino acid" in job.error
 
 

@@ -16,7 +16,7 @@ from warpfold.bulk import JobPart
 from warpfold.data.example.pairing import pair_rows
 from warpfold.data.example.raw_example import Assembly, from_chain
 from warpfold.data.features.choose import SampleConfig
-from warpfold.data.features.crop import ca_of
+from warpfold.data.features.crop import read_ca
 from warpfold.data.features.make import make_features
 from warpfold.data.formats.alignment import decode, parse_alignment
 from warpfold.data.load.examples import Maker
@@ -343,7 +343,7 @@ def test_haemoglobin_is_two_copies_of_two_chains(real: Store) -> None:
         assert [one.length for one in assembly.chains] == [141, 146, 141, 146]
         assert len({one.depth for one in assembly.chains[::2]}) == 1  # copies share the alignment
         assert assembly.chains[0].depth > 1000
-        found = ca_of(assembly)
+        found = read_ca(assembly)
         assert found is not None
         ca = np.split(found[0], np.cumsum([141, 146, 141]))
         for one, other in ((0, 1), (0, 3), (1, 2), (2, 3)):  # each alpha touches both betas

@@ -357,7 +357,7 @@ TRP = PEPTIDE[:4] + [row | {"label_seq_id": "9" * 5000} for row in PEPTIDE[4:]]
         ),
         (entry(PEPTIDE[:4] + backbone("TRP", 2), SEQUENCE), "TRP at position 2"),
         (entry(TRP, SEQUENCE), "at position 999999999999999999... of its sequence"),
-        (entry(PEPTIDE + backbone("TRP", 9), SEQUENCE), "place 9"),
+        (entry(PEPTIDE + backbone("TRP", 9), SEQUENCE), "position 9"),
         (entry(PEPTIDE, SEQUENCE).replace("1 3 ALA\n", ""), "entity_poly_seq has residue 4"),
         ("", "not a structure file"),
         (">fasta\nMKV\n", "not a structure file"),
@@ -367,7 +367,7 @@ TRP = PEPTIDE[:4] + [row | {"label_seq_id": "9" * 5000} for row in PEPTIDE[4:]]
         (entry(PEPTIDE, SEQUENCE, without=["label_comp_id"]), "no column label_comp_id"),
         (entry([], SEQUENCE), "has no atoms"),
         (b"data_X\n_atom_site.id \xff\xfe\0", "valid mmCIF"),
-        (entry(backbone("HOH", 1), []), "no protein chain"),
+        (entry(backbone("HOH", 1), []), "no usable protein chain"),
     ],
     ids=map(str, range(30)),
 )

@@ -1,1 +1,1 @@
-"""One protein as raw arrays: its chain, alignment and coordinates, and templates from hits."""
+"""Build raw examples: arrays of chain, alignment, coordinates and templates, before features are computed."""

@@ -1,7 +1,7 @@
-"""Structures that predictions start from: initial guesses, and fixed chains, which are templates of themselves.
+"""Prepare structures that predictions start from: initial guesses, and fixed chains, which are their own templates.
 
-The protocol is that of Bennett et al. 2023 (improving de novo protein binder design): the first pass is handed the
-positions of a designed complex, and the target is its own template.
+This is the protocol of Bennett et al. 2023 (improving de novo protein binder design): the first pass starts from the
+positions of a designed complex, and the target chain is its own template.
 """
 
 import hashlib
@@ -25,26 +25,28 @@ from warpfold.files import digest_of, file_name, read_file
 from warpfold.geometry.residue import ATOM_ORDER
 
 CA, CB = ATOM_ORDER["CA"], ATOM_ORDER["CB"]
-SELF = "self"  # in place of a path: the structure that the query itself is
+SELF = "self"  # instead of a path: the query's own structure
 
 
 @dataclass(frozen=True, eq=False)
 class GuessStructure(Mapping[str, Chain]):
-    """The chains of a structure by their names, read from its file when they are asked for.
+    """The K chains of a structure by name, read from its file on access, so that ten thousand designs fit into memory.
 
-    So ten thousand designs need no memory.  A file that has several assemblies is the first of them, as where it is
-    folded itself.
+    Of a file with several assemblies, this is the first one, as in a prediction of the file itself.
+
+    source: its file, or its name in errors. names: of the chains. seen: whether CA and CB of each residue exist,
+    bool [N, 2] per chain. digest: of the file or the arrays. held: the chains, if there is no file to read them from.
     """
 
-    source: str  # its file, or what it is called in errors
-    names: tuple[str, ...]  # [K], of the chains
+    source: str
+    names: tuple[str, ...]  # [K]
     sequences: tuple[str, ...]  # [K]
-    seen: tuple[np.ndarray, ...]  # [K], bool [N, 2]: whether CA and CB of each residue are there
-    digest: str  # of all that it holds
-    held: tuple[Chain, ...] | None = None  # [K], where it is of no file
+    seen: tuple[np.ndarray, ...]  # [K]
+    digest: str
+    held: tuple[Chain, ...] | None = None  # [K]
 
     def __getitem__(self, name: str) -> Chain:
-        chains = _chains_of(self.source, self.digest) if self.held is None else self.held
+        chains = _read_chains(self.source, self.digest) if self.held is None else self.held
         if name not in self.names:
             raise KeyError(name)
         return replace(chains[self.names.index(name)], id=name)
@@ -56,91 +58,97 @@ class GuessStructure(Mapping[str, Chain]):
         return len(self.names)
 
     def fitted(self, name: str, sequences: Mapping[str, str]) -> "GuessStructure":
-        """Return it with the chains of a query, id -> sequence; where both have one chain, its name does not matter.
+        """Match the structure to the chains of a query `name`. sequences: of the query, by chain id.
 
-        Errors: UserError unless chains and lengths are the same.
+        If both have a single chain, it takes the query's id. Raises UserError unless chains and lengths are equal.
         """
         names = tuple(sequences) if len(self) == len(sequences) == 1 else self.names
-        own, wanted = dict(zip(names, map(len, self.sequences))), {id: len(one) for id, one in sequences.items()}
-        if own != wanted:
-            theirs, ours = (
-                listed([f"{id} ({length})" for id, length in chains.items()], most=8) for chains in (own, wanted)
+        own_lengths = dict(zip(names, map(len, self.sequences)))
+        lengths = {id: len(sequence) for id, sequence in sequences.items()}
+        if own_lengths != lengths:
+            own, expected = (
+                listed([f"{id} ({length})" for id, length in chains.items()], most=8)
+                for chains in (own_lengths, lengths)
             )
             raise UserError(
-                f"{self.source}: has other chains (residues) than {name}: {theirs}, not {ours}; give a structure of it"
+                f"{self.source}: has other chains (residues) than {name}: {own}, not {expected}. Pass a structure of it"
             )
         return replace(self, names=names)
 
     def without_beta(self, sequences: Mapping[str, str]) -> list[str]:
-        """Return the residues whose CB it lacks, or CA where a query has glycine, as "A 12"; the places from 1."""
-        found = []
+        """List the residues without CB (without CA where the query has glycine) as "A 12", counted from 1."""
+        residues = []
         for id, seen in zip(self.names, self.seen):
-            glycine = np.array([letter == "G" for letter in sequences[id]])
-            places = np.flatnonzero(~np.where(glycine, seen[:, 0], seen[:, 1]))
-            found += [f"{id} {place + 1}" for place in places]
-        return found
+            is_glycine = np.array([letter == "G" for letter in sequences[id]])
+            missing = np.flatnonzero(~np.where(is_glycine, seen[:, 0], seen[:, 1]))
+            residues += [f"{id} {i + 1}" for i in missing]
+        return residues
 
 
-GuessLike = PathLike | Mapping[str, Any] | None  # a file; a GuessStructure, or chain -> (positions, mask)
+# A file, a GuessStructure, or (positions, mask) by chain.
+GuessLike = PathLike | Mapping[str, Any] | None
 
 
-def guess_of_structure(structure: Structure, data: bytes, path: Path | None, source: str) -> GuessStructure:
-    """Return a structure that was read from `data` as a guess.  path: of its file; None: it cannot be read again."""
-    chains = _placed(structure)
-    return _guess(source if path is None else str(path.absolute()), chains, digest_of(data), held=path is None)
+def guess_from_structure(structure: Structure, data: bytes, path: Path | None, source: str) -> GuessStructure:
+    """Make a guess from a structure that was read from `data`. path: its file, or None if it cannot be read again."""
+    chains = _place_chains(structure)
+    return _make_guess(source if path is None else str(path.absolute()), chains, digest_of(data), held=path is None)
 
 
-def _guess(source: str, chains: Mapping[str, Chain], digest: str, held: bool) -> GuessStructure:
+def _make_guess(source: str, chains: Mapping[str, Chain], digest: str, held: bool) -> GuessStructure:
+    """Make a guess from chains. held: keep the chains in memory instead of reading them from `source`."""
     every = tuple(chains.values())
     seen = tuple(chain.mask[:, [CA, CB]] > 0 for chain in every)
-    return GuessStructure(
-        source, tuple(chains), tuple(one.sequence for one in every), seen, digest, every if held else None
-    )
+    sequences = tuple(chain.sequence for chain in every)
+    return GuessStructure(source, tuple(chains), sequences, seen, digest, every if held else None)
 
 
-def _placed(structure: Structure) -> dict[str, Chain]:
-    """Return the chains of a structure's first assembly, where they stand in it, by their names there."""
-    placed, found = structure.assembly(), {}
+def _place_chains(structure: Structure) -> dict[str, Chain]:
+    """Apply the operators of a structure's first assembly; returns its chains by their names in the assembly."""
+    placed, chains = structure.assembly(), {}
     for id, (name, operator) in zip(placed.ids, placed.chains):
         chain = structure.chains[name]
         moved = apply_operator(operator, chain.positions) * chain.mask[..., None]
-        found[id] = replace(chain, positions=moved)
-    return found
+        chains[id] = replace(chain, positions=moved)
+    return chains
 
 
 @lru_cache(maxsize=4)
-def _chains_of(source: str, digest: str) -> tuple[Chain, ...]:
-    """Read the chains of a file again.  Errors: UserError where it is gone, or another one."""
+def _read_chains(source: str, digest: str) -> tuple[Chain, ...]:
+    """Read the chains of a file again. Raises UserError if the file is missing or has changed."""
     data = read_file(source)
     if digest_of(data) != digest:
-        raise UserError(f"{source}: is another file than when the run began; put the first one back, or start anew")
-    return tuple(_placed(parse_structure(data, source)).values())
+        raise UserError(f"{source}: has changed since the run began. Restore the original file, or start a new run")
+    return tuple(_place_chains(parse_structure(data, source)).values())
 
 
 def read_guess(path: Path) -> GuessStructure:
-    """Read a PDB or mmCIF file.  Errors: UserError as of `read_structure`, and for residues that are in no chain."""
+    """Read a guess from a PDB or mmCIF file.
+
+    Raises the errors of `read_structure`, and UserError for residues that are in no chain.
+    """
     data = read_file(path)
     structure = parse_structure(data, str(path))
     structure.check_placed(str(path))
-    return guess_of_structure(structure, data, path, str(path))
+    return guess_from_structure(structure, data, path, str(path))
 
 
-def as_guess(given: GuessLike, name: str, sequences: Mapping[str, str]) -> GuessStructure:
-    """Return the guess that is meant, of a query with these sequences by chain.
+def as_guess(guess: GuessLike, name: str, sequences: Mapping[str, str]) -> GuessStructure:
+    """Convert a user's initial guess of a query `name`. sequences: of the query, by chain id.
 
-    given: a file; or of each chain positions [N, 37, 3], angstrom, and mask [N, 37].
-    Errors: UserError as of `read_guess` and `fitted`, and for arrays of other shapes, or that are not finite.
+    guess: a file, or positions [N, 37, 3] in angstrom and mask [N, 37] of each chain.
+    Raises the errors of `read_guess` and `fitted`, and UserError for arrays of other shapes or that are not finite.
     """
-    if isinstance(given, GuessStructure):
-        return given.fitted(name, sequences)
-    if not isinstance(given, Mapping):
-        return read_guess(Path(given)).fitted(name, sequences)  # type: ignore[arg-type]
-    if len(given) == len(sequences) == 1:
-        given = dict(zip(sequences, given.values()))
+    if isinstance(guess, GuessStructure):
+        return guess.fitted(name, sequences)
+    if not isinstance(guess, Mapping):
+        return read_guess(Path(guess)).fitted(name, sequences)  # type: ignore[arg-type]
+    if len(guess) == len(sequences) == 1:
+        guess = dict(zip(sequences, guess.values()))
     chains, digest = {}, hashlib.blake2b(digest_size=16)
-    for id, arrays in given.items():
+    for id, arrays in guess.items():
         try:
-            positions, mask = (np.asarray(one, np.float32) for one in arrays)
+            positions, mask = (np.asarray(array, np.float32) for array in arrays)
         except (TypeError, ValueError):
             raise WrongArgument(f"initial_guess[{id!r}] = {shown(arrays)}: positions and mask are needed") from None
         n = len(mask)
@@ -152,21 +160,22 @@ def as_guess(given: GuessLike, name: str, sequences: Mapping[str, str]) -> Guess
         seen = (mask > 0).astype(np.float32)
         positions = np.where(seen[..., None] > 0, positions, 0.0).astype(np.float32)
         if not np.isfinite(positions).all():
-            raise UserError(f"initial_guess[{id!r}]: has positions that are not finite; mask these atoms")
+            raise UserError(f"initial_guess[{id!r}]: has positions that are not finite. Mask these atoms")
         digest.update(positions.tobytes() + seen.tobytes())
         numbers = tuple(str(i + 1) for i in range(n))
-        sequence = own if len(own := sequences.get(id, "")) == n else "X" * n
+        sequence = sequences.get(id, "")
+        sequence = sequence if len(sequence) == n else "X" * n
         chains[id] = Chain(id, sequence, positions, seen, np.arange(n, dtype=np.int64), numbers)
-    return _guess("initial_guess", chains, digest.hexdigest(), held=True).fitted(name, sequences)
+    return _make_guess("initial_guess", chains, digest.hexdigest(), held=True).fitted(name, sequences)
 
 
 def guess_positions(guess: GuessStructure, ids: Sequence[str]) -> np.ndarray:
-    """Return the positions of chains, one after another: float32 [N, 37, 3], angstrom, 0 for atoms that are missing."""
+    """Concatenate the positions of chains: float32 [N, 37, 3] in angstrom, 0 for missing atoms."""
     return np.concatenate([guess[id].positions for id in ids])
 
 
 def own_template(chain: Chain, source: str) -> Templates:
-    """Return a chain as its own template."""
+    """Make a template of a chain for itself."""
     name = f"{Path(source).name.split('.')[0]}_{chain.id}"
     aatype, mask = encode(chain.sequence, name)[None], (chain.mask > 0).astype(np.uint8)[None]
     count = np.array([mask.any(-1).sum()], np.float32)
@@ -174,25 +183,25 @@ def own_template(chain: Chain, source: str) -> Templates:
 
 
 class GuessFiles:
-    """Finds the file of a query: the one that was given, or in a folder the one that has the query's name."""
+    """Find the structure file of a query: the user's file, or the file with the query's name in the user's folder."""
 
     def __init__(self, path: Path) -> None:
-        """Look into the folder.  Errors: UserError for one without structures, or with two of one name."""
+        """List the folder. Raises UserError if it has no structures, or two with one name."""
         self.path = path
         self._named: dict[str, Path] = {}
         for file in sorted(path.iterdir()) if path.is_dir() else ():
             if Path(file.name.removesuffix(".gz")).suffix.lower() in STRUCTURES and file.is_file():
                 name = file_name(file.name.split(".")[0])
                 if other := self._named.get(name):
-                    raise UserError(f"{file}: is a structure of {name}, as {other.name} is; leave one of them out")
+                    raise UserError(f"{file}: is a structure of {name}, as {other.name} is. Remove one of them")
                 self._named[name] = file
         if path.is_dir() and not self._named:
-            raise UserError(f"{path}: has no structures; give a folder of NAME.pdb or NAME.cif")
+            raise UserError(f"{path}: has no structures. Pass a folder of NAME.pdb or NAME.cif")
 
     def of(self, name: str) -> Path:
-        """Return the file of a query.  Errors: UserError where the folder has none."""
+        """Return the file of a query. Raises UserError if the folder has none."""
         if not self.path.is_dir():
             return self.path
         if name not in self._named:
-            raise UserError(f"{self.path}: has no structure of {name}; add {name}.pdb or {name}.cif")
+            raise UserError(f"{self.path}: has no structure of {name}. Add {name}.pdb or {name}.cif")
         return self._named[name]

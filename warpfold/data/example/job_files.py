@@ -1,13 +1,13 @@
-"""Read the inputs of other programs: Boltz's YAML and FASTA, AlphaFold 3's JSON, its server's, and Chai's FASTA.
+"""Read input files of other programs: Boltz (YAML, FASTA), AlphaFold 3 and its server (JSON), and Chai (FASTA).
 
-A job is one query: its proteins are the chains of one complex, with the alignments that it names or holds.  What
-AlphaFold2 cannot fold (ligands, DNA, modified residues, bonds ...) is refused, job by job; what can be left out without
-folding other chains (seeds, affinities, templates) is noted.
+A job is a single query. Its proteins are the chains of a complex, with the alignments that the job contains or refers
+to. A job with components that AlphaFold2 cannot fold (ligands, DNA, modified residues, bonds) gets an error. Settings
+that do not change the folded chains (seeds, affinities, templates) are ignored with a note.
 
 The formats are described in these repositories: jwohlwend/boltz, docs/prediction.md (YAML of version 1, FASTA,
 alignments with keys in .csv); google-deepmind/alphafold3, docs/input.md (versions 1 to 4); google-deepmind/alphafold,
-server/README.md (version 1); chaidiscovery/chai-lab, README.md and examples.  Relative paths begin at the file's folder
-for AlphaFold 3 and at the working directory for Boltz; here both are tried, the file's folder first.
+server/README.md (version 1); chaidiscovery/chai-lab, README.md and examples. AlphaFold 3 resolves relative paths from
+the file's folder, Boltz from the working directory. Here both are tried, the file's folder first.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from warpfold.data.example.complex import Complex, chain_ids, distinct_names, first_word
-from warpfold.data.example.pairing import key_of, species_keys
+from warpfold.data.example.pairing import hash_name, species_keys
 from warpfold.data.formats.alignment import Alignment, encode, parse_alignment, plain_sequence, plain_text, table_rows
 from warpfold.errors import UserError
 from warpfold.files import read_file
@@ -35,13 +35,14 @@ JOBS = (*YAML, ".json")
 FOREIGN_HEADER = re.compile(  # >A|protein|./msa/a.a3m (Boltz), >protein|name=A (Chai)
     r"[^|\s]+\|(protein|dna|rna|ccd|smiles)(\||\s|$)|(protein|dna|rna|ligand|glycan)\|", re.IGNORECASE
 )
-LARGEST_YAML = 300_000  # characters; alignments are files of their own, so a job has thousands
-MOST_DIGITS = 40  # of a whole number in YAML
-DEEPEST_YAML = 20  # levels; Boltz's have 6
-MOST_COPIES = 1000  # of a protein, by `count`
-_READ = "give Boltz's YAML, AlphaFold 3's JSON or its server's, or FASTA"
+# Limits of YAML files. Alignments are separate files, so a job has thousands of characters, and Boltz's jobs 6 levels.
+MAX_YAML_CHARACTERS = 300_000
+MAX_DIGITS = 40  # of an integer
+MAX_YAML_DEPTH = 20
+MAX_COPIES = 1000  # of a protein, by `count`
+_REMEDY = "Pass Boltz's YAML, AlphaFold 3's JSON or its server's, or FASTA"
 
-# What stands in `sequences`, in lower case: `proteinChain`, `dnaSequence` and the like are the server's.
+# Kinds of molecules in `sequences`, in lower case. `proteinChain` and `dnaSequence` are names of AlphaFold's server.
 _PROTEINS = ("protein", "proteinchain")
 _OTHERS = {
     **dict.fromkeys(("ligand", "ccd", "smiles"), "a ligand"),
@@ -50,15 +51,27 @@ _OTHERS = {
     "ion": "an ion",
     "glycan": "a glycan",
 }
-# Keys of jobs and of proteins.  Any other is refused, for it may change what is to be folded.
-_OF_JOB = ("name", "sequences", "dialect", "version", "modelSeeds", "properties", "userCCD", "userCCDPath", "templates")
+# Known keys of jobs and of proteins. Other keys are refused, because they may change the folded system.
+_JOB_KEYS = (
+    "name",
+    "sequences",
+    "dialect",
+    "version",
+    "modelSeeds",
+    "properties",
+    "userCCD",
+    "userCCDPath",
+    "templates",
+)
 _BONDS = {"constraints": "constraints", "bondedAtomPairs": "bonds", "covalent_bonds": "bonds"}
 _MSAS = ("msa", "unpairedMsa", "unpairedMsaPath", "pairedMsa", "pairedMsaPath")
 _CHANGES = {"modifications": "modified residues", "cyclic": "a cyclic chain", "glycans": "glycans"}
-_OF_PROTEIN = ("id", "count", "sequence", "description", "templates", "useStructureTemplate", "maxTemplateDate")
+_PROTEIN_KEYS = ("id", "count", "sequence", "description", "templates", "useStructureTemplate", "maxTemplateDate")
 _PATHS = ("msa", "unpairedMsaPath", "pairedMsaPath", "userCCDPath", "cif", "pdb", "mmcifPath")
-_VERSIONS = {None: 1, "alphafold3": 4, "alphafoldserver": 1}  # the newest of each dialect; Boltz names none
-_LOOKS = {  # like what else people may give, by a key at its top
+# The newest version of each dialect. Boltz's files have no dialect.
+_VERSIONS = {None: 1, "alphafold3": 4, "alphafoldserver": 1}
+# Descriptions of other files that users may pass, by a top-level key.
+_OTHER_FILES = {
     "queries": "OpenFold 3's queries",
     "entities": "a design for BoltzGen",
     "protein_inputs": "an input of RoseTTAFold All-Atom",
@@ -68,125 +81,132 @@ _LOOKS = {  # like what else people may give, by a key at its top
 
 @dataclass(frozen=True)
 class _Protein:
-    """A protein of a job, with the names of its copies."""
+    """A protein of a job. ids: the chain names of its copies. entry: its content in the file."""
 
     ids: tuple[str, ...]
     sequence: str
-    given: Mapping[str, Any]  # as the file has it
+    entry: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """An alignment of a job.  keys: which rows of other chains its rows belong to, uint64 [R], 0: none; None: as their
-    headers say.
+    """An alignment of a job.
+
+    kind: msa, unpairedMsa, pairedMsa, or "" without any. keys: uint64 [R]; rows of different chains with equal keys are
+    paired, 0 means unpaired. None: rows are paired by their headers.
     """
 
     sequence: str
-    kind: str  # msa, unpairedMsa or pairedMsa
+    kind: str
     alignment: Alignment
     keys: np.ndarray | None = None
 
 
-def jobs_of_text(data: bytes, ending: str, source: str, here: Path, name: str) -> list[Complex]:
-    """Read a file of JSON, or of YAML by its ending.  One that is none of the formats is a job with an error.
+def read_jobs(data: bytes, ending: str, source: str, here: Path, name: str) -> list[Complex]:
+    """Read the jobs of a JSON or YAML file, depending on its ending. Another file becomes a job with an error.
 
-    source: the file in errors.  here: the folder at which relative paths begin.  name: of jobs that have none.
+    source: the file's name in errors. here: the folder from which relative paths start. name: default name of jobs.
     """
     try:
         text = plain_text(data, source).decode()
         content = _parse_yaml(text, source) if ending in YAML else _parse_json(text, source)
         jobs = content if isinstance(content, list) else [content]
         if not any(isinstance(job, dict) and "sequences" in job for job in jobs):
-            raise UserError(f"{source}: {_looks_like(content)}; {_READ}")
+            raise UserError(f"{source}: {_describe_content(content)}. {_REMEDY}")
     except UserError as error:
         return [Complex(name, (), (), error=str(error))]
     several = len(jobs) > 1
-    given = [job.get("name") if isinstance(job, dict) else None for job in jobs]
-    called = [
-        one if one and isinstance(one, str) else f"{name}_{n}" if several else name for n, one in enumerate(given, 1)
-    ]
-    named = zip(jobs, distinct_names(called))
-    return [_job(job, own, f"{source}: {own}" if several else source, here) for job, own in named]
+    names = []
+    for number, job in enumerate(jobs, 1):
+        job_name = job.get("name") if isinstance(job, dict) else None
+        default = f"{name}_{number}" if several else name
+        names.append(job_name if job_name and isinstance(job_name, str) else default)
+    named = zip(jobs, distinct_names(names))
+    return [_read_job(job, name, f"{source}: {name}" if several else source, here) for job, name in named]
 
 
-def job_of_fasta(headers: Sequence[str], sequences: Sequence[str], source: str, here: Path, name: str) -> Complex:
-    """Read records with headers of Boltz or Chai (`FOREIGN_HEADER`) as one job.  The rest is as of `jobs_of_text`."""
+def read_fasta_job(headers: Sequence[str], sequences: Sequence[str], source: str, here: Path, name: str) -> Complex:
+    """Read FASTA records with headers of Boltz or Chai (`FOREIGN_HEADER`) as a single job. See `read_jobs`."""
     molecules: list[dict[str, dict[str, Any]]] = []
     for header, sequence in zip(headers, sequences):
         if not FOREIGN_HEADER.match(header):
-            said = "has not the form of the others, >CHAIN|protein|MSA or >protein|name=CHAIN; write all records alike"
-            return Complex(name, (), (), error=f"{source}: >{header[:60]}: {said}")
-        first, second, *rest = header.split()[0].split("|", 2)
+            problem = "is not like the others, >CHAIN|protein|MSA or >protein|name=CHAIN. Use one form for all records"
+            return Complex(name, (), (), error=f"{source}: >{header[:60]}: {problem}")
+        first, second, *third = header.split()[0].split("|", 2)
         if second.lower() in (*_PROTEINS, *_OTHERS):
-            given = {"ccd": sequence} if second.lower() == "ccd" else {"sequence": sequence, "msa": "".join(rest)}
-            molecules.append({second: {"id": first, **given}})
-        else:  # Chai's, which has modified residues within the sequence: (SEP)
-            chain = first_word("|".join((second, *rest)).removeprefix("name=")) or None
+            entry = {"ccd": sequence} if second.lower() == "ccd" else {"sequence": sequence, "msa": "".join(third)}
+            molecules.append({second: {"id": first, **entry}})
+        else:
+            # Chai writes modified residues within the sequence, such as (SEP).
+            chain = first_word("|".join((second, *third)).removeprefix("name=")) or None
             modified = re.findall(r"[(\[](\w+)[)\]]", sequence) if first.lower() == "protein" else []
             plain = re.sub(r"[(\[]\w+[)\]]", "X", sequence)
             molecules.append({first: {"id": chain, "sequence": plain, "modifications": modified}})
-    return _job({"sequences": molecules}, name, source, here)
+    return _read_job({"sequences": molecules}, name, source, here)
 
 
 def _parse_json(text: str, source: str) -> Any:
-    """Parse JSON.  Errors: UserError, also for an object with a key that it has twice, of which one would be lost."""
+    """Parse JSON. Raises UserError for invalid JSON and for repeated keys, of which `json` would keep only one."""
 
-    def of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
-            raise UserError(f"{source}: has {_shown(twice)} twice in one object; write two objects, or remove one")
-        return found
+    def object_from_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) < len(pairs):
+            repeated = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
+            raise UserError(f"{source}: has {_shown(repeated)} twice in one object. Write two objects, or remove one")
+        return result
 
     try:
-        return json.loads(text, object_pairs_hook=of_pairs)
+        return json.loads(text, object_pairs_hook=object_from_pairs)
     except json.JSONDecodeError as error:
-        raise UserError(f"{source}: line {error.lineno} is no JSON ({error.msg}); correct it") from None
+        raise UserError(f"{source}: line {error.lineno} is not JSON ({error.msg}). Correct it") from None
     except RecursionError:
-        raise UserError(f"{source}: is nested too deep; write it as its program describes it") from None
+        raise UserError(f"{source}: is nested too deeply. Write it as its program describes it") from None
     except ValueError:
-        raise UserError(f"{source}: has a number of thousands of digits; correct it") from None
+        raise UserError(f"{source}: has a number of thousands of digits. Correct it") from None
 
 
 def _parse_yaml(text: str, source: str) -> Any:
-    """Parse YAML that is small, flat, and without aliases and tags, by which a few lines can stand for gigabytes.
+    """Parse YAML with limits on size and depth, and without aliases and tags, which could expand to gigabytes.
 
-    Errors: UserError, also for a mapping with a key that it has twice, of which one would be lost.
+    Raises UserError for invalid YAML and for repeated keys, of which the YAML loader would keep only one.
     """
     import yaml
 
-    if len(text) > LARGEST_YAML:
-        raise UserError(f"{source}: has more than {LARGEST_YAML:,} characters; give alignments as files of their own")
+    if len(text) > MAX_YAML_CHARACTERS:
+        raise UserError(
+            f"{source}: has more than {MAX_YAML_CHARACTERS:,} characters. Pass alignments as files of their own"
+        )
     try:
-        opened: list[tuple[set[str], Iterator[bool]]] = []  # keys so far, and whether the next node is one
+        # For each open collection: its keys so far, and whether the next node is a key.
+        opened: list[tuple[set[str], Iterator[bool]]] = []
         for event in yaml.parse(text, yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None):
-                raise UserError(f"{source}: has an alias (*) or a tag (!), which are not read; write the value itself")
+                raise UserError(f"{source}: has an alias (*) or a tag (!), which are not read. Write the value itself")
             if isinstance(event, yaml.NodeEvent) and opened and next(opened[-1][1]):
                 key, keys = getattr(event, "value", ""), opened[-1][0]
                 if key and key in keys:
-                    raise UserError(f"{source}: has {_shown(key)} twice in one entry; begin each entry with a dash")
+                    raise UserError(f"{source}: has {_shown(key)} twice in one entry. Begin each entry with a dash")
                 keys.add(key)
             if isinstance(event, yaml.CollectionStartEvent):
                 is_mapping = isinstance(event, yaml.MappingStartEvent)
                 opened.append((set(), itertools.cycle((is_mapping, False))))
-                if len(opened) > DEEPEST_YAML:
-                    raise UserError(f"{source}: is nested too deep; write it as its program describes it")
+                if len(opened) > MAX_YAML_DEPTH:
+                    raise UserError(f"{source}: is nested too deeply. Write it as its program describes it")
             elif isinstance(event, yaml.CollectionEndEvent):
                 opened.pop()
         return yaml.load(text, _core_loader())
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise UserError(f"{source}: line {line} is no YAML ({error.problem}); correct it") from None
+        raise UserError(f"{source}: line {line} is not YAML ({error.problem}). Correct it") from None
     except (yaml.YAMLError, ValueError):
-        raise UserError(f"{source}: has a character or a number that YAML cannot have; correct it") from None
+        raise UserError(f"{source}: has a character or a number that is not valid YAML. Correct it") from None
 
 
 @cache
 def _core_loader() -> Any:
-    """Make a loader for YAML 1.2's core schema: numbers, true, false and null, and everything else is text.
+    """Build a loader for the core schema of YAML 1.2, in which only numbers, true, false and null are not text.
 
-    YAML 1.1 also has numbers of base 60 (1:30), dates, and NO for false.
+    PyYAML implements YAML 1.1, which also has numbers of base 60 (1:30), dates, and NO for false.
     """
     import yaml
 
@@ -195,7 +215,7 @@ def _core_loader() -> Any:
 
     def integer(loader: Any, node: Any) -> int:
         text = loader.construct_scalar(node)
-        if len(text) > MOST_DIGITS:
+        if len(text) > MAX_DIGITS:
             raise ValueError(f"a number of {len(text)} digits")
         base = {"0x": 16, "0o": 8}.get(text[:2], 10)
         return int(text[2:] if base != 10 else text, base)
@@ -212,235 +232,239 @@ def _core_loader() -> Any:
     return CoreLoader
 
 
-def _looks_like(content: Any) -> str:
-    """Say what JSON or YAML without sequences seems to be."""
+def _describe_content(content: Any) -> str:
+    """Describe JSON or YAML without sequences for an error."""
     if isinstance(content, dict):
-        looks = [what for key, what in _LOOKS.items() if key in content]
-        return f"looks like {looks[0]}" if looks else "has no sequences, so it is no job"
-    return "is an empty list" if content == [] else "is no job, and no list of jobs"
+        kinds = [kind for key, kind in _OTHER_FILES.items() if key in content]
+        return f"looks like {kinds[0]}" if kinds else "has no sequences, so it is not a job"
+    return "is an empty list" if content == [] else "is neither a job nor a list of jobs"
 
 
-def _job(job: Any, name: str, where: str, here: Path) -> Complex:
-    """Read a job, or say why it cannot be folded.  where: what it is called in errors."""
-    uses = _files_named(job, here)
+def _read_job(job: Any, name: str, where: str, here: Path) -> Complex:
+    """Convert a job to a query, which has an error if it cannot be folded. where: the job's description in errors."""
+    uses = _referenced_files(job, here)
     try:
         if not isinstance(job, dict):
-            raise UserError(f"{where}: is no object with sequences; correct or remove it")
-        proteins, notes = _proteins(job, where)
-        alignments, more = _paired(_alignments(proteins, where, here))
+            raise UserError(f"{where}: is not an object with sequences. Correct or remove it")
+        proteins, notes = _read_proteins(job, where)
+        alignments, pairing_notes = _pair_alignments(_read_alignments(proteins, where, here))
         ids = tuple(id for protein in proteins for id in protein.ids)
         sequences = tuple(protein.sequence for protein in proteins for _ in protein.ids)
-        return Complex(name, ids, sequences, tuple(alignments), (*notes, *more), uses=uses)
+        return Complex(name, ids, sequences, tuple(alignments), (*notes, *pairing_notes), uses=uses)
     except UserError as error:
         text = str(error)
         return Complex(name, (), (), error=text if text.startswith(where) else f"{where}: {text}", uses=uses)
 
 
-def _files_named(job: Any, here: Path) -> tuple[Path, ...]:
-    """Return the files that a job names, its alignments, templates and others, as far as they are there."""
+def _referenced_files(job: Any, here: Path) -> tuple[Path, ...]:
+    """List the existing files that a job refers to: alignments, templates and others."""
 
-    def of(owner: Any, key: str) -> list[Any]:
-        found = owner.get(key) if isinstance(owner, dict) else None
-        return found if isinstance(found, list) else []
+    def list_at(owner: Any, key: str) -> list[Any]:
+        value = owner.get(key) if isinstance(owner, dict) else None
+        return value if isinstance(value, list) else []
 
-    molecules = [one for item in of(job, "sequences") if isinstance(item, dict) for one in item.values()]
+    molecules = [molecule for item in list_at(job, "sequences") if isinstance(item, dict) for molecule in item.values()]
     owners = [job, *molecules]
-    owners += [template for owner in owners for template in of(owner, "templates")]
-    named = [owner.get(key) for owner in owners if isinstance(owner, dict) for key in _PATHS]
-    found = [_find(text, here) for text in named if isinstance(text, str)]
-    return tuple(path.resolve() for path in found if path is not None)
+    owners += [template for owner in owners for template in list_at(owner, "templates")]
+    names = [owner.get(key) for owner in owners if isinstance(owner, dict) for key in _PATHS]
+    paths = [_find(name, here) for name in names if isinstance(name, str)]
+    return tuple(path.resolve() for path in paths if path is not None)
 
 
 def _find(text: str, here: Path) -> Path | None:
-    """Find a file by its absolute path, or by a relative one, from the folder `here` or from the working directory."""
+    """Find a file by its absolute path, or relative to the folder `here` or the working directory."""
     return next((path for path in (here / text, Path(text)) if os.path.isfile(path)), None)
 
 
-def _proteins(job: Mapping[str, Any], where: str) -> tuple[list[_Protein], list[str]]:
-    """Return the proteins of a job, and notes on what it asks for in vain.
+def _read_proteins(job: Mapping[str, Any], where: str) -> tuple[list[_Protein], list[str]]:
+    """Read the proteins of a job. Returns them, and notes on settings that are ignored.
 
-    Errors: UserError for what is not as the formats have it, and for all that AlphaFold2 cannot fold, in one line.
+    Raises UserError for content that does not follow the format, and for components that AlphaFold2 cannot fold.
     """
-    _check_keys(job, (*_OF_JOB, *_BONDS), where)
-    dialect, version, listed = job.get("dialect"), job.get("version"), job.get("sequences")
+    _check_keys(job, (*_JOB_KEYS, *_BONDS), where)
+    dialect, version, items = job.get("dialect"), job.get("version"), job.get("sequences")
     if not isinstance(dialect, str | None) or dialect not in _VERSIONS:
-        raise UserError(f"{where}: its dialect, {_shown(dialect)}, is not known; {_READ}")
+        raise UserError(f"{where}: its dialect, {_shown(dialect)}, is unknown. {_REMEDY}")
     newest = _VERSIONS[dialect]
     if version is not None and (type(version) is not int or not 1 <= version <= newest):
-        known = "version 1 is" if newest == 1 else f"versions 1 to {newest} are"
-        raise UserError(f"{where}: its version, {_shown(version)}, is not known; {known} read")
+        supported = "version 1" if newest == 1 else f"versions 1 to {newest}"
+        raise UserError(f"{where}: its version, {_shown(version)}, is unknown. Use {supported}")
     if not isinstance(job.get("name"), str | None):
-        raise UserError(f"{where}: its name, {_shown(job['name'])}, is no text; put it in quotes")
-    if not isinstance(listed, list) or not listed:
-        raise UserError(f"{where}: its sequences are no list, or an empty one; list the proteins there")
+        raise UserError(f"{where}: its name, {_shown(job['name'])}, is not text. Put it in quotes")
+    if not isinstance(items, list) or not items:
+        raise UserError(f"{where}: its sequences are not a list, or empty. List the proteins there")
     proteins: list[_Protein] = []
     counts: list[int] = []
-    cannot: list[str] = []
-    for number, item in enumerate(listed, 1):
-        kind, given = next(iter(item.items())) if isinstance(item, dict) and len(item) == 1 else (None, None)
-        entry, lower = f"{where}: entry {number}", str(kind).lower()
-        if not isinstance(given, dict) or lower not in (*_PROTEINS, *_OTHERS):
+    unsupported: list[str] = []
+    for number, item in enumerate(items, 1):
+        kind, entry = next(iter(item.items())) if isinstance(item, dict) and len(item) == 1 else (None, None)
+        entry_name, lower = f"{where}: entry {number}", str(kind).lower()
+        if not isinstance(entry, dict) or lower not in (*_PROTEINS, *_OTHERS):
+            raise UserError(f"{entry_name}: is not a known molecule, such as `protein: ...`. Correct or remove it")
+        ids = _texts(entry.get("id"))
+        if ids is None or (not ids and entry.get("id") is not None):
             raise UserError(
-                f"{entry}: is no molecule that is known, as `protein` and what it has; correct or remove it"
-            )
-        ids = _texts(given.get("id"))
-        if ids is None or (not ids and given.get("id") is not None):
-            raise UserError(
-                f"{entry}: its id, {_shown(given['id'])}, is no text and no list of texts; put it in quotes"
+                f"{entry_name}: its id, {_shown(entry['id'])}, is neither text nor a list of texts. Put it in quotes"
             )
         if lower in _OTHERS:
-            codes = next(filter(None, (_texts(given.get(key)) for key in ("ccd", "ccdCodes", "ligand", "ion"))), [])
+            codes = next(filter(None, (_texts(entry.get(key)) for key in ("ccd", "ccdCodes", "ligand", "ion"))), [])
             about = ": ".join(filter(None, (_listed(ids), _listed([code.removeprefix("CCD_") for code in codes]))))
-            cannot.append(f"{_OTHERS[lower]} ({about})" if about else _OTHERS[lower])
+            unsupported.append(f"{_OTHERS[lower]} ({about})" if about else _OTHERS[lower])
             continue
-        _check_keys(given, (*_OF_PROTEIN, *_MSAS, *_CHANGES), entry)
-        sequence = given.get("sequence")
+        _check_keys(entry, (*_PROTEIN_KEYS, *_MSAS, *_CHANGES), entry_name)
+        sequence = entry.get("sequence")
         if not isinstance(sequence, str) or not sequence.split():
-            raise UserError(f"{entry}: has no sequence; give its residues as letters")
+            raise UserError(f"{entry_name}: has no sequence. Write its residues as letters")
         sequence = plain_sequence(sequence)
-        encode(sequence, entry)  # an error for letters that are no residues
-        count = given.get("count", 1)
-        if type(count) is not int or not 1 <= count <= MOST_COPIES:
-            raise UserError(f"{entry}: its count, {_shown(count)}, is no number from 1 to {MOST_COPIES}; correct it")
-        changed = [what for key, what in _CHANGES.items() if given.get(key)]
-        cannot += [f"{what} ({_listed(ids) or f'entry {number}'})" for what in changed]
-        proteins.append(_Protein(tuple(ids), sequence, given))
+        # This raises an error for letters that are not residues.
+        encode(sequence, entry_name)
+        count = entry.get("count", 1)
+        if type(count) is not int or not 1 <= count <= MAX_COPIES:
+            raise UserError(
+                f"{entry_name}: its count, {_shown(count)}, is not an integer from 1 to {MAX_COPIES}. Correct it"
+            )
+        changes = [change for key, change in _CHANGES.items() if entry.get(key)]
+        unsupported += [f"{change} ({_listed(ids) or f'entry {number}'})" for change in changes]
+        proteins.append(_Protein(tuple(ids), sequence, entry))
         counts.append(0 if ids else count)
-    cannot += dict.fromkeys(what for key, what in _BONDS.items() if job.get(key))
-    if cannot:
-        cure = "remove it to fold the proteins alone" if proteins else "there is no protein to fold; give one"
-        raise UserError(f"{where}: has {_listed(cannot)}, which AlphaFold2 cannot fold; {cure}")
+    unsupported += dict.fromkeys(name for key, name in _BONDS.items() if job.get(key))
+    if unsupported:
+        remedy = "Remove it to fold only the proteins" if proteins else "Add a protein: the job has none"
+        raise UserError(f"{where}: has {_listed(unsupported)}, which AlphaFold2 cannot fold. {remedy}")
     taken = {id for protein in proteins for id in protein.ids}
     free = (id for id in chain_ids(len(taken) + sum(counts)) if id not in taken)
-    own = [protein.ids or tuple(itertools.islice(free, count)) for protein, count in zip(proteins, counts)]
-    proteins = [replace(protein, ids=ids) for protein, ids in zip(proteins, own)]
+    all_ids = [protein.ids or tuple(itertools.islice(free, count)) for protein, count in zip(proteins, counts)]
+    proteins = [replace(protein, ids=ids) for protein, ids in zip(proteins, all_ids)]
 
     def any_has(*keys: str) -> bool:
-        return any(one.get(key) for one in (job, *(protein.given for protein in proteins)) for key in keys)
+        return any(owner.get(key) for owner in (job, *(protein.entry for protein in proteins)) for key in keys)
 
-    vain = {
-        "modelSeeds are not used: --seeds says how many": any_has("modelSeeds"),
+    ignored = {
+        "modelSeeds are not used: set the number of seeds with --seeds": any_has("modelSeeds"),
         "properties such as affinity are not predicted": any_has("properties"),
         "components of userCCD are not used": any_has("userCCD", "userCCDPath"),
-        "templates in the file are not used: give their structures by --template": any_has("templates"),
-        "templates are not searched for: give hits by --hits": any_has("useStructureTemplate", "maxTemplateDate"),
+        "templates in the file are not used: pass their structures with --template": any_has("templates"),
+        "templates are not searched for: pass hits with --hits": any_has("useStructureTemplate", "maxTemplateDate"),
     }
-    return proteins, [note for note, is_asked in vain.items() if is_asked]
+    return proteins, [note for note, is_requested in ignored.items() if is_requested]
 
 
-def _alignments(proteins: Sequence[_Protein], where: str, here: Path) -> list[_Rows]:
-    """Read the alignments of proteins, each once; for what is to be folded without any, one of its own row.
+def _read_alignments(proteins: Sequence[_Protein], where: str, here: Path) -> list[_Rows]:
+    """Read the alignments of proteins, each one once. A protein that requests no alignment gets one of its own row.
 
-    Errors: UserError for a file that is not there, and for an alignment of another sequence.
+    Raises UserError for a missing file, and for an alignment of another sequence.
     """
-    found: dict[tuple[str, str, str | Path], _Rows] = {}
+    alignments: dict[tuple[str, str, str | Path], _Rows] = {}
     for protein in proteins:
-        given, sequence, chain = protein.given, protein.sequence, f"{where}: chain {_listed(protein.ids[:1])}"
-        is_bare = given.get("msa") == "empty" or given.get("unpairedMsa") == ""
-        fields = [field for field in _MSAS if given.get(field) and (field, given[field]) != ("msa", "empty")]
+        entry, sequence, chain = protein.entry, protein.sequence, f"{where}: chain {_listed(protein.ids[:1])}"
+        is_bare = entry.get("msa") == "empty" or entry.get("unpairedMsa") == ""
+        fields = [field for field in _MSAS if entry.get(field) and (field, entry[field]) != ("msa", "empty")]
         for field in fields:
-            text, kind = given[field], field.removesuffix("Path")
+            text, kind = entry[field], field.removesuffix("Path")
             if not isinstance(text, str) or (field != kind and kind in fields):
-                raise UserError(f"{chain}: its {field} is no text, or there is {kind} too; give one of them")
+                raise UserError(f"{chain}: its {field} is not text, or it has {kind} too. Keep one of them")
             path = _find(text, here) if field in _PATHS else None
             if path is None and field in _PATHS:
                 raise UserError(
-                    f"{chain}: its {field}, {_shown(text)}, is not there; correct the path, from the file's folder or "
-                    "the working directory, or leave it out and give alignments by --msa"
+                    f"{chain}: its {field}, {_shown(text)}, does not exist. Correct the path, relative to the file's "
+                    "folder or the working directory, or remove it and pass alignments with --msa"
                 )
-            if (key := (sequence, kind, path or text)) in found:
+            if (key := (sequence, kind, path or text)) in alignments:
                 continue
             data = text.encode(errors="replace") if path is None else read_file(path)
             source = f"{chain}: {field}" if path is None else str(path)
             if path is not None and path.name.lower().removesuffix(".gz").endswith(".csv"):
-                alignment, keys = _of_keyed_table(data, source, sequence)
+                alignment, keys = _parse_keyed_table(data, source, sequence)
             else:
                 alignment, keys = parse_alignment(data, source, sequence), None
             alignment = replace(alignment, stands_alone=kind != "pairedMsa")
-            found[key] = _Rows(sequence, kind, alignment, keys)
+            alignments[key] = _Rows(sequence, kind, alignment, keys)
         if is_bare and not fields:
-            found[sequence, "", ""] = _Rows(sequence, "", Alignment.of_query(sequence, chain))
-    return [*found.values()]
+            alignments[sequence, "", ""] = _Rows(sequence, "", Alignment.of_query(sequence, chain))
+    return [*alignments.values()]
 
 
-def _of_keyed_table(data: bytes, source: str, sequence: str) -> tuple[Alignment, np.ndarray]:
-    """Parse Boltz's alignment with keys, columns `key` and `sequence` (rows as A3M has them), and return the keys too.
+def _parse_keyed_table(data: bytes, source: str, sequence: str) -> tuple[Alignment, np.ndarray]:
+    """Parse Boltz's alignment table with columns `key` and `sequence` (A3M rows).
 
-    uint64 [R]: rows of one key belong together, 0 for no key, which is empty, -1, or NaN.
+    Returns the alignment and the keys, uint64 [R]: rows with equal keys are paired. The key is 0 if the cell is empty,
+    -1, or NaN.
     """
     if b"\0" in data:
-        raise UserError(f"{source}: has NUL bytes, so it is no table; export it again")
+        raise UserError(f"{source}: has NUL bytes, so it is not a table. Export it again")
     rows = table_rows(data, source, ("key", "sequence"))
     text = "".join(f">row {number}\n{row}\n" for number, (_, row) in enumerate(rows, 1))
     alignment = parse_alignment(text, source, sequence)
-    named = [key.removesuffix(".0") for key, _ in rows]  # where some are missing, pandas writes 1.0
-    keys = [0 if key.lower() in ("", "-1", "nan") else key_of(f"key {key}") for key in named]
+    # pandas writes 1.0 instead of 1 if some keys are missing.
+    names = [key.removesuffix(".0") for key, _ in rows]
+    keys = [0 if key.lower() in ("", "-1", "nan") else hash_name(f"key {key}") for key in names]
     return alignment, np.array([0, *keys[1:]], np.uint64)
 
 
-def _paired(every: Sequence[_Rows]) -> tuple[list[Alignment], list[str]]:
-    """Return alignments whose `pair_keys` say which of their rows belong together, and notes.
+def _pair_alignments(every: Sequence[_Rows]) -> tuple[list[Alignment], list[str]]:
+    """Split alignments into unpaired rows and rows with `pair_keys`. Returns the alignments, and notes.
 
-    Rows with keys pair by these.  AlphaFold 3's pairedMsa pairs by the organisms in its headers or, where these name
-    none and there are as many rows for each chain, row i with row i.  So do the rows of unpairedMsa if there is no
-    pairedMsa and some are empty, as its documentation advises to those who pair rows by hand.
+    Rows with keys are paired by their keys. AlphaFold 3's pairedMsa is paired by the organisms in its headers. If these
+    name none and all chains have the same number of rows, row i is paired with row i. The rows of unpairedMsa are
+    paired by index if there is no pairedMsa and some rows are empty, as AlphaFold 3's documentation recommends for
+    manual pairing.
     """
     notes: list[str] = []
     rows = [*every]
     for kind in ("pairedMsa", "unpairedMsa"):
-        own = [one.alignment for one in rows if one.kind == kind]
-        empty = [(one.rows == GAP).all(1) for one in own]
-        chains = {one.sequence for one in rows if one.kind == kind}
-        if len(chains) < 2 or len({len(one) for one in own}) > 1 or len(own[0]) < 2:
+        alignments = [row.alignment for row in rows if row.kind == kind]
+        is_empty = [(alignment.rows == GAP).all(1) for alignment in alignments]
+        chains = {row.sequence for row in rows if row.kind == kind}
+        if len(chains) < 2 or len(set(map(len, alignments))) > 1 or len(alignments[0]) < 2:
             continue
         if kind == "pairedMsa":
-            by_place = not any(species_keys(one.names[1:]).any() for one in own)
+            by_index = not any(species_keys(alignment.names[1:]).any() for alignment in alignments)
         else:
-            by_place = all(one.kind != "pairedMsa" for one in rows) and any(one.any() for one in empty)
-        if by_place:
-            place = np.array([0, *(key_of(f"row {i}") for i in range(1, len(own[0])))], np.uint64)
-            keys = iter([np.where(one, np.uint64(0), place) for one in empty])
-            rows = [replace(one, keys=next(keys)) if one.kind == kind else one for one in rows]
-            notes.append(f"rows of {kind} are paired by their place, the second with the second and so on")
-    of_chain: dict[str, set[int]] = {}
-    for one in rows:
-        of_chain.setdefault(one.sequence, set()).update([] if one.keys is None else one.keys.tolist())
-    times = Counter(key for keys in of_chain.values() for key in keys)
+            by_index = all(row.kind != "pairedMsa" for row in rows) and any(empty.any() for empty in is_empty)
+        if by_index:
+            index = np.array([0, *(hash_name(f"row {i}") for i in range(1, len(alignments[0])))], np.uint64)
+            keys = iter([np.where(empty, np.uint64(0), index) for empty in is_empty])
+            rows = [replace(row, keys=next(keys)) if row.kind == kind else row for row in rows]
+            notes.append(f"rows of {kind} are paired by index, the second with the second and so on")
+    keys_of_chain: dict[str, set[int]] = {}
+    for row in rows:
+        keys_of_chain.setdefault(row.sequence, set()).update([] if row.keys is None else row.keys.tolist())
+    times = Counter(key for keys in keys_of_chain.values() for key in keys)
     shared = np.array([key for key, count in times.items() if key and count > 1], np.uint64)
-    found: list[Alignment] = []
-    for one in rows:
-        if one.keys is None:
-            found.append(one.alignment)
+    split: list[Alignment] = []
+    for row in rows:
+        if row.keys is None:
+            split.append(row.alignment)
             continue
-        first, in_pairs = np.arange(len(one.keys)) == 0, np.isin(one.keys, shared)
-        found.append(one.alignment.select(first | ~in_pairs))
+        first, in_pairs = np.arange(len(row.keys)) == 0, np.isin(row.keys, shared)
+        split.append(row.alignment.select(first | ~in_pairs))
         if in_pairs.any():
-            pairs = replace(one.alignment, pair_keys=one.keys, stands_alone=False)
-            found.append(pairs.select(first | in_pairs))
-    return found, notes
+            pairs = replace(row.alignment, pair_keys=row.keys, stands_alone=False)
+            split.append(pairs.select(first | in_pairs))
+    return split, notes
 
 
-def _check_keys(given: Mapping[Any, Any], known: Collection[str], where: str) -> None:
-    """Raise UserError for a key that is not known, and says something."""
-    for key, value in given.items():
-        if key not in known and value:
-            raise UserError(f"{where}: has {_shown(key)}, which is not known; correct or remove it")
+def _check_keys(entry: Mapping[Any, Any], known_keys: Collection[str], where: str) -> None:
+    """Raise UserError for an unknown key with a value that is not empty."""
+    for key, value in entry.items():
+        if key not in known_keys and value:
+            raise UserError(f"{where}: has {_shown(key)}, which is unknown. Correct or remove it")
 
 
 def _texts(value: Any) -> list[str] | None:
-    """Return a text, or a list of texts, as a list; none of nothing; None for what is neither."""
-    found = [] if value is None else value if isinstance(value, list) else [value]
-    return found if all(isinstance(one, str) for one in found) else None
+    """Convert a text or a list of texts to a list. None becomes an empty list; another value returns None."""
+    texts = [] if value is None else value if isinstance(value, list) else [value]
+    return texts if all(isinstance(text, str) for text in texts) else None
 
 
 def _shown(value: Any) -> str:
-    """Return a value as an error shows it, in one short line."""
+    """Format a value for an error in one short line."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
     return repr(value[:60] if isinstance(value, str) else value)[:70]
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return names in one line, not all if there are many; what cannot be printed is ?."""
+    """Join at most eight names in one line. Unprintable characters become ?."""
     short = ["".join(c if c.isprintable() else "?" for c in name[:60]) for name in names[:8]]
     return ", ".join(short) + (" ..." if len(names) > 8 else "")

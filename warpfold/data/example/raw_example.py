@@ -1,7 +1,7 @@
-"""Raw examples: one chain with its alignment, its coordinates and its templates, before anything is drawn (Supp. 1.2).
+"""Define raw examples: a chain with its alignment, coordinates and templates, before any sampling (Supp. 1.2).
 
-A `RawExample` holds what can be prepared ahead of training; `data/features` draws from it and makes the features.  An
-`Assembly` is chains that are folded together (AlphaFold-Multimer).
+A `RawExample` holds the arrays that can be prepared before training. `data/features` samples from it and computes the
+features. An `Assembly` is a set of chains that are folded together (AlphaFold-Multimer).
 """
 
 import hashlib
@@ -21,75 +21,88 @@ from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER, GAP, UNKNOWN
 
 MSA_CODES = 22  # 20 residue types, X, gap
-MIN_COVERAGE = 0.5  # the share of the chain's residues that the alignment must cover
-MOST_STORED = 20  # templates: the best of the search, among which training chooses (Supp. 1.2.3)
-PROFILE_ROWS = 1024  # counted at a time
-MOST_DELETIONS = np.iinfo(np.uint16).max
+MIN_COVERAGE = 0.5  # fraction of the chain's residues
+# The best templates of a search, from which training samples (Supp. 1.2.3).
+MAX_TEMPLATES = 20
+# Rows per block when the profile is counted.
+PROFILE_ROWS = 1024
+MAX_DELETIONS = np.iinfo(np.uint16).max
 CA = ATOM_ORDER["CA"]
-CONFIDENT = 50.0  # pLDDT: residues of a prediction below are not learnt from; the paper's own threshold is of the KL
+# Residues of a prediction with a lower pLDDT are masked in training. The paper filters by KL divergence instead.
+MIN_CONFIDENCE = 50.0
 
-Atoms = tuple[np.ndarray, np.ndarray]  # positions float32 [K, 37, 3] and mask uint8 [K, 37] of K residues
-Placed = tuple[np.ndarray, np.ndarray]  # an alignment on a chain's residues: rows uint8 and deletions uint16, [R, N]
+Atoms = tuple[np.ndarray, np.ndarray]  # positions float32 [K, 37, 3], mask uint8 [K, 37]
+# An alignment on a chain's residues: rows uint8 [R, N], deletion matrix uint16 [R, N].
+Placed = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Templates:
-    """T structures on the N residues of a chain, best first; residues without a counterpart in a template are masked.
+    """T template structures on the N residues of a chain, best first. Residues without a counterpart are masked.
 
-    `data/example/templates.py` makes them from a search's hits or from files.
+    `data/example/templates.py` builds them from template hits or from files.
+
+    aatype: the template's residues, 0-19, 20 = X, 21 = gap. positions: angstrom, 0 where masked. names: such as
+    "1abc_A". sum_probs: expected number of correctly aligned residues.
     """
 
-    aatype: np.ndarray  # uint8 [T, N], the template's residues: 0-19, 20 = X, 21 = gap
-    positions: np.ndarray  # float32 [T, N, 37, 3], angstrom, 0 where masked
+    aatype: np.ndarray  # uint8 [T, N]
+    positions: np.ndarray  # float32 [T, N, 37, 3]
     mask: np.ndarray  # uint8 [T, N, 37]
-    names: tuple[str, ...]  # [T], such as "1abc_A"
-    sum_probs: np.ndarray  # float32 [T], expected number of correctly aligned residues
+    names: tuple[str, ...]  # [T]
+    sum_probs: np.ndarray  # float32 [T]
 
     def __len__(self) -> int:
         return len(self.names)
 
     def take(self, span: slice | np.ndarray) -> "Templates":
-        """Return some residues, a slice or ascending indices, of every template."""
+        """Select residues (a slice or ascending indices) of every template."""
         return replace(self, aatype=self.aatype[:, span], positions=self.positions[:, span], mask=self.mask[:, span])
 
     def choose(self, indices: np.ndarray) -> "Templates":
-        """Return the templates at `indices` (int [K]), in that order."""
+        """Select templates by `indices` (int [K]), in that order."""
         arrays = (self.aatype[indices], self.positions[indices], self.mask[indices])
         return Templates(*arrays, tuple(self.names[i] for i in indices), self.sum_probs[indices])
 
 
-def join(templates: Sequence[Templates]) -> Templates | None:
-    """Return templates of one chain as one `Templates`, in the given order; None without any."""
+def concatenate_templates(templates: Sequence[Templates]) -> Templates | None:
+    """Concatenate templates of one chain; None if there are none."""
     if len(templates) < 2:
         return templates[0] if templates else None
     aatype, positions, mask, sum_probs = (
-        np.concatenate([getattr(one, name) for one in templates])
+        np.concatenate([getattr(member, name) for member in templates])
         for name in ("aatype", "positions", "mask", "sum_probs")
     )
-    return Templates(aatype, positions, mask, tuple(name for one in templates for name in one.names), sum_probs)
+    names = tuple(name for member in templates for name in member.names)
+    return Templates(aatype, positions, mask, names, sum_probs)
 
 
 @dataclass(frozen=True)
 class RawExample:
-    """One chain with R different alignment rows and, where known, its atoms and templates.
+    """A chain with R unique alignment rows and, if known, its atoms and templates.
 
-    Row 0 is the chain's own sequence as alignments have it: C, D and E where the chain has U, B and Z and `aatype` X.
+    Row 0 is the chain's sequence in the letters of alignments: C, D and E for U, B and Z, which are X in `aatype`.
+
+    aatype: 0-19, 20 = X. msa: 0-19, 20 = X, 21 = gap. deletions: the deletion matrix. profile: frequencies in the whole
+    alignment. positions: angstrom. resolution: angstrom. release_date: YYYY-MM-DD. sources: files of the alignments.
+    pairing: None if no row is paired with rows of other chains. confidence: pLDDT (0 to 100) of a prediction, None for
+    other structures.
     """
 
     name: str
-    aatype: np.ndarray  # uint8 [N], 0-19, 20 = X
+    aatype: np.ndarray  # uint8 [N]
     residue_index: np.ndarray  # int32 [N]
-    msa: np.ndarray  # uint8 [R, N], 0-19, 20 = X, 21 = gap
-    deletions: np.ndarray  # uint16 [R, N], residues deleted before each column
-    profile: np.ndarray  # float32 [N, 22], frequencies in the whole alignment
-    positions: np.ndarray | None = None  # float32 [N, 37, 3], angstrom
+    msa: np.ndarray  # uint8 [R, N]
+    deletions: np.ndarray  # uint16 [R, N]
+    profile: np.ndarray  # float32 [N, 22]
+    positions: np.ndarray | None = None  # float32 [N, 37, 3]
     mask: np.ndarray | None = None  # uint8 [N, 37]
-    resolution: float | None = None  # angstrom
-    release_date: str | None = None  # YYYY-MM-DD: stores keep it as JSON
-    sources: tuple[str, ...] = ()  # where the alignment's rows come from
+    resolution: float | None = None
+    release_date: str | None = None
+    sources: tuple[str, ...] = ()
     templates: Templates | None = None
-    pairing: Pairing | None = None  # None: no row is paired with a row of another chain, and all stand alone
-    confidence: np.ndarray | None = None  # float16 [N], 0 to 100: of a prediction, how sure its model was (pLDDT)
+    pairing: Pairing | None = None
+    confidence: np.ndarray | None = None  # float16 [N]
 
     @property
     def sequence(self) -> str:
@@ -102,7 +115,7 @@ class RawExample:
 
     @property
     def depth(self) -> int:
-        """Return the number of alignment rows, the chain's own included."""
+        """Return the number of alignment rows, including the chain itself."""
         return len(self.msa)
 
     @property
@@ -110,7 +123,7 @@ class RawExample:
         return 0 if self.templates is None else len(self.templates)
 
     def whole_rows(self, rows: np.ndarray) -> np.ndarray:
-        """Return some alignment rows (indices, ascending) over the whole chain: uint8 [len(rows), N]."""
+        """Return alignment rows (ascending indices) over the whole chain: uint8 [len(rows), N]."""
         return self.msa[rows]
 
     @property
@@ -118,14 +131,14 @@ class RawExample:
         return self.confidence is not None
 
     def atoms(self, residues: np.ndarray, least: float = 0.0) -> Atoms | None:
-        """Return positions [K, 37, 3] and mask [K, 37] of K residues (indices, ascending); None where unknown.
+        """Return positions [K, 37, 3] and mask [K, 37] of K residues (ascending indices); None without atoms.
 
-        least: residues of a prediction with a lower confidence are masked.
+        least: residues of a prediction with a lower pLDDT are masked.
         """
         if self.positions is None or self.mask is None:
             return None
-        sure = None if self.confidence is None else self.confidence[residues] >= least
-        return self.positions[residues], where_sure(self.mask[residues], sure)
+        is_confident = None if self.confidence is None else self.confidence[residues] >= least
+        return self.positions[residues], mask_residues(self.mask[residues], is_confident)
 
     def take(
         self,
@@ -134,14 +147,13 @@ class RawExample:
         templates: np.ndarray | None = None,
         whole: np.ndarray | None = None,
     ) -> "RawExample":
-        """Return some residues (a slice, or indices, ascending: the pieces of a spatial crop at once).
+        """Select residues (a slice, or ascending indices, as for a spatial crop), alignment rows and templates.
 
-        rows, templates: those of the alignment and of the templates that are taken (indices, ascending; None: all).
-        whole: `whole_rows(rows)`, if it is there already.  The profile stays that of the whole alignment, and so does
-        what pairs its rows.
+        rows, templates: ascending indices; None selects all. whole: `whole_rows(rows)`, if the caller has it already.
+        The profile and the pairing still describe the whole alignment.
         """
         residues = as_slice(residues) if isinstance(residues, np.ndarray) else residues
-        kept = slice(None) if rows is None else rows
+        selected = slice(None) if rows is None else rows
         chosen = self.templates
         if chosen is not None and templates is not None:
             chosen = chosen.choose(templates)
@@ -149,25 +161,25 @@ class RawExample:
             self,
             aatype=self.aatype[residues],
             residue_index=self.residue_index[residues],
-            msa=self.msa[:, residues][kept] if whole is None else whole[:, residues],
-            deletions=self.deletions[:, residues][kept],
+            msa=self.msa[:, residues][selected] if whole is None else whole[:, residues],
+            deletions=self.deletions[:, residues][selected],
             profile=self.profile[residues],
             positions=None if self.positions is None else self.positions[residues],
             mask=None if self.mask is None else self.mask[residues],
             confidence=None if self.confidence is None else self.confidence[residues],
             templates=None if chosen is None or not len(chosen) else chosen.take(residues),
-            pairing=None if self.pairing is None else self.pairing.select(kept),
+            pairing=None if self.pairing is None else self.pairing.select(selected),
         )
 
     def ca_positions(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the CA atoms of the whole chain: float32 [N, 3], angstrom, and mask uint8 [N]; None without atoms."""
+        """Return CA positions float32 [N, 3] in angstrom and mask uint8 [N] of the whole chain; None without atoms."""
         if self.positions is None or self.mask is None:
             return None
         return self.positions[:, CA], self.mask[:, CA]
 
 
 class Example(Protocol):
-    """One chain, in memory (`RawExample`) or in a store (`StoredExample`)."""
+    """Interface of a chain in memory (`RawExample`) or in a store (`StoredExample`)."""
 
     @property
     def sequence(self) -> str: ...
@@ -197,24 +209,26 @@ class Example(Protocol):
 
 @dataclass(frozen=True)
 class Assembly:
-    """Chains that are folded together, in the order of the input, each with its alignment, atoms and templates.
+    """K chains that are folded together, in input order, each with its alignment, atoms and templates.
 
-    Chains of one sequence are copies of one entity; they have the same alignment and the same templates.
+    Chains with one sequence are copies of an entity and share their alignment and templates.
+
+    ids: unique chain names. operators: float64 [K, 3, 4], rotation and translation in angstrom that place the atoms of
+    each chain in the assembly (a biological assembly may contain a chain several times); None if they are in place.
+    entities: `entity_id`, if it is known without reading the sequences. fixed: for each chain a template that its
+    copies do not share, which precedes the shared templates (guess.py); empty without any.
     """
 
     name: str
-    ids: tuple[str, ...]  # [K], the chains' names in input and output, all different
+    ids: tuple[str, ...]  # [K]
     chains: tuple[Example, ...]  # [K]
-    # What moves the atoms of each chain to their place in the assembly: float64 [K, 3, 4], rotation and translation in
-    # angstrom; None: they are there.  A biological assembly may have a chain several times, moved by its symmetry.
     operators: np.ndarray | None = None
-    entities: tuple[int, ...] = ()  # [K], `entity_id` where it is known without reading the sequences
-    # [K] or none: of each chain a template that its copies do not share, before those that they do (guess.py).
-    fixed: tuple[Templates | None, ...] = ()
+    entities: tuple[int, ...] = ()  # [K]
+    fixed: tuple[Templates | None, ...] = ()  # [K]
 
     @cached_property
     def entity_id(self) -> np.ndarray:
-        """Return each chain's entity, int64 [K], numbered from 1 in the order of their first chains."""
+        """Return the entity of each chain, int64 [K], numbered from 1 in the order of first chains."""
         if self.entities:
             return np.array(self.entities, np.int64)
         numbers: dict[str, int] = {}
@@ -222,49 +236,49 @@ class Assembly:
 
     @cached_property
     def sym_id(self) -> np.ndarray:
-        """Return each chain's number among the copies of its entity, int64 [K], from 1."""
+        """Return the number of each chain among the copies of its entity, int64 [K], from 1."""
         entity = self.entity_id
-        return np.array([int((entity[: place + 1] == entity[place]).sum()) for place in range(len(entity))])
+        return np.array([int((entity[: i + 1] == entity[i]).sum()) for i in range(len(entity))])
 
     @property
     def length(self) -> int:
-        """Return the number of residues of all chains."""
+        """Return the total number of residues."""
         return sum(chain.length for chain in self.chains)
 
 
-def where_sure(mask: np.ndarray, sure: np.ndarray | None) -> np.ndarray:
-    """Return the mask [K, 37] of atoms without those of residues that are not sure, bool [K]; None: all are."""
-    return mask if sure is None else mask * sure[:, None]
+def mask_residues(mask: np.ndarray, is_confident: np.ndarray | None) -> np.ndarray:
+    """Clear the atom mask [K, 37] of residues that are not confident, bool [K]; None keeps all."""
+    return mask if is_confident is None else mask * is_confident[:, None]
 
 
 def as_slice(residues: np.ndarray) -> slice | np.ndarray:
-    """Return ascending indices as a slice if they have no gap: slicing copies nothing."""
-    whole = len(residues) and int(residues[-1] - residues[0]) == len(residues) - 1
-    return slice(int(residues[0]), int(residues[-1]) + 1) if whole else residues
+    """Convert ascending indices without gaps to a slice, which avoids a copy."""
+    is_contiguous = len(residues) and int(residues[-1] - residues[0]) == len(residues) - 1
+    return slice(int(residues[0]), int(residues[-1]) + 1) if is_contiguous else residues
 
 
 def from_sequence(
     sequence: str, alignments: Sequence[Alignment] = (), name: str = "query", pairing: bool = False
 ) -> RawExample:
-    """Make an example to predict from a sequence of letters and any number of alignments of it (none: just itself).
+    """Build an example for prediction from a sequence and its alignments, if any.
 
-    Letters other than the twenty are X in `aatype`, and go by HHblits' table in row 0 of the alignment, as in the
-    official code (`encode_residues` and `encode` of `data/formats/alignment.py`).  pairing: the chain may belong to a
-    complex, so find what pairs its rows (`stack_for_pairing`); otherwise all alignments are alike.
-    Errors: UserError for a character outside the alphabet, or an alignment of another protein.
+    Letters other than the twenty are X in `aatype`, and are encoded by HHblits' table in row 0 of the alignment, as in
+    the official code (`encode_residues` and `encode` of `data/formats/alignment.py`). pairing: compute the pairing for
+    a complex (`stack_for_pairing`); otherwise alignments for pairing are stacked like the others.
+    Raises UserError for a character outside the alphabet, and for an alignment of another protein.
     """
     aatype, row = encode_residues(sequence, name), encode(sequence, name)
     if not len(aatype):
-        raise UserError(f"{name}: no residues; give an amino acid sequence")
+        raise UserError(f"{name}: no residues. Pass an amino acid sequence")
     if alignments and (row == UNKNOWN).all():
-        raise UserError(f"{name}: every residue is unknown (X), so nothing can be aligned; give an amino acid sequence")
-    placed = [place(alignment, decode(row)) for alignment in alignments]
+        raise UserError(f"{name}: every residue is unknown (X), so nothing can be aligned. Pass an amino acid sequence")
+    placed = [place_alignment(alignment, decode(row)) for alignment in alignments]
     index = np.arange(len(aatype), dtype=np.int32)
     if not pairing:
         msa, deletions = merge(row, placed)
-        return RawExample(name, aatype, index, msa, deletions, profile_of(msa))
+        return RawExample(name, aatype, index, msa, deletions, compute_profile(msa))
     msa, deletions, pairs = stack_for_pairing(row, alignments, placed)
-    profile = profile_of(msa if pairs is None else msa[pairs.unpaired])
+    profile = compute_profile(msa if pairs is None else msa[pairs.unpaired])
     return RawExample(name, aatype, index, msa, deletions, profile, pairing=pairs)
 
 
@@ -276,10 +290,10 @@ def from_chain(
     sources: Iterable[str] = (),
     pairing: bool = False,
 ) -> RawExample:
-    """Make an example to train on from a chain and alignments of its SEQRES (or of a part of it, or its precursor).
+    """Build an example for training from a chain and alignments of its SEQRES, of a fragment, or of its precursor.
 
-    sources: what to record about where `alignments` come from.  pairing: as in `from_sequence`.
-    Errors: UserError for an alignment of another protein.
+    sources: names of the alignments' files for the record. pairing: see `from_sequence`.
+    Raises UserError for an alignment of another protein.
     """
     return replace(
         from_sequence(chain.sequence, alignments, name, pairing),
@@ -292,46 +306,48 @@ def from_chain(
     )
 
 
-def place(alignment: Alignment, sequence: str) -> Placed:
-    """Return an alignment on the columns of `sequence`: rows uint8 [R, N], deletions uint16 [R, N].
+def place_alignment(alignment: Alignment, sequence: str) -> Placed:
+    """Map an alignment to the residues of `sequence`: rows uint8 [R, N], deletions uint16 [R, N].
 
-    Columns of query residues that `sequence` lacks are cut out; the residues in them count as deletions, except at the
-    ends.  Residues that the query lacks get gaps.
-    Errors: UserError if the query is another protein: identity below 90 %, or too little covered.
+    Columns of query residues that `sequence` lacks are removed. Their residues count as deletions, except at the ends.
+    Residues that the query lacks get gaps.
+    Raises UserError if the query is another protein: identity below 90 %, or less than half of the residues covered.
     """
     if alignment.query == sequence:
-        return alignment.rows, np.minimum(alignment.deletions, MOST_DELETIONS).astype(np.uint16)
+        return alignment.rows, np.minimum(alignment.deletions, MAX_DELETIONS).astype(np.uint16)
     column, identity = column_map(alignment.query, sequence)
     if error := check_map(column, identity):
-        raise UserError(f"alignment: {error}; give the alignment of this protein")
+        raise UserError(f"alignment: {error}. Pass the alignment of this protein")
     covered = np.flatnonzero(column >= 0)
     rows = np.full((len(alignment.rows), len(sequence)), GAP, np.uint8)
     deletions = np.zeros(rows.shape, np.uint16)
     rows[:, covered] = alignment.rows[:, column[covered]]
     last = -1
-    for place in covered.tolist():
-        deleted = alignment.deletions[:, column[place]]
-        cut = slice(column[last] + 1 if last >= 0 else column[place], column[place])
-        if cut.start < cut.stop:
-            deleted = deleted + (alignment.deletions[:, cut] + (alignment.rows[:, cut] != GAP)).sum(1)
-        deletions[:, place] = np.minimum(deleted, MOST_DELETIONS)
-        last = place
+    for residue in covered.tolist():
+        deleted = alignment.deletions[:, column[residue]]
+        removed = slice(column[last] + 1 if last >= 0 else column[residue], column[residue])
+        if removed.start < removed.stop:
+            deleted = deleted + (alignment.deletions[:, removed] + (alignment.rows[:, removed] != GAP)).sum(1)
+        deletions[:, residue] = np.minimum(deleted, MAX_DELETIONS)
+        last = residue
     return rows, deletions
 
 
 def check_map(column: np.ndarray, identity: float) -> str | None:
-    """Return why an alignment with this `column_map` is not used, or None."""
+    """Return the reason why an alignment with this `column_map` cannot be used, or None."""
     covered = int((column >= 0).sum())
     if identity >= MIN_IDENTITY and covered >= MIN_COVERAGE * len(column):
         return None
-    found = f"covers {covered} of {len(column)} residues, {identity:.0%} identical"
-    return f"its query is another protein, or too small a part: {found} ({MIN_IDENTITY:.0%} and half are needed)"
+    return (
+        f"its query is another protein, or too small a fragment: covers {covered} of {len(column)} residues, "
+        f"{identity:.0%} identical ({MIN_IDENTITY:.0%} and half are needed)"
+    )
 
 
 def merge(query: np.ndarray, placed: Iterable[Placed]) -> Placed:
-    """Stack alignments below the query (uint8 [N]), as row 0: rows uint8 [R, N], deletions uint16 [R, N].
+    """Stack alignments below the query (uint8 [N]), which is row 0: rows uint8 [R, N], deletions uint16 [R, N].
 
-    Rows with only gaps are dropped, and rows equal to an earlier one, even with other deletions (as official).
+    Rows of gaps and rows equal to an earlier one are dropped, even if their deletions differ (as in the official code).
     """
     return _stack(query, placed)[0]
 
@@ -339,70 +355,72 @@ def merge(query: np.ndarray, placed: Iterable[Placed]) -> Placed:
 def stack_for_pairing(
     query: np.ndarray, alignments: Sequence[Alignment], placed: Sequence[Placed]
 ) -> tuple[np.ndarray, np.ndarray, Pairing | None]:
-    """Stack alignments as `merge` does, those that serve pairing alone last, and find what pairs their rows.
+    """Stack alignments as `merge` does, with those for pairing last, and compute the pairing of their rows.
 
-    If there are alignments that serve pairing alone, only their rows are paired (as official); otherwise all may be.
-    Rows for pairing are dropped if they equal an earlier one of these; rows with `pair_keys`, if they also pair alike.
-    Where no other alignment has a row, they stand alone too: officially there always is one.
-    None: no row can be paired, so all alignments are alike.
+    If there are alignments for pairing, only their rows are paired (as in the official code); otherwise all rows may
+    be. A row for pairing is dropped if it equals an earlier row for pairing (with `pair_keys`: of the same key). Rows
+    for pairing are also used unpaired if there is no other row, which cannot happen in the official code.
+    Returns rows, deletions, and the pairing. It is None if no row can be paired; all alignments are then merged.
     """
-    parts = [[i for i, one in enumerate(alignments) if one.stands_alone == alone] for alone in (True, False)]
+    groups = [[i for i, one in enumerate(alignments) if one.stands_alone == alone] for alone in (True, False)]
     stacked, keys = [], []
-    for part in parts:
-        given = [None if alignments[i].stands_alone else alignments[i].pair_keys for i in part]
-        arrays, kept = _stack(query, [placed[i] for i in part], given)
+    for group in groups:
+        stacking_keys = [None if alignments[i].stands_alone else alignments[i].pair_keys for i in group]
+        arrays, is_kept = _stack(query, [placed[i] for i in group], stacking_keys)
         stacked.append(arrays)
-        own = [np.zeros(1, np.uint64)]
-        for one, new in zip((alignments[i] for i in part), kept):
-            rows = 1 + np.flatnonzero(new)
-            names = (one.names[row] for row in rows.tolist())
-            own.append(species_keys(names) if one.pair_keys is None else one.pair_keys[rows])
-        keys.append(np.concatenate(own))
-    (msa, deletions), (more, more_deletions) = stacked
-    if not parts[1]:
+        group_keys = [np.zeros(1, np.uint64)]
+        for alignment, kept in zip((alignments[i] for i in group), is_kept):
+            rows = 1 + np.flatnonzero(kept)
+            names = (alignment.names[row] for row in rows.tolist())
+            group_keys.append(species_keys(names) if alignment.pair_keys is None else alignment.pair_keys[rows])
+        keys.append(np.concatenate(group_keys))
+    (msa, deletions), (pair_msa, pair_deletions) = stacked
+    if not groups[1]:
         return msa, deletions, make_pairing(msa, keys[0], np.ones(len(msa), bool))
-    unpaired = (np.arange(len(msa) + len(more) - 1) < len(msa)) | (len(msa) == 1)
-    both = np.concatenate([msa, more[1:]])
+    unpaired = (np.arange(len(msa) + len(pair_msa) - 1) < len(msa)) | (len(msa) == 1)
+    both = np.concatenate([msa, pair_msa[1:]])
     pairs = make_pairing(both, np.concatenate([np.zeros(len(msa), np.uint64), keys[1][1:]]), unpaired)
     if pairs is None:
-        return *merge(query, [placed[i] for part in parts for i in part]), None
-    return both, np.concatenate([deletions, more_deletions[1:]]), pairs
+        return *merge(query, [placed[i] for group in groups for i in group]), None
+    return both, np.concatenate([deletions, pair_deletions[1:]]), pairs
 
 
 def _stack(
     query: np.ndarray, placed: Iterable[Placed], keys: Iterable[np.ndarray | None] = repeat(None)
 ) -> tuple[Placed, list[np.ndarray]]:
-    """Stack alignments as `merge` does; also return which of the rows below each one's first were kept, bool [R - 1].
+    """Stack alignments as `merge` does. Also returns which rows after the first were kept, bool [R - 1] per alignment.
 
-    keys: of each alignment, uint64 [R] or None; rows with other keys count as different.
+    keys: uint64 [R] or None per alignment; equal rows with different keys are kept.
     """
 
-    def digest(row: np.ndarray) -> bytes:  # so that `seen` takes 16 bytes per row, however long it is
+    # Digests limit the memory of `seen` to 16 bytes per row.
+    def digest(row: np.ndarray) -> bytes:
         return hashlib.blake2b(row.tobytes(), digest_size=16).digest()
 
     stacked = [(query[None], np.zeros((1, len(query)), np.uint16))]
     gaps = digest(np.full(len(query), GAP, np.uint8))
     seen = {gaps, digest(query)}
-    kept = []
-    for (rows, deletions), own in zip(placed, keys):
+    is_kept = []
+    for (rows, deletions), row_keys in zip(placed, keys):
         rows, deletions = rows[1:], deletions[1:]
-        new = np.zeros(len(rows), bool)
+        is_new = np.zeros(len(rows), bool)
         for index, row in enumerate(rows):
             key = digest(row)
-            if own is not None and key != gaps:
-                key += own[index + 1].tobytes()
-            new[index] = key not in seen
+            if row_keys is not None and key != gaps:
+                key += row_keys[index + 1].tobytes()
+            is_new[index] = key not in seen
             seen.add(key)
-        kept.append(new)
-        stacked.append((rows[new], deletions[new]) if not new.all() else (rows, deletions))
+        is_kept.append(is_new)
+        stacked.append((rows[is_new], deletions[is_new]) if not is_new.all() else (rows, deletions))
     rows, deletions = (np.concatenate(arrays) for arrays in zip(*stacked))
-    return (rows, deletions), kept
+    return (rows, deletions), is_kept
 
 
-def profile_of(msa: np.ndarray) -> np.ndarray:
-    """Return the frequencies of residue types, X and gap in each column: uint8 [R, N] -> float32 [N, 22]."""
+def compute_profile(msa: np.ndarray) -> np.ndarray:
+    """Compute the frequencies of residue types, X and gap in each column: uint8 [R, N] -> float32 [N, 22]."""
     columns = np.arange(msa.shape[1]) * MSA_CODES
     counts = np.zeros(msa.shape[1] * MSA_CODES, np.int64)
-    for start in range(0, len(msa), PROFILE_ROWS):  # the indices take eight times the memory of the residues
+    # The int64 indices take eight times the memory of the rows, so the rows are counted in blocks.
+    for start in range(0, len(msa), PROFILE_ROWS):
         counts += np.bincount((msa[start : start + PROFILE_ROWS] + columns).ravel(), minlength=len(counts))
     return (counts.reshape(-1, MSA_CODES) / len(msa)).astype(np.float32)

@@ -1,1 +1,1 @@
-"""Make the arrays that the model reads from one example: choose, read, compute."""
+"""Compute the features of an example: sample residues and rows, read them, and compute the arrays of the model."""

@@ -1,7 +1,7 @@
-"""Choose which residues, alignment rows and templates of an example are used, from its sizes (Supp. 1.2.6, 1.2.8).
+"""Sample the residues, alignment rows and templates of an example from its sizes (Supp. 1.2.6, 1.2.8).
 
-So only what is chosen has to be read.  Every draw is keyed: a pure function of (seed, key of the draw, purpose), which
-depends on no other draw, process, thread or order.
+Only the sampled data has to be read. All random numbers are keyed: each draw is a pure function of (seed, key, purpose)
+and does not depend on other draws, processes, threads or their order.
 """
 
 from collections.abc import Sequence
@@ -10,72 +10,90 @@ from typing import Literal
 
 import numpy as np
 
-from warpfold.data.example.raw_example import CONFIDENT, MOST_STORED
+from warpfold.data.example.raw_example import MAX_TEMPLATES, MIN_CONFIDENCE
 from warpfold.keyed import keyed_rng
 
-RUN = 64  # rows left out or kept together by `thin_runs`
-# Milliseconds that one core of 2024 takes (fitted to benchmarks/features.py): per example; per cell of the alignment
-# that is read; and in each pass per cell of the clusters, per cell of the extra MSA, per cell of the alignment that is
-# compared with one centre, and per cell that is counted.
+# Number of neighbouring rows that `thin_runs` keeps or drops together.
+RUN_ROWS = 64
+# Milliseconds on one core of 2024 (fitted to benchmarks/features.py): per example, and per alignment cell that is read.
 COST_EXAMPLE, COST_READ = 2.1, 3e-6
+# Per pass: for each cell of the cluster centres, for each cell of the extra MSA, for each cell that is compared with a
+# centre, and for each cell that is counted.
 COST_CENTRE, COST_EXTRA, COST_COMPARE, COST_COUNT = 7e-5, 4.5e-6, 2.6e-8, 2.3e-6
-COST_PAIR = 9e-4  # per row of an alignment among which pairs are looked for (measured likewise)
+# Per alignment row that takes part in pairing.
+COST_PAIR = 9e-4
 
-
-LARGEST_SIZE = 1_000_000  # residues or rows; the largest proteins have some 35,000 residues
+# Largest number of residues or rows in the settings. The largest proteins have about 35,000 residues.
+MAX_SIZE = 1_000_000
 
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """How examples are drawn.  The defaults are AlphaFold2's at inference; for training `crop`, `max_msa` and
-    `max_extra` are 256, 128 and 1024 at first, 384, 512 and 5120 in fine-tuning (Supp. table 4)."""
+    """Sampling settings of examples. The defaults are those of AlphaFold2 at inference.
 
-    crop: int | None = None  # residues of a training crop; None: whole chains (Supp. 1.2.8)
-    max_msa: int = 512  # cluster centres, the query included (N_clust)
-    max_extra: int = 5120  # rows of the extra MSA (N_extra_seq)
-    max_templates: int = 4  # 0 for a model without template parts: then none are read (Supp. 1.2.3)
-    # Where a row is compared with the cluster centres: over the whole "chain", as in the paper, where clusters are made
-    # before the crop (Supp. 1.2.7, 1.2.8), or only in the "crop", which is faster for longer chains.
+    In training, `crop`, `max_msa` and `max_extra` are 256, 128 and 1024 at first, and 384, 512 and 5120 in fine-tuning
+    (Supp. table 4).
+    """
+
+    # Residues of a training crop; None uses whole chains (Supp. 1.2.8).
+    crop: int | None = None
+    # Number of cluster centres, including the query (N_clust).
+    max_msa: int = 512
+    # Number of rows of the extra MSA (N_extra_seq).
+    max_extra: int = 5120
+    # Number of templates (Supp. 1.2.3). With 0, for a model without template modules, none are read.
+    max_templates: int = 4
+    # Columns in which rows are compared with the cluster centres: those of the whole "chain", as in the paper, which
+    # clusters before the crop (Supp. 1.2.7, 1.2.8), or of the "crop", which is faster for long chains.
     clustering: Literal["chain", "crop"] = "chain"
-    # 0: every row counts, as in the paper.  Otherwise the most that a training pass may cost (`predicted_cost`): of an
-    # alignment that costs more, fewer rows are used, each with the same probability, but never fewer than `max_msa` +
-    # `max_extra`.
+    # Largest cost of a training pass (`predicted_cost`); 0 uses every row, as in the paper. An alignment that costs
+    # more is thinned to a uniform sample of its rows, but never below `max_msa` + `max_extra` rows.
     max_cost: float = 0.0
-    # Which rows `max_cost` leaves out: single "rows", or "runs" of neighbours, which are related.
+    # Unit of thinning by `max_cost`: single "rows", or "runs" of neighbouring rows, which are related.
     thin: Literal["rows", "runs"] = "rows"
-    resample_msa: bool = True  # each pass through the trunk sees its own sample (Supp. 1.10, 1.11.2)
-    masked_fraction: float = 0.15  # Supp. 1.2.7, step 2
-    mask_uniform: float = 0.1  # of the masked: a random amino acid
-    mask_profile: float = 0.1  # ... one drawn from the alignment's profile
-    mask_same: float = 0.1  # ... left as it is; the rest becomes the mask token
-    block_fraction: float = 0.3  # Supp. Algorithm 1: rows per deleted block
+    # Each pass through the trunk gets its own MSA sample (Supp. 1.10, 1.11.2).
+    resample_msa: bool = True
+    # Fraction of masked positions (Supp. 1.2.7, step 2).
+    masked_fraction: float = 0.15
+    # Fractions of the masked positions that become a random amino acid, become a sample of the alignment's profile, or
+    # stay unchanged. The others become the mask token.
+    mask_uniform: float = 0.1
+    mask_profile: float = 0.1
+    mask_same: float = 0.1
+    # MSA block deletion (Supp. Algorithm 1): fraction of the rows per block, and number of blocks.
+    block_fraction: float = 0.3
     blocks: int = 5
     randomize_num_blocks: bool = False
-    # Of assemblies alone: the alignment rows of a chain that are read, at most, of which half may be pairs
-    # (`MSA_CROP_SIZE` of the official data/pipeline_multimer.py); whether rows of different chains are paired by
-    # species; the share of training crops that are spatial, the others being contiguous (AlphaFold-Multimer, sec. 7.2);
-    # and how near the CA of another chain must be, in angstrom, for a spatial crop to be drawn around a residue.
+    # The next four settings apply only to assemblies. Largest number of alignment rows per chain, of which half may be
+    # pairs (`MSA_CROP_SIZE` of the official data/pipeline_multimer.py).
     chain_rows: int = 2048
+    # Pair rows of different chains by species.
     pairing: bool = True
+    # Fraction of training crops that are spatial; the others are contiguous (AlphaFold-Multimer, sec. 7.2).
     spatial_fraction: float = 0.5
+    # A spatial crop is centred on a residue with a CA of another chain within this distance in angstrom.
     interface_distance: float = 10.0
-    unclamped_fraction: float = 0.1  # of the examples, whose backbone FAPE is not clamped (Supp. 1.11.5)
-    # What replaces an extra MSA that has no row left.  AlphaFold2: one masked row, whose outer product is its bias
-    # divided by 0.001; on shallow alignments the gradient of that bias drowns all others.
+    # Fraction of examples for which the backbone FAPE is not clamped (Supp. 1.11.5).
+    unclamped_fraction: float = 0.1
+    # Replacement for an extra MSA without rows. AlphaFold2 uses a masked row, whose outer product is the bias divided
+    # by 0.001. On shallow alignments, the gradient of this bias dominates all others (docs/decisions/0007).
     empty_extra: Literal["masked", "query"] = "masked"
-    # Of predictions (`warpfold pack --predicted`): residues of a lower pLDDT are masked in all losses of the structure;
-    # and the alignment rows among which a training pass draws, a uniform sample, 0 for all (Supp. 1.3; single chains).
-    min_confidence: float = CONFIDENT
+    # The next two settings apply only to predictions (`warpfold pack --predicted`). Residues with a lower pLDDT are
+    # masked in all structure losses.
+    min_confidence: float = MIN_CONFIDENCE
+    # Size of the uniform sample of alignment rows from which a training pass draws, for single chains (Supp. 1.3); 0
+    # uses all rows.
     predicted_rows: int = 1000
-    pad: bool = False  # pad residues to `crop` and rows to `max_msa` and `max_extra` (fixed shapes)
+    # Pad residues to `crop` and rows to `max_msa` and `max_extra`, for fixed shapes.
+    pad: bool = False
 
     def __post_init__(self) -> None:
         for name in ("crop", "max_msa", "chain_rows"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} = {value}: must be at least 1")
-            if value is not None and value > LARGEST_SIZE:
-                raise ValueError(f"{name} = {value}: must be at most {LARGEST_SIZE:,}")
+            if value is not None and value > MAX_SIZE:
+                raise ValueError(f"{name} = {value}: must be at most {MAX_SIZE:,}")
         unsigned = "max_extra", "max_templates", "max_cost", "blocks", "interface_distance", "min_confidence"
         for name in (*unsigned, "predicted_rows"):
             if getattr(self, name) < 0:
@@ -85,17 +103,20 @@ class SampleConfig:
                 raise ValueError(f"{name} = {getattr(self, name)}: must lie between 0 and 1")
         kinds = (self.mask_uniform, self.mask_profile, self.mask_same)
         if min(kinds) < 0 or sum(kinds) > 1:
-            raise ValueError("mask_uniform, mask_profile and mask_same must not be negative, nor exceed 1 together")
+            raise ValueError("mask_uniform, mask_profile and mask_same must not be negative, nor add up to more than 1")
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The part of an example that is used, and whether its backbone FAPE is clamped."""
+    """The sampled residues [start, stop), alignment rows and templates of an example.
 
-    start: int  # residues [start, stop)
+    rows: ascending, with row 0. templates: ascending. clamped: whether the backbone FAPE is clamped.
+    """
+
+    start: int
     stop: int
-    rows: np.ndarray  # of the alignment: int64, ascending, row 0 first
-    templates: np.ndarray  # int64, ascending
+    rows: np.ndarray  # int64
+    templates: np.ndarray  # int64
     clamped: bool
 
 
@@ -109,11 +130,11 @@ def select(
     templates: int = 0,
     predicted: bool = False,
 ) -> Selection:
-    """Choose residues, rows and templates of an example from its sizes alone.
+    """Sample residues, rows and templates of an example from its sizes.
 
-    length: residues; depth: alignment rows, including the query; templates: how many it has; predicted: whether its
-    structure is a prediction.  Training crops, deletes blocks of rows (Algorithm 1) and keeps within `max_cost`;
-    outside of training every row is used.
+    length: number of residues. depth: number of alignment rows, including the query. templates: number of templates.
+    predicted: whether the structure is a prediction. In training, the example is cropped, blocks of rows are deleted
+    (Algorithm 1), and rows are thinned to `max_cost`. Otherwise all residues and rows are used.
     """
     if not train:
         best = choose_templates(templates, config.max_templates, None)
@@ -123,33 +144,34 @@ def select(
     start = crop_start(length, size, clamped, keyed_rng(seed, *key, "crop"))
     rows = np.arange(depth)
     if predicted and 0 < config.predicted_rows < depth:
-        rows = with_query(rows, config.predicted_rows, keyed_rng(seed, *key, "predicted"))
+        rows = sample_with_query(rows, config.predicted_rows, keyed_rng(seed, *key, "predicted"))
     rows = rows[delete_blocks(len(rows), config, keyed_rng(seed, *key, "blocks"))]
-    most = row_budget(length, config)
-    if most is not None and len(rows) > most:
-        thin = thin_runs if config.thin == "runs" else with_query
-        rows = thin(rows, most, keyed_rng(seed, *key, "budget"))
+    budget = row_budget(length, config)
+    if budget is not None and len(rows) > budget:
+        thin = thin_runs if config.thin == "runs" else sample_with_query
+        rows = thin(rows, budget, keyed_rng(seed, *key, "budget"))
     chosen = choose_templates(templates, config.max_templates, keyed_rng(seed, *key, "templates"))
     return Selection(start, start + size, rows, chosen, clamped)
 
 
 def choose_templates(count: int, most: int, rng: np.random.Generator | None) -> np.ndarray:
-    """Choose among `count` templates, best first: int64 [K], ascending, K <= `most`.
+    """Choose among `count` templates, which are sorted best first: int64 [K], ascending, K <= `most`.
 
-    Training (with `rng`): min(uniform[0, n], most) random ones of the best n = 20 (Supp. 1.2.3), or fewer, so that the
-    model learns to do without.  Inference (`rng` None): the best.
+    In training (with `rng`), min(uniform[0, n], most) random templates of the best n = 20 are drawn (Supp. 1.2.3), so
+    that the model also learns without templates. At inference (`rng` None), the best are chosen.
     """
     if rng is None:
         return np.arange(min(count, most))
-    count = min(count, MOST_STORED)
+    count = min(count, MAX_TEMPLATES)
     size = min(int(rng.integers(0, count + 1)), most)
     return np.sort(rng.choice(count, size, replace=False)).astype(np.int64)
 
 
 def crop_start(length: int, size: int, clamped: bool, rng: np.random.Generator) -> int:
-    """Draw where a crop of `size` residues starts, from 0: uniform if FAPE is clamped, else towards the N terminus.
+    """Draw the first residue of a crop of `size` residues (Supp. 1.2.8), with n = length - size.
 
-    The latter is x ~ uniform[0, n], start ~ uniform[0, n - x] with n = length - size (Supp. 1.2.8).
+    If FAPE is clamped, start ~ uniform[0, n]. Otherwise start ~ uniform[0, n - x] with x ~ uniform[0, n], which prefers
+    the N terminus.
     """
     spare = length - size
     if not clamped:
@@ -158,10 +180,10 @@ def crop_start(length: int, size: int, clamped: bool, rng: np.random.Generator) 
 
 
 def delete_blocks(depth: int, config: SampleConfig, rng: np.random.Generator) -> np.ndarray:
-    """Return the rows that MSA block deletion keeps (Supp. Algorithm 1), int64, ascending; the query always stays.
+    """Apply MSA block deletion (Supp. Algorithm 1); returns the remaining rows, int64, ascending, with the query.
 
-    Blocks are contiguous and may overlap.  Rows are in the order of the search, so neighbours are related, and a block
-    removes a whole branch of the family.
+    Blocks are contiguous and may overlap. Rows are in the order of the search, so neighbours are related, and a block
+    removes a branch of the family.
     """
     size = int(depth * config.block_fraction)
     count = int(rng.integers(0, config.blocks + 1)) if config.randomize_num_blocks else config.blocks
@@ -172,27 +194,28 @@ def delete_blocks(depth: int, config: SampleConfig, rng: np.random.Generator) ->
     return np.flatnonzero(kept)
 
 
-def with_query(rows: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw `count` of `rows`, ascending: the first, and a uniform sample of the others without replacement."""
+def sample_with_query(rows: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Draw `count` of `rows`, ascending: the first row, and a uniform sample of the others without replacement."""
     return np.concatenate([rows[:1], np.sort(rng.choice(rows[1:], count - 1, replace=False))])
 
 
 def thin_runs(rows: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw at most `count` of `rows`, ascending: the first, and runs of about `RUN` neighbours among the others.
+    """Draw at most `count` of `rows`, ascending: the first row, and runs of about `RUN_ROWS` neighbours of the others.
 
-    The others form a ring, which is rotated at random and cut into runs of equal length (to within one row); a uniform
-    sample of the runs stays.  So every row stays with the same probability, and neighbours mostly stay together.
+    The other rows form a ring, which is rotated at random and split into runs of equal length (within one row). A
+    uniform sample of the runs is kept. Every row is kept with the same probability, and most neighbours stay together.
     """
     ring = np.roll(rows[1:], int(rng.integers(len(rows) - 1)))
-    runs = np.array_split(ring, -(-len(ring) // min(RUN, max(count - 1, 1))))
-    kept = rng.choice(len(runs), (count - 1) // len(runs[0]), replace=False)  # the first runs are the longest
+    runs = np.array_split(ring, -(-len(ring) // min(RUN_ROWS, max(count - 1, 1))))
+    # The first runs are the longest.
+    kept = rng.choice(len(runs), (count - 1) // len(runs[0]), replace=False)
     return np.concatenate([rows[:1], np.sort(np.concatenate([ring[:0], *(runs[index] for index in kept)]))])
 
 
 def row_budget(length: int, config: SampleConfig) -> int | None:
-    """Return the number of rows of a chain of `length` residues that fit into `max_cost`, None if all do.
+    """Compute the number of rows of a chain of `length` residues that fit into `max_cost`; None without a limit.
 
-    Never fewer than `max_msa` + `max_extra`.
+    The result is never below `max_msa` + `max_extra`.
     """
     if not config.max_cost:
         return None
@@ -202,21 +225,22 @@ def row_budget(length: int, config: SampleConfig) -> int | None:
 
 
 def predicted_cost(length: int, depth: int, config: SampleConfig, passes: int = 1, train: bool = True) -> float:
-    """Return the cost of making one example, from its sizes: roughly milliseconds on one core of 2024.
+    """Predict the cost of computing the features of an example from its sizes, in milliseconds on one core of 2024.
 
-    It is a formula, fitted to measurements (docs/explanation/architecture.md), and so the same on every machine.
+    The formula is fitted to measurements (docs/features.md), so the result is the same on every machine.
     """
     if not train:
         return _cost(length, depth, depth, passes, replace(config, crop=None))
     kept = expected_rows(depth, config)
     used = min(kept, row_budget(length, config) or kept)
-    return _cost(length, kept, used, passes, config)  # rows left out lie in the same blobs as those used
+    # Unused rows are read too, because they are in the same blobs.
+    return _cost(length, kept, used, passes, config)
 
 
 def predicted_assembly_cost(entities: Sequence[tuple[int, int]], config: SampleConfig) -> float:
-    """Return the cost of making one training example of an assembly, in the same measure as `predicted_cost`.
+    """Predict the cost of a training example of an assembly, in the unit of `predicted_cost`.
 
-    entities: of each, the residues of all its copies, and the rows of its alignment.
+    entities: for each entity, the number of residues of all copies, and the number of alignment rows.
     """
     length = sum(residues for residues, _ in entities)
     crop = min(config.crop or length, length)
@@ -229,7 +253,7 @@ def predicted_assembly_cost(entities: Sequence[tuple[int, int]], config: SampleC
 
 
 def _cost(length: int, read: float, rows: float, passes: int, config: SampleConfig) -> float:
-    """Return the cost of an example of a chain of `length` residues, with `read` rows read and `rows` used."""
+    """Predict the cost of an example of a chain of `length` residues, of which `read` rows are read and `rows` used."""
     residues = min(config.crop or length, length)
     columns = length if config.clustering == "chain" else residues
     centres = min(rows, config.max_msa)
@@ -240,9 +264,9 @@ def _cost(length: int, read: float, rows: float, passes: int, config: SampleConf
 
 
 def expected_rows(depth: int, config: SampleConfig) -> float:
-    """Return the mean number of `depth` rows that `delete_blocks` keeps.
+    """Compute the expected number of `depth` rows that `delete_blocks` keeps.
 
-    A block takes row r (from 0) if it starts at one of min(r + 1, size) places out of `depth`.
+    A block deletes row r (from 0) if it starts at one of min(r + 1, size) of the `depth` rows.
     """
     share = int(depth * config.block_fraction) / depth
     counts = range(config.blocks + 1) if config.randomize_num_blocks else (config.blocks,)

@@ -1,4 +1,4 @@
-"""Crops of assemblies: which residues of each chain are used (AlphaFold-Multimer, sec. 7.2)."""
+"""Crop assemblies: sample the residues of each chain (AlphaFold-Multimer, sec. 7.2)."""
 
 from collections.abc import Sequence
 
@@ -9,19 +9,21 @@ from warpfold.data.features.choose import SampleConfig
 from warpfold.data.structure.assemblies import apply_operator
 from warpfold.keyed import keyed_rng
 
-FIRST_COMPARED, COMPARED = 32, 1024  # residues whose distances to all others are computed at a time
+# Numbers of residues per block, first and largest, for which distances to all others are computed.
+FIRST_BLOCK, MAX_BLOCK = 32, 1024
 
 
 def crop_assembly(assembly: Assembly, config: SampleConfig, rng: np.random.Generator) -> list[np.ndarray]:
-    """Draw a crop of at most `config.crop` residues: the residues of each chain, int64, ascending; [] for none.
+    """Draw a crop of at most `config.crop` residues; returns those of each chain, int64, ascending, may be empty.
 
-    Spatial around a residue of an interface, or contiguous in each chain; contiguous where no interface is known.
+    The crop is spatial around an interface residue, or contiguous in each chain. It is contiguous if there is no
+    interface or no coordinates.
     """
     lengths = [chain.length for chain in assembly.chains]
     if config.crop is None or sum(lengths) <= config.crop:
         return [np.arange(length) for length in lengths]
-    spatial = len(lengths) > 1 and rng.random() < config.spatial_fraction
-    if spatial and (ca := ca_of(assembly)) is not None:
+    is_spatial = len(lengths) > 1 and rng.random() < config.spatial_fraction
+    if is_spatial and (ca := read_ca(assembly)) is not None:
         chain = np.repeat(np.arange(len(lengths)), lengths)
         kept = spatial_crop(*ca, chain, config.crop, config.interface_distance, rng)
         if kept is not None:
@@ -30,41 +32,44 @@ def crop_assembly(assembly: Assembly, config: SampleConfig, rng: np.random.Gener
 
 
 def fixed_crop(assembly: Assembly, size: int, distance: float) -> list[np.ndarray]:
-    """Return at most `size` residues of an assembly, the same every time: of each chain, int64, ascending; [] for none.
+    """Choose a reproducible crop of at most `size` residues; returns those of each chain, int64, ascending.
 
-    All of them; else those nearest to a residue of an interface, drawn by the assembly's name; else the first.
-    distance: as in `spatial_crop`.
+    A larger assembly is cropped to the residues nearest to an interface residue, which is drawn by the assembly's name.
+    Without an interface, its first residues are used. distance: see `spatial_crop`.
     """
     lengths = [chain.length for chain in assembly.chains]
     kept = np.arange(sum(lengths)) < size
-    if sum(lengths) > size and (ca := ca_of(assembly)) is not None:
+    if sum(lengths) > size and (ca := read_ca(assembly)) is not None:
         chain = np.repeat(np.arange(len(lengths)), lengths)
         near = spatial_crop(*ca, chain, size, distance, keyed_rng(0, assembly.name, "crop"))
         kept = kept if near is None else near
     return [np.flatnonzero(part) for part in np.split(kept, np.cumsum(lengths)[:-1])]
 
 
-def ca_of(assembly: Assembly) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the CA of all chains, [N, 3] and seen [N], in their places in the assembly; None if a chain has none."""
-    found = [chain.ca_positions() for chain in assembly.chains]
-    if any(one is None for one in found):
-        return None
-    ca = [move(one[0], assembly.operators, number) for number, one in enumerate(found) if one is not None]
-    return np.concatenate(ca), np.concatenate([one[1] > 0 for one in found if one is not None])
+def read_ca(assembly: Assembly) -> tuple[np.ndarray, np.ndarray] | None:
+    """Read the placed CA of all chains: positions [N, 3] and mask [N]; None if a chain has no atoms."""
+    by_chain = [chain.ca_positions() for chain in assembly.chains]
+    positions, masks = [], []
+    for number, ca in enumerate(by_chain):
+        if ca is None:
+            return None
+        positions.append(place_chain(ca[0], assembly.operators, number))
+        masks.append(ca[1] > 0)
+    return np.concatenate(positions), np.concatenate(masks)
 
 
-def move(positions: np.ndarray, operators: np.ndarray | None, chain: int) -> np.ndarray:
-    """Return positions [*, 3] of a chain moved to their place in the assembly (`Assembly.operators`)."""
+def place_chain(positions: np.ndarray, operators: np.ndarray | None, chain: int) -> np.ndarray:
+    """Apply the operator of a chain (`Assembly.operators`) to positions [*, 3]; None leaves them unchanged."""
     if operators is None:
         return positions
     return apply_operator(operators[chain], positions)
 
 
 def contiguous_crop(lengths: Sequence[int], size: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Draw a span of each chain, `size` residues in all (or all there are): Algorithm 1 of AlphaFold-Multimer.
+    """Draw a contiguous span of each chain, at most `size` residues in total (AlphaFold-Multimer, Algorithm 1).
 
-    The chains are taken in random order; each gives a random number of residues, such that those to come can make up
-    what is missing.
+    The chains are visited in random order. Each contributes a random number of residues, at least as many as the later
+    chains could not contribute.
     """
     crops = [np.arange(0)] * len(lengths)
     added, remaining = 0, sum(lengths)
@@ -83,43 +88,44 @@ def contiguous_crop(lengths: Sequence[int], size: int, rng: np.random.Generator)
 def spatial_crop(
     ca: np.ndarray, seen: np.ndarray, chain: np.ndarray, size: int, distance: float, rng: np.random.Generator
 ) -> np.ndarray | None:
-    """Draw a residue of an interface and take the `size` residues nearest to it: bool [N], or None without interface.
+    """Select the `size` residues nearest to a random interface residue (AlphaFold-Multimer, Algorithm 2).
 
-    ca [N, 3], seen bool [N]; chain int64 [N], of each residue; distance: angstrom between the CA of two chains, below
-    which both are of an interface.  Residues that were not seen come last.  Algorithm 2 of AlphaFold-Multimer.
+    ca: [N, 3]. seen: bool [N]; residues without CA are selected last. chain: int64 [N]. distance: CA of two chains that
+    are closer than this, in angstrom, belong to an interface. Returns bool [N]; None if there is no interface.
     """
-    centre = draw_of_interface(ca, seen, chain, distance, rng)
+    centre = draw_interface_residue(ca, seen, chain, distance, rng)
     if centre is None:
         return None
-    apart = np.where(seen, np.linalg.norm(ca - ca[centre], axis=-1), np.inf)
+    distances = np.where(seen, np.linalg.norm(ca - ca[centre], axis=-1), np.inf)
     kept = np.zeros(len(ca), bool)
-    kept[np.argsort(apart, kind="stable")[:size]] = True
+    kept[np.argsort(distances, kind="stable")[:size]] = True
     return kept
 
 
-def draw_of_interface(
+def draw_interface_residue(
     ca: np.ndarray, seen: np.ndarray, chain: np.ndarray, distance: float, rng: np.random.Generator
 ) -> int | None:
-    """Draw one of the residues that `near_other_chain` finds, all with the same probability; None without any.
+    """Draw a residue uniformly from those that `near_other_chain` marks; None if there are none.
 
-    The first of them in a random order: for most assemblies, few residues have to be compared with all others.
+    The residues are tested in random order until one is marked. In most assemblies, few residues have to be tested.
     """
     order = rng.permutation(np.flatnonzero(seen))
-    start, count = 0, FIRST_COMPARED
+    start, count = 0, FIRST_BLOCK
     while start < len(order):
-        part = order[start : start + count]
-        near = near_other_chain(ca, seen, chain, distance, part)
-        if near.any():
-            return int(part[np.argmax(near)])
-        start, count = start + count, min(2 * count, COMPARED)
+        block = order[start : start + count]
+        is_near = near_other_chain(ca, seen, chain, distance, block)
+        if is_near.any():
+            return int(block[np.argmax(is_near)])
+        start, count = start + count, min(2 * count, MAX_BLOCK)
     return None
 
 
 def near_other_chain(
     ca: np.ndarray, seen: np.ndarray, chain: np.ndarray, distance: float, residues: np.ndarray
 ) -> np.ndarray:
-    """Mark those of K residues (indices) that have a CA of another chain within `distance` angstrom: bool [K]."""
-    points = np.where(seen[:, None], ca, np.nan).astype(np.float64)  # no distance from NaN is below another
-    own = points[residues]
-    squared = (own**2).sum(-1)[:, None] + (points**2).sum(-1) - 2 * own @ points.T
+    """Mark the residues (indices [K]) that have a CA of another chain within `distance` angstrom: bool [K]."""
+    # Comparisons with NaN are false, so residues without CA are never near.
+    points = np.where(seen[:, None], ca, np.nan).astype(np.float64)
+    centres = points[residues]
+    squared = (centres**2).sum(-1)[:, None] + (points**2).sum(-1) - 2 * centres @ points.T
     return ((squared < distance**2) & (chain[residues][:, None] != chain)).any(1)

@@ -1,8 +1,8 @@
-"""Make the features of one example: choose what is used, read only that, and compute (Supp. 1.2).
+"""Compute the features of an example: sample, read only the sampled data, and compute (Supp. 1.2).
 
-An assembly is cropped, its rows are paired, and its chains are put side by side.  Its alignment has the pairs first,
-then the rows of each entity that stand alone, with gaps under the other entities (AlphaFold-Multimer, sec. 2.4).  What
-is random is drawn here; the clusters of an assembly are made in the model (model/clusters.py).
+An assembly is cropped, its alignment rows are paired, and its chains are concatenated. Its alignment has the pairs
+first, then the unpaired rows of each entity, with gaps in the other entities (AlphaFold-Multimer, sec. 2.4). All random
+choices are made here. The model itself clusters the alignment of an assembly (model/clusters.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,16 +13,17 @@ import torch
 
 from warpfold.batch import FEATURES, Arrays, Batch, padding
 from warpfold.data.example.pairing import pair_rows
-from warpfold.data.example.raw_example import Assembly, Example, RawExample, Templates, profile_of
-from warpfold.data.features.choose import SampleConfig, choose_templates, delete_blocks, select, with_query
-from warpfold.data.features.crop import crop_assembly, move
+from warpfold.data.example.raw_example import Assembly, Example, RawExample, Templates, compute_profile
+from warpfold.data.features.choose import SampleConfig, choose_templates, delete_blocks, sample_with_query, select
+from warpfold.data.features.crop import crop_assembly, place_chain
 from warpfold.data.features.msa import WholeChain, mask_msa, msa_features
 from warpfold.geometry import atoms
 from warpfold.geometry.labels import structure_labels
 from warpfold.geometry.residue import ATOM14_MASK, ATOM37_MASK, GAP
 from warpfold.keyed import keyed_rng
 
-MOST_DELETIONS = np.iinfo(np.int16).max  # the feature made of them differs from its limit by less than 0.0001 there
+# The deletion feature of this count differs from the limit for infinity by less than 0.0001.
+MAX_DELETIONS = np.iinfo(np.int16).max
 
 
 def make_features(
@@ -34,34 +35,37 @@ def make_features(
     train: bool = False,
     crops: Sequence[np.ndarray] | None = None,
 ) -> Arrays:
-    """Return the model's input for one example: arrays of the feature table (`warpfold.batch.FEATURES`), no batch axis.
+    """Compute the model's input for an example: arrays of the feature table (`warpfold.batch.FEATURES`), no batch axis.
 
-    example: in memory or in a store; only the chosen part is read (for `clustering = "chain"` the chosen rows over the
-    whole chain).  An assembly's features are AlphaFold-Multimer's, a chain's the monomer's.  key: names this draw, e.g.
-    (example name, step).  passes: (recycles + 1) x ensemble; with `resample_msa` the MSA features hold that many
-    samples, otherwise one.  train: crop, delete blocks, keep within `max_cost`, draw the templates and the clamping of
-    FAPE.  crops: the residues of each chain of an assembly that are used outside of training; all by default.
-    Whole numbers and masks may be narrower than in the table: `batch.to_tensors` widens them.
-    Labels are included if the example has coordinates.  If no row is left for the extra MSA, it is one fully masked
-    row, as with AlphaFold2's padding, or the query's (`empty_extra`).
+    example: in memory or in a store; only the sampled data is read (with `clustering = "chain"`, the sampled rows over
+    the whole chain). An assembly has the features of AlphaFold-Multimer, a chain those of the monomer model.
+    key: identifies the random draw, e.g. (example name, step). passes: (recycles + 1) x ensemble; with `resample_msa`,
+    the MSA features hold a sample for each pass, otherwise one. train: crop, delete blocks of rows, limit the cost to
+    `max_cost`, and sample the templates and the clamping of FAPE. crops: outside of training, the residues of each
+    chain of an assembly, by default all.
+
+    Integers and masks may have narrower types than in the table; `batch.to_tensors` converts them. Labels are included
+    if the example has coordinates. An extra MSA without rows becomes a fully masked row, as with AlphaFold2's padding,
+    or the query (`empty_extra`).
     """
     if isinstance(example, Assembly):
         joined = assembly_features(example, config, seed, key, passes if config.resample_msa else 1, train, crops)
         return pad_features(joined, padded_sizes(config, len(joined["aatype"]), train))
-    of = example.templates_count, example.is_predicted
-    chosen = select(example.length, example.depth, config, seed, key, train, *of)
+    templates, is_predicted = example.templates_count, example.is_predicted
+    selection = select(example.length, example.depth, config, seed, key, train, templates, is_predicted)
     chain = None
-    if config.clustering == "chain" and chosen.stop - chosen.start < example.length:
-        chain = WholeChain(example.whole_rows(chosen.rows), example.profile, chosen.start)
+    if config.clustering == "chain" and selection.stop - selection.start < example.length:
+        chain = WholeChain(example.whole_rows(selection.rows), example.profile, selection.start)
     whole = None if chain is None else chain.msa
-    raw = example.take(slice(chosen.start, chosen.stop), chosen.rows, chosen.templates, whole)
+    raw = example.take(slice(selection.start, selection.stop), selection.rows, selection.templates, whole)
     length = raw.length
     sizes = padded_sizes(config, length, train)
     features: Arrays = {
         "aatype": raw.aatype,
         "residue_index": raw.residue_index,
         "seq_mask": np.ones(length, np.uint8),
-        "target_feat": np.eye(22, dtype=np.float32)[raw.aatype.astype(np.int64) + 1],  # channel 0: chain break
+        # Channel 0 is the chain break.
+        "target_feat": np.eye(22, dtype=np.float32)[raw.aatype.astype(np.int64) + 1],
         "atom14_atom_exists": ATOM14_MASK[raw.aatype],
         "atom37_atom_exists": ATOM37_MASK[raw.aatype],
         **template_features(raw.templates, length),
@@ -72,13 +76,14 @@ def make_features(
         types, positions, mask = map(torch.from_numpy, (raw.aatype, *truth))
         labels = structure_labels(types.long(), positions.float(), mask.float())
         features |= {name: label.numpy() for name, label in labels.items()}
-        features["resolution"] = np.array(raw.resolution or 0.0, np.float32)  # 0: AlphaFold2's value for none (NMR)
-        features["use_clamped_fape"] = np.array(chosen.clamped, np.float32)
+        # AlphaFold2 uses 0 if there is no resolution (NMR).
+        features["resolution"] = np.array(raw.resolution or 0.0, np.float32)
+        features["use_clamped_fape"] = np.array(selection.clamped, np.float32)
     return pad_features(features, sizes)
 
 
 def padded_sizes(config: SampleConfig, length: int, train: bool) -> dict[str, int]:
-    """Return the sizes to which axes are padded (`SampleConfig.pad`), {} for none; length: residues of the example."""
+    """Return the sizes to which `SampleConfig.pad` pads each axis, {} if it is off. length: residues of the example."""
     if not config.pad:
         return {}
     return {"res": (config.crop if train else None) or length, "seq": config.max_msa, "extra": config.max_extra}
@@ -90,20 +95,20 @@ def padded_shape(
     config: SampleConfig | None = None,
     count: int = 0,
 ) -> dict[str, int]:
-    """Decide the padded shape of an example, the one that kernels and graphs see: the size of each axis by its name.
+    """Compute the padded shape of an example, which kernels and graphs see: the size of each axis by name.
 
-    Every prediction, validation and training example is padded to this shape, and masks leave the padding out.
+    Every example of prediction, validation and training is padded to this shape. Masks exclude the padding.
 
-    multiple: residues, rows of the extra alignment, and rows of the clustered alignment together with the rows that the
-    templates add to it become a multiple of this number (`Plan.multiple_on`); with 1 they stay.  A monomer with
-    templates gets an even number of them, because Triton compiles a kernel again for an axis of 1.
-    config, count: limit a training to `count` sizes of each axis; 0: no limit.  The sizes are multiples of a share of
-    the largest size: of the crop's residues, of the rows of both alignments, and in a monomer of the templates.  Whole
-    chains have no crop, and so no limit.
+    multiple: round up the residues, the rows of the extra MSA, and the sum of cluster and template rows to a multiple
+    of this number (`Plan.multiple_on`); 1 leaves them unchanged. A monomer with templates gets an even number of them,
+    because Triton compiles a kernel again for an axis of 1.
+    config, count: limit training to `count` sizes of each axis; 0 means no limit. The sizes are multiples of 1 /
+    `count` of the largest size: of the crop, of the rows of both alignments, and in a monomer of the templates.
+    Residues are not limited without a crop.
 
-    An example without templates stays without.  A complex keeps its templates, because the model takes their mean.  The
-    rows from which a complex draws its clusters are padded like the others.  Their limit holds for one chain, and more
-    chains have more rows.
+    Templates are not added to an example without any, nor to a complex, because the model averages over the templates.
+    The rows from which a complex draws its clusters are padded like the others. Their largest size is that of one
+    chain, so several chains may exceed it.
     """
     sizes = {
         str(axis): size
@@ -112,9 +117,9 @@ def padded_shape(
     }
     is_complex = "alignment" in features
     if config is not None and count:
-        most = {"res": config.crop or 0, "seq": config.max_msa, "extra": config.max_extra}
-        most |= {"row": config.chain_rows} if is_complex else {"tmpl": config.max_templates}
-        steps = {axis: -(-largest // count) for axis, largest in most.items() if largest and axis in sizes}
+        limits = {"res": config.crop or 0, "seq": config.max_msa, "extra": config.max_extra}
+        limits |= {"row": config.chain_rows} if is_complex else {"tmpl": config.max_templates}
+        steps = {axis: -(-limit // count) for axis, limit in limits.items() if limit and axis in sizes}
         sizes |= {axis: _round_up(sizes[axis], step) for axis, step in steps.items()}
     if multiple > 1:
         if not is_complex and "tmpl" in sizes:
@@ -126,14 +131,12 @@ def padded_shape(
 
 
 def _round_up(size: int, step: int) -> int:
+    """Round up to a multiple of `step`."""
     return -(-size // step) * step
 
 
 def pad_features(features: Arrays, sizes: dict[str, int]) -> Arrays:
-    """Return the arrays with the axes named in `sizes` padded (masked) to at least those sizes.
-
-    The arrays may have leading batch axes.
-    """
+    """Pad the axes named in `sizes` to at least these sizes, with masked values. Leading batch axes are allowed."""
     padded = {}
     for name, array in features.items():
         axes = FEATURES[name].axes
@@ -145,7 +148,7 @@ def pad_features(features: Arrays, sizes: dict[str, int]) -> Arrays:
 
 
 def pad_batch(batch: Batch, multiple: int) -> Batch:
-    """Return features in main memory, of one example or several, padded to their `padded_shape`."""
+    """Pad the features of one or several examples in host memory to their `padded_shape`."""
     if multiple == 1:
         return batch
     padded = pad_features({name: x.numpy() for name, x in batch.items()}, padded_shape(batch, multiple))
@@ -153,10 +156,10 @@ def pad_batch(batch: Batch, multiple: int) -> Batch:
 
 
 def template_features(templates: Templates | None, length: int) -> Arrays:
-    """Return the template features of the feature table (`warpfold.batch.FEATURES`), empty arrays without templates.
+    """Compute the template features of the feature table (`warpfold.batch.FEATURES`); empty arrays without templates.
 
-    length: residues of the example.  The pseudo beta is CB, or CA of glycine (Supp. 1.2.9, table 1), of the template's
-    own residue type; it is masked where that atom was not seen.
+    length: residues of the example. The pseudo beta is CB, or CA of glycine (Supp. 1.2.9, table 1), by the template's
+    residue type. It is masked if that atom was not observed.
     """
     if templates is None or not len(templates):
         sizes = {"tmpl": 0, "res": length}
@@ -182,15 +185,20 @@ def template_features(templates: Templates | None, length: int) -> Arrays:
 
 @dataclass(frozen=True)
 class EntityCrop:
-    """What is read of one entity: the K residues that are in the crop of any of its copies, and the rows in use."""
+    """The data of an entity in a crop: the K residues that occur in the crop of any copy, and the selected rows.
 
-    number: int  # entity_id
-    residues: np.ndarray  # int64 [K], ascending
-    raw: RawExample  # of those residues
-    paired: np.ndarray  # int64 [P], the row of `raw` in each pair, -1 for none
-    alone: np.ndarray  # int64, the rows of `raw` that stand alone
-    columns: np.ndarray  # int64 [n], the places of its copies' residues in the crop of the assembly
-    place: np.ndarray  # int64 [n], which of the K residues is there
+    number: entity_id. residues: ascending. raw: the example of these residues. paired: row of `raw` in each of P pairs,
+    -1 for none. alone: unpaired rows of `raw`. columns: indices of all copies' residues in the crop of the assembly.
+    place: index among the K residues for each of `columns`.
+    """
+
+    number: int
+    residues: np.ndarray  # int64 [K]
+    raw: RawExample
+    paired: np.ndarray  # int64 [P]
+    alone: np.ndarray  # int64
+    columns: np.ndarray  # int64 [n]
+    place: np.ndarray  # int64 [n]
 
 
 def assembly_features(
@@ -202,14 +210,14 @@ def assembly_features(
     train: bool,
     crops: Sequence[np.ndarray] | None = None,
 ) -> Arrays:
-    """Return the model's input for an assembly: as `make_features`, whose arguments these are, without padding."""
+    """Compute the features of an assembly without padding. For the arguments, see `make_features`."""
     if train:
         crops = crop_assembly(assembly, config, keyed_rng(seed, *key, "crop"))
     elif crops is None:
         crops = [np.arange(chain.length) for chain in assembly.chains]
     asym = np.repeat(np.arange(len(crops)), [len(crop) for crop in crops])
     entities = read_entities(assembly, crops, config, seed, key, train)
-    joined = join_templates(assembly, entities, crops, config.max_templates)
+    joined = concatenate_templates(assembly, entities, crops, config.max_templates)
     aatype, residue_index = np.zeros(len(asym), np.uint8), np.zeros(len(asym), np.int32)
     for entity in entities:
         aatype[entity.columns] = entity.raw.aatype[entity.place]
@@ -225,7 +233,8 @@ def assembly_features(
         "asym_id": asym + 1,
         "entity_id": assembly.entity_id[asym],
         "sym_id": assembly.sym_id[asym],
-        "target_feat": np.eye(22, dtype=np.float32)[aatype.astype(np.int64) + 1],  # channel 0, chain break: not read
+        # The model does not read channel 0, the chain break.
+        "target_feat": np.eye(22, dtype=np.float32)[aatype.astype(np.int64) + 1],
         "atom14_atom_exists": ATOM14_MASK[aatype],
         "atom37_atom_exists": ATOM37_MASK[aatype],
         **template_features(joined, len(asym)),
@@ -243,16 +252,17 @@ def read_entities(
     key: tuple[str | int, ...],
     train: bool,
 ) -> list[EntityCrop]:
-    """Choose the rows and templates of the entities that are in the crop (residues of each chain), and read them."""
+    """Sample the rows and templates of all entities in the crop, and read them. crops: the residues of each chain."""
 
     def rng(*purpose: str | int) -> np.random.Generator | None:
         return keyed_rng(seed, *key, *purpose) if train else None
 
     numbers = assembly.entity_id
     starts = np.cumsum([0, *(len(crop) for crop in crops)])
-    firsts = [assembly.chains[int(np.argmax(numbers == number))] for number in numbers]  # copies are read as the first
-    here = [chain for chain, crop in enumerate(crops) if len(crop)]
-    rows = choose_rows([firsts[chain] for chain in here], numbers[here], config, rng("blocks"))
+    # All copies use the data of the first one.
+    firsts = [assembly.chains[int(np.argmax(numbers == number))] for number in numbers]
+    cropped = [chain for chain, crop in enumerate(crops) if len(crop)]
+    rows = choose_rows([firsts[chain] for chain in cropped], numbers[cropped], config, rng("blocks"))
     entities = []
     for number, (paired, alone) in rows.items():
         copies = np.flatnonzero(numbers == number).tolist()
@@ -277,48 +287,53 @@ def read_entities(
 def choose_rows(
     chains: Sequence[Example], entities: np.ndarray, config: SampleConfig, rng: np.random.Generator | None
 ) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Choose the alignment rows of chains: for each entity the row in each of P pairs, and the rows that stand alone.
+    """Choose the paired and unpaired alignment rows of each entity.
 
-    The first is int64 [P], -1 where a pair has no row of the entity, the queries first; the second int64, ascending.
-    A row that is in a pair, or equal to one that is, does not stand alone too, even where that pair is left out: at
-    most half of `chain_rows` are pairs, and of each entity as many others are used as make it `chain_rows` (as
-    official: `deduplicate_unpaired_sequences` and `crop_chains`).  Copies of one entity alone have no pairs.  Rows that
-    serve pairing alone stand alone where their entity is in no pair; officially they would be lost.
-    entities: int64 [K], of each chain.  rng: for deleting blocks of rows in training; None: all stay.
+    Returns by entity its row in each of P pairs (int64 [P], -1 if the pair has no row of the entity, the queries first)
+    and its unpaired rows (int64, ascending).
+
+    At most half of `chain_rows` are pairs, and each entity is filled up to `chain_rows` with unpaired rows. A row that
+    is in a pair, or equals one, is not used unpaired, even if the pair itself is dropped (official code:
+    `deduplicate_unpaired_sequences` and `crop_chains`). An assembly of a single entity has no pairs. Rows for pairing
+    are used unpaired if their entity is in no pair; the official code would drop them.
+
+    entities: int64 [K], the entity of each chain. rng: for block deletion in training; None deletes no rows.
     """
-    known = [chain.pairing for chain in chains]
-    every = np.zeros((0, len(known)), np.int64)
+    pairings = [chain.pairing for chain in chains]
+    all_pairs = np.zeros((0, len(pairings)), np.int64)
     if len(np.unique(entities)) > 1:
-        every = pair_rows(known) if config.pairing else np.zeros((1, len(known)), np.int64)
-    pairs = every[: max(config.chain_rows // 2, 1)]
+        all_pairs = pair_rows(pairings) if config.pairing else np.zeros((1, len(pairings)), np.int64)
+    pairs = all_pairs[: max(config.chain_rows // 2, 1)]
     if rng is not None and len(pairs):
         pairs = pairs[delete_blocks(len(pairs), config, rng)]
     chosen = {}
-    for number, chain, pairing, whole, column in zip(entities.tolist(), chains, known, every.T, pairs.T):
+    for number, chain, pairing, paired, column in zip(entities.tolist(), chains, pairings, all_pairs.T, pairs.T):
+        # Copies use the rows of the first chain.
         if number in chosen:
-            continue  # the rows of a copy are those of the first
-        in_pairs = whole[whole >= 0]
+            continue
+        in_pairs = paired[paired >= 0]
         if pairing is None:
-            rest = all_but(in_pairs, chain.depth)
+            alone = all_but(in_pairs, chain.depth)
         else:
-            alone = pairing.unpaired
-            if not in_pairs.any():  # of those that serve pairing, which come last, the ones that are not there already
-                alone = np.zeros(len(pairing), bool)
-                alone[np.unique(pairing.digest, return_index=True)[1]] = True
-            rest = np.flatnonzero(alone & ~np.isin(pairing.digest, pairing.digest[in_pairs]))
-        if rng is not None and len(rest):
-            rest = rest[delete_blocks(len(rest), config, rng)]
-        chosen[number] = column, rest[: max(config.chain_rows - int((column >= 0).sum()), 0)]
+            is_unpaired = pairing.unpaired
+            if not in_pairs.any():
+                # Rows for pairing come last, so the first of equal rows is not one of them if possible.
+                is_unpaired = np.zeros(len(pairing), bool)
+                is_unpaired[np.unique(pairing.digest, return_index=True)[1]] = True
+            alone = np.flatnonzero(is_unpaired & ~np.isin(pairing.digest, pairing.digest[in_pairs]))
+        if rng is not None and len(alone):
+            alone = alone[delete_blocks(len(alone), config, rng)]
+        chosen[number] = column, alone[: max(config.chain_rows - int((column >= 0).sum()), 0)]
     return chosen
 
 
-def join_templates(
+def concatenate_templates(
     assembly: Assembly, entities: Sequence[EntityCrop], crops: Sequence[np.ndarray], count: int, blank: int = 0
 ) -> Templates | None:
-    """Return `count` templates of an assembly: template t of every chain side by side, masked where a chain has fewer.
+    """Concatenate template t of every chain, for t below `count`. A chain with fewer templates is masked.
 
-    As official, there are always as many, with zeros (`pad_templates` in data/msa_pairing.py); None for a count of 0.
-    blank: the residue type there.
+    As in the official code, there are always `count` templates, padded with zeros (`pad_templates` in
+    data/msa_pairing.py); None for a count of 0. blank: residue type of the padding.
     """
     if not count:
         return None
@@ -332,11 +347,12 @@ def join_templates(
     )
     starts = np.cumsum([0, *map(len, crops)])
     for entity in entities:
-        if (own := entity.raw.templates) is not None:
+        if (templates := entity.raw.templates) is not None:
             for name in ("aatype", "positions", "mask"):
-                getattr(joined, name)[: len(own), entity.columns] = getattr(own, name)[:, entity.place]
+                getattr(joined, name)[: len(templates), entity.columns] = getattr(templates, name)[:, entity.place]
     for start, crop, first in zip(starts, crops, assembly.fixed):
-        if first is not None:  # those of its entity follow it
+        # The fixed template of a chain comes first. The templates of its entity move by one.
+        if first is not None:
             for name in ("aatype", "positions", "mask"):
                 chain = getattr(joined, name)[:, start : start + len(crop)]
                 chain[1:] = chain[:-1].copy()
@@ -344,12 +360,12 @@ def join_templates(
     return joined
 
 
-def as_one_chain(assembly: Assembly, config: SampleConfig, gap: int) -> RawExample:
-    """Return an assembly as one chain, for a model of single chains: `residue_index` jumps by `gap` between chains.
+def concatenate_chains(assembly: Assembly, config: SampleConfig, gap: int) -> RawExample:
+    """Concatenate the chains of an assembly for a monomer model; `residue_index` jumps by `gap` between chains.
 
-    From 32 on, such a model takes residues to be far apart in the sequence (Algorithm 4).  The alignment is that of the
-    assembly: the pairs first, then the rows of each entity with gaps under the others.  Templates of different chains
-    stand side by side too, and nothing masks what the fixed ones say of each other (as Bennett et al. 2023).
+    The relative position encoding of a monomer model saturates at 32 residues (Algorithm 4). The alignment is that of
+    the assembly: first the pairs, then the rows of each entity with gaps in the others. Templates of different chains
+    are concatenated too, and the distances between fixed templates are not masked (as in Bennett et al. 2023).
     """
     crops = [np.arange(chain.length) for chain in assembly.chains]
     entities = read_entities(assembly, crops, config, 0, (), train=False)
@@ -357,12 +373,12 @@ def as_one_chain(assembly: Assembly, config: SampleConfig, gap: int) -> RawExamp
     for entity in entities:
         aatype[entity.columns] = entity.raw.aatype[entity.place]
     index = (np.arange(assembly.length) + gap * asym).astype(np.int32)
-    msa, deletions, _ = join_alignments(entities, assembly.length)
+    msa, deletions, _ = concatenate_alignments(entities, assembly.length)
     shared = max(0 if entity.raw.templates is None else len(entity.raw.templates) for entity in entities)
-    most = min(shared + any(one is not None for one in assembly.fixed), config.max_templates)
-    templates = join_templates(assembly, entities, crops, most, GAP)
+    count = min(shared + any(template is not None for template in assembly.fixed), config.max_templates)
+    templates = concatenate_templates(assembly, entities, crops, count, GAP)
     return RawExample(
-        assembly.name, aatype, index, msa, deletions.astype(np.uint16), profile_of(msa), templates=templates
+        assembly.name, aatype, index, msa, deletions.astype(np.uint16), compute_profile(msa), templates=templates
     )
 
 
@@ -374,26 +390,26 @@ def alignment_features(
     key: tuple[str | int, ...],
     passes: int,
 ) -> Arrays:
-    """Return the alignment of `length` residues, and for each pass its centres, their masking and the extra rows.
+    """Compute the alignment features of an assembly: the alignment, and for each pass the centres and extra rows.
 
-    Where rows are missing, in the extra MSA or for `SampleConfig.pad`, a masked row is added that stands for them.
+    Missing rows of the extra MSA and of `SampleConfig.pad` refer to a masked row that is appended to the alignment.
     """
-    msa, deletions, owner = join_alignments(entities, length)
-    profile = profile_of(msa)
+    msa, deletions, owner = concatenate_alignments(entities, length)
+    profile = compute_profile(msa)
     column = np.zeros(length, np.int64)
     for number, entity in enumerate(entities, 1):
         column[entity.columns] = number
     samples = []
     for index in range(passes):
         rng = keyed_rng(seed, *key, index, "clusters")
-        # Row 0, the queries side by side, is always a centre, as by `cluster_bias_mask` of the official code.
-        centres = with_query(np.arange(len(msa)), min(config.max_msa, len(msa)), rng)
-        rest = all_but(centres, len(msa))
-        extra = np.sort(rng.choice(rest, min(len(rest), config.max_extra), replace=False))
+        # Row 0, the concatenated queries, is always a centre, as with `cluster_bias_mask` of the official code.
+        centres = sample_with_query(np.arange(len(msa)), min(config.max_msa, len(msa)), rng)
+        others = all_but(centres, len(msa))
+        extra = np.sort(rng.choice(others, min(len(others), config.max_extra), replace=False))
         masked, bert_mask = mask_msa(msa[centres], profile, config, keyed_rng(seed, *key, index, "mask"))
-        # What a row of one entity has under the others is no residue to be restored.
-        own = (owner[centres][:, None] == 0) | (owner[centres][:, None] == column)
-        samples.append((centres, extra, masked, bert_mask & own, msa[centres]))
+        # The gaps of an unpaired row in other entities are not a target of the masked-MSA loss.
+        is_own = (owner[centres][:, None] == 0) | (owner[centres][:, None] == column)
+        samples.append((centres, extra, masked, bert_mask & is_own, msa[centres]))
     mask = np.ones(msa.shape, np.uint8)
     names = ("centre_rows", "extra_rows", "masked_msa", "bert_mask", "true_msa")
     drawn = {name: np.stack(arrays) for name, arrays in zip(names, zip(*samples))}
@@ -410,19 +426,20 @@ def alignment_features(
     return {"alignment": msa, "alignment_deletions": deletions, "alignment_mask": mask, **drawn}
 
 
-def join_alignments(entities: Sequence[EntityCrop], length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Put the alignments of entities side by side: rows uint8 [R, N], deletions int16 [R, N], owners int64 [R].
+def concatenate_alignments(entities: Sequence[EntityCrop], length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Concatenate the alignments of entities: rows uint8 [R, N], deletions int16 [R, N], owners int64 [R].
 
-    The owner of a row that stands alone is the number of its entity here, from 1; 0: a pair.
+    The owner of an unpaired row is the index of its entity in `entities`, from 1. The owner of a pair is 0.
     """
     paired, alone = len(entities[0].paired), [len(entity.alone) for entity in entities]
     owner = np.repeat(np.arange(len(entities) + 1), [paired, *alone])
     blocks: list[tuple[np.ndarray, np.ndarray]] = []
-    column, width = np.empty(length, np.int64), 0  # of each residue in the blocks side by side
+    # Column of each residue in the concatenated blocks.
+    column, width = np.empty(length, np.int64), 0
     for number, entity in enumerate(entities, 1):
         row = np.full(len(owner), -1)
         row[:paired], row[owner == number] = entity.paired, entity.alone
-        msa, deletions = entity.raw.msa[row], np.minimum(entity.raw.deletions[row], MOST_DELETIONS).astype(np.int16)
+        msa, deletions = entity.raw.msa[row], np.minimum(entity.raw.deletions[row], MAX_DELETIONS).astype(np.int16)
         msa[row < 0], deletions[row < 0] = GAP, 0
         blocks.append((msa, deletions))
         column[entity.columns] = width + entity.place
@@ -433,15 +450,15 @@ def join_alignments(entities: Sequence[EntityCrop], length: int) -> tuple[np.nda
 
 def all_but(rows: np.ndarray, depth: int) -> np.ndarray:
     """Return the indices below `depth` that are not in `rows`: int64, ascending."""
-    left = np.ones(depth, bool)
-    left[rows] = False
-    return np.flatnonzero(left)
+    is_other = np.ones(depth, bool)
+    is_other[rows] = False
+    return np.flatnonzero(is_other)
 
 
 def copy_features(assembly: Assembly, entities: Sequence[EntityCrop], length: int, least: float) -> Arrays:
-    """Return the atoms of the crop's residues in every copy of their entity, and the resolution; {} without atoms.
+    """Read the atoms of the crop's residues in every copy of their entity, and the resolution; {} without atoms.
 
-    least: residues of a prediction with a lower confidence are masked.
+    least: residues of a prediction with a lower pLDDT are masked.
     """
     chains = {entity.number: np.flatnonzero(assembly.entity_id == entity.number).tolist() for entity in entities}
     copies = max(map(len, chains.values()))
@@ -451,10 +468,11 @@ def copy_features(assembly: Assembly, entities: Sequence[EntityCrop], length: in
             atoms = assembly.chains[chain].atoms(entity.residues, least)
             if atoms is None:
                 return {}
-            moved = move(atoms[0], assembly.operators, chain) * atoms[1][..., None]
+            moved = place_chain(atoms[0], assembly.operators, chain) * atoms[1][..., None]
             positions[copy, entity.columns], mask[copy, entity.columns] = moved[entity.place], atoms[1][entity.place]
     return {
         "copy_atom_positions": positions,
         "copy_atom_mask": mask,
-        "resolution": np.array(entities[0].raw.resolution or 0.0, np.float32),  # 0: AlphaFold2's value for none (NMR)
+        # AlphaFold2 uses 0 if there is no resolution (NMR).
+        "resolution": np.array(entities[0].raw.resolution or 0.0, np.float32),
     }

@@ -1,8 +1,8 @@
-"""The MSA features: clusters, masking, profiles, the extra MSA (Supp. 1.2.7, 1.2.9, table 1).
+"""Compute the MSA features: clusters, masking, profiles, the extra MSA (Supp. 1.2.7, 1.2.9, table 1).
 
-The order is the paper's: cluster centres are drawn and masked, and every other row joins the nearest one, over the
-whole chain; the rest is computed for the crop alone, which gives the same numbers.  Counts are integers until the last
-step, and are written once, into arrays that hold all passes of a feature, as the model reads them.
+As in the paper, cluster centres are drawn and masked, and every other row joins the nearest centre, over the whole
+chain. The features themselves are computed only for the crop, which gives the same numbers. Counts are integers until
+the last step. They are written directly into the arrays that hold all passes of a feature.
 """
 
 from dataclasses import dataclass, replace
@@ -15,59 +15,69 @@ from torch.nn.functional import embedding_bag
 
 from warpfold.batch import Arrays
 from warpfold.data.example.raw_example import RawExample
-from warpfold.data.features.choose import SampleConfig, with_query
+from warpfold.data.features.choose import SampleConfig, sample_with_query
 from warpfold.geometry.residue import GAP, MASK
 from warpfold.keyed import keyed_rng
 
 MSA_CLASSES = 23  # 20 residue types, X, gap, mask
-ROWS = 1024  # rows compared with the centres at a time
-PLACES = 3  # counts in one float32, whose 24 bits hold whole numbers without error
-BITS = 8  # of each count
-MOST = 2**BITS - 1  # columns that are counted at a time
-TABLES = 1 << 26  # bytes of the tables of passes that are looked up together
+BLOCK_ROWS = 1024  # rows compared with the centres at once
+# Three counts of eight bits are packed into a float32, whose 24-bit significand holds integers exactly.
+PACKED_COUNTS = 3
+COUNT_BITS = 8
+MAX_COUNT = 2**COUNT_BITS - 1
+# Bytes of the agreement tables of passes that are processed together.
+TABLE_BYTES = 1 << 26
 PROFILE = slice(25, 48)  # channels of msa_feat
 
 
 @dataclass(frozen=True)
 class WholeChain:
-    """The chosen alignment rows over a whole chain of L residues; N of them are in the crop."""
+    """The sampled alignment rows over a whole chain of L residues.
 
-    msa: np.ndarray  # uint8 [R, L], codes 0-21
-    profile: np.ndarray  # float32 [L, 22], frequencies in the whole alignment
-    start: int  # where the crop begins
+    msa: codes 0-21. profile: frequencies in the whole alignment. start: first residue of the crop.
+    """
+
+    msa: np.ndarray  # uint8 [R, L]
+    profile: np.ndarray  # float32 [L, 22]
+    start: int
 
 
 @dataclass(frozen=True)
 class MsaSample:
-    """The random choices of one pass: S cluster centres, their masking, and E rows of the extra MSA."""
+    """The random choices of a pass: S cluster centres, their masking, and E rows of the extra MSA.
 
-    centres: np.ndarray  # int64 [S], ascending; the query, row 0, is the first
-    masked: np.ndarray  # uint8 [S, L], codes 0-22: the centres as the model sees them
-    bert_mask: np.ndarray  # bool [S, L]: the positions that it must restore
-    extra: np.ndarray  # int64 [E], ascending
+    centres: ascending, starting with row 0, the query. masked: the centres after masking, codes 0-22. bert_mask: the
+    masked positions, which the model must restore. extra: ascending.
+    """
+
+    centres: np.ndarray  # int64 [S]
+    masked: np.ndarray  # uint8 [S, L]
+    bert_mask: np.ndarray  # bool [S, L]
+    extra: np.ndarray  # int64 [E]
 
 
 @dataclass(frozen=True)
 class Deletions:
-    """The cells of an alignment, [R, N], that have deletions: K of them."""
+    """The K cells of an alignment [R, N] that have deletions, in sparse form."""
 
     row: np.ndarray  # int64 [K]
     column: np.ndarray  # int64 [K]
     count: np.ndarray  # uint16 [K]
 
     @classmethod
-    def of(cls, deletions: np.ndarray) -> "Deletions":
-        """Find them in uint16 [R, N]."""
-        row, column = np.divmod(np.flatnonzero(deletions != 0), deletions.shape[1])  # bools: ten times as fast
+    def from_dense(cls, deletions: np.ndarray) -> "Deletions":
+        """Convert a deletion matrix, uint16 [R, N]."""
+        # `flatnonzero` is ten times as fast on booleans.
+        row, column = np.divmod(np.flatnonzero(deletions != 0), deletions.shape[1])
         return cls(row, column, deletions[row, column])
 
-    def among(self, rows: np.ndarray, depth: int) -> "Deletions":
-        """Return those in `rows` (of `depth`), with the rows renumbered from 0."""
-        place = np.full(depth, -1)
-        place[rows] = np.arange(len(rows))
-        row = place[self.row]
-        kept = row >= 0
-        return Deletions(row[kept], self.column[kept], self.count[kept])
+    def select(self, rows: np.ndarray, depth: int) -> "Deletions":
+        """Select the cells in `rows` of an alignment of `depth` rows, and renumber the rows from 0."""
+        number = np.full(depth, -1)
+        number[rows] = np.arange(len(rows))
+        row = number[self.row]
+        is_selected = row >= 0
+        return Deletions(row[is_selected], self.column[is_selected], self.count[is_selected])
 
 
 def msa_features(
@@ -79,12 +89,11 @@ def msa_features(
     sizes: dict[str, int] | None = None,
     chain: WholeChain | None = None,
 ) -> Arrays:
-    """Return the MSA features of an example, with a sample of its own for each of `passes`.
+    """Compute the MSA features of an example, with a separate sample for each pass.
 
-    raw: the chosen rows and residues.  sizes: pad `res`, `seq` and `extra` to at least these (zeros, masked).
-    chain: what the crop is cut from, if clusters are made before it; otherwise they are made from `raw` alone.
-    Whole numbers and masks are narrower than in the feature table (`batch.to_tensors` widens them on the device):
-    masks and codes uint8, the others float32.
+    raw: the sampled rows and residues. sizes: pad `res`, `seq` and `extra` to at least these sizes (zeros, masked).
+    chain: the whole chain, if rows are clustered before the crop; None clusters the rows of `raw`.
+    Masks and codes are uint8, the other arrays float32 (`batch.to_tensors` converts them on the device).
     """
     chain = chain or WholeChain(raw.msa, raw.profile, 0)
     length = raw.length
@@ -100,7 +109,7 @@ def msa_features(
     for name in ("extra_msa", "extra_msa_mask", "extra_has_deletion"):
         features[name] = np.zeros((passes, unclustered, columns), np.uint8)
     features["extra_deletion_value"] = np.zeros((passes, unclustered, columns), np.float32)
-    deletions = Deletions.of(raw.deletions)
+    deletions = Deletions.from_dense(raw.deletions)
     crop = slice(chain.start, chain.start + length)
     for index, (sample, cluster) in enumerate(zip(samples, clusters)):
         cut = replace(sample, masked=sample.masked[:, crop], bert_mask=sample.bert_mask[:, crop])
@@ -108,12 +117,12 @@ def msa_features(
     return features
 
 
-def query_part(
+def query_weight(
     raw: RawExample, config: SampleConfig, seed: int, key: tuple[str | int, ...], passes: int = 1
 ) -> tuple[np.ndarray, bool]:
-    """Return the query's part in the profile of its own cluster, float32 [passes], and whether it is the extra MSA too.
+    """Compute the weight of the query in the profile of its own cluster, float32 [passes].
 
-    The arguments are those of `msa_features`, which makes the features.
+    Also returns whether the query is the only row of the extra MSA. The arguments are those of `msa_features`.
     """
     samples, clusters = _clusters(WholeChain(raw.msa, raw.profile, 0), config, seed, key, passes)
     members = ((clusters == 0).sum(1) + 1e-6).astype(np.float32)
@@ -124,15 +133,15 @@ def query_part(
 def _clusters(
     chain: WholeChain, config: SampleConfig, seed: int, key: tuple[str | int, ...], passes: int
 ) -> tuple[list[MsaSample], np.ndarray]:
-    """Draw the sample of each pass, and find the cluster of each row, int64 [passes, R]; S, of that many: none."""
+    """Draw the sample of each pass and assign the rows to clusters: int64 [passes, R], S for none."""
     samples = [_draw(chain, config, seed, (*key, index)) for index in range(passes)]
     depth, seq = len(chain.msa), len(samples[0].centres)
     if seq < depth:
         clusters = nearest_cluster(chain.msa, np.stack([sample.masked for sample in samples]))
     else:
         clusters = np.zeros((passes, depth), np.int64)  # every row is a centre
-    # A row of gaps agrees with no centre, and would join the query's cluster by default.  Over a whole chain no packed
-    # alignment has such a row; in a crop there may be many.
+    # A row of gaps agrees with no centre and would join the query's cluster by default. Stored alignments have no such
+    # rows over a whole chain, but a crop may have many.
     clusters[:, (chain.msa == GAP).all(1)] = seq
     for sample, cluster in zip(samples, clusters):
         cluster[sample.centres] = np.arange(seq)
@@ -140,15 +149,15 @@ def _clusters(
 
 
 def _draw(chain: WholeChain, config: SampleConfig, seed: int, key: tuple[str | int, ...]) -> MsaSample:
-    """Draw the sample of one pass: centres, masking, extra rows."""
+    """Draw the centres, their masking, and the extra rows of a pass."""
     depth = len(chain.msa)
     centres = np.arange(depth)
     if depth > config.max_msa:
-        centres = with_query(centres, config.max_msa, keyed_rng(seed, *key, "clusters"))
+        centres = sample_with_query(centres, config.max_msa, keyed_rng(seed, *key, "clusters"))
     masked, bert_mask = mask_msa(chain.msa[centres], chain.profile, config, keyed_rng(seed, *key, "mask"))
-    other = np.ones(depth, bool)
-    other[centres] = False
-    extra = np.flatnonzero(other)
+    is_other = np.ones(depth, bool)
+    is_other[centres] = False
+    extra = np.flatnonzero(is_other)
     if len(extra) > config.max_extra:
         extra = np.sort(keyed_rng(seed, *key, "extra").choice(extra, config.max_extra, replace=False))
     elif not len(extra) and config.empty_extra == "query":
@@ -157,9 +166,9 @@ def _draw(chain: WholeChain, config: SampleConfig, seed: int, key: tuple[str | i
 
 
 def _fill(features: Arrays, msa: np.ndarray, deletions: Deletions, sample: MsaSample, cluster: np.ndarray) -> None:
-    """Write the features of one pass.
+    """Write the features of a pass.
 
-    msa: uint8 [R, N], the rows in the crop; sample: cut to the crop; cluster: int64 [R], S for none.
+    msa: uint8 [R, N], the rows of the crop. sample: limited to the crop. cluster: int64 [R], S for none.
     """
     depth, length = msa.shape
     count = len(sample.centres)
@@ -168,32 +177,34 @@ def _fill(features: Arrays, msa: np.ndarray, deletions: Deletions, sample: MsaSa
     features["msa_mask"][:count, :length] = 1
     rows = msa.copy()
     rows[sample.centres] = sample.masked
-    members = (np.bincount(cluster, minlength=count)[:count] + 1e-6).astype(np.float32)  # as official
+    # The official code adds 1e-6, too.
+    members = (np.bincount(cluster, minlength=count)[:count] + 1e-6).astype(np.float32)
     feat = features["msa_feat"][:count, :length]
     write_codes(feat, sample.masked, rows, cluster, members)
-    own = deletions.among(sample.centres, depth)
-    feat[own.row, own.column, 23] = 1
-    feat[own.row, own.column, 24] = deletion_value(own.count)
+    selected = deletions.select(sample.centres, depth)
+    feat[selected.row, selected.column, 23] = 1
+    feat[selected.row, selected.column, 24] = deletion_value(selected.count)
+    # Mean number of deletions in each column of each cluster.
     cell = cluster[deletions.row] * length + deletions.column
     total = np.bincount(cell, deletions.count, minlength=count * length)[: count * length]
-    mean = total.reshape(count, length) / members[:, None]  # before each column of each cluster
+    mean = total.reshape(count, length) / members[:, None]
     row, column = np.nonzero(mean)
     feat[row, column, 48] = deletion_value(mean[row, column])
 
     count = len(sample.extra)
     features["extra_msa"][:count, :length] = msa[sample.extra]
     features["extra_msa_mask"][:count, :length] = 1
-    own = deletions.among(sample.extra, depth)
-    features["extra_has_deletion"][own.row, own.column] = 1
-    features["extra_deletion_value"][own.row, own.column] = deletion_value(own.count)
+    selected = deletions.select(sample.extra, depth)
+    features["extra_has_deletion"][selected.row, selected.column] = 1
+    features["extra_deletion_value"][selected.row, selected.column] = deletion_value(selected.count)
 
 
 def mask_msa(
     msa: np.ndarray, profile: np.ndarray, config: SampleConfig, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mask as BERT does (Supp. 1.2.7, step 2): return the masked rows, uint8 [S, N], and the masked positions, bool.
+    """Apply BERT masking (Supp. 1.2.7, step 2). Returns the masked rows, uint8 [S, N], and the masked positions, bool.
 
-    msa: uint8 [S, N]; profile: [N, 22], the frequencies of residue types, X and gap in each column.
+    msa: uint8 [S, N]. profile: [N, 22], frequencies of residue types, X and gap in each column.
     """
     bert_mask = rng.random(msa.shape, np.float32) < config.masked_fraction
     cell = np.flatnonzero(bert_mask)
@@ -211,53 +222,53 @@ def mask_msa(
 
 
 def nearest_cluster(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    """Return the cluster of each row: the centre that agrees in most positions, the first of equals (int64 [P, R]).
+    """Assign each row to the centre that agrees in most positions, the first of equals: int64 [P, R].
 
-    rows: uint8 [R, L], codes 0-21; centres: uint8 [P, S, L], codes 0-22, those of P passes.  Gaps and masked positions
-    agree with nothing (Supp. 1.2.7, step 3).
+    rows: uint8 [R, L], codes 0-21. centres: uint8 [P, S, L], codes 0-22, for P passes. Gaps and masked positions never
+    agree (Supp. 1.2.7, step 3).
 
-    A table says for each column and code which centres have that code there, and the lines of the table that belong to
-    a row are added up: a product with one-hot rows, without the zeros.  It is exact: one float32 holds three counts of
-    eight bits each, and columns are taken in spans short enough that no count overflows.  Passes share the codes of the
-    rows; as many passes are done together as fit their tables into `TABLES` bytes (a table has 20 MB for 5,000 residues
-    and 128 centres, so for a long chain this is one).
+    A table lists for each column and code the centres that have this code there. The agreements of a row are the sum of
+    its entries in the table, which is a product with one-hot rows without the zeros. The result is exact: a float32
+    holds three counts of eight bits, and columns are processed in spans in which no count overflows. Passes share the
+    codes of the rows. Passes are processed together if their tables fit into `TABLE_BYTES`. A table has 20 MB for 5,000
+    residues and 128 centres, so the passes of a long chain are processed one by one.
     """
     passes, depth, length = centres.shape
-    groups = ceil(depth / PLACES)
-    together = max(TABLES // (4 * length * MSA_CLASSES * groups), 1)
-    width = ceil(length / ceil(length / MOST))
+    groups = ceil(depth / PACKED_COUNTS)
+    passes_per_group = max(TABLE_BYTES // (4 * length * MSA_CLASSES * groups), 1)
+    width = ceil(length / ceil(length / MAX_COUNT))
     spans = [slice(start, start + width) for start in range(0, length, width)]
-    line = np.arange(width, dtype=np.int32) * MSA_CLASSES
+    offsets = np.arange(width, dtype=np.int32) * MSA_CLASSES
     nearest = np.empty((passes, len(rows)), np.int64)
-    for first in range(0, passes, together):
-        some = centres[first : first + together]
-        tables = [[_agreement_table(each[:, span]) for each in some] for span in spans]
-        for start in range(0, len(rows), ROWS):
-            block = rows[start : start + ROWS]
-            counts = np.zeros((len(some), len(block), PLACES, groups), np.int32)
-            for span, of_passes in zip(spans, tables):
-                part = block[:, span]
-                lines = torch.from_numpy(part + line[: part.shape[1]])
-                for table, count in zip(of_passes, counts):
-                    sums = embedding_bag(lines, table, mode="sum").int().numpy()
-                    for place in range(PLACES):
-                        count[:, place] += (sums >> (BITS * place)) & MOST
-            best = counts.reshape(len(some), len(block), -1)[..., :depth].argmax(-1)
-            nearest[first : first + together, start : start + ROWS] = best
+    for first in range(0, passes, passes_per_group):
+        group = centres[first : first + passes_per_group]
+        tables = [[_agreement_table(pass_centres[:, span]) for pass_centres in group] for span in spans]
+        for start in range(0, len(rows), BLOCK_ROWS):
+            block = rows[start : start + BLOCK_ROWS]
+            counts = np.zeros((len(group), len(block), PACKED_COUNTS, groups), np.int32)
+            for span, span_tables in zip(spans, tables):
+                codes = block[:, span]
+                entries = torch.from_numpy(codes + offsets[: codes.shape[1]])
+                for table, count in zip(span_tables, counts):
+                    sums = embedding_bag(entries, table, mode="sum").int().numpy()
+                    for i in range(PACKED_COUNTS):
+                        count[:, i] += (sums >> (COUNT_BITS * i)) & MAX_COUNT
+            best = counts.reshape(len(group), len(block), -1)[..., :depth].argmax(-1)
+            nearest[first : first + passes_per_group, start : start + BLOCK_ROWS] = best
     return nearest
 
 
 def _agreement_table(centres: np.ndarray) -> torch.Tensor:
-    """Tabulate the centres that have a code in a column, gaps excepted: float32 [N * 23, G], G = S / 3 groups.
+    """Tabulate the centres that have a code in a column, except gaps: float32 [N * 23, G] with G = S / 3 groups.
 
-    Group g has the centres g, G + g and 2 G + g, each counted 256 times as high as the one before.
+    Group g packs the counts of centres g, G + g and 2 G + g, multiplied by 1, 256 and 256².
     """
     depth, length = centres.shape
-    groups = ceil(depth / PLACES)
+    groups = ceil(depth / PACKED_COUNTS)
     table = np.zeros((length, MSA_CLASSES, groups), np.float32)
-    for place in range(PLACES):
-        part = centres[place * groups : (place + 1) * groups]
-        table[np.arange(length), part, np.arange(len(part))[:, None]] += 2 ** (BITS * place)
+    for i in range(PACKED_COUNTS):
+        members = centres[i * groups : (i + 1) * groups]
+        table[np.arange(length), members, np.arange(len(members))[:, None]] += 2 ** (COUNT_BITS * i)
     table[:, GAP] = 0
     return torch.from_numpy(table.reshape(-1, groups))
 
@@ -265,23 +276,23 @@ def _agreement_table(centres: np.ndarray) -> torch.Tensor:
 def write_codes(
     feat: np.ndarray, masked: np.ndarray, rows: np.ndarray, cluster: np.ndarray, members: np.ndarray
 ) -> None:
-    """Write each centre's codes, one-hot, and the frequencies of codes in its cluster to `feat`, float32 [S, N, 49].
+    """Write the one-hot codes of each centre, and the profile of its cluster, to `feat`, float32 [S, N, 49].
 
-    masked: uint8 [S, N], the centres as the model sees them; rows: uint8 [R, N], codes 0-22, the centres (masked) among
-    them; cluster: int64 [R], S for none; members: float32 [S], what to divide by.
+    masked: uint8 [S, N], the masked centres. rows: uint8 [R, N], codes 0-22, including the masked centres. cluster:
+    int64 [R], S for none. members: float32 [S], the divisor of the counts.
     """
     count, length = masked.shape
     feat[np.arange(count)[:, None], np.arange(length), masked] = 1
     order = np.argsort(cluster, kind="stable")
     bounds = np.searchsorted(cluster[order], np.arange(count + 1)).tolist()
     rows, column = rows[order], np.arange(0, length * MSA_CLASSES, MSA_CLASSES)
-    for one, number, (start, stop) in zip(feat, members, pairwise(bounds)):  # counts of a cluster stay in the cache
-        found = np.bincount((rows[start:stop] + column).ravel(), minlength=length * MSA_CLASSES)
-        np.divide(
-            found.reshape(length, MSA_CLASSES), number, out=one[:, PROFILE], dtype=np.float32, casting="same_kind"
-        )
+    # The counts of a single cluster fit into the CPU's cache.
+    for features, divisor, (start, stop) in zip(feat, members, pairwise(bounds)):
+        counts = np.bincount((rows[start:stop] + column).ravel(), minlength=length * MSA_CLASSES)
+        counts, profile = counts.reshape(length, MSA_CLASSES), features[:, PROFILE]
+        np.divide(counts, divisor, out=profile, dtype=np.float32, casting="same_kind")
 
 
 def deletion_value(count: np.ndarray) -> np.ndarray:
-    """Return deleted residues, d >= 0, mapped to [0, 1), float32: 2/pi arctan(d / 3) (Supp. table 1)."""
+    """Map the number of deleted residues d >= 0 to [0, 1), float32: 2/pi arctan(d / 3) (Supp. table 1)."""
     return np.arctan(count.astype(np.float32) / 3) * np.float32(2 / np.pi)

@@ -1,1 +1,1 @@
-"""Text and binary formats: sequences, alignments, OpenFold's alignment databases, and the input files of `pack`."""
+"""Parse file formats: sequences, alignments, OpenFold's alignment databases, and predictions of other programs."""

@@ -1,12 +1,13 @@
-"""Find structures, alignments and hits in folders and alignment databases, and tell them apart by their names.
+"""Find structures, alignments and hits in folders and alignment databases, and classify them by name.
 
-Also read the query of an alignment without the rest, and the alignments that belong to given sequences.
+This module also reads the query of an alignment without the other rows, and selects alignments by their query.
 
-OpenFold's alignment databases are the files of many chains joined into a few, and a JSON index of their offsets.  There
-are two kinds of index (openfold/docs/source/Aux_seq_files.md): one for all shards, as OpenProteinSet's tools make it,
-{"3lrm_A": {"db": "alignment_db_0.db", "files": [["uniref90_hits.a3m", start, size], ...]}, ...}, and one per shard,
-{"3lrm_A": [["uniref90_hits.a3m", start, size], ...], ...}, where `NAME.index` belongs to `NAME.db` beside it.
-An index may only name shards in its own folder or below; they may be symbolic links, which only its owner can make.
+OpenFold's alignment databases are the concatenated files of many chains (shards), with a JSON index of their offsets.
+There are two kinds of index (openfold/docs/source/Aux_seq_files.md). OpenProteinSet's tools write one for all shards,
+{"3lrm_A": {"db": "alignment_db_0.db", "files": [["uniref90_hits.a3m", start, size], ...]}, ...}. The other kind is one
+per shard, {"3lrm_A": [["uniref90_hits.a3m", start, size], ...], ...}, where `NAME.index` belongs to `NAME.db` in the
+same folder. The shards of an index must be in its folder or below. They may be symbolic links, which only the owner of
+the folder can create.
 """
 
 import json
@@ -31,81 +32,95 @@ from warpfold.errors import UserError
 from warpfold.files import LARGEST, open_regular, opened, pread, read_file
 
 STRUCTURES = (".cif", ".mmcif", ".pdb", ".ent")
-ALIGNMENTS = (".a3m", ".a2m", ".sto", ".stk", ".stockholm", ".aln", ".afa")  # .fasta only if named itself
+# Alignments with the ending .fasta are read only if the file itself is named.
+ALIGNMENTS = (".a3m", ".a2m", ".sto", ".stk", ".stockholm", ".aln", ".afa")
 HITS = (".hhr", ".sto", ".a3m")
 DATABASE = ".index"
-_FARTHEST = 10**30  # bytes; a larger number is damage, and may be too large to be printed or divided
-_EXPECTED = 'expected {CHAIN: {"db": FILE, "files": [[NAME, START, SIZE], ...]}, ...}'
+# Larger offsets, in bytes, mean a damaged index. They might be too large to print or divide.
+_MAX_OFFSET = 10**30
+_EXPECTED = 'The expected form is {CHAIN: {"db": FILE, "files": [[NAME, START, SIZE], ...]}, ...}'
 
-LAYOUT = ("a3m", "hhr", "sto")  # OpenProteinSet's folders below a chain's
-# What AlphaFold2, OpenFold, ColabFold and `warpfold search` call the template hits that lie among alignments.
+LAYOUT = ("a3m", "hhr", "sto")  # OpenProteinSet's subfolders
+# Names of template hits among alignments in AlphaFold2, OpenFold, ColabFold and `warpfold search`.
 _HITS_NAME = re.compile(
     r"(.+\.hhr|hmm_output\.sto|templates\.sto|pdb\d*_hits\.\w+|.*hmmsearch.*)(\.gz)?", re.IGNORECASE
 )
-# The order in which the official pipeline stacks alignments (`make_msa_features` in data/pipeline.py), by the words
-# with which AlphaFold2, OpenFold and ColabFold name their files: uniref90_hits; bfd_uniclust_hits, bfd_uniref_hits,
-# small_bfd_hits, uniref30, bfd.mgnify30.metaeuk30.smag30; mgnify_hits, mgy_clusters_hits.  Not within a word: 1bfd.a3m.
+# The order in which the official pipeline stacks alignments (`make_msa_features` in data/pipeline.py), by words in the
+# file names of AlphaFold2, OpenFold and ColabFold: uniref90_hits; bfd_uniclust_hits, bfd_uniref_hits, small_bfd_hits,
+# uniref30, bfd.mgnify30.metaeuk30.smag30; mgnify_hits, mgy_clusters_hits. The words must not be part of a longer word,
+# as in 1bfd.a3m.
 _STACKED = tuple(
     re.compile(rf"(?<![a-z0-9])({words})")
     for words in (r"uniref90|uniref\.a3m", "bfd|uniclust|uniref30|uniref_hits", "mgnify|mgy")
 )
-# Alignments that serve pairing alone, by what AlphaFold2, OpenFold, Protenix and ColabFold call them: uniprot_hits.sto,
-# uniprot.a3m, pairing.a3m, pair.a3m, NAME.paired.a3m; not non_pairing.a3m, unpaired.a3m, NAME_unpaired.a3m.
+# Names of alignments that are used only for pairing, in AlphaFold2, OpenFold, Protenix and ColabFold: uniprot_hits.sto,
+# uniprot.a3m, pairing.a3m, pair.a3m, NAME.paired.a3m; but not non_pairing.a3m, unpaired.a3m, NAME_unpaired.a3m.
 _PAIRING_NAME = re.compile(r"(?<![a-z0-9])(?<!non[_-])(?<!not[_-])(?<!un[_-])(uniprot|paired|pairing|pair)(?![a-z0-9])")
-# The rows of a search that AlphaFold uses, the query's among them, by the start of the database's name:
-# `uniref_max_hits`, `mgnify_max_hits` and the 50,000 of its pipeline_multimer.py.  It cuts its own files to them when
-# it reads these (*_hits.sto; not bfd_uniref_hits.a3m).
+# Number of rows, including the query, that AlphaFold uses from each database: `uniref_max_hits`, `mgnify_max_hits` and
+# the 50,000 of its pipeline_multimer.py. AlphaFold truncates its own files (*_hits.sto; not bfd_uniref_hits.a3m) when
+# it reads them.
 ALPHAFOLD_ROWS = {"uniref90": 10_000, "mgnify": 501, "uniprot": 50_000}
 _ALPHAFOLD_NAME = re.compile(rf"({'|'.join(ALPHAFOLD_ROWS)})_hits\.sto(\.gz)?")
-# A file of this name is of the protein that the rest of the name says, or of its folder: uniref90_hits.sto,
-# bfd.mgnify30.metaeuk30.smag30.a3m, 1abc_A_uniprot_hits.a3m; NAME.paired.a3m, non_pairing.a3m, pair.a3m.
-_OF_DATABASE = re.compile(
-    r"(?P<own>|.*?[._-])((small_)?bfd|uniref\d*|uniclust\d*|mgnify\d*|mgy|uniprot)(?![a-z0-9]).*"
+# File names that contain a database or "pair". The protein is the text before it, or else the folder:
+# uniref90_hits.sto, bfd.mgnify30.metaeuk30.smag30.a3m, 1abc_A_uniprot_hits.a3m; NAME.paired.a3m, non_pairing.a3m,
+# pair.a3m.
+_DATABASE_NAME = re.compile(
+    r"(?P<prefix>|.*?[._-])((small_)?bfd|uniref\d*|uniclust\d*|mgnify\d*|mgy|uniprot)(?![a-z0-9]).*"
     r"|(?P<paired>|.*?[._-])(pair|pairing|paired|unpaired|non_pairing)\.[a-z0-9.]*",
     re.IGNORECASE,
 )
-# Folders between a protein's and its alignments: OpenProteinSet's, AlphaFold's; and what ColabFold adds to a name.
+# Folders between a protein's folder and its alignments, in OpenProteinSet and AlphaFold.
 _BETWEEN = ("a3m", "hhr", "sto", "msas", "alignments")
+# Suffixes that ColabFold appends to names.
 _COLABFOLD = re.compile(r"_(env|all|nofilter|pair(greedy|complete))(-env)?(-nofilter)?\Z", re.IGNORECASE)
-_HEAD = 1 << 16  # bytes read at a time to find an alignment's query
-_MOST = 1 << 26  # bytes; an alignment whose query does not end within them is read whole, if its size is allowed
-_FEW = 8  # records that hold the query: HH-suite's annotations come before it
+# Bytes per read when looking for the query of an alignment.
+_HEAD = 1 << 16
+# Bytes in which the query must end. Otherwise the whole file is read, if its size is allowed.
+_MAX_HEAD = 1 << 26
+# The query is among this many records. HH-suite's annotations precede it.
+_HEAD_RECORDS = 8
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file, or a member of an alignment database."""
+    """A file, or a member of an alignment database.
 
-    name: str  # path that starts with the given folder's name: the same wherever that folder lies
-    path: Path  # absolute; for a member, of the database's index
-    size: int = 0  # bytes
-    changed: int = 0  # nanoseconds since 1970; for a member, of the index
-    chain: str = ""  # members only
+    name: path that starts with the name of the user's folder, so that it does not depend on the folder's location.
+    path: absolute path; for a member, of the database's index. size: bytes. changed: modification time in nanoseconds
+    since 1970; for a member, of the index. Only members have a chain, a member name, a shard, and a start (byte offset
+    in the shard).
+    """
+
+    name: str
+    path: Path
+    size: int = 0
+    changed: int = 0
+    chain: str = ""
     member: str = ""
-    shard: Path | None = None  # where a member lies, from byte `start` on
+    shard: Path | None = None
     start: int = 0
 
     def __lt__(self, other: "InputFile") -> bool:
-        return self.name < other.name  # names are unique among those found together
+        return self.name < other.name
 
     @property
     def identity(self) -> tuple[Path, int]:
-        """Return a key of the bytes themselves: two indices may name one member."""
+        """Return a key that identifies the content, because two indices may contain the same member."""
         return (self.shard or self.path, self.start)
 
     @property
     def file(self) -> str:
-        """Return the name of the file, without folders."""
+        """Return the name of the file without folders."""
         return self.member or self.path.name
 
     @property
     def title(self) -> str:
-        """Return the name of the file as a report can hold it."""
+        """Return the name of the file with non-UTF-8 bytes escaped, for reports."""
         return _text(self.file)
 
     @property
     def protein_names(self) -> set[str]:
-        """Return the names of a chain or an entry that it may have, lower case: its own, and its folder's."""
+        """Return the possible chain or entry names in lower case: from the file name and from the folder name."""
         if self.chain:
             return {self.chain.lower()}
         folder = self.path.parent
@@ -114,39 +129,40 @@ class InputFile:
 
     @property
     def protein(self) -> str:
-        """Return the name of the protein that an alignment is of: its own up to the first dot, or its folder's.
+        """Return the name of the protein of an alignment: the file name up to the first dot, or the folder name.
 
-        The folder's where the file is named after a database: 1abc_A/a3m/uniref90_hits.a3m, 1abc_A_env/uniref.a3m.
+        The folder name is used if the file is named after a database: 1abc_A/a3m/uniref90_hits.a3m,
+        1abc_A_env/uniref.a3m.
         """
         if self.chain:
             return self.chain
-        found = _OF_DATABASE.fullmatch(self.file)
-        if found is None:
+        match = _DATABASE_NAME.fullmatch(self.file)
+        if match is None:
             return self.path.name.split(".")[0]
-        if own := (found["own"] or found["paired"] or "").strip("._-"):
-            return own
+        if prefix := (match["prefix"] or match["paired"] or "").strip("._-"):
+            return prefix
         folders = (folder.name for folder in self.path.absolute().parents if folder.name.lower() not in _BETWEEN)
         return _COLABFOLD.sub("", next(folders, ""))
 
     @property
-    def is_colabfolds_part(self) -> bool:
-        """Return whether it is a server's answer beside ColabFold's results, which has put it into NAME.a3m, too."""
+    def is_colabfold_download(self) -> bool:
+        """Return whether this is a server's answer next to ColabFold's results, which NAME.a3m includes too."""
         return _COLABFOLD.search(self.path.absolute().parent.name) is not None and self.protein != self.path.parent.name
 
     @property
     def is_hits(self) -> bool:
-        """Return whether it holds template hits and not an alignment, by its name."""
+        """Return whether the name is one of template hits rather than of an alignment."""
         return _HITS_NAME.fullmatch(self.file) is not None
 
     @property
     def serves_pairing(self) -> bool:
-        """Return whether it is an alignment that serves pairing alone, by its name."""
+        """Return whether the name is one of an alignment that is used only for pairing."""
         return _PAIRING_NAME.search(self.file.lower()) is not None
 
     def read_bytes(self, limit: int = LARGEST) -> bytes:
-        """Read all of it, unpacked.
+        """Read and unpack the whole content.
 
-        Errors: UserError if it cannot be read, is empty or damaged, or has more than `limit` bytes.
+        Raises UserError if it cannot be read, is empty or damaged, or has more than `limit` bytes.
         """
         try:
             return read_file(self.path, limit) if self.shard is None else self._read_member(0, self.size, limit)
@@ -154,41 +170,45 @@ class InputFile:
             raise self._named(error) from None
 
     def read_head(self, limit: int) -> bytes:
-        """Read its first records, among them the query, or all of a Stockholm file.
+        """Read the first records, which include the query; a Stockholm file is read whole.
 
-        Errors: as in `read_bytes`.
+        Raises the errors of `read_bytes`.
         """
         head = b""
         try:
             with nullcontext() if self.shard else opened(self.path) as file:
-                while len(head) <= min(_MOST, limit) and (_is_stockholm(head) or _end(head) is None):
+                while len(head) <= min(_MAX_HEAD, limit) and (_is_stockholm(head) or _end(head) is None):
                     size = max(_HEAD, len(head))
                     if not (more := file.read(size) if file else self._read_member(len(head), size)):
                         break
                     head += more
         except UserError as error:
             raise self._named(error) from None
-        return head if head.strip() and len(head) <= min(_MOST, limit) else self.read_bytes(limit)
+        return head if head.strip() and len(head) <= min(_MAX_HEAD, limit) else self.read_bytes(limit)
 
     def _read_member(self, begin: int, size: int, limit: int = LARGEST) -> bytes:
-        """Read up to `size` bytes of a member from `begin` on.
+        """Read up to `size` bytes of a member, starting at `begin`.
 
-        Errors: UserError if the shard cannot be read or ends before the member does, or for more than `limit` bytes.
+        Raises UserError if the shard cannot be read or ends before the member, and for more than `limit` bytes.
         """
         assert self.shard is not None
         try:
             shard = open_regular(self.shard)
         except OSError as error:
-            raise UserError(f"{self.shard}: cannot be read: {error.strerror}; keep it beside its index") from None
+            raise UserError(
+                f"{self.shard}: cannot be read: {error.strerror}. Keep it in the folder of its index"
+            ) from None
         try:
             end, length = self.start + self.size, os.fstat(shard).st_size
             if end > length:
-                found = f"has {length} bytes, its index names {end}"
-                raise UserError(f"{self.shard}: {found}: cut short, or of another index; fetch it again")
+                raise UserError(
+                    f"{self.shard}: has {length} bytes, but its index refers to {end}: it is cut short, or of another "
+                    "index. Fetch it again"
+                )
             size = min(size, self.size - begin)
             if size > limit:
                 raise UserError(
-                    f"{self.shard}: a member has more than {limit / 1e9:g} GB; leave it out, or allow more (pack "
+                    f"{self.shard}: a member has more than {limit / 1e9:g} GB. Remove it, or raise the limit (pack "
                     "--max-file-gb)"
                 )
             return pread(shard, size, self.start + begin)
@@ -196,46 +216,44 @@ class InputFile:
             os.close(shard)
 
     def _named(self, error: UserError) -> UserError:
-        """Return the error with this file's `name`, so that reports are the same wherever the files lie."""
+        """Replace the path in an error by this file's `name`, so that reports do not depend on the folder."""
         return UserError(str(error).replace(str(self.path), self.name))
 
 
 def stacking_order(file: str) -> int:
-    """Return the place of an alignment with this file name among those of one protein; unknown names come last.
-
-    Meant as the first part of a sort key.
-    """
+    """Return the rank of an alignment file among those of its protein, as a sort key. Unknown names come last."""
     name = file.lower()
-    return next((place for place, words in enumerate(_STACKED) if words.search(name)), len(_STACKED))
+    return next((i for i, words in enumerate(_STACKED) if words.search(name)), len(_STACKED))
 
 
-def as_alphafold_reads(alignment: Alignment, file: InputFile) -> tuple[Alignment, list[str]]:
-    """Return the rows that AlphaFold uses of an alignment in a file of this name, and a note on the others.
+def limit_as_alphafold(alignment: Alignment, file: InputFile) -> tuple[Alignment, list[str]]:
+    """Select the rows that AlphaFold uses from an alignment with this file name. Returns them, and notes on the others.
 
-    It stands alone unless the name says that it serves pairing.
+    The name also decides whether the alignment is used only for pairing.
     """
     alone = alignment.stands_alone and not file.serves_pairing
-    found = _ALPHAFOLD_NAME.fullmatch(file.file.lower())
-    most = ALPHAFOLD_ROWS[found[1]] if found else len(alignment)
-    used = replace(alignment.select(slice(most)) if most < len(alignment) else alignment, stands_alone=alone)
+    match = _ALPHAFOLD_NAME.fullmatch(file.file.lower())
+    limit = ALPHAFOLD_ROWS[match[1]] if match else len(alignment)
+    used = replace(alignment.select(slice(limit)) if limit < len(alignment) else alignment, stands_alone=alone)
     total = len(alignment)
-    note = f"{file.name}: the first {most} of {total} rows are used, as in AlphaFold; rename the file to use all"
-    return used, [note] if most < total else []
+    note = f"{file.name}: the first {limit} of {total} rows are used, as in AlphaFold. Rename the file to use all"
+    return used, [note] if limit < total else []
 
 
 def stacked(sources: Iterable[InputFile]) -> list[InputFile]:
-    """Return alignments of one protein in the order in which the official pipeline stacks them, then by name."""
-    return sorted(sources, key=lambda one: (stacking_order(one.file), one.name))
+    """Sort the alignments of a protein in the stacking order of the official pipeline, then by name."""
+    return sorted(sources, key=lambda source: (stacking_order(source.file), source.name))
 
 
 def find(paths: Sequence[Path], suffixes: Sequence[str], what: str) -> list[InputFile]:
-    """Find the input files in `paths`, sorted and each once: files are taken as they are, databases opened.
+    """Find the input files in `paths`, sorted and without duplicates. what: their kind, for errors.
 
-    Folders are searched for names that end in `suffixes` (also with .gz), through symbolic links too.
-    Errors: UserError for a path that does not exist, a damaged database, or when nothing is found.
+    Named files are accepted with any ending. Folders are searched recursively, also through symbolic links, for names
+    that end in `suffixes` (or with .gz appended). Databases are replaced by their members.
+    Raises UserError for a path that does not exist, for a damaged database, and if nothing is found.
     """
     endings = tuple(suffixes) + tuple(suffix + ".gz" for suffix in suffixes)
-    found: dict[tuple[Path, int], InputFile] = {}
+    sources: dict[tuple[Path, int], InputFile] = {}
     for path in map(Path, paths):
         if not path.exists():
             raise UserError(f"{path}: no such file or folder")
@@ -244,63 +262,70 @@ def find(paths: Sequence[Path], suffixes: Sequence[str], what: str) -> list[Inpu
             below = file.relative_to(here.parent) if path.is_dir() else PurePosixPath(here.parent.name, file.name)
             status = file.stat()
             source = InputFile(_text(str(below)), file, status.st_size, status.st_mtime_ns)
-            for one in _members(source, suffixes) if file.name.endswith(DATABASE) else [source]:
-                found.setdefault(one.identity, one)
-    if not found:
-        raise UserError(f"{', '.join(map(str, paths))}: no {what} found; files end in {', '.join(suffixes)}, or .gz")
-    times = Counter(source.name for source in found.values())
+            for member in _members(source, suffixes) if file.name.endswith(DATABASE) else [source]:
+                sources.setdefault(member.identity, member)
+    if not sources:
+        raise UserError(
+            f"{', '.join(map(str, paths))}: no {what} found. Pass files that end in {', '.join(suffixes)}, or these "
+            "with .gz"
+        )
+    times = Counter(source.name for source in sources.values())
 
-    def unique(one: InputFile) -> InputFile:
-        if times[one.name] == 1:
-            return one
-        return replace(one, name=_text(f"{one.path}:{one.chain}/{one.member}" if one.chain else str(one.path)))
+    def with_unique_name(source: InputFile) -> InputFile:
+        if times[source.name] == 1:
+            return source
+        location = f"{source.path}:{source.chain}/{source.member}" if source.chain else str(source.path)
+        return replace(source, name=_text(location))
 
-    return sorted(map(unique, found.values()))
+    return sorted(map(with_unique_name, sources.values()))
 
 
 def _text(name: str) -> str:
-    """Return a name as a report can hold it: bytes that are not UTF-8, which file names may have, as \\udcff."""
+    """Escape the bytes of a file name that are not UTF-8 (as \\udcff), so that reports can contain it."""
     return name.encode(errors="backslashreplace").decode()
 
 
 def _members(index: InputFile, suffixes: Sequence[str]) -> Iterator[InputFile]:
-    """Yield the members of an alignment database whose names end in `suffixes`; shards are checked when they are read.
+    """Yield the members of an alignment database with names that end in `suffixes`.
 
-    Errors: UserError if the index cannot be read, or is none.
+    Shards are checked when they are read. Raises UserError if the index cannot be read or is not an index.
     """
     if not set(suffixes) & {*ALIGNMENTS, *HITS}:
         return
     try:
         entries = json.loads(read_file(index.path))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{index.path}: damaged, or no JSON ({error}); fetch or make the index again") from None
+        raise UserError(f"{index.path}: damaged, or not JSON ({error}). Fetch or make the index again") from None
     if not isinstance(entries, dict):
-        raise UserError(f"{index.path}: is not an index of an alignment database; {_EXPECTED}")
+        raise UserError(f"{index.path}: is not an index of an alignment database. {_EXPECTED}")
     for chain, entry in sorted(entries.items()):
         try:
             name, files = (entry["db"], entry["files"]) if isinstance(entry, dict) else (f"{index.path.stem}.db", entry)
             shard = index.path.parent / name
-            name.encode()  # JSON may hold lone surrogates, which no file name has
+            # JSON may contain lone surrogates, which are not possible in file names.
+            name.encode()
             members = {member: (start, size) for member, start, size in files}
-            numbers = [number for place in members.values() for number in place]
-            if "\0" in name or not all(type(number) is int and 0 <= number < _FARTHEST for number in numbers):
+            numbers = [number for span in members.values() for number in span]
+            if "\0" in name or not all(type(number) is int and 0 <= number < _MAX_OFFSET for number in numbers):
                 raise ValueError
-            known = {member: place for member, place in members.items() if member.lower().endswith(tuple(suffixes))}
+            selected = {member: span for member, span in members.items() if member.lower().endswith(tuple(suffixes))}
         except (KeyError, TypeError, ValueError, AttributeError):
-            what = "is not an entry of an alignment database"
-            raise UserError(f"{index.path}: {chain} {what}; {_EXPECTED}") from None
+            problem = "is not an entry of an alignment database"
+            raise UserError(f"{index.path}: {chain} {problem}. {_EXPECTED}") from None
         if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
-            raise UserError(f"{index.path}: {chain} lies in {name}, outside the index's folder; shards lie beside it")
-        for member, (start, size) in known.items():
+            raise UserError(
+                f"{index.path}: the shard of {chain}, {name}, is outside of the index's folder. Move it there"
+            )
+        for member, (start, size) in selected.items():
             text = _text(f"{index.name}:{chain}/{member}")
             yield replace(index, name=text, size=size, chain=chain, member=member, shard=shard, start=start)
 
 
 def walk(folder: Path, endings: Sequence[str]) -> Iterator[Path]:
-    """Yield the files below a folder; links are followed, but no folder is entered twice."""
+    """Yield the files below a folder that end in `endings` or are databases. Follows links; visits each folder once."""
 
     def refuse(error: OSError) -> None:
-        raise UserError(f"{error.filename}: cannot be read ({error.strerror}); check its permissions") from None
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror}). Check its permissions") from None
 
     seen: set[tuple[int, int]] = set()
     for here, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
@@ -317,9 +342,9 @@ def walk(folder: Path, endings: Sequence[str]) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class ChainAlignments:
-    """Alignments by the sequence in their first row (`as_row`), and the files in the given folders that fit none.
+    """Alignments by the sequence of their first row (see `as_row`).
 
-    notes: what the user should know about the others.
+    unused: files in the folders that match no sequence. notes: messages for the user about the others.
     """
 
     by_sequence: dict[str, list[Alignment]]
@@ -327,11 +352,11 @@ class ChainAlignments:
     notes: list[str] = field(default_factory=list)
 
     def of(self, sequence: str) -> list[Alignment]:
-        """Return the alignments of a sequence, in the order in which they are stacked."""
+        """Return the alignments of a sequence in stacking order."""
         return self.by_sequence.get(as_row(sequence), [])
 
     def joined(self, other: "ChainAlignments") -> "ChainAlignments":
-        """Return these and, below them, those of another one."""
+        """Combine with another one, which is stacked below this one."""
         every = {key: [*self.by_sequence.get(key, []), *rows] for key, rows in other.by_sequence.items()}
         return ChainAlignments(self.by_sequence | every, [*self.unused, *other.unused], [*self.notes, *other.notes])
 
@@ -339,53 +364,55 @@ class ChainAlignments:
 def read_chain_alignments(
     paths: Sequence[Path], sequences: Iterable[str], queries: str, are_all: bool = True
 ) -> ChainAlignments:
-    """Read alignments of these sequences from files and folders; each goes to the sequence that is its first row.
+    """Read the alignments of some sequences from files and folders, and assign each by its first row.
 
-    They are stacked in the official order where their names tell (`stacking_order`), otherwise as given.  A folder is
-    searched recursively, such as AlphaFold-Multimer's `msas/A/uniprot_hits.sto`; template hits in it are not read.
-    A file serves pairing alone if its name says so.  queries: what the sequences are of, for errors.
-    are_all: False if other records could not be read, to which a file may belong.
-    Errors: UserError for a file that cannot be read, or one that was named and belongs to none of the sequences.
+    Alignments are stacked in the official order of their names (`stacking_order`), otherwise in the order of `paths`.
+    Folders are searched recursively, for example for AlphaFold-Multimer's `msas/A/uniprot_hits.sto`; template hits in
+    them are skipped. The file name decides whether an alignment is used only for pairing.
+    queries: description of the sequences for errors. are_all: False if there are other, unreadable queries to which a
+    file may belong.
+    Raises UserError for a file that cannot be read, and for a named file that belongs to none of the sequences.
     """
-    wanted = {as_row(sequence): sequence for sequence in sequences}
-    only = next(iter(wanted.values())) if are_all and len(wanted) == 1 else None
-    found = ChainAlignments({}, [])
+    by_row = {as_row(sequence): sequence for sequence in sequences}
+    only = next(iter(by_row.values())) if are_all and len(by_row) == 1 else None
+    result = ChainAlignments({}, [])
     files = [
         (file, path.is_dir())
         for path in paths
         for file in (find([path], ALIGNMENTS, "alignments") if path.is_dir() else [InputFile(str(path), path)])
         if not (path.is_dir() and file.is_hits)
     ]
-    for file, in_folder in sorted(files, key=lambda one: stacking_order(one[0].file)):
+    for file, in_folder in sorted(files, key=lambda item: stacking_order(item[0].file)):
         data = file.read_bytes() if in_folder else read_file(file.path, pipe=True)
         every = parse_chain_alignments(data, file.name, None if in_folder else only, row_by_row=file.serves_pairing)
-        own = [one for one in every if one.query in wanted]
-        if not own and not in_folder and are_all:
+        matching = [alignment for alignment in every if alignment.query in by_row]
+        if not matching and not in_folder and are_all:
             raise UserError(
-                f"{file.name}: its first row is not the sequence of any record in {queries}; give alignments of these"
+                f"{file.name}: its first row is not the sequence of any record in {queries}. Pass alignments of these"
             )
-        found.unused.extend([] if own else [file.name])
-        for one in own:
-            one, notes = as_alphafold_reads(one, file)
-            found.notes.extend(notes)
-            found.by_sequence.setdefault(one.query, []).append(one)
-    return found
+        result.unused.extend([] if matching else [file.name])
+        for alignment in matching:
+            alignment, notes = limit_as_alphafold(alignment, file)
+            result.notes.extend(notes)
+            result.by_sequence.setdefault(alignment.query, []).append(alignment)
+    return result
 
 
 def digest(sources: Iterable[InputFile]) -> str:
-    """Return a fingerprint of the files' names, sizes and times of writing: 32 hexadecimal digits."""
-    lines = (f"{one.name}\0{one.size}\0{one.changed}\n" for one in sources)
+    """Compute a fingerprint of the names, sizes and modification times of files: 32 hexadecimal digits."""
+    lines = (f"{source.name}\0{source.size}\0{source.changed}\n" for source in sources)
     return blake2b("".join(lines).encode(), digest_size=16).hexdigest()
 
 
 def read_query(source: InputFile, limit: int = LARGEST) -> str:
-    """Return the first row of an alignment without its gaps, reading only as much of the file as that takes.
+    """Read the first row of an alignment without gaps, and only the necessary part of the file.
 
-    Of the alignment of a complex these are several sequences, with : in between.
-    Errors: UserError for a file that is not an alignment.  The rows that are not read are not checked.
+    For the alignment of a complex, returns the sequences of all chains separated by `:`. Raises UserError for a file
+    that is not an alignment. The other rows are not checked.
     """
     head = source.read_head(limit)
-    if _is_stockholm(head):  # interleaved, its first row may continue to the end
+    # The first row of an interleaved Stockholm file may continue until the end.
+    if _is_stockholm(head):
         head = _first_row(head)
     head = head[: _end(head)]
     if is_complex(head):
@@ -398,10 +425,10 @@ def _is_stockholm(head: bytes) -> bool:
 
 
 def _end(head: bytes) -> int | None:
-    """Return the end of the first few records (or rows, in a file without headers); None if there are fewer."""
+    """Return the end of the first `_HEAD_RECORDS` records (rows in a file without headers); None if there are fewer."""
     mark = b"\n>" if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b">", b"#") else b"\n"
     at = 0
-    for _ in range(_FEW):
+    for _ in range(_HEAD_RECORDS):
         at = head.find(mark, at + 1)
         if at < 0:
             return None
@@ -409,10 +436,10 @@ def _end(head: bytes) -> int | None:
 
 
 def _first_row(data: bytes) -> bytes:
-    """Return a Stockholm file reduced to its first row and its match columns; return one cut short as it is."""
+    """Reduce a Stockholm file to its first row and its match columns. A truncated file is returned unchanged."""
     first = re.search(rb"^(?!#)(\S+)[ \t]+\S", data, re.MULTILINE)
     if first is None or b"\n//" not in data:
         return data
-    # Empty lines stay: they end a block.
+    # Empty lines are kept, because they end a block.
     rows = re.findall(rb"^(?:(?:%s|#=GC RF)[ \t]+\S+)?[ \t\r]*$" % re.escape(first[1]), data, re.MULTILINE)
     return b"# STOCKHOLM 1.0\n" + b"\n".join(rows) + b"\n//\n"

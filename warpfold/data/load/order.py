@@ -46,10 +46,10 @@ class Source:
                 next(chain for chain in store.column(CHAINS)[store.index.row(entry)] if chain not in store)
             )
         if not 0 < weight < float("inf"):
-            raise UserError(f"{store.path}: weight {weight}; give a positive number")
+            raise UserError(f"{store.path}: weight {weight}. Pass a positive number")
 
     def _absent(self, key: str) -> UserError:
-        return UserError(f"{self.store.path}: has no entry {key!r}; pack the store again, or name others")
+        return UserError(f"{self.store.path}: has no entry {key!r}. Pack the store again, or name others")
 
     def column(self, name: str) -> Column:
         """Return one value of the index for each of `keys`."""
@@ -184,7 +184,7 @@ def split_keys(
     held = np.isin(groups, drawn[held_before < held_out])
     if held.all():
         raise UserError(
-            f"{store.path}: holding out {held_out} of {len(groups)} leaves none to train on; hold out fewer"
+            f"{store.path}: holding out {held_out} of {len(groups)} leaves none to train on. Hold out fewer"
         )
     return source.keys.take(np.flatnonzero(~held)), source.keys.take(np.flatnonzero(held))
 

@@ -14,7 +14,7 @@ from warpfold.data.example.hits import Hit, parse_hits
 from warpfold.data.example.raw_example import CA, Templates, check_map, from_chain
 from warpfold.data.example.templates import count_refusals, templates_from_hits
 from warpfold.data.formats.alignment import Alignment, is_complex, parse_alignment, parse_chain_alignments
-from warpfold.data.formats.input_files import InputFile, as_alphafold_reads, read_query
+from warpfold.data.formats.input_files import InputFile, limit_as_alphafold, read_query
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.predicted import PredictedFile, with_confidence
 from warpfold.data.pack.report import PackEntry
@@ -275,7 +275,7 @@ def _read_alignments(source: InputFile, sequence: str, options: PackOptions) -> 
     if is_complex(data):
         every = parse_chain_alignments(data, source.name)
         return [one for one in every if check_map(*column_map(one.query, sequence)) is None], []
-    alignment, notes = as_alphafold_reads(parse_alignment(data, source.name), source)
+    alignment, notes = limit_as_alphafold(parse_alignment(data, source.name), source)
     return [alignment], notes
 
 

@@ -30,10 +30,10 @@ def finished_report(out: Path, manifest: Manifest) -> PackReport | None:
         report = PackReport.from_json(json.loads(read_file(out / "pack.json")))
         found = differences(origin, manifest)
     except (UserError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UserError(f"{out}: exists already; remove it, or choose another name") from None
+        raise UserError(f"{out}: exists already. Remove it, or choose another name") from None
     if found:
         raise UserError(
-            f"{out}: exists already, packed from other inputs or options ({', '.join(found)}); remove it, or "
+            f"{out}: exists already, packed from other inputs or options ({', '.join(found)}). Remove it, or "
             "choose another name"
         )
     return report

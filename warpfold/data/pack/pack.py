@@ -168,7 +168,7 @@ def pack(
     own = part or JobPart(1, 1)
     options = options or PackOptions()
     if predicted and hits and not template_structures:
-        raise UserError("pack: --hits with --predicted needs --template-structures; a prediction is no template")
+        raise UserError("pack: --hits with --predicted needs --template-structures. A prediction is no template")
     min_kl = options.min_kl if predicted else None
     inputs = find_inputs(structures, msas, hits, template_structures, clusters, min_kl)
     manifest = inputs.manifest(options, own)
@@ -199,7 +199,7 @@ def _finished_part(path: Path, manifest: Manifest, ignored: Sequence[str] = ()) 
     part = PartFolder(path)
     if found := differences(part.manifest, manifest, ignored):
         raise UserError(
-            f"{path}: packed from other inputs or options ({', '.join(found)}); remove it, or choose another name"
+            f"{path}: packed from other inputs or options ({', '.join(found)}). Remove it, or choose another name"
         )
     return part
 
@@ -248,7 +248,7 @@ def _with_content(report: PackReport, out: Path) -> PackReport:
     reasons = Counter(entry.reason for entry in report.dropped)
     counted = Counter({why: count for why, count in reasons.items() if why not in (SAME, LATER)}) or reasons
     reason, _ = counted.most_common(1)[0]
-    raise UserError(f"{out}: nothing to keep, entries: {len(report.entries)}; most often: {reason}")
+    raise UserError(f"{out}: nothing to keep, entries: {len(report.entries)}. Most often: {reason}")
 
 
 def _fill(runner: JobRunner, inputs: PackInputs, options: PackOptions, out: Path, progress: Progress) -> None:

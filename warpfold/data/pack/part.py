@@ -48,7 +48,7 @@ def part_path(out: Path, part: JobPart) -> Path:
     Errors: UserError for a path that does not end in a name, such as ".".
     """
     if out.name in ("", ".."):
-        raise UserError(f"--out {out}: no name for a store; name a folder that is not there yet")
+        raise UserError(f"--out {out}: no name for a store. Name a folder that is not there yet")
     return out.with_name(f"{out.name}.part-{part.number}-of-{part.count}")
 
 
@@ -90,7 +90,7 @@ class PartFolder:
 
     def __init__(self, path: Path) -> None:
         if not path.exists() and path.with_name(f"{path.name}.partial").exists():
-            raise UserError(f"{path}: is unfinished; repeat its command to finish it")
+            raise UserError(f"{path}: is unfinished. Repeat its command to finish it")
         self.path, self.manifest = path, _read_manifest(path)
         self.part = JobPart.parse(self.manifest["part"])
         self._jobs: list[str] = self.manifest.pop("jobs", [])  # sorted
@@ -114,10 +114,10 @@ class PartFolder:
         except (FileNotFoundError, ValueError, TypeError):
             raise self._damaged(result_name(job)) from None
         except OSError as error:
-            raise UserError(f"{self.path}: cannot be read: {error.strerror}; copy the part again") from error
+            raise UserError(f"{self.path}: cannot be read: {error.strerror}. Copy the part again") from error
 
     def _damaged(self, name: str) -> UserError:
-        return UserError(f"{self.path}: {name} is damaged or missing; copy the part again, or remove and pack it again")
+        return UserError(f"{self.path}: {name} is damaged or missing. Copy the part again, or remove and pack it again")
 
 
 class PartWriter:
@@ -240,7 +240,7 @@ def _read_manifest(path: Path) -> Manifest:
     if not whole:
         raise UserError(f"{path}: not a part of a store; `warpfold pack --shard I/N` makes them")
     if not known:
-        raise UserError(f"{path}: a part of another version of WarpFold; remove it and pack it again")
+        raise UserError(f"{path}: a part of another version of WarpFold. Remove it and pack it again")
     return dict(manifest)
 
 
@@ -251,7 +251,7 @@ def _check_same_run(path: Path, begun: Manifest, manifest: Manifest) -> None:
         found.append(f"WarpFold {begun['warpfold']}, not {manifest['warpfold']}")
     if found:
         raise UserError(
-            f"{path}: an unfinished run with other inputs or options ({', '.join(found)}); repeat its command to "
+            f"{path}: an unfinished run with other inputs or options ({', '.join(found)}). Repeat its command to "
             f"finish it, or remove {path.name}.partial to start over"
         )
 
@@ -263,18 +263,18 @@ def check_parts(parts: Sequence[PartFolder]) -> None:
     for part in parts:
         if found := differences(first.manifest, part.manifest):
             raise UserError(
-                f"{part.path}: belongs to another store than {first.path} (it differs in {', '.join(found)}); pack "
+                f"{part.path}: belongs to another store than {first.path} (it differs in {', '.join(found)}). Pack "
                 "both with the same inputs and options"
             )
         if part.part.count != first.part.count:
             raise UserError(
-                f"{part.path}: is part {part.part}, {first.path} is {first.part}; give the parts of one run"
+                f"{part.path}: is part {part.part}, {first.path} is {first.part}. Pass the parts of one run"
             )
         if (other := by_number.setdefault(part.part.number, part)) is not part:
-            raise UserError(f"{part.path}: is part {part.part}, and so is {other.path}; give each part once")
+            raise UserError(f"{part.path}: is part {part.part}, and so is {other.path}. Pass each part once")
     missing = [str(n) for n in range(1, first.part.count + 1) if n not in by_number]
     if missing:
         raise UserError(
             f"{first.path}: of {first.part.count} parts, {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} "
-            "missing; give all, made with --shard"
+            "missing. Pass all, made with --shard"
         )

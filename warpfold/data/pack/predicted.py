@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from warpfold.data.example.raw_example import CONFIDENT
+from warpfold.data.example.raw_example import MIN_CONFIDENCE
 from warpfold.data.formats.input_files import InputFile, find
-from warpfold.data.formats.predictions import is_pdb, read_name, read_pae
+from warpfold.data.formats.predictions import is_pdb, parse_prediction_name, read_pae
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.structure.chain import Structure
 from warpfold.errors import UserError
@@ -53,7 +53,7 @@ def find_predictions(files: Sequence[InputFile], min_kl: float) -> dict[str, Pre
     found: dict[str, list[tuple[tuple[int, ...], InputFile, PredictedFile]]] = {}
     for file in files:
         beside = folders[file.path.parent]
-        named = read_name(file.path, beside)
+        named = parse_prediction_name(file.path, beside)
         why_not = EARLIER if named.is_pass else LATER if (named.rank or 1) > 1 else ""
         stem = file.path.name.removesuffix(".gz").rpartition(".")[0]
         kept = PredictedFile(named.target, named.pae, beside.get(f"{stem}_distogram.npy"), why_not)
@@ -93,7 +93,7 @@ def with_confidence(
     known = plddt[np.isfinite(plddt)]
     if not len(known) or not 0 <= known.min() <= known.max() <= 100 or known.max() <= 1 or np.ptp(known) == 0:
         what = f"numbers from {known.min():g} to {known.max():g}" if len(known) else "nothing"
-        raise UserError(f"{file.name}: its B column holds {what}, and no pLDDT (0 to 100); give predicted structures")
+        raise UserError(f"{file.name}: its B column holds {what}, and no pLDDT (0 to 100). Pass predicted structures")
     confidence = np.nan_to_num(plddt, nan=0.0)
     pae, kl = None, None
     if predicted.pae is not None:
@@ -101,7 +101,7 @@ def with_confidence(
     if predicted.distogram is not None and predicted.reference is not None:
         distogram = read_distogram(predicted.distogram, len(plddt))
         if distogram.shape[-1] != (bins := predicted.reference.shape[-1]):
-            raise UserError(f"{file.name}: its distogram has {distogram.shape[-1]} bins, others {bins}; fold all alike")
+            raise UserError(f"{file.name}: its distogram has {distogram.shape[-1]} bins, others {bins}. Fold all alike")
         kl = divergences(distogram, predicted.reference)
         confidence = np.where(kl < options.min_kl, 0, confidence)
     chains, said, start = dict(structure.chains), dict[str, dict[str, float]](), 0
@@ -110,7 +110,7 @@ def with_confidence(
         chains[name] = replace(chain, b_factors=confidence[own].astype(np.float32))
         said[name] = {
             "plddt": round(float(np.nanmean(plddt[own])), 2),
-            "masked": int((confidence[own] < CONFIDENT).sum()),
+            "masked": int((confidence[own] < MIN_CONFIDENCE).sum()),
         }
         said[name] |= {} if pae is None else {"pae": pae}
         said[name] |= {} if kl is None else {"kl": round(float(kl[own].mean()), 3)}
@@ -125,12 +125,12 @@ def read_distogram(path: Path, length: int | None = None) -> np.ndarray:
     try:
         distogram = np.load(path, mmap_mode="r", allow_pickle=False)
     except DAMAGED_ARRAYS as error:
-        raise UserError(f"{path.name}: not a distogram ({error}); predict it again") from None
+        raise UserError(f"{path.name}: not a distogram ({error}). Predict it again") from None
     n = distogram.shape[0] if length is None and distogram.ndim == 3 else length
     if distogram.dtype.kind == "f" and distogram.size and not 0 <= distogram.min() <= distogram.max() <= 1:
-        raise UserError(f"{path.name}: a distogram whose probabilities are none; predict it again")
+        raise UserError(f"{path.name}: a distogram whose probabilities are none. Predict it again")
     if distogram.dtype.kind != "f" or distogram.ndim != 3 or distogram.shape[:2] != (n, n):
-        raise UserError(f"{path.name}: a distogram of shape {list(distogram.shape)}; predict it again")
+        raise UserError(f"{path.name}: a distogram of shape {list(distogram.shape)}. Predict it again")
     return distogram
 
 

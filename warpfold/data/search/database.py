@@ -48,7 +48,7 @@ class Database:
             file = text
             name = re.sub(r"(\.(fasta|fas|fa|faa|fsa|txt|gz))+$", "", Path(text).name, flags=re.IGNORECASE)
         if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name, re.ASCII):
-            raise UserError(f"--database {text}: {name!r} is no name for a file; give one, NAME={file}")
+            raise UserError(f"--database {text}: {name!r} is no name for a file. Pass one, NAME={file}")
         known = (rows for start, rows in MAX_ROWS.items() if name.lower().startswith(start))
         given_rows = max_rows or {}
         return cls(name, Path(file), given_rows.get(name, given_rows.get("", next(known, None))))
@@ -122,10 +122,10 @@ def check_output(out: Path) -> None:
         return isinstance(found, dict) and found.get("format") == REPORT_FORMAT
 
     if out.exists() and not out.is_dir():
-        raise UserError(f"{out}: is a file; name a folder for the output")
+        raise UserError(f"{out}: is a file. Name a folder for the output")
     names = {path.name for path in out.iterdir() if not path.name.startswith(".")} if out.is_dir() else set()
     if names - {"cache"} and not any(map(is_report, out.glob("search*.json"))):
-        raise UserError(f"{out}: holds something else, which is left alone; name a new or an empty folder")
+        raise UserError(f"{out}: holds something else, which is left alone. Name a new or an empty folder")
 
 
 def unsearchable_reason(sequence: str, longest: int | None = None) -> str | None:
@@ -148,9 +148,9 @@ def read_chunks(path: Path, size: int = CHUNK) -> Iterator[bytes]:
     with opened(path) as file:
         held = file.read(size).removeprefix(b"\xef\xbb\xbf").lstrip()
         if not held:
-            raise UserError(f"{path}: is empty; give a FASTA database")
+            raise UserError(f"{path}: is empty. Pass a FASTA database")
         if not held.startswith(b">"):
-            raise UserError(f"{path}: does not start with a '>' header line; give a FASTA database")
+            raise UserError(f"{path}: does not start with a '>' header line. Pass a FASTA database")
         while more := file.read(size):
             cut = (held := held + more).rfind(b"\n>") + 1
             if cut:
@@ -179,9 +179,9 @@ def survey_fasta(path: Path, tell: Tell = lambda done, total: None) -> Survey:
         records, residues = records + found, residues + len(letters)
         tell(records, 0)
     if not residues:
-        raise UserError(f"{path}: has no sequences; fetch the file again")
+        raise UserError(f"{path}: has no sequences. Fetch the file again")
     if not protein:
-        raise UserError(f"{path}: looks like nucleic acids (only A, C, G, T, U, N); give a protein database")
+        raise UserError(f"{path}: looks like nucleic acids (only A, C, G, T, U, N). Pass a protein database")
     return Survey(digest.hexdigest(), records, residues)
 
 

@@ -159,7 +159,7 @@ def alignments_of(server: AlignmentServer, wanted: Sequence[Wanted], progress: P
         (name, why), count = next(iter(fetched.failures.items())), len(fetched.failures)
         also = "" if count == 1 else f" ({', '.join(list(fetched.failures)[1:4])}{' ...' if count > 4 else ''} too)"
         raise UserError(
-            f"{name}: {why}{also}; other answers are kept in {server.cache}: give alignments of these by "
+            f"{name}: {why}{also}. Other answers are kept in {server.cache}: give alignments of these by "
             "--msa, leave them out, or try again"
         )
     every = [file for files in (*fetched.alignments.values(), *fetched.pairs.values()) for file in files]

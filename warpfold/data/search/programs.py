@@ -113,7 +113,7 @@ def _program(program: str, engine: str, cure: str) -> str:
     """Return the path of the program, or raise UserError."""
     found = shutil.which(program)
     if found is None:
-        raise UserError(f"--engine {engine}: `{program}` is not on PATH; install it ({cure}), or use jackhmmer")
+        raise UserError(f"--engine {engine}: `{program}` is not on PATH. Install it ({cure}), or use jackhmmer")
     return found
 
 

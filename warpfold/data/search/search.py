@@ -80,9 +80,9 @@ def search(
     names = [database.name.lower() for database, _ in targets]
     for database in databases:
         if names.count(database.name.lower()) > 1:
-            raise UserError(f"--database {database.path}: another is called {database.name} too; use NAME=FILE")
+            raise UserError(f"--database {database.path}: another is called {database.name} too. Use NAME=FILE")
     if templates is not None and not templates.exists():
-        raise UserError(f"{templates}: no such file; name a FASTA file like pdb_seqres, or leave it out")
+        raise UserError(f"{templates}: no such file. Name a FASTA file like pdb_seqres, or leave it out")
     proteins = sequences_to_search(queries)
     report = out / ("search.json" if options.part is None else f"search-{options.part}.json".replace("/", "-of-"))
     check_output(out)

@@ -189,7 +189,7 @@ class AlignmentServer:
             found = self._ask(path, form, _read_status, 1 << 20, self.limits.request) or {"status": "UNKNOWN"}
             status = found["status"]
             if status == "ERROR":
-                raise NoAnswer(f"{self.url}: answers ERROR; check that these are protein sequences, or try later")
+                raise NoAnswer(f"{self.url}: answers ERROR. Check that these are protein sequences, or try later")
             if status == "MAINTENANCE":
                 raise ServerGone(f"{self.url}: is under maintenance; try later: what it answered before is kept")
             if status != "RATELIMIT":
@@ -213,7 +213,7 @@ class AlignmentServer:
         try:
             return self._ask(path, None, read, limits.packed, limits.download, min(3, limits.tries))
         except DamagedAnswer as error:
-            raise NoAnswer(f"{self.url}: its answer cannot be used: it {error}; try later") from None
+            raise NoAnswer(f"{self.url}: its answer cannot be used: it {error}. Try later") from None
 
     def _ask(
         self,

@@ -90,8 +90,8 @@ def clustered_by(sequences: Iterable[str]) -> str:
         return ""
     if shutil.which("mmseqs") is None:
         raise UserError(
-            f"clusters of {count:,} sequences: more than {MOST_HERE:,} need MMseqs2, and `mmseqs` is not on PATH; "
-            "install it (apt install mmseqs2, or conda install -c bioconda mmseqs2), give a file of --clusters, or "
+            f"clusters of {count:,} sequences: more than {MOST_HERE:,} need MMseqs2, and `mmseqs` is not on PATH. "
+            "Install it (apt install mmseqs2, or conda install -c bioconda mmseqs2), give a file of --clusters, or "
             "make clusters of equal sequences alone (--cluster-identity 1)"
         )
     return f"MMseqs2 {run_program(['mmseqs', 'version']).strip()}"
@@ -115,15 +115,15 @@ def read_clusters(path: Path | str, keys: Iterable[str], entities: Mapping[str, 
     for number, line in enumerate(read_file(path).decode("utf-8", "replace").splitlines(), 1):
         for name in (names := line.split()):
             if clusters.setdefault(plain(name), names[0]) != names[0]:
-                raise UserError(f"{path}: line {number}: {name} is in two clusters; remove it from one")
+                raise UserError(f"{path}: line {number}: {name} is in two clusters. Remove it from one")
     keys = list(keys)
     namings = [{key: plain(key) for key in keys}, {key: plain(name) for key, name in (entities or {}).items()}]
     found = [{key: clusters[names[key]] for key in keys if names.get(key) in clusters} for names in namings]
     if keys and not any(found):
         one = next(iter(clusters), "none")
         raise UserError(
-            f"{path}: names none of the {len(keys)} chains; its names are like {one}, the chains' like {keys[0]}; "
-            "give a file with names like those, or none: clusters can be made here"
+            f"{path}: names none of the {len(keys)} chains; its names are like {one}, the chains' like {keys[0]}. "
+            "Pass a file with names like those, or none: clusters can be made here"
         )
     return max(found, key=len)
 
@@ -146,7 +146,7 @@ def _join_by_mmseqs(sequences: Sequence[str], min_identity: float, threads: int)
         except UserError as error:
             free = shutil.disk_usage(folder).free / 1e9
             raise UserError(
-                f"{error}; it needs memory, and room in {tempfile.gettempdir()} ({free:.1f} GB are free): set TMPDIR "
+                f"{error}. It needs memory, and room in {tempfile.gettempdir()} ({free:.1f} GB are free): set TMPDIR "
                 "to a folder with more, and repeat the command"
             ) from None
     joined = [-1] * len(sequences)
@@ -159,7 +159,7 @@ def _join_by_mmseqs(sequences: Sequence[str], min_identity: float, threads: int)
         whole = False
     if not whole:
         raise UserError(
-            "`mmseqs cluster`: its table does not put each sequence into one cluster; install another version of "
+            "`mmseqs cluster`: its table does not put each sequence into one cluster. Install another version of "
             "MMseqs2 (14 works), or give a file of --clusters"
         )
     return joined

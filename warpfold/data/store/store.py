@@ -200,7 +200,7 @@ class Store:
             unless_open.pop_all()
         self.keys = Keys(self.index)  # in the order of writing
         if not self.keys:
-            raise UserError(f"{self.path}: an empty store; pack it again")
+            raise UserError(f"{self.path}: an empty store. Pack it again")
 
     def __repr__(self) -> str:
         return f"<Store {self.path}: {len(self)} entries>"
@@ -244,7 +244,7 @@ class Store:
         """Return the row of `key`.  Errors: KeyError; UserError if the index lists the key but cannot find it."""
         if (row := self.index.row(key)) < 0:
             if any(key == listed for listed in self.keys):
-                raise UserError(f"{self.path / INDEX}: damaged ({key} is not found); copy or pack the store again")
+                raise UserError(f"{self.path / INDEX}: damaged ({key} is not found). Copy or pack the store again")
             raise KeyError(key)
         return row
 
@@ -256,7 +256,7 @@ class Store:
             holder, at = next(iter(shared.values())), int(self.index.where["holder"][row])
             held = self._header(at, holder)[1] if at >= 0 else {}
             if missing := [name for name in shared if name not in held]:
-                raise UserError(f"{self.path}: {key}: {missing[0]} is not in {holder}; copy or pack the store again")
+                raise UserError(f"{self.path}: {key}: {missing[0]} is not in {holder}. Copy or pack the store again")
             arrays |= {name: held[name] for name in shared}
         return Record(self, key, notes, arrays)
 
@@ -315,7 +315,7 @@ class Store:
                 f"{self.path}: not a store (store.json: {error.strerror}); `warpfold pack` makes one"
             ) from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UserError(f"{file}: damaged, or not a store's; pack it again") from error
+            raise UserError(f"{file}: damaged, or not a store's. Pack it again") from error
         if not known:
             raise UserError(f"{file}: not a WarpFold store's")
         if version != VERSION:
@@ -325,27 +325,27 @@ class Store:
             size, digest = int(top["index"]["bytes"]), str(top["index"]["blake2b"])
             checksums = {str(name): int(crc) for name, crc in top["files"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{file}: damaged; copy the store again") from error
+            raise UserError(f"{file}: damaged. Copy the store again") from error
         file = self.path / INDEX
         try:
             index = Index(self.storage.view(INDEX, size, digest, checked))
             if not checked:
                 index.check()
         except OSError as error:
-            raise UserError(f"{file}: cannot be read: {error.strerror}; copy the store again") from error
+            raise UserError(f"{file}: cannot be read: {error.strerror}. Copy the store again") from error
         except NotImplementedError as error:
-            raise UserError(f"{file}: an index of version {error}, newer than this WarpFold; update WarpFold") from None
+            raise UserError(f"{file}: an index of version {error}, newer than this WarpFold. Update WarpFold") from None
         except (ValueError, KeyError, TypeError, IndexError, RecursionError, struct.error) as error:
-            raise UserError(f"{file}: damaged ({error}); copy the store again") from error
+            raise UserError(f"{file}: damaged ({error}). Copy the store again") from error
         for shard, expected in () if checked else index.shards:
             try:
                 found = self.storage.size(shard)
             except OSError as error:
                 path = self.path / shard
-                raise UserError(f"{path}: cannot be read: {error.strerror}; copy the store again") from error
+                raise UserError(f"{path}: cannot be read: {error.strerror}. Copy the store again") from error
             if found < expected:
                 raise UserError(
-                    f"{self.path / shard}: {found} bytes, {expected} expected: truncated or not this store's; copy the "
+                    f"{self.path / shard}: {found} bytes, {expected} expected: truncated or not this store's. Copy the "
                     "store again"
                 )
         return checksums, index
@@ -362,9 +362,9 @@ class Store:
                 if not _is_whole(found[i], begin, end, crc) and self.storage.forget(name, begin, end):
                     (found[i],) = self.storage.read(name, [(begin, end)])  # a copy of it was damaged
                 if not _is_whole(found[i], begin, end, crc):
-                    raise UserError(f"{what}: damaged (checksum at byte {begin}); copy or pack the store again")
+                    raise UserError(f"{what}: damaged (checksum at byte {begin}). Copy or pack the store again")
         except OSError as error:
-            raise UserError(f"{places[0][3]}: cannot be read: {error.strerror}; copy the store again") from error
+            raise UserError(f"{places[0][3]}: cannot be read: {error.strerror}. Copy the store again") from error
         return found
 
 
@@ -454,10 +454,10 @@ def _decompress(data: bytes, what: str, most: int = LARGEST) -> bytes:
         _THREAD.decompressor = zstandard.ZstdDecompressor()  # made anew it takes longer than a small blob
     try:
         if not 0 <= zstandard.frame_content_size(data) <= most:
-            raise UserError(f"{what}: damaged (its size is not what it should be); pack the store again")
+            raise UserError(f"{what}: damaged (its size is not what it should be). Pack the store again")
         return bytes(_THREAD.decompressor.decompress(data))
     except zstandard.ZstdError as error:
-        raise UserError(f"{what}: damaged ({error}); pack the store again") from error
+        raise UserError(f"{what}: damaged ({error}). Pack the store again") from error
 
 
 def _is_whole(data: bytes, begin: int, end: int, crc: int | None) -> bool:

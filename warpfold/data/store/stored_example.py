@@ -18,7 +18,7 @@ import numpy as np
 
 from warpfold.batch import Arrays
 from warpfold.data.example.pairing import Pairing
-from warpfold.data.example.raw_example import CA, Assembly, Atoms, RawExample, Templates, as_slice, where_sure
+from warpfold.data.example.raw_example import CA, Assembly, Atoms, RawExample, Templates, as_slice, mask_residues
 from warpfold.data.formats.alignment import decode
 from warpfold.data.store.index import Keys
 from warpfold.data.store.store import Packed, Record, Store, pack_record
@@ -103,9 +103,9 @@ class StoredExample:
     def _record(self) -> Record:
         record = self.store.record(self.key)
         if missing := [name for name in NEEDED if name not in record.arrays]:
-            raise UserError(f"{self.store.path}: {self.key}: lacks {', '.join(missing)}; pack the store again")
+            raise UserError(f"{self.store.path}: {self.key}: lacks {', '.join(missing)}. Pack the store again")
         if wrong := _misfits(record):
-            raise UserError(f"{self.store.path}: {self.key}: {', '.join(wrong)} do not fit; pack the store again")
+            raise UserError(f"{self.store.path}: {self.key}: {', '.join(wrong)} do not fit. Pack the store again")
         return record
 
     @cached_property
@@ -163,7 +163,7 @@ class StoredExample:
         names = ("positions", "mask", "confidence") if self.is_predicted else ("positions", "mask")
         self._record.fetch(dict.fromkeys(names, residues))
         sure = read("confidence", residues) >= least if self.is_predicted else None
-        return read("positions", residues), where_sure(read("mask", residues), sure)
+        return read("positions", residues), mask_residues(read("mask", residues), sure)
 
     def take(
         self,
@@ -332,12 +332,12 @@ def read_assembly(store: Store, key: str) -> Assembly:
         return Assembly(key, (key,), (StoredExample(store, key, pairing=False),))
     notes, keys = record.notes, record.notes[CHAINS]
     if missing := [chain for chain in keys if chain not in store]:
-        raise UserError(f"{store.path}: {key}: its chain {missing[0]} is not in the store; pack the store again")
+        raise UserError(f"{store.path}: {key}: its chain {missing[0]} is not in the store. Pack the store again")
     chains = {chain: StoredExample(store, chain) for chain in dict.fromkeys(keys)}
     operators = record.read("operators") if "operators" in record.arrays else None
     fits = len(notes["ids"]) == len(notes["entities"]) == len(keys) > 0
     if not fits or (operators is not None and (operators.shape != (len(keys), 3, 4) or not is_rigid(operators))):
-        raise UserError(f"{store.path}: {key}: its chains and operators do not fit; pack the store again")
+        raise UserError(f"{store.path}: {key}: its chains and operators do not fit. Pack the store again")
     placed = tuple(chains[chain] for chain in keys)
     return Assembly(notes["name"], tuple(notes["ids"]), placed, operators, tuple(notes["entities"]))
 

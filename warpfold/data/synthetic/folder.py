@@ -68,7 +68,7 @@ def generate(
     Errors: UserError if `out` is in use, and for impossible arguments.
     """
     if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out}: exists already; name a new folder or remove it")
+        raise UserError(f"{out}: exists already. Name a new folder or remove it")
     if min(proteins, dimers) < 0 or proteins + dimers < 1:
         raise UserError(f"proteins = {proteins}, dimers = {dimers}: at least one in all")
     if seed < 0:
@@ -82,7 +82,7 @@ def generate(
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        raise UserError(f"{out}: cannot be made: {error.strerror}; name another folder") from error
+        raise UserError(f"{out}: cannot be made: {error.strerror}. Name another folder") from error
     try:
         for folder in ("mmcif", "msas"):
             (partial / folder).mkdir()
