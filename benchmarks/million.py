@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from warpfold.data.features.choose import SampleConfig
-from warpfold.data.load.order import Order, Source, making_costs, paper_weights, split_keys
+from warpfold.data.load.order import Order, Source, feature_costs, paper_weights, split_keys
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import merge
 from warpfold.data.pack.part import HIT_FILES, PartWriter
@@ -112,7 +112,7 @@ def ordered(folder: Path) -> dict[str, float]:
         "epoch": lambda: sum(1 for _ in map(order.entry, range(len(source.keys)))),
         "weights": lambda: paper_weights(source),
         "held out": lambda: split_keys(store, 100, 0),
-        "costs": lambda: making_costs(source, SampleConfig(crop=256, max_msa=128, max_extra=1024)),
+        "costs": lambda: feature_costs(source, SampleConfig(crop=256, max_msa=128, max_extra=1024)),
     }.items():
         before, cpu = private(), time.process_time()
         result = work()

@@ -47,7 +47,7 @@ def generated(count: int) -> list[str]:
 
 def measured(by: str, count: int) -> dict[str, float | str]:
     """Cluster a number of sequences by WarpFold ("here") or by MMseqs2 ("mmseqs")."""
-    clusters.MOST_HERE = sys.maxsize if by == "here" else 0
+    clusters.MAX_SEQUENCES = sys.maxsize if by == "here" else 0
     sequences = generated(count)
     before = _cpu()
     found = clusters.cluster_sequences(sequences, threads=2)
@@ -58,7 +58,7 @@ def measured(by: str, count: int) -> dict[str, float | str]:
     some = random.Random(0).sample(joined, 400)
     most = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return {
-        "by": clusters.clustered_by(sequences) or "here",
+        "by": clusters.clustering_program(sequences) or "here",
         "sequences": count,
         "seconds": round(seconds, 1),
         "sequences per second": round(count / seconds),

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from warpfold.data.similar.clusters import MOST_HERE, cluster_sequences
+from warpfold.data.similar.clusters import MAX_SEQUENCES, cluster_sequences
 from warpfold.evaluation.measure import Row
 from warpfold.files import as_csv
 from warpfold.scoring.intervals import interval, paired_difference
@@ -109,12 +109,12 @@ def group_name(group: Mapping[str, Any], by: str) -> str:
 def target_clusters(rows: Sequence[Row]) -> list[tuple[int, ...]]:
     """Compute the cluster of each target: the clusters of its chains' sequences, in ascending order.
 
-    If there are more than `MOST_HERE` different sequences, each of them counts as a cluster of its own.
+    If there are more than `MAX_SEQUENCES` different sequences, each of them counts as a cluster of its own.
     """
     sequences = [sequence for row in rows for sequence in row["sequences"]]
     distinct = {sequence: number for number, sequence in enumerate(dict.fromkeys(sequences))}
     numbers = [distinct[sequence] for sequence in sequences]
-    chains = iter(cluster_sequences(sequences) if len(distinct) <= MOST_HERE else numbers)
+    chains = iter(cluster_sequences(sequences) if len(distinct) <= MAX_SEQUENCES else numbers)
     return [tuple(sorted(next(chains) for _ in row["sequences"])) for row in rows]
 
 

@@ -190,7 +190,7 @@ def details_of(prepared: Prepared, recycles: int, seconds: float, sample: Sample
     if len(assembly.chains) > 1:
         more = {"chain_depths": depths, "paired_rows": int((there.sum(1) > 1).sum() - (there.shape[1] > 1))}
     if lost := [id for id, chain in zip(assembly.ids, assembly.chains) if depths[id] < 2 <= chain.depth]:
-        where = f" for {listed(lost)}" if len(assembly.chains) > 1 else ""
+        where = f" for {list_chains(lost)}" if len(assembly.chains) > 1 else ""
         more["warnings"] = [Notice("rows_lost", {"of": where}).record()]
     templates = [one.names[0] for one in assembly.fixed if one is not None and sample is not None]
     for chain in different:

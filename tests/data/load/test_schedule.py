@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warpfold.data.features.choose import SampleConfig, predicted_assembly_cost
-from warpfold.data.load.order import Order, Source, costs, joined_clusters, making_costs, paper_weights, split_keys
+from warpfold.data.load.order import Order, Source, costs, feature_costs, joined_clusters, paper_weights, split_keys
 from warpfold.data.load.schedule import Draw, Schedule, State, deal, share_of
 from warpfold.data.store.store import Store, StoreWriter, pack_record
 from warpfold.errors import UserError
@@ -210,8 +210,8 @@ def test_clusters_that_meet_in_an_assembly_are_held_out_together(complexes: Stor
 
 def test_an_assembly_costs_what_its_chains_and_their_rows_cost(complexes: Store) -> None:
     source = Source(complexes, assemblies=True)
-    cost = dict(zip(source.keys, making_costs(source, SampleConfig(crop=100, max_msa=4, max_extra=4))))
+    cost = dict(zip(source.keys, feature_costs(source, SampleConfig(crop=100, max_msa=4, max_extra=4))))
     assert cost["ce"] > cost["aab"] == cost["just d"]  # of copies as much is read as of one
     many = SampleConfig(crop=100, max_msa=4, max_extra=4, pairing=False)
-    assert dict(zip(source.keys, making_costs(source, many)))["ce"] < cost["ce"]
+    assert dict(zip(source.keys, feature_costs(source, many)))["ce"] < cost["ce"]
     assert cost["just d"] == predicted_assembly_cost([(100, 9)], SampleConfig(crop=100, max_msa=4, max_extra=4))

@@ -222,7 +222,7 @@ def test_a_kill_while_the_store_is_written(
 
 def test_the_program_of_the_clusters_is_said(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merging, "cluster_sequences", lambda sequences, *_: [0] * len(sequences))
-    monkeypatch.setattr(merging, "clustered_by", lambda _: "MMseqs2 14")
+    monkeypatch.setattr(merging, "clustering_program", lambda _: "MMseqs2 14")
     merge(parts_of(files, 2), files / "store")
     store = Store(files / "store")
     assert set(store.column("cluster")) == {store.keys[0]}
@@ -315,7 +315,7 @@ def test_other_clusters_need_no_other_records(files: Path, monkeypatch: pytest.M
         more = {"clusters": files / "clusters"}
     packed(files, "fresh", **more)
     with monkeypatch.context() as patch:
-        patch.setattr(merging, "clustered_by", lambda _: (_ for _ in ()).throw(UserError("no MMseqs2")))
+        patch.setattr(merging, "clustering_program", lambda _: (_ for _ in ()).throw(UserError("no MMseqs2")))
         with pytest.raises(UserError, match="no MMseqs2"):
             packed(files)
     parts_of(files, 2)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.data.search.test_search_programs import install
 from warpfold.data.similar import clusters
-from warpfold.data.similar.clusters import cluster_sequences, clustered_by, read_clusters
+from warpfold.data.similar.clusters import cluster_sequences, clustering_program, read_clusters
 from warpfold.data.similar.pairwise import rost_identity, similar
 from warpfold.errors import UserError
 
@@ -177,7 +177,7 @@ def test_bad_cluster_files(tmp_path: Path, data: bytes | None, message: str) -> 
 
 def handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have more than 10 sequences clustered by MMseqs2."""
-    monkeypatch.setattr(clusters, "MOST_HERE", 10)
+    monkeypatch.setattr(clusters, "MAX_SEQUENCES", 10)
 
 
 @pytest.mark.slow  # MMseqs2 fills tables of half a gigabyte, whatever it clusters
@@ -188,8 +188,8 @@ def test_many_sequences_are_clustered_by_mmseqs2_whatever_their_order_and_its_th
     sequences = families()
     here = named(sequences)
     handed_over(monkeypatch)
-    assert clustered_by(sequences[:10] * 2) == ""
-    assert clustered_by(sequences).startswith("MMseqs2 ")
+    assert clustering_program(sequences[:10] * 2) == ""
+    assert clustering_program(sequences).startswith("MMseqs2 ")
     assert named(sequences) == here
     rng = np.random.default_rng(0)
     order = [*rng.permutation(len(sequences)), 3]

@@ -1,1 +1,1 @@
-"""From stores to batches: which example comes when, the processes that make them, the loader."""
+"""Load examples from stores: their order, and the worker processes that compute them."""

@@ -1,4 +1,4 @@
-"""Jobs that are done ahead of time, and taken in their order; or as they are ready, within a window."""
+"""Prefetch planned batches in worker processes, and take them in order or, within a window, as they are ready."""
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -9,7 +9,7 @@ from warpfold.data.load.workers import Failed, Made, Outcome, Workers
 
 
 class PlannedBatch(Protocol):
-    """A planned batch: its place in the order, and a key that all batches share with which it may exchange places."""
+    """A planned batch. place: its index in the order. kind: batches of equal kind may be reordered."""
 
     @property
     def place(self) -> int: ...
@@ -19,7 +19,7 @@ class PlannedBatch(Protocol):
 
     @property
     def job(self) -> tuple[int, list[Any]]:
-        """Return the epoch and the indices of the examples, as JSON can hold them."""
+        """Return the epoch and the indices of the examples; must be JSON-serialisable."""
         ...
 
 
@@ -27,40 +27,40 @@ P = TypeVar("P", bound=PlannedBatch)
 
 
 class BatchOrder(Protocol[P]):
-    """What a loader yields, and in which order.
+    """The order of a loader's batches.
 
-    refusals: exceptions by which a dataset says that an example cannot be used, so that another one takes its place.
+    refusals: exceptions by which a dataset refuses an example, which is then replaced.
     """
 
     refusals: tuple[type[Exception], ...]
 
     def __len__(self) -> int:
-        """Count the batches of a whole iteration."""
+        """Return the number of batches of an iteration."""
         ...
 
     @property
     def ended(self) -> bool:
-        """Return whether every batch of this iteration has been handed out."""
+        """Return whether all batches of this iteration have been handed out."""
         ...
 
     def begin(self) -> bool:
-        """Begin an iteration.  Returns whether the last one was left early, so that planned batches are dropped."""
+        """Begin an iteration. Returns True if the previous one was left early; its planned batches are then dropped."""
         ...
 
     def end(self) -> None:
-        """End an iteration of which every batch has been handed out."""
+        """End an iteration after all its batches have been handed out."""
         ...
 
     def plan(self) -> Iterator[P]:
-        """Yield what comes from now on, also what follows the end of this iteration."""
+        """Yield the batches from now on, including those of the following iterations."""
         ...
 
     def substitute(self, planned: P, failed: Failed) -> P:
-        """Choose a batch that takes the place of one that failed, or raise."""
+        """Choose a replacement for a batch that failed, or raise an error."""
         ...
 
     def note(self, planned: P) -> None:
-        """Note that a batch is used next, before it is used."""
+        """Record that a batch is used next. Called before its use."""
         ...
 
     def hand_out(self, planned: P) -> None:
@@ -69,18 +69,21 @@ class BatchOrder(Protocol[P]):
 
 
 class Ahead(Generic[P]):
-    """Planned batches, in the order of their places; workers make them ahead of time.
+    """A queue of planned batches, which worker processes compute ahead of time.
 
-    workers: None: the caller takes the `first` and makes it.  substitute: returns what to make instead of a batch that
-    failed, at its place, or raises; one whose process was killed is tried once more before.  window: how many places
-    a batch may be taken earlier or later than planned; only those of one kind exchange places.
+    workers: None if the caller takes the `first` batch and computes it. substitute: returns a replacement for a batch
+    that failed, or raises. A batch is retried once if its process was killed. window: number of places by which a batch
+    may be taken earlier or later than planned. Only batches of one kind are reordered.
     """
 
     def __init__(self, workers: Workers | None, substitute: Callable[[P, Failed], P], window: int) -> None:
         self._workers, self._substitute, self._window = workers, substitute, window
-        self._planned: dict[int, P] = {}  # by place, ascending: planned, and not taken yet
-        self._kinds: deque[Hashable] = deque()  # of the places for which none is taken yet
-        self._killed: set[int] = set()  # places of jobs whose process was killed once
+        # Batches that have not been taken, by ascending place.
+        self._planned: dict[int, P] = {}
+        # The kinds of the places that have not been filled.
+        self._kinds: deque[Hashable] = deque()
+        # Places of batches that have been retried after their process was killed.
+        self._killed: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._planned)
@@ -89,7 +92,7 @@ class Ahead(Generic[P]):
         return iter(self._planned.values())
 
     def add(self, planned: P) -> None:
-        """Plan one more, behind all others."""
+        """Append a batch."""
         self._kinds.append(planned.kind)
         self._submit(planned)
 
@@ -99,13 +102,13 @@ class Ahead(Generic[P]):
             self._workers.submit(planned.place, planned.job)
 
     def first(self) -> P:
-        """Take the first job, for the caller to do."""
+        """Take the first batch, which the caller computes."""
         planned = next(iter(self))
         self._take(planned)
         return planned
 
     def take(self, wait: bool) -> tuple[P, Made] | None:
-        """Take the job for the next place; None if none is ready (yet, unless `wait`)."""
+        """Take the batch for the next place; with `wait`, wait for it. Returns None if no batch is ready or planned."""
         workers = self._workers
         if not self._kinds or workers is None:
             return None
@@ -128,10 +131,10 @@ class Ahead(Generic[P]):
         del self._planned[planned.place]
 
     def _first_ready(self, outcomes: Mapping[int, Outcome]) -> P | None:
-        """Return the first finished job among those that may take the next place.
+        """Return the first finished batch that may take the next place.
 
-        These are at most `window` places behind the oldest that was not taken, so that none comes more than `window`
-        places late or early.
+        It must be at most `window` places after the oldest batch of its kind that has not been taken. Thus no batch is
+        more than `window` places late or early.
         """
         oldest = None
         for planned in self:
@@ -145,7 +148,7 @@ class Ahead(Generic[P]):
         return None
 
     def _settle(self, outcomes: dict[int, Outcome]) -> None:
-        """Submit failed jobs again, or what is to be done instead."""
+        """Resubmit failed batches, or their replacements."""
         failed = {place: outcome for place, outcome in outcomes.items() if isinstance(outcome, Failed)}
         for place, outcome in failed.items():
             del outcomes[place]

@@ -1,7 +1,7 @@
-"""Memory that two processes share, in blocks that are used again: what one writes the other reads in place, uncopied.
+"""Share memory between two processes in reusable blocks, which the reader uses without a copy.
 
-A block has no name and no place in a file system, so neither the size of /dev/shm nor a process that is killed matters:
-it goes with the last process that has it.
+A block has no name and no file. It does not depend on the size of /dev/shm, and the system frees it with the last
+process that maps it, even if that process is killed.
 """
 
 import json
@@ -21,25 +21,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ALIGN = 64  # bytes: where an array begins in a block, so that it can be viewed in its dtype
-LEAST = 2**16  # bytes of a block; pages that were never written to take no memory
+# Alignment in bytes of the arrays in a block, so that they can be viewed in their dtype.
+ALIGN = 64
+# Smallest block in bytes. Pages that are never written use no memory.
+MIN_BLOCK_BYTES = 2**16
 
 Layout = list[tuple[str, str, tuple[int, ...], int]]  # name, dtype, shape, offset in bytes
 
 
 class Written(NamedTuple):
-    """What a writer tells the reader of arrays in a block; JSON-able, apart from `descriptor`, of a new block."""
+    """The writer's message about arrays in a block. All fields except `descriptor` are JSON-serialisable.
+
+    size: bytes of the arrays. block: its number. capacity: bytes of the block. gone: blocks that the writer has
+    dropped. descriptor: the file descriptor of a new block, else None.
+    """
 
     layout: Layout
-    size: int  # bytes
+    size: int
     block: int
     capacity: int
-    gone: list[int]  # blocks that will not be used again
+    gone: list[int]
     descriptor: int | None
 
 
 class BlockWriter:
-    """The blocks that this process writes to, each lent to the reader until it gives it back (`returned`)."""
+    """The blocks that this process writes. The reader owns a block until it returns it (see `returned`)."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, mmap.mmap] = {}
@@ -47,11 +53,11 @@ class BlockWriter:
         self._count = 0
 
     def returned(self, blocks: Iterable[int]) -> None:
-        """Note that the reader does not use these any more."""
+        """Mark blocks as free, because the reader has released them."""
         self._free.update(blocks)
 
     def write(self, arrays: Mapping[str, np.ndarray]) -> Written:
-        """Write arrays into a free block, or a new one where none is large enough."""
+        """Write arrays into a free block, or into a new one if no free block is large enough."""
         layout, size = [], 0
         for name, array in arrays.items():
             layout.append((name, array.dtype.str, array.shape, size))
@@ -63,38 +69,40 @@ class BlockWriter:
         return Written(layout, size, number, len(block), gone, descriptor)
 
     def _take(self, size: int) -> tuple[int, list[int], int | None]:
+        """Choose a block of at least `size` bytes. Returns its number, dropped blocks, and a new block's descriptor."""
         fitting = [number for number in self._free if len(self._blocks[number]) >= size]
         if fitting:
             number = min(fitting, key=lambda number: len(self._blocks[number]))
             self._free.remove(number)
             return number, [], None
-        gone = [*self._free]  # all too small: sizes grow, and memory is not to be kept for smaller ones
+        # All free blocks are too small. They are dropped, because sizes tend to grow.
+        gone = [*self._free]
         for number in gone:
             del self._blocks[number]
         self._free.clear()
-        capacity = max(LEAST, 1 << (size - 1).bit_length())
+        capacity = max(MIN_BLOCK_BYTES, 1 << (size - 1).bit_length())
         number, self._count = self._count, self._count + 1
-        descriptor = _memory(capacity)
+        descriptor = _allocate(capacity)
         self._blocks[number] = mmap.mmap(descriptor, capacity)
         return number, gone, descriptor
 
 
 class BlockReader:
-    """The blocks of one writer, as they lie in this process's memory."""
+    """The blocks of one writer, mapped into this process."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, mmap.mmap] = {}
         self._returned: deque[int] = deque()
 
     def returned(self) -> list[int]:
-        """Return the blocks that are no longer used here, each once, for the writer to use again."""
-        found = []
+        """Return the blocks that have been released since the last call, for the writer to reuse."""
+        blocks = []
         while self._returned:
-            found.append(self._returned.popleft())
-        return found
+            blocks.append(self._returned.popleft())
+        return blocks
 
     def read(self, written: Written) -> np.ndarray:
-        """Return the bytes that were written, in place: the block is lent as long as any view of them exists."""
+        """Return a view of the written bytes. The block is released when no view of them exists any more."""
         for number in written.gone:
             del self._blocks[number]
         if written.descriptor is not None:
@@ -106,22 +114,22 @@ class BlockReader:
 
 
 def send(pipe: Connection, written: Written) -> None:
-    """Send what a `BlockWriter` wrote: JSON, and then the descriptor of a new block."""
+    """Send the message of a `BlockWriter` as JSON, followed by the descriptor of a new block."""
     pipe.send_bytes(json.dumps({"written": [*written[:-1], written.descriptor is not None]}).encode())
     if written.descriptor is not None:
         send_handle(pipe, written.descriptor, 0)
         os.close(written.descriptor)
 
 
-def received(pipe: Connection, answer: list[Any]) -> Written:
-    """Read the answer of `send`, and the descriptor of a new block, which follows it in the pipe."""
+def receive(pipe: Connection, answer: list[Any]) -> Written:
+    """Decode the JSON of `send`, and receive the descriptor of a new block, which follows in the pipe."""
     layout, size, block, capacity, gone, described = answer
     layout = [(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in layout]
     return Written(layout, size, block, capacity, gone, recv_handle(pipe) if described else None)
 
 
 def view(buffer: Tensor, dtype: str, shape: Sequence[int], offset: int) -> Tensor:
-    """Return an array that lies in a buffer (uint8), on any device, as a tensor that shares its memory."""
+    """Return a tensor that shares the memory of an array in a uint8 buffer on any device. offset: in bytes."""
     kind = _torch_dtype(dtype)
     return buffer[offset : offset + math.prod(shape) * kind.itemsize].view(kind).reshape(tuple(shape))
 
@@ -131,8 +139,8 @@ def _torch_dtype(dtype: str) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
-def _memory(size: int) -> int:
-    """Return the descriptor of so many bytes of memory; of a file without a name where a system lacks these."""
+def _allocate(size: int) -> int:
+    """Allocate `size` bytes of anonymous memory, or an unnamed file on systems without it. Returns the descriptor."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("warpfold")
     else:

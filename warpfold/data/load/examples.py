@@ -1,7 +1,7 @@
-"""The examples of a run and their order, for `engine.ready.Ready` (docs/explanation/parallel_training.md).
+"""Define the dataset of a run and the order of its examples, for `engine.ready.Ready` (docs/loader.md).
 
-`ExampleDataset` is the map-style dataset of a run.  `RunOrder` says which examples this process works on: those of a
-`Schedule`, each as an index of the dataset.
+`ExampleDataset` is the map-style dataset. `RunOrder` yields the examples of this process, those of a `Schedule`, as
+indices of the dataset.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,10 +21,10 @@ from warpfold.errors import UserError
 
 @dataclass(frozen=True)
 class Maker:
-    """Make the features of examples: what each worker gets, the stores and settings.
+    """Compute the features of examples in a worker process.
 
-    assemblies: for a model of complexes, to which a chain is an assembly of one (`stored_example.open_entry`).
-    sizes, multiple: pad each axis to one of so many sizes, and to a multiple of a number (`make.padded_shape`).
+    assemblies: read every entry as an assembly, for a multimer model (`stored_example.open_entry`). sizes: number of
+    different sizes of each axis, 0 for any. multiple: pad to a multiple of this number (see `make.padded_shape`).
     """
 
     stores: tuple[Store, ...]
@@ -36,9 +36,9 @@ class Maker:
     multiple: int = 1
 
     def __call__(self, source: int, key: str, index: int, passes: int) -> Arrays:
-        """Return the features of a store's entry `key`, drawn for example `index`: arrays of the feature table.
+        """Compute the features of entry `key` of a store for example `index`: arrays of the feature table.
 
-        passes: through the trunk.  Errors: UserError for a damaged entry.
+        passes: number of passes through the trunk. Raises UserError for a damaged entry.
         """
         example = open_entry(self.stores[source], key, self.assemblies)
         features = make_features(example, self.config, self.seed, (key, index), passes, self.train)
@@ -46,10 +46,10 @@ class Maker:
 
 
 class Quarantine:
-    """The names of entries that could not be used, set aside for the rest of a run.
+    """The names of unusable entries, which are skipped for the rest of a run.
 
-    limit: how many are allowed.  known: those of earlier sessions of the run.  report: called with the name, the number
-    of the example, and the reason, for each new one.
+    limit: allowed number of entries. known: entries of earlier sessions of the run. report: called for each new entry
+    with its name, the number of the example, and the reason.
     """
 
     def __init__(
@@ -61,32 +61,35 @@ class Quarantine:
         return name in self.names
 
     def add(self, name: str, index: int, reason: str) -> None:
-        """Set an entry aside.  Errors: UserError if it exceeds the limit."""
+        """Add an entry. Raises UserError if this exceeds the limit."""
         if name not in self.names:
             self.names[name] = None
             self._report(name, index, reason)
         if len(self.names) > self.limit:
             raise UserError(
                 f"entries that cannot be used: {len(self.names)}, the last one {name}: {reason}; more than "
-                f"{self.limit} stop a run (train.quarantine). See quarantine.jsonl, and mend or pack the data again"
+                f"{self.limit} stop a run (train.quarantine). See quarantine.jsonl, and repair or pack the data again"
             )
 
 
 @dataclass(frozen=True)
 class Sample:
-    """An example, ready to be used; of a loader, with the source and the key of its entry."""
+    """A loaded example, with the source and the key of its entry.
+
+    features: in the narrow types of `make_features`, which `batch.to_tensors` converts.
+    """
 
     index: int
     name: str
-    features: Batch  # as a loader yields them, in the narrow types of `make_features`: see `batch.to_tensors`
+    features: Batch
     source: int = 0
     key: str = ""
 
 
 class ExampleDataset:
-    """A map-style dataset of the entries of stores; an index is that of a `PlannedExample`.
+    """A map-style dataset of the entries of stores. An index is an element of `PlannedExample.job`.
 
-    make: called with source, key, number, passes (a `Maker`).
+    make: called with source, key, number and passes (a `Maker`).
     """
 
     def __init__(self, make: Make) -> None:
@@ -99,42 +102,44 @@ class ExampleDataset:
 
 
 def only(examples: Sequence[Sample]) -> Sample:
-    """Collate a batch of one example."""
+    """Return the only example of a batch, as a collate function."""
     (example,) = examples
     return example
 
 
 @dataclass(frozen=True)
 class PlannedExample:
-    """An example that is being made.  place: its number among this process's, and the ticket of its job."""
+    """A planned example.
+
+    place: its number among the examples of this process, and the ticket of its job. fixed: it must not be reordered.
+    """
 
     place: int
     draw: Draw
     entry: SourceEntry
     passes: int
-    fixed: bool  # must keep its place
+    fixed: bool
 
     @property
     def kind(self) -> tuple[bool, int]:
-        """Return a key that all examples share with which it may exchange places.
+        """Return a key that is equal for examples that may be reordered.
 
-        All examples of a step have the step's number of passes, so only examples with the same number may be
-        exchanged; otherwise some would lack passes or have too many.
+        All examples of a step have the same number of passes, so only examples with equal numbers may be exchanged.
         """
         return (True, self.place) if self.fixed else (False, self.passes)
 
     @property
     def job(self) -> tuple[int, list[Any]]:
-        """Return the epoch, of which a run has one, and the indices of its batch of one."""
+        """Return the epoch (a run has a single epoch) and the indices of a batch of one example."""
         return 0, [[self.entry.source, self.entry.key, self.entry.name, self.draw.number, self.passes]]
 
 
 class RunOrder:
-    """The order of this rank's examples of a run: those of a `Schedule`, each by itself (`BatchOrder`).
+    """The order of this rank's examples in a run: those of a `Schedule`, in batches of one (`BatchOrder`).
 
-    An entry that cannot be used is set aside, and another one of its source takes its place.
-    passes: the number of passes of step 0, 1, ... of the schedule.  used: called with each example before it is used.
-    Errors while iterating: UserError from `quarantine`, or if a source has no usable entry left.
+    An unusable entry is added to the quarantine and replaced by another entry of its source.
+    passes: returns the number of passes of a step of the schedule. used: called with each example before its use.
+    Iteration raises UserError from `quarantine`, or if a source has no usable entry left.
     """
 
     refusals: tuple[type[Exception], ...] = (UserError, MemoryError)
@@ -149,9 +154,12 @@ class RunOrder:
     ) -> None:
         self.order, self.schedule, self.quarantine = order, schedule, quarantine
         self._passes, self._used = passes, used
-        self._planned: dict[int, PlannedExample] = {}  # by place: planned, and not handed out
-        self._early: dict[int, int] = {}  # place and number of examples that were handed out early
-        self._count = 0  # examples handed out
+        # Examples that have not been handed out, by place.
+        self._planned: dict[int, PlannedExample] = {}
+        # Numbers of examples that were handed out early, by place.
+        self._early: dict[int, int] = {}
+        # Number of examples that have been handed out.
+        self._count = 0
 
     def __len__(self) -> int:
         return len(self.schedule)
@@ -166,7 +174,7 @@ class RunOrder:
     def end(self) -> None: ...
 
     def plan(self) -> Iterator[PlannedExample]:
-        """Yield the examples of the schedule, with substitutes for entries in quarantine."""
+        """Yield the examples of the schedule, with replacements for entries in quarantine."""
         for place, (draw, fixed) in enumerate(self.schedule):
             passes = self._passes(place // self.schedule.share)
             planned = PlannedExample(place, draw, self.order.entry(*draw), passes, fixed)
@@ -191,12 +199,12 @@ class RunOrder:
         self._count += 1
 
     def exchanged(self) -> tuple[list[int], list[int]]:
-        """Return the examples that this rank was to have used by now and has not, and those that it has used early."""
+        """Return the examples that this rank has not used although they were due, and those that it has used early."""
         late = [planned.draw.number for place, planned in self._planned.items() if place < self._count]
         return late, list(self._early.values())
 
     def state(self, exchanged: Iterable[tuple[list[int], list[int]]] = ()) -> State:
-        """Return which examples have been used, at the end of a step.  exchanged: of every rank."""
+        """Return the set of used examples at the end of a step. exchanged: the result of `exchanged` on every rank."""
         steps, remainder = divmod(self._count, self.schedule.share)
         assert not remainder, "in the middle of a step"
         every = list(exchanged) or [self.exchanged()]
@@ -204,7 +212,7 @@ class RunOrder:
         return self.schedule.state(steps, late, early)
 
     def _redrawn(self, planned: PlannedExample) -> PlannedExample:
-        """Return the plan with another entry of the same source that is not in quarantine."""
+        """Replace the entry by another one of the same source that is not in quarantine."""
         number = planned.entry.source
         source = self.order.sources[number]
         if all(self.order.at(number, place).name in self.quarantine for place in range(len(source.keys))):

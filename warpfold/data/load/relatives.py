@@ -1,4 +1,4 @@
-"""Leave out entries of stores that are related to held-out ones (data/similar/relatives.py)."""
+"""Find entries of stores that are related to held-out entries (data/similar/relatives.py)."""
 
 from collections.abc import Iterable, Sequence
 
@@ -14,52 +14,55 @@ Entry = tuple[Store, str]
 
 
 def related_entries(source: Source, held_out: Iterable[Entry], min_identity: float, threads: int = 1) -> np.ndarray:
-    """Return the places of the source's keys of which a chain is related to a chain of a held-out entry, in order.
+    """Find the entries of a source with a chain that is related to a chain of a held-out entry.
 
-    A held-out entry is related to itself if the source has it.  min_identity: share of identical pairs, 0 to 1.
+    Returns sorted indices of the source's keys. A held-out entry of the source is related to itself. min_identity:
+    fraction of identical pairs, 0 to 1.
     """
-    queries = sorted({text for store, key in held_out for text in chain_sequences(Source(store, [key]))[0]})
-    texts, entries = chain_sequences(source)
-    places = set[int]().union(*find_relatives(queries, texts, min_identity, threads))
-    return np.unique(entries[sorted(places)])
+    queries = sorted({sequence for store, key in held_out for sequence in chain_sequences(Source(store, [key]))[0]})
+    sequences, entries = chain_sequences(source)
+    related = set[int]().union(*find_relatives(queries, sequences, min_identity, threads))
+    return np.unique(entries[sorted(related)])
 
 
 def chain_sequences(source: Source) -> tuple[list[str], np.ndarray]:
-    """Return the sequences of the different chains of all entries, and the place of the entry of each, int64.
+    """Read the sequences of the unique chains of all entries. Returns them and the entry index of each, int64.
 
-    A chain that cannot be read has the empty sequence: training leaves its entry out, too.
+    An unreadable chain has an empty sequence, because training skips its entry too.
     """
     counts, rows = source.members()
-    known: dict[int, str] = {}
+    sequence_of: dict[int, str] = {}
     for row in np.unique(rows).tolist():
         try:
-            known[row] = StoredExample(source.store, source.store.keys[row]).sequence
+            sequence_of[row] = StoredExample(source.store, source.store.keys[row]).sequence
         except StorageError:
             raise
         except UserError:
-            known[row] = ""
-    return [known[row] for row in rows.tolist()], np.repeat(np.arange(len(counts)), counts)
+            sequence_of[row] = ""
+    return [sequence_of[row] for row in rows.tolist()], np.repeat(np.arange(len(counts)), counts)
 
 
 def families(source: Source, clusters: Sequence[str], min_identity: float, threads: int = 1) -> list[str]:
-    """Join clusters of which chains are related, directly or by way of others; return the family of each entry.
+    """Merge clusters that are connected by related chains; returns the family of each entry.
 
-    A family has the name of its first cluster.
+    A family is named by its first cluster.
     """
-    texts, entries = chain_sequences(source)
-    distinct = sorted(set(texts) - {""})
-    of_text: dict[str, list[str]] = {}
-    for text, entry in zip(texts, entries.tolist()):
-        of_text.setdefault(text, []).append(clusters[entry])
-    first = {name: name for name in clusters}
+    sequences, entries = chain_sequences(source)
+    unique = sorted(set(sequences) - {""})
+    clusters_of: dict[str, list[str]] = {}
+    for sequence, entry in zip(sequences, entries.tolist()):
+        clusters_of.setdefault(sequence, []).append(clusters[entry])
+    # Union-find over the names of clusters.
+    parent = {name: name for name in clusters}
 
     def root(name: str) -> str:
-        while first[name] != name:
-            first[name] = name = first[first[name]]
+        while parent[name] != name:
+            parent[name] = name = parent[parent[name]]
         return name
 
-    for text, related in zip(distinct, find_relatives(distinct, distinct, min_identity, threads)):
-        names = {root(name) for one in (text, *(distinct[n] for n in related)) for name in of_text[one]}
+    for sequence, related in zip(unique, find_relatives(unique, unique, min_identity, threads)):
+        members = (sequence, *(unique[n] for n in related))
+        names = {root(name) for member in members for name in clusters_of[member]}
         for name in names:
-            first[name] = min(names)
+            parent[name] = min(names)
     return [root(name) for name in clusters]

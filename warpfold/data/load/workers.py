@@ -1,12 +1,12 @@
-"""Processes that make examples ahead of time: kept for the whole run, replaced when they die.
+"""Run worker processes that compute examples ahead of time. They live for the whole run and are replaced if they die.
 
-Arrays lie in memory that both processes have (data/load/blocks.py): no pickle, and no /dev/shm, which is 64 MB in most
-containers.  Through a pipe go
+Arrays are passed in shared memory (data/load/blocks.py). Neither pickle nor /dev/shm is used, which has only 64 MB in
+most containers. The pipe carries these messages:
 
-    job        JSON: [blocks that may be used again, arguments of `make`]
-    answer     JSON: {"written": `Written`}, and then the descriptor of a new block; or {"refused": reason};
-               {"ready": true} when the process begins, {"unreachable": reason} when the data are not there,
-               {"failed": traceback} when a bug ends it
+    job        JSON: [released blocks, arguments of `make`]
+    answer     JSON: {"written": `Written`}, followed by the descriptor of a new block; or {"refused": reason};
+               {"ready": true} at the start of the process; {"unreachable": reason} if the data cannot be accessed;
+               {"failed": traceback} if a bug ends the process
 """
 
 import contextlib
@@ -29,7 +29,7 @@ import numpy as np
 
 from warpfold import device
 from warpfold.bulk import end_with_parent
-from warpfold.data.load.blocks import BlockReader, BlockWriter, Layout, received, send
+from warpfold.data.load.blocks import BlockReader, BlockWriter, Layout, receive, send
 from warpfold.errors import StorageError, UserError
 
 Make = Callable[..., Mapping[str, np.ndarray]]
@@ -37,7 +37,7 @@ Make = Callable[..., Mapping[str, np.ndarray]]
 
 @dataclass(frozen=True)
 class Made:
-    """A finished job: a buffer, and where the arrays lie in it."""
+    """A finished job: a buffer, and the layout of the arrays in it."""
 
     layout: Layout
     buffer: Any
@@ -45,9 +45,9 @@ class Made:
 
 @dataclass(frozen=True)
 class Failed:
-    """A job that cannot be done, for a damaged entry say.
+    """A failed job, for example of a damaged entry.
 
-    killed: its process was killed, by the kernel for lack of memory, by a fault, or by someone.
+    killed: its process was killed: out of memory, by a segmentation fault, or by a user.
     """
 
     reason: str
@@ -59,34 +59,39 @@ Outcome = Made | Failed
 
 @dataclass
 class _Worker:
+    """A worker process. job: ticket (None if the job was dropped) and arguments of the running job."""
+
     process: BaseProcess
     pipe: Connection
     ready: bool = False
-    job: tuple[int | None, Sequence[Any]] | None = None  # ticket (None: dropped), arguments
+    job: tuple[int | None, Sequence[Any]] | None = None
     blocks: BlockReader = field(default_factory=BlockReader)
 
 
 class Workers:
-    """`count` processes that each call `make` with the arguments of one job after another.
+    """A pool of `count` processes that call `make` with the arguments of each job.
 
-    make: a picklable callable that returns arrays by name.  Its UserError or MemoryError is the job's outcome;
-    `StorageError`, and other exceptions, which are bugs, are raised in the caller.  buffer: makes a buffer of a given
-    size to copy arrays into, anything that NumPy can view; by default they stay in the memory shared with the worker,
-    which uses it again when no view of them is left.  preload: modules that the fork server loads, besides that of
-    `make`.
-    `changed` is notified of new outcomes, and must be held while `outcomes` is touched.
+    make: a picklable callable that returns arrays by name. Its UserError or MemoryError becomes the job's outcome.
+    `StorageError`, and other exceptions, which are bugs, are raised in the caller. buffer: allocates a buffer of a
+    given size, which NumPy can view, to which the arrays are copied. By default they remain in the memory shared with
+    the worker, which reuses it when no view of them is left. preload: modules that the fork server imports in addition
+    to that of `make`.
+
+    The condition `changed` is notified of new outcomes, and must be held to access `outcomes`.
     """
 
     def __init__(
         self, make: Make, count: int, buffer: Callable[[int], Any] | None = None, preload: Sequence[str] = ()
     ) -> None:
-        self.outcomes: dict[int, Outcome] = {}  # by ticket; the caller removes them
+        # By ticket. The caller removes them.
+        self.outcomes: dict[int, Outcome] = {}
         self.changed = threading.Condition()
         self._make, self._buffer = make, buffer
         self._waiting: deque[tuple[int, Sequence[Any]]] = deque()
-        self._failed_starts = 0  # processes that died when they started, in a row
-        # A fork server loads the libraries once and shares their memory: a worker costs 4 MB of its own instead of
-        # 140, and starts at once (docs/explanation/parallel_training.md).
+        # Number of consecutive processes that died at their start.
+        self._failed_starts = 0
+        # A fork server imports the libraries once and shares their memory. A worker then needs 4 MB instead of 140 MB
+        # and starts immediately (docs/loader.md).
         self._context: ForkServerContext | SpawnContext = get_context("spawn")
         if "forkserver" in get_all_start_methods():
             self._context = get_context("forkserver")
@@ -94,7 +99,8 @@ class Workers:
         self._workers = [self._start() for _ in range(count)]
         self._wake, self._woken = self._context.Pipe()
         self._closing = False
-        self._error: BaseException | None = None  # what ended the receiving thread
+        # The error that ended the receiving thread.
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
         self._thread.start()
 
@@ -105,13 +111,13 @@ class Workers:
         self.close()
 
     def submit(self, ticket: int, job: Sequence[Any]) -> None:
-        """Queue a job for the next free process; its outcome will be `outcomes[ticket]`."""
+        """Queue a job for the next free process. Its outcome will be in `outcomes[ticket]`."""
         with self.changed:
             self._waiting.append((ticket, job))
             self._hand_out()
 
     def drop(self) -> None:
-        """Drop all jobs and outcomes.  Results of jobs that are running now are discarded."""
+        """Drop all jobs and outcomes. The results of running jobs will be discarded."""
         with self.changed:
             self._waiting.clear()
             self.outcomes.clear()
@@ -120,19 +126,19 @@ class Workers:
                     worker.job = None, worker.job[1]
 
     def wait(self) -> None:
-        """Wait, holding `changed`, for news; raise the error that ended the receiving thread, if one did."""
+        """Wait for a new outcome while holding `changed`. Raises the error that ended the receiving thread, if any."""
         if self._error is None:
             self.changed.wait()
         if self._error is not None:
             raise self._error
 
     def processes(self) -> list[int]:
-        """Return the process ids, for measurements."""
+        """Return the process ids (for measurements)."""
         with self.changed:
             return [worker.process.pid or 0 for worker in self._workers]
 
     def close(self) -> None:
-        """Kill the processes: they hold nothing worth keeping."""
+        """Kill the processes, which hold no state."""
         self._closing = True
         self._wake.close()
         with self.changed:
@@ -140,12 +146,14 @@ class Workers:
                 worker.process.kill()
         self._thread.join()
         for worker in self._workers:
-            worker.process.kill()  # also one that `_serve` started in the meantime
+            # `_serve` may have started another process in the meantime.
+            worker.process.kill()
             worker.process.join()
             worker.pipe.close()
         self._woken.close()
 
     def _start(self) -> _Worker:
+        """Start a worker process."""
         here, there = self._context.Pipe()
         process = self._context.Process(target=_work, args=(_Environment(), there, self._make), daemon=True)
         with device.one_thread():
@@ -154,14 +162,16 @@ class Workers:
         return _Worker(process, here)
 
     def _hand_out(self) -> None:
+        """Send waiting jobs to idle processes."""
         for worker in self._workers:
             if self._waiting and worker.ready and worker.job is None:
                 worker.job = self._waiting.popleft()
-                with contextlib.suppress(ConnectionError):  # it has just died, and `_serve` will notice
+                # `_serve` notices if the process has just died.
+                with contextlib.suppress(ConnectionError):
                     worker.pipe.send_bytes(json.dumps([worker.blocks.returned(), worker.job[1]]).encode())
 
     def _run(self) -> None:
-        """Run the receiving thread; if an error ends it, hand the error to the waiting thread."""
+        """Run the receiving thread. An error that ends it is passed to the waiting thread."""
 
         def ended(kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
             with self.changed:
@@ -174,7 +184,7 @@ class Workers:
             self._serve()
 
     def _serve(self) -> None:
-        """Receive answers as they come, keep every process busy, and replace those that die."""
+        """Receive answers, keep all processes busy, and replace processes that die."""
         while True:
             by_pipe = {worker.pipe: worker for worker in self._workers}
             for pipe in wait([self._woken, *by_pipe]):
@@ -192,11 +202,13 @@ class Workers:
                         ticket, worker.job = worker.job[0], None
                         if ticket is not None:
                             self.outcomes[ticket] = outcome
-                    outcome = None  # it may be the last that holds a block
+                    # This may be the last reference to a block.
+                    outcome = None
                     self._hand_out()
                     self.changed.notify_all()
 
     def _receive(self, worker: _Worker) -> Outcome | None:
+        """Receive an answer of a process. Returns the outcome of its job, or None if it has just started."""
         answer = json.loads(worker.pipe.recv_bytes())
         if "ready" in answer:
             worker.ready, self._failed_starts = True, 0
@@ -207,7 +219,7 @@ class Workers:
             raise StorageError(answer["unreachable"])
         if "failed" in answer:
             raise RuntimeError(f"a loader process failed:\n{answer['failed']}")
-        written = received(worker.pipe, answer["written"])
+        written = receive(worker.pipe, answer["written"])
         shared = worker.blocks.read(written)
         if self._buffer is None:
             return Made(written.layout, shared)
@@ -216,13 +228,13 @@ class Workers:
         return Made(written.layout, buffer)
 
     def _replace_dead(self, worker: _Worker) -> Outcome:
-        """Replace a process that died, and return the outcome of its job."""
+        """Replace a process that died; returns the outcome of its job."""
         worker.process.join()
         code = worker.process.exitcode or 0
         if code == 1:
             raise RuntimeError(
-                "a loader process could not start, by an error that it has printed; a script that has workers needs "
-                "`if __name__ == '__main__':` around what it does"
+                "a loader process could not start because of the error that it has printed; a script that uses workers "
+                "needs `if __name__ == '__main__':` around its main code"
             )
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         how += " (too little memory?)" if code == -signal.SIGKILL else ""
@@ -237,7 +249,7 @@ class Workers:
 
 
 class _Environment:
-    """The variables of this process's environment, which another has when it reads this: a fork server has old ones."""
+    """Copy the environment variables of this process to the one that unpickles this. A fork server has old values."""
 
     def __reduce__(self) -> tuple[Callable[[dict[str, str]], None], tuple[dict[str, str]]]:
         return _set_environment, (dict(os.environ),)
@@ -248,14 +260,15 @@ def _set_environment(variables: dict[str, str]) -> None:
 
 
 def _work(_: None, pipe: Connection, make: Make) -> None:
-    """Run a worker process: make examples until the parent is gone."""
-    # Ctrl-C and SIGTERM are meant for the training process alone, which ends its workers itself.
+    """Run a worker process, which computes examples until the parent process ends."""
+    # Ctrl-C and SIGTERM are meant only for the training process, which ends its workers itself.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
-    with contextlib.suppress(EOFError, ConnectionError), contextlib.ExitStack() as stack:  # until the parent is gone
+    # These exceptions mean that the parent process has ended.
+    with contextlib.suppress(EOFError, ConnectionError), contextlib.ExitStack() as stack:
         stack.push(lambda kind, error, trace: _report(pipe, error))
-        _tell(pipe, ready=True)
+        _send_answer(pipe, ready=True)
         blocks = BlockWriter()
         while True:
             returned, job = json.loads(pipe.recv_bytes())
@@ -263,20 +276,21 @@ def _work(_: None, pipe: Connection, make: Make) -> None:
             try:
                 arrays = make(*job)
             except StorageError as error:
-                _tell(pipe, unreachable=str(error))
+                _send_answer(pipe, unreachable=str(error))
             except (UserError, MemoryError) as error:
-                _tell(pipe, refused=str(error) or "too little memory")
+                _send_answer(pipe, refused=str(error) or "too little memory")
             else:
                 send(pipe, blocks.write(arrays))
 
 
 def _report(pipe: Connection, error: BaseException | None) -> bool:
-    """Send the parent the traceback of a bug, to raise it there; return True so that this process prints no other."""
+    """Send the traceback of a bug to the parent, which raises it. Returns True to suppress its output here."""
     if error is None or isinstance(error, EOFError | ConnectionError):
         return False
-    _tell(pipe, failed="".join(traceback.format_exception(error)))
+    _send_answer(pipe, failed="".join(traceback.format_exception(error)))
     return True
 
 
-def _tell(pipe: Connection, **answer: Any) -> None:
+def _send_answer(pipe: Connection, **answer: Any) -> None:
+    """Send an answer as JSON."""
     pipe.send_bytes(json.dumps(answer).encode())

@@ -8,7 +8,7 @@ from typing import Any
 
 from warpfold.data.pack.part import HIT_FILES, Manifest, PartFolder, differences
 from warpfold.data.pack.report import PackEntry, PackReport
-from warpfold.data.similar.clusters import cluster_sequences, clustered_by, read_clusters
+from warpfold.data.similar.clusters import cluster_sequences, clustering_program, read_clusters
 from warpfold.data.store.store import Packed, StoreWriter
 from warpfold.data.store.stored_example import CHAINS
 from warpfold.errors import UserError
@@ -143,7 +143,7 @@ def _clusters(
     identity = manifest["options"]["cluster_identity"]
     if identity >= 1:
         return [first[sequence] for sequence in sequences], ""
-    program = clustered_by(sequences)
+    program = clustering_program(sequences)
     clusters = cluster_sequences(sequences, identity, executor, threads, program)
     return [keys[index] for index in clusters], program
 

@@ -1,1 +1,1 @@
-"""Similar sequences: pairwise alignments, and clusters."""
+"""Compare sequences: pairwise alignments, clusters, and relatives of held-out proteins."""

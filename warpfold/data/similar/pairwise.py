@@ -1,4 +1,4 @@
-"""Align two sequences: which residues correspond, and whether the sequences belong to one cluster."""
+"""Align two sequences: map their residues, and decide whether they belong to one cluster."""
 
 from math import exp
 
@@ -7,18 +7,22 @@ import numpy as np
 from warpfold.data.formats.alignment import LETTERS
 from warpfold.geometry.residue import RESTYPE_3, RESTYPES, UNKNOWN
 
-MIN_IDENTITY = 0.9  # below it two sequences are different proteins (a template's realignment: Supp. 1.2.3)
-COVERAGE = 0.8  # share of either chain that the aligned pairs of similar sequences cover
-_NAMES = dict(zip(RESTYPES, RESTYPE_3))  # gemmi's BLOSUM62 knows residues by their three letters
-_SIMILAR = {letter: RESTYPE_3[code] for letter, code in LETTERS.items() if code != UNKNOWN}  # B, Z and U too
+# Sequences with a lower identity are different proteins (as for a realigned template: Supp. 1.2.3).
+MIN_IDENTITY = 0.9
+# Fraction of both chains that the aligned pairs of similar sequences must cover.
+COVERAGE = 0.8
+# gemmi's BLOSUM62 uses three-letter names.
+_NAMES = dict(zip(RESTYPES, RESTYPE_3))
+_SIMILAR = {letter: RESTYPE_3[code] for letter, code in LETTERS.items() if code != UNKNOWN}  # also B, Z and U
 
 
 def column_map(query: str, sequence: str, homologs: bool = False) -> tuple[np.ndarray, float]:
-    """Return where each residue of `sequence` stands in `query`, int64 [N], -1 for nowhere, and the identity, 0 to 1.
+    """Align `sequence` to `query`. Returns the index in `query` of each residue, int64 [N], -1 for none, and identity.
 
-    If one sequence contains the other, or both have one length and are alike, they are aligned without gaps.  Else
-    gemmi aligns them globally: as two versions of one protein, with few but long gaps, or as `homologs`, by BLOSUM62
-    (a gap costs 10, and 1 per residue).  The identity is taken over the aligned residues, X left out.
+    If one sequence contains the other, or if both have one length and are at least 90 % identical, they are aligned
+    without gaps. Otherwise gemmi aligns them globally: as two versions of a protein, with few but long gaps, or with
+    `homologs` by BLOSUM62 (gap cost 10 + 1 per residue). The identity, 0 to 1, is computed over the aligned residues
+    without X.
     """
     column = np.full(len(sequence), -1)
     if (start := query.find(sequence)) >= 0:
@@ -33,44 +37,44 @@ def column_map(query: str, sequence: str, homologs: bool = False) -> tuple[np.nd
 
 
 def identity(column: np.ndarray, query: str, sequence: str) -> float:
-    """Return the share of equal residues among those that `column` (see `column_map`) aligns, X left out."""
+    """Compute the fraction of equal residues among the aligned residues (`column`: see `column_map`) without X."""
     pairs = [(query[c], s) for c, s in zip(column, sequence) if c >= 0]
-    known = [a == b for a, b in pairs if "X" not in (a, b)]
-    return sum(known) / len(known) if known else 0.0
+    is_equal = [a == b for a, b in pairs if "X" not in (a, b)]
+    return sum(is_equal) / len(is_equal) if is_equal else 0.0
 
 
 def _align(query: str, sequence: str, homologs: bool) -> np.ndarray:
+    """Align two sequences globally; returns the index in `query` of each residue of `sequence`, -1 for none."""
     import gemmi
 
     scoring = gemmi.AlignmentScoring("b" if homologs else "s")
     if not homologs:
         scoring.match, scoring.mismatch, scoring.gapo, scoring.gape = 2, -3, -6, -1
-    one, other = ([_NAMES.get(letter, letter) for letter in letters] for letters in (query, sequence))
-    result = gemmi.align_string_sequences(one, other, [], scoring)
+    query_names, names = ([_NAMES.get(letter, letter) for letter in letters] for letters in (query, sequence))
+    result = gemmi.align_string_sequences(query_names, names, [], scoring)
     columns = np.cumsum([letter != "-" for letter in result.add_gaps(query, 1)]) - 1
     gapped = zip(result.add_gaps(query, 1), result.add_gaps(sequence, 2), columns)
     return np.array([column if q != "-" else -1 for q, s, column in gapped if s != "-"])
 
 
 def similar(longer: str, shorter: str, min_identity: float = 0.4) -> bool:
-    """Return whether two sequences belong to one cluster, by identity and coverage of their global alignment.
-
-    `clusters.py` says what counts as similar, and why.
-    """
+    """Return whether two sequences are similar in identity and coverage; `clusters.py` has the definition."""
     import gemmi
 
     blosum62 = gemmi.AlignmentScoring("b")
-    blosum62.mismatch = -1  # for names that the matrix lacks, here those of X
-    # X gets another name in each sequence, so that it equals nothing, not even another X.
-    one, other = ([_SIMILAR.get(x, unknown) for x in s] for s, unknown in ((longer, "UNK"), (shorter, "unknown")))
-    result = gemmi.align_string_sequences(one, other, [], blosum62)
+    # This score is used for names that the matrix lacks, here those of X.
+    blosum62.mismatch = -1
+    # X has a different name in each sequence, so that it never equals another X.
+    long_names = [_SIMILAR.get(letter, "UNK") for letter in longer]
+    short_names = [_SIMILAR.get(letter, "unknown") for letter in shorter]
+    result = gemmi.align_string_sequences(long_names, short_names, [], blosum62)
     pairs = len(longer) + len(shorter) - len(result.match_string)
-    wanted = max(min_identity, rost_identity(len(shorter))) * len(shorter)
-    return pairs >= COVERAGE * len(longer) and result.match_count >= wanted
+    min_matches = max(min_identity, rost_identity(len(shorter))) * len(shorter)
+    return pairs >= COVERAGE * len(longer) and result.match_count >= min_matches
 
 
 def rost_identity(length: int) -> float:
-    """Return the identity, 0 to 1, above which alignments of this length are between homologues.
+    """Compute the identity, 0 to 1, above which sequences with an alignment of this length are homologous.
 
     Source: B. Rost, Twilight zone of protein sequence alignments, Protein Eng. 12 (1999) 85-94, equation 2.
     """
