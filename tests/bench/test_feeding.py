@@ -11,7 +11,7 @@ import pytest
 from tests.data.examples import example
 from warpfold.bench.data import INITIAL
 from warpfold.bench.feeding import Emulation, Feeding, SlowFolder, SlowStore, feeding
-from warpfold.data.store.remote import place_of
+from warpfold.data.store.remote import parse_place
 from warpfold.data.store.store import StoreWriter, pack_record
 from warpfold.data.store.stored_example import example_arrays, example_notes
 from warpfold.errors import UserError
@@ -47,7 +47,7 @@ def test_another_text_is_refused(tmp_path: Path, text: str) -> None:
 def test_an_address_is_not_emulated(tmp_path: Path) -> None:
     emulation = Emulation.of("20ms,100MB/s", tmp_path / "link")
     with pytest.raises(UserError, match="s3://bucket/store: --storage needs a folder of this machine"):
-        SlowStore(place_of("s3://bucket/store"), emulation)
+        SlowStore(parse_place("s3://bucket/store"), emulation)
 
 
 def test_what_an_example_waits_for_is_seen(slow: SlowStore) -> None:

@@ -26,7 +26,7 @@ from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
 from warpfold.data.load.order import Order, Source
 from warpfold.data.store.local import Folder, Storage
-from warpfold.data.store.remote import Address, Place, Remote, place_of
+from warpfold.data.store.remote import Address, Place, Remote, parse_place
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import open_entry
 from warpfold.errors import UserError
@@ -90,8 +90,8 @@ class SlowStore(Store):
     """A store on an emulated storage, also in other processes to which it is sent. Raises UserError as `Store`."""
 
     def __init__(self, path: Place, emulation: Emulation, checked: bool = False) -> None:
-        if isinstance(place_of(path), Address):
-            raise UserError(f"{place_of(path)}: --storage needs a folder of this machine. Omit --storage.")
+        if isinstance(parse_place(path), Address):
+            raise UserError(f"{parse_place(path)}: --storage needs a folder of this machine. Omit --storage.")
         super().__init__(path, checked)
         self.emulation, self.storage = emulation, SlowFolder(Path(self.path), emulation)
 

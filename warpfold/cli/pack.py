@@ -130,17 +130,17 @@ def _lines(report: "PackReport", out: Path, part: JobPart | None) -> Iterator[st
 
 def _verified(given: Path) -> Answer:
     """List what is damaged."""
-    from warpfold.data.store.remote import place_of, storage_of
+    from warpfold.data.store.remote import open_storage, parse_place
     from warpfold.data.store.store import Store
 
-    path = place_of(given)
+    path = parse_place(given)
     with progress_bar() as bar:
         try:
             store = Store(path)
             entries, damaged = len(store), list(store.verify(lambda done, total: bar(done, total, "checking")))
         except UserError as error:
             try:
-                storage_of(path).size("store.json")
+                open_storage(path).size("store.json")
             except FileNotFoundError:
                 raise error from None
             entries, damaged = 0, [str(error)]

@@ -19,7 +19,7 @@ from tests.downloads import Fault, FileServer, serving
 from tests.test_cli import refused, run
 from warpfold.data.store import remote
 from warpfold.data.store.local import Folder
-from warpfold.data.store.remote import BlockCache, Remote, place_of
+from warpfold.data.store.remote import BlockCache, Remote, parse_place
 from warpfold.data.store.store import Store, StoreWriter, pack_record
 from warpfold.errors import StorageError, UserError
 
@@ -146,7 +146,9 @@ def test_what_does_not_pass_is_one_line(server: FileServer, fault: Fault, says: 
 def test_wrong_addresses_are_one_line(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StorageError, match=r"^http://127.0.0.1:1/pdb/store.json: .*127.0.0.1:1.*Check the network"):
         Store("http://127.0.0.1:1/pdb")
-    with pytest.raises(UserError, match=f"{server.url}/none: not a store .*no such object.*warpfold pack. makes one"):
+    with pytest.raises(
+        UserError, match=f"{server.url}/none: not a store .*no such object.*Make one with .warpfold pack"
+    ):
         Store(f"{server.url}/none")
     with pytest.raises(UserError, match=r"^s3://bucket: no name after the bucket\. Give s3://bucket/NAME"):
         Store("s3://bucket")
@@ -217,7 +219,7 @@ def test_any_ranges_are_those_of_a_folder(
     monkeypatch.setattr(remote, "BLOCK", 10_000)
     monkeypatch.setattr(remote, "MAX_REQUEST", 20_000)
     name, size = Store(folder).index.shards[0]
-    here, there, draw = Folder(folder), Remote(place_of(f"{server.url}/pdb")), Random(seed)  # type: ignore[arg-type]
+    here, there, draw = Folder(folder), Remote(parse_place(f"{server.url}/pdb")), Random(seed)  # type: ignore[arg-type]
     for _ in range(5):
         ranges = [tuple(sorted(draw.choices(range(size + 10), k=2))) for _ in range(draw.randint(0, 4))]
         assert there.read(name, ranges) == here.read(name, ranges)

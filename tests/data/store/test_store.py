@@ -113,7 +113,7 @@ def test_rows_are_read_without_the_other_blobs_and_damage_is_found_where_it_lies
         damaged.record("entry_0").read("msa", np.array([2000]))
     (tmp_path / "s/pack.json").write_text("{ }")
     assert [line.rpartition("s/")[2][:28] for line in damaged.verify()] == [
-        "pack.json: damaged or gone; ", "shard-00000.wfs: entry_0, ms",
+        "pack.json: damaged or missing. ", "shard-00000.wfs: entry_0, ms",
     ]  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
     for text, message in [
         ("{", "damaged"),
         ("[]", "damaged"),
-        ('{"format": "x", "version": 2, "shards": []}', "not a WarpFold store"),
+        ('{"format": "x", "version": 2, "shards": []}', "not of a WarpFold store"),
         (json.dumps(top | {"version": 6}), r"a store of format 6, this WarpFold reads 5; update WarpFold"),
         *((json.dumps(top | {"version": old}), f"format {old}, .*; pack it again$") for old in range(1, 5)),
         (json.dumps(top | {"index": {}}), r"store\.json: damaged"),
@@ -313,7 +313,7 @@ def test_on_a_network_file_system_the_index_is_copied_once_per_machine(
 
 
 def test_a_thousand_shards_are_read_with_few_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "MOST_OPEN", 2)
+    monkeypatch.setattr(local, "MAX_OPEN_FILES", 2)
     store = Store(write(tmp_path / "s", 5, shard_bytes=1))
     for _ in range(2):
         for i, key in enumerate(store.keys):

@@ -1,1 +1,1 @@
-"""The packed store, and examples in it."""
+"""Write and read packed stores, and the examples in them."""

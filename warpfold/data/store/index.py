@@ -1,7 +1,7 @@
-"""The index of a store: columns of numbers and texts in a memory-mapped file (docs/reference/formats.md).
+"""Read and write the index of a store: columns of numbers and texts in a memory-mapped file (docs/formats.md).
 
-A million entries are a few dozen arrays.  Opening makes views of them, and no Python object per entry; a text becomes
-one when it is asked for.  So all processes of a machine share one copy, and none of them waits for parsing.
+An index of a million entries consists of a few dozen arrays. Opening it creates views of the arrays and no Python
+objects per entry. Texts are decoded on access. All processes of a machine share one copy, and nothing is parsed.
 """
 
 import json
@@ -14,11 +14,12 @@ from typing import Any, TypeVar, overload
 import numpy as np
 
 MAGIC, INDEX_VERSION = b"WARPFIDX", 1
-HEAD = struct.Struct("<8sIIQ")  # magic, version, bytes of the table, bytes of the file
-ALIGN = 64  # bytes, at whose multiples arrays begin
-NONE = -(2**63)  # in a column of whole numbers: None
-# The place of each record: its shard, its first byte there, its bytes, the bytes and the crc of its header; and the row
-# of the record that holds what it shares, -1 for none.
+# Magic, version, bytes of the table, bytes of the file.
+HEAD = struct.Struct("<8sIIQ")
+ALIGN = 64  # bytes; alignment of the arrays
+NONE = -(2**63)  # None in a column of integers
+# The location of each record: shard, first byte in it, size, size and CRC of its header; and the row of the record that
+# holds its shared arrays, -1 for none.
 WHERE = {"shard": "<u4", "offset": "<u8", "size": "<u8", "header": "<u4", "crc": "<u4", "holder": "<i4"}
 
 Arrays = dict[str, np.ndarray]
@@ -26,7 +27,7 @@ V = TypeVar("V")
 
 
 class _Made(Sequence[V]):
-    """A sequence whose values become Python objects when they are asked for; `_value` makes that of a place."""
+    """A sequence of Python objects that are created on access by `_value`."""
 
     @abstractmethod
     def _value(self, place: int) -> V: ...
@@ -36,15 +37,15 @@ class _Made(Sequence[V]):
     @overload
     def __getitem__(self, place: slice) -> list[V]: ...
     def __getitem__(self, place: int | slice) -> V | list[V]:
-        found = range(len(self))[place]
-        return self._value(found) if isinstance(found, int) else [self._value(i) for i in found]
+        selected = range(len(self))[place]
+        return self._value(selected) if isinstance(selected, int) else [self._value(i) for i in selected]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))
 
 
 class Texts(_Made[str]):
-    """Texts one after another as UTF-8: text i is the bytes [starts[i], starts[i + 1])."""
+    """Concatenated UTF-8 texts: text i is the bytes [starts[i], starts[i + 1])."""
 
     def __init__(self, starts: np.ndarray, data: np.ndarray) -> None:
         self.starts, self.data = starts, data
@@ -53,24 +54,24 @@ class Texts(_Made[str]):
         return len(self.starts) - 1
 
     def encoded(self, place: int) -> bytes:
-        """Return one text as it is stored."""
+        """Return the bytes of a text."""
         return self.data[int(self.starts[place]) : int(self.starts[place + 1])].tobytes()
 
     def _value(self, place: int) -> str:
         return self.encoded(place).decode("utf-8", "surrogatepass")
 
     def check(self) -> None:
-        """Raise ValueError for bytes that are not texts one after another (UnicodeDecodeError is one)."""
+        """Raise ValueError (or its subclass UnicodeDecodeError) if the bytes are not concatenated texts."""
         starts = self.starts.astype(np.int64)
         if not len(starts) or starts[0] != 0 or starts[-1] != len(self.data) or (np.diff(starts) < 0).any():
-            raise ValueError("texts that do not follow one another")
+            raise ValueError("texts that are not consecutive")
         self.data.tobytes().decode("utf-8", "surrogatepass")
-        # UTF-8's continuation bytes are 10xxxxxx: no text begins with one.
+        # The continuation bytes of UTF-8 are 10xxxxxx. No text starts with one.
         if (self.data[starts[starts < len(self.data)]] & 0xC0 == 0x80).any():
-            raise ValueError("texts that begin within a letter")
+            raise ValueError("texts that start within a character")
 
     def ranks(self) -> np.ndarray:
-        """Return the place of each text in their sorted order, which is that of their bytes too."""
+        """Compute the rank of each text in sorted order, which is also the order of the bytes."""
         starts = self.starts.astype(np.int64)
         lengths = starts[1:] - starts[:-1]
         width = int(lengths.max(initial=1)) or 1
@@ -82,11 +83,12 @@ class Texts(_Made[str]):
 
 
 def _within(lengths: np.ndarray) -> np.ndarray:
-    """Return 0, 1, ... of each length, one after another."""
+    """Concatenate the ranges 0 .. length - 1 of all lengths."""
     return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
-def _texts(texts: Sequence[str]) -> Arrays:
+def _encode_texts(texts: Sequence[str]) -> Arrays:
+    """Encode texts as the arrays of `Texts`."""
     encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
     starts = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
     narrow = starts.astype("<u4") if starts[-1] < 2**32 else starts
@@ -94,10 +96,10 @@ def _texts(texts: Sequence[str]) -> Arrays:
 
 
 class Column(_Made[Any]):
-    """One value for each of some records, as a sequence; whole columns of numbers are arrays, texts are codes.
+    """A column of the index as a sequence of one value per record. Any value may be None.
 
-    kind: "int", "float", "text" (code i is the i-th of the different texts) or "list" (of texts).  None is a value of
-    each of them.
+    kind: "int", "float", "text" (stored as codes of the unique texts) or "list" (of texts). places: rows of the index;
+    None for all.
     """
 
     def __init__(self, kind: str, arrays: Arrays, places: np.ndarray | None = None) -> None:
@@ -127,20 +129,21 @@ class Column(_Made[Any]):
             return (self[i] for i in range(len(self)))
         values = self.values.tolist()
         if self.texts is not None:
-            known: list[str | None] = [*self.texts, None]  # None has the code -1
-            return (known[code] for code in values)
+            # The code -1, the last element, is None.
+            texts: list[str | None] = [*self.texts, None]
+            return (texts[code] for code in values)
         return (None if value != value or value == NONE else value for value in values)
 
     @property
     def values(self) -> np.ndarray:
-        """Return the numbers of a column of numbers, the codes of one of texts: -1 for None."""
+        """Return a column of numbers as an array, or a column of texts as codes with -1 for None."""
         assert self.kind != "list"
         values = self._arrays["values"]
         return values if self._places is None else values[self._places]
 
     @property
     def members(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return how many texts each list has, and of all of them the rows of which they are the keys, -1 for none."""
+        """Return the length of each list, and for all their texts the row with this key, -1 for none."""
         begins, codes = self._arrays["begins"].astype(np.int64), self._arrays["values"]
         counts = np.diff(begins)
         if self._places is not None:
@@ -149,36 +152,36 @@ class Column(_Made[Any]):
         return counts, self._arrays["keys"][codes].astype(np.int64)
 
     def check(self, rows: int) -> None:
-        """Raise ValueError for a column that is not one of `rows` values."""
+        """Raise ValueError unless the column is valid and has `rows` values."""
         values = self._arrays["values"]
         if len(self) != rows:
             raise ValueError("columns of different length")
         if self.texts is not None:
             self.texts.check()
             if (values >= len(self.texts)).any() or (values < (0 if self.kind == "list" else -1)).any():
-                raise ValueError("texts that are not there")
+                raise ValueError("codes without a text")
         if self.kind == "list":
             begins, keys = self._arrays["begins"], self._arrays["keys"]
             if begins[0] != 0 or begins[-1] != len(values) or (np.diff(begins) < 0).any():
-                raise ValueError("lists that do not follow one another")
+                raise ValueError("lists that are not consecutive")
             if len(keys) != len(self._arrays["starts"]) - 1 or (keys < -1).any() or (keys >= rows).any():
-                raise ValueError("rows that are not there")
+                raise ValueError("keys without a row")
 
     def take(self, places: np.ndarray) -> "Column":
-        """Return the values of some records."""
+        """Select records by index."""
         return Column(self.kind, self._arrays, places if self._places is None else self._places[places])
 
 
 def encode_column(name: str, values: Sequence[Any], rows: Mapping[str, int]) -> tuple[str, Arrays]:
-    """Return kind and arrays of a column.  rows: of the keys of the store, by which lists name records.
+    """Encode a column; returns its kind and arrays. rows: the row of each key of the store, for lists of keys.
 
-    Errors: ValueError for other values than finite numbers, texts, lists of texts that are not empty, and None.
+    Raises ValueError unless all values are finite numbers, texts, or non-empty lists of texts, or None.
     """
     kinds = set(map(type, values)) - {type(None)}
     if kinds == {int}:
-        whole = np.array([NONE if value is None else value for value in values], "<i8")
-        narrow = whole.astype("<i4")
-        return "int", {"values": narrow if np.array_equal(narrow, whole) else whole}
+        wide = np.array([NONE if value is None else value for value in values], "<i8")
+        narrow = wide.astype("<i4")
+        return "int", {"values": narrow if np.array_equal(narrow, wide) else wide}
     if kinds and kinds <= {int, float}:
         numbers = np.array([np.nan if value is None else value for value in values], "<f8")
         if np.isfinite(numbers).sum() + sum(value is None for value in values) == len(values):
@@ -186,19 +189,20 @@ def encode_column(name: str, values: Sequence[Any], rows: Mapping[str, int]) -> 
     elif kinds <= {str}:
         texts = [text for text in dict.fromkeys(values) if text is not None]
         codes: dict[str | None, int] = {text: code for code, text in enumerate(texts)} | {None: -1}
-        return "text", {"values": np.array([codes[value] for value in values], "<i4"), **_texts(texts)}
+        return "text", {"values": np.array([codes[value] for value in values], "<i4"), **_encode_texts(texts)}
     elif kinds == {list} and all(value is None or (value and set(map(type, value)) == {str}) for value in values):
-        each: list[str] = [text for value in values if value for text in value]
-        texts = list(dict.fromkeys(each))
-        place = {text: code for code, text in enumerate(texts)}
+        items: list[str] = [text for value in values if value for text in value]
+        texts = list(dict.fromkeys(items))
+        code_of = {text: code for code, text in enumerate(texts)}
         begins = np.cumsum([0, *(len(value or ()) for value in values)], dtype="<i8")
         keys = np.array([rows.get(text, -1) for text in texts], "<i4")
-        listed = np.array([place[text] for text in each], "<i4")
-        return "list", {"begins": begins, "values": listed, "keys": keys, **_texts(texts)}
-    raise ValueError(f"{name}: a column has finite numbers, or texts, or lists of texts, or None")
+        item_codes = np.array([code_of[text] for text in items], "<i4")
+        return "list", {"begins": begins, "values": item_codes, "keys": keys, **_encode_texts(texts)}
+    raise ValueError(f"{name}: a column must have finite numbers, texts, lists of texts, or None")
 
 
 def _hash(key: bytes) -> int:
+    """Hash a key to 64 bits."""
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
 
 
@@ -208,15 +212,14 @@ def encode_index(
     meta: Mapping[str, Sequence[Any]],
     shards: Sequence[tuple[str, int]],
 ) -> bytes:
-    """Return an index as bytes.  where: the columns of `WHERE`, of the keys' records.
+    """Encode an index. where: the columns of `WHERE` for the records of `keys`. shards: names and sizes in bytes.
 
-    shards: their names, and their bytes.  The same records give the same bytes.
+    Equal records give equal bytes.
     """
     arrays = {f"where.{name}": np.asarray(where[name], dtype) for name, dtype in WHERE.items()}
     has_lists = any(isinstance(value, list) for values in meta.values() for value in values)
     rows = {key: row for row, key in enumerate(keys)} if has_lists else {}
-    named = _texts(keys)
-    arrays |= {f"key.{name}": array for name, array in named.items()}
+    arrays |= {f"key.{name}": array for name, array in _encode_texts(keys).items()}
     hashes = np.fromiter((_hash(key.encode("utf-8", "surrogatepass")) for key in keys), "<u8", len(keys))
     order = np.argsort(hashes, kind="stable")
     arrays |= {"hash.values": hashes[order], "hash.rows": order.astype("<u4")}
@@ -231,17 +234,17 @@ def encode_index(
     about = {"records": len(keys), "shards": list(shards), "columns": kinds, "arrays": layout}
     table = json.dumps(about, separators=(",", ":")).encode()
     table += b" " * (-(HEAD.size + len(table)) % ALIGN)
-    pieces = [HEAD.pack(MAGIC, INDEX_VERSION, len(table), HEAD.size + len(table) + at), table]
+    blocks = [HEAD.pack(MAGIC, INDEX_VERSION, len(table), HEAD.size + len(table) + at), table]
     for array in arrays.values():
         data = array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
-        pieces += [data, bytes(-len(data) % ALIGN)]
-    return b"".join(pieces)
+        blocks += [data, bytes(-len(data) % ALIGN)]
+    return b"".join(blocks)
 
 
 class Index:
-    """An index, read from its bytes, which stay where they are.
+    """An index as a view of its bytes.
 
-    Errors: ValueError for bytes that are no index; NotImplementedError with its version for one of a later version.
+    Raises ValueError for other bytes, and NotImplementedError with the version for a later version.
     """
 
     def __init__(self, data: bytes | memoryview) -> None:
@@ -261,41 +264,37 @@ class Index:
         self._hashes, self._rows = arrays["hash.values"], arrays["hash.rows"]
         self.columns: dict[str, Column] = {}
         for column, kind in about["columns"].items():
-            begin_name = f"meta.{column}."
-            own = {
-                part: arrays[begin_name + part]
-                for part in ("values", "begins", "keys", "starts", "texts")
-                if begin_name + part in arrays
-            }
-            self.columns[column] = Column(kind, own)
+            prefix = f"meta.{column}."
+            names = [name for name in ("values", "begins", "keys", "starts", "texts") if prefix + name in arrays]
+            self.columns[column] = Column(kind, {name: arrays[prefix + name] for name in names})
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def check(self) -> None:
-        """Raise ValueError for numbers that contradict each other, so that later reads stay within files and arrays."""
+        """Raise ValueError for inconsistent numbers, so that later reads stay within the files and arrays."""
         rows, sizes = len(self), np.array([size for _, size in self.shards], np.uint64)
         if any("/" in name or name.startswith(".") for name, _ in self.shards):
-            raise ValueError("a shard outside its folder")
+            raise ValueError("a shard outside of its folder")
         if any(len(column) != rows for column in (*self.where.values(), self._hashes, self._rows)):
             raise ValueError("columns of different length")
         shard, offset, size, header, _, holder = (self.where[name] for name in WHERE)
         if (shard >= len(sizes)).any() or (self._rows >= rows).any() or (holder < -1).any() or (holder >= rows).any():
-            raise ValueError("rows or shards that are not there")
+            raise ValueError("rows or shards that do not exist")
         if (size > sizes[shard]).any() or (offset > sizes[shard] - size).any() or (header > size).any():
-            raise ValueError("records outside their shards")
+            raise ValueError("records outside of their shards")
         self.texts.check()
         for column in self.columns.values():
             column.check(rows)
 
     def row(self, key: object) -> int:
-        """Return the row of a key, -1 if there is none."""
+        """Return the row of a key, or -1."""
         if not isinstance(key, str):
             return -1
         encoded = key.encode("utf-8", "surrogatepass")
-        wanted = np.uint64(_hash(encoded))
-        at = int(np.searchsorted(self._hashes, wanted))
-        while at < len(self._hashes) and self._hashes[at] == wanted:
+        hashed = np.uint64(_hash(encoded))
+        at = int(np.searchsorted(self._hashes, hashed))
+        while at < len(self._hashes) and self._hashes[at] == hashed:
             row = int(self._rows[at])
             if self.texts.encoded(row) == encoded:
                 return row
@@ -304,7 +303,7 @@ class Index:
 
 
 class Keys(_Made[str]):
-    """The keys of some records of an index, in an order of their own.  rows: of these records; None: of all."""
+    """The keys of some records of an index, in any order. rows: of these records; None for all."""
 
     def __init__(self, whole: Index, rows: np.ndarray | None = None) -> None:
         self.whole = whole
@@ -329,10 +328,10 @@ class Keys(_Made[str]):
         return row >= 0 and (self._rows is None or bool((self._rows == row).any()))
 
     def take(self, places: np.ndarray) -> "Keys":
-        """Return some of them."""
+        """Select keys by index."""
         return Keys(self.whole, np.asarray(self.rows[places]))
 
     def without(self, names: Iterable[str]) -> "Keys":
-        """Return all but these."""
+        """Return the keys without the named ones."""
         rows = [self.whole.row(name) for name in names]
         return self if not rows else self.take(np.flatnonzero(~np.isin(self.rows, rows)))

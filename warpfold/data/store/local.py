@@ -1,7 +1,7 @@
-"""The objects of a store in a folder, and the operations that a remote store offers too (remote.py).
+"""Read the objects of a store from a folder, through the interface that remote stores implement too (remote.py).
 
-A store reads ranges of a named object, reads small objects completely, asks for sizes, and maps the index into memory
-that all processes of a machine share.  It never lists names.
+A store reads ranges of a named object, reads small objects completely, queries sizes, and maps the index into memory
+that all processes of a machine share. It never lists names.
 """
 
 import mmap
@@ -17,52 +17,54 @@ from typing import Protocol
 from warpfold.errors import UserError
 from warpfold.files import digest_of, open_regular, pread, write_atomically, writing
 
-# Of Linux: file systems on this machine alone.  A mapped file of any other is a risk: where a server is slow or gone,
-# or another machine has changed the file, touching its memory waits without end or kills the process (SIGBUS), while
-# a failed read is an error with a name.
-LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
-MOST_OPEN = 256  # files of a store that stay open: a thousand shards are more than many systems allow
-UNUSED = 30 * 24 * 3600  # seconds after which a copy that nobody has opened is removed
+# Local file systems of Linux. Mapping a file of a network file system is risky: if the server is slow or unreachable,
+# or another machine has changed the file, an access blocks forever or kills the process (SIGBUS). A failed read raises
+# an error with the name of the file.
+LOCAL_FILE_SYSTEMS = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
+# Files of a store that stay open. Many systems do not allow a thousand open shards.
+MAX_OPEN_FILES = 256
+# Seconds after which an unused copy is removed.
+COPY_LIFETIME = 30 * 24 * 3600
 
 
 class Storage(Protocol):
-    """The objects of one store.  Errors are OSError, or UserError with a remedy."""
+    """Interface to the objects of a store. Errors are OSError, or UserError with a remedy."""
 
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return the bytes [begin, end) of an object for each range, fewer if it is shorter."""
+        """Read the ranges [begin, end) of an object; a range beyond its end returns fewer bytes."""
         ...
 
     def whole(self, name: str) -> bytes:
-        """Return all bytes of a small object, as it is now."""
+        """Read the current content of a small object."""
         ...
 
     def size(self, name: str) -> int:
-        """Return how many bytes an object has."""
+        """Return the size of an object in bytes."""
         ...
 
     def forget(self, name: str, begin: int, end: int) -> bool:
-        """Drop copies of these bytes that lie elsewhere, as they are damaged; return whether there were any."""
+        """Drop cached copies of damaged bytes. Returns whether there were any."""
         ...
 
     def view(self, name: str, size: int, digest: str, checked: bool) -> memoryview:
-        """Return an object's bytes in memory that all processes of this machine share.
+        """Map an object into memory that all processes of this machine share.
 
-        digest: of these bytes (`digest_of`).  checked: another process has compared them with it.
-        Errors: UserError for other bytes.
+        digest: expected digest of the bytes (`digest_of`). checked: another process has checked the digest. Raises
+        UserError for other bytes.
         """
         ...
 
     def cool(self) -> None:
-        """Ask the system to forget what it keeps of the objects in memory, for measurements."""
+        """Drop the objects from the system's page cache (for measurements)."""
         ...
 
     def close(self) -> None:
-        """Let go of what is open; it is opened again when needed."""
+        """Close all files. They are reopened when needed."""
         ...
 
 
 class _OpenFile:
-    """A file that is closed when nobody uses it any more, though a thread may still be reading."""
+    """A file that is closed with its last reference, so that a thread can finish a read."""
 
     def __init__(self, path: Path) -> None:
         self.number = open_regular(path)
@@ -73,7 +75,7 @@ class _OpenFile:
 
 
 class Folder:
-    """The objects of a store as files of a folder; safe to share between threads and forks."""
+    """The objects of a store as files of a folder. Safe to share between threads and forks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -100,7 +102,7 @@ class Folder:
             os.posix_fadvise(file.number, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def view(self, name: str, size: int, digest: str, checked: bool) -> memoryview:
-        """Map the file itself where it lies on a disk of this machine, elsewhere a copy of it (`local_copy`)."""
+        """Map the file itself if it is on a local disk, otherwise a copy of it (`local_copy`)."""
         if not is_local(self.path):
             return local_copy(self, name, size, digest, checked)
         view = map_file(self.path / name, size)
@@ -113,51 +115,54 @@ class Folder:
             self._open.clear()
 
     def _file(self, name: str) -> _OpenFile:
+        """Open a file, or return the open one."""
         file = self._open.get(name)
         if file is None:
             file = _OpenFile(self.path / name)
             with self._lock:
                 self._open[name] = file
-                while len(self._open) > MOST_OPEN:
+                while len(self._open) > MAX_OPEN_FILES:
                     del self._open[next(iter(self._open))]
         return file
 
 
 def map_file(path: Path, size: int) -> memoryview:
-    """Map a file that has so many bytes.  Errors: UserError for another size; OSError."""
+    """Map a file of `size` bytes. Raises UserError for another size, and OSError."""
     file = open_regular(path)
     try:
-        found = os.fstat(file).st_size
-        if found != size:
-            raise UserError(f"{path}: {found} bytes, {size} expected: cut short or not this store's. Copy it again")
+        actual = os.fstat(file).st_size
+        if actual != size:
+            raise UserError(f"{path}: {actual} bytes, {size} expected: cut short or not this store's. Copy it again")
         return memoryview(mmap.mmap(file, size, prot=mmap.PROT_READ))
     finally:
         os.close(file)
 
 
 def is_local(path: Path) -> bool:
-    """Return whether a folder lies on a disk or in the memory of this machine; of what is not known, it does not."""
+    """Return whether a folder is on a disk or in the memory of this machine. False if this is unknown."""
     device = os.stat(path).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
+    number = f"{os.major(device)}:{os.minor(device)}"
     try:
         mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # another system than Linux
+    except OSError:
+        # Only Linux has this file.
         return False
-    kinds = [line.partition(" - ")[2].split()[0] for line in mounts if line.split()[2] == wanted]
-    return bool(kinds) and kinds[0] in LOCAL
+    kinds = [line.partition(" - ")[2].split()[0] for line in mounts if line.split()[2] == number]
+    return bool(kinds) and kinds[0] in LOCAL_FILE_SYSTEMS
 
 
 def local_copy(storage: Storage, name: str, size: int, digest: str, checked: bool) -> memoryview:
-    """Read an object once per machine, into the folder of temporary files, and map that copy.
+    """Copy an object to the folder of temporary files, once per machine, and map the copy.
 
-    The first process that needs it reads it; the others find it by its digest.  A copy that nobody has opened for a
-    month is removed; nothing is lost by that, for what was copied is still where it was.
-    Errors: UserError for damaged bytes, or where there is no room.
+    The first process that needs the object reads it, and the others find the copy by its digest. Copies that have not
+    been opened for a month are removed. The original remains.
+    Raises UserError for damaged bytes, and if there is no space.
     """
     folder = copies_folder()
     path = folder / f"{digest}.wfi"
     if path.exists() and not checked and digest_of(path.read_bytes()) != digest:
-        path.unlink()  # damaged, or cut short by a power cut
+        # The copy is damaged, for example by a power failure.
+        path.unlink()
     if not path.exists():
         data = storage.whole(name)
         if len(data) != size or digest_of(data) != digest:
@@ -166,19 +171,20 @@ def local_copy(storage: Storage, name: str, size: int, digest: str, checked: boo
             write_atomically(path, data, sync=False)
         except UserError as error:
             raise UserError(f"{error}. Set TMPDIR to a folder of this machine with {size / 1e6:.0f} MB free") from None
-        for old in folder.glob("*.wfi"):  # what is mapped stays readable after it is removed
-            if time.time() - old.stat().st_mtime > UNUSED:
+        # A copy that is mapped stays readable after its removal.
+        for old in folder.glob("*.wfi"):
+            if time.time() - old.stat().st_mtime > COPY_LIFETIME:
                 old.unlink(missing_ok=True)
     os.utime(path)
     return map_file(path, size)
 
 
 def copies_folder() -> Path:
-    """Return this user's own folder among the temporary files.  Errors: UserError if others may write there."""
+    """Create this user's private folder for temporary files. Raises UserError if other users can access it."""
     folder = Path(tempfile.gettempdir()) / f"warpfold-{os.getuid()}"
     with writing(folder):
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise UserError(f"{folder}: is not a folder of yours alone. Remove it, or set TMPDIR to another folder")
+        status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise UserError(f"{folder}: is not a private folder of yours. Remove it, or set TMPDIR to another folder")
     return folder

@@ -1,6 +1,6 @@
-"""Stores at an address: read through fsspec in blocks, which a cache of this machine keeps.
+"""Read stores at an address through fsspec, in blocks that are cached on this machine.
 
-Credentials are those that each service's own tools use (docs/howto/import.md).
+Credentials are those of each service's own tools (docs/object_stores.md).
 """
 
 import contextlib
@@ -24,15 +24,21 @@ from warpfold.data.store.local import Folder, Storage, local_copy
 from warpfold.errors import StorageError, UserError
 from warpfold.files import is_address
 
-BLOCK = 1 << 18  # bytes of an object that are read and cached together: two to ten blobs of a store
-MAX_REQUEST = 1 << 23  # bytes of one request; several requests are made at once
-MEMORY_BLOCKS = 64  # blocks that a process also keeps in memory
-CACHE_GB = 20.0  # unless WARPFOLD_CACHE_GB says otherwise
-# A process looks for blocks to remove whenever it has added this fraction of the cache.
+# Bytes of an object that are read and cached together: two to ten blobs of a store.
+BLOCK = 1 << 18
+# Bytes per request. Several requests are made concurrently.
+MAX_REQUEST = 1 << 23
+# Blocks that a process also caches in memory.
+MEMORY_BLOCKS = 64
+# Default of WARPFOLD_CACHE_GB.
+CACHE_GB = 20.0
+# A process checks the size of the cache whenever it has added this fraction of the limit.
 CHECK_FRACTION = 1 / 256
-PAUSES = (1.0, 5.0)  # seconds before the second and third try
-CONNECT_TIMEOUT, READ_TIMEOUT = 30.0, 60.0  # seconds, without a byte
-INSTALL = "pip install '.[remote]'"
+# Seconds before the second and third attempt.
+PAUSES = (1.0, 5.0)
+# Seconds without a connection, and without a byte.
+CONNECT_TIMEOUT, READ_TIMEOUT = 30.0, 60.0
+INSTALL = "pip install 'warpfold[remote]'"
 # Package of each scheme, and how to install it.
 SCHEMES = {
     "s3": ("s3fs", INSTALL),
@@ -58,52 +64,53 @@ class Address(PurePosixPath):
         return self.parts[0].rstrip(":").lower()
 
     def resolve(self) -> "Address":
-        """Return itself, as no address is a link."""
+        """Return the address itself, because addresses are never links."""
         return self
 
 
 Place = Path | Address
 
 
-def place_of(path: "str | os.PathLike[str]") -> Place:
-    """Return a folder's path, or the address of a store.
+def parse_place(path: "str | os.PathLike[str]") -> Place:
+    """Parse the path of a folder or the address of a store.
 
-    Errors: UserError for an address of another scheme, or without a name after its bucket or host.
+    Raises UserError for an unknown scheme, and for an address without a name after its bucket or host.
     """
     if not is_address(path):
         return Path(path)
     address = Address(path)
     if address.scheme not in SCHEMES:
-        raise UserError(f"{address}: unknown scheme. Give a folder, or an address at s3://, gs:// or https://.")
+        raise UserError(f"{address}: unknown scheme. Pass a folder, or an address at s3://, gs:// or https://.")
     if len(address.parts) < 3:
-        raise UserError(f"{address}: no name after the bucket. Give {address}/NAME.")
+        raise UserError(f"{address}: no name after the bucket. Pass {address}/NAME.")
     return address
 
 
-def storage_of(place: Place) -> Storage:
-    """Return the reader of a store's objects.  Errors: UserError if a package is missing."""
+def open_storage(place: Place) -> Storage:
+    """Open the objects of a store. Raises UserError if a package is missing."""
     return Remote(place) if isinstance(place, Address) else Folder(place)
 
 
 class Remote:
-    """The objects below an address; safe to share between threads, forks and spawned processes.
+    """The objects below an address. Safe to share between threads, forks and spawned processes.
 
-    Errors: UserError where a package is missing. All methods raise StorageError, which names the object, where the
-    service or the network fails, and FileNotFoundError.
+    Raises UserError if a package is missing. All methods raise FileNotFoundError, and StorageError with the name of the
+    object if the service or the network fails.
     """
 
     def __init__(self, address: Address) -> None:
         self.path = address
         self._cache = BlockCache.from_environment()
-        self._known: dict[str, tuple[int, str]] = {}  # size and version of each object
+        # Size and version of each object.
+        self._versions: dict[str, tuple[int, str]] = {}
         self._has_ranges = False
         self._process = 0
         self._start_process()
 
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return the bytes of each range, from blocks that are all fetched together."""
+        """Read ranges of an object. All missing blocks are fetched together."""
         self._start_process()
-        size, version = self._about(name)
+        size, version = self._size_and_version(name)
         ranges = [(min(begin, size), min(end, size)) for begin, end in ranges]
         numbers = sorted({i for begin, end in ranges if begin < end for i in range(begin // BLOCK, -(-end // BLOCK))})
         keys = {number: self._key(name, version, number) for number in numbers}
@@ -126,31 +133,31 @@ class Remote:
                 self._memory.move_to_end(key)
             while len(self._memory) > MEMORY_BLOCKS:
                 self._memory.popitem(last=False)
-        found = []
+        contents = []
         for begin, end in ranges:
             first = begin // BLOCK
             joined = b"".join(blocks[i] for i in range(first, -(-end // BLOCK))) if begin < end else b""
-            found.append(joined[begin - first * BLOCK : end - first * BLOCK])
-        return found
+            contents.append(joined[begin - first * BLOCK : end - first * BLOCK])
+        return contents
 
     def whole(self, name: str) -> bytes:
-        return self._ask(name, lambda files: bytes(files.cat_file(str(self.path / name))))
+        return self._request(name, lambda files: bytes(files.cat_file(str(self.path / name))))
 
     def size(self, name: str) -> int:
-        return self._about(name)[0]
+        return self._size_and_version(name)[0]
 
     def forget(self, name: str, begin: int, end: int) -> bool:
-        version = self._about(name)[1]
+        version = self._size_and_version(name)[1]
         keys = [self._key(name, version, number) for number in range(begin // BLOCK, -(-end // BLOCK))]
         with self._lock:
-            held = [self._memory.pop(key, None) is not None for key in keys]
-        return any([*held, *(self._cache is not None and self._cache.drop(key) for key in keys)])
+            was_cached = [self._memory.pop(key, None) is not None for key in keys]
+        return any([*was_cached, *(self._cache is not None and self._cache.drop(key) for key in keys)])
 
     def view(self, name: str, size: int, digest: str, checked: bool) -> memoryview:
         return local_copy(self, name, size, digest, checked)
 
     def cool(self) -> None:
-        """Forget the blocks in memory, and stop using the cache on the disk."""
+        """Drop the blocks in memory, and stop using the cache on disk."""
         self.close()
         self._cache = None
 
@@ -159,7 +166,7 @@ class Remote:
             self._memory.clear()
 
     def _start_process(self) -> None:
-        """Create what a process must not share with its parent: the connections, and a lock that it may hold."""
+        """Create the connections and the lock, which a process must not share with its parent."""
         if self._process == os.getpid():
             return
         scheme = self.path.scheme
@@ -174,7 +181,7 @@ class Remote:
                 from botocore.exceptions import BotoCoreError, ClientError
 
                 self._failures += (BotoCoreError, ClientError)
-                # `_ask` tries again; otherwise the tries of three libraries would multiply.
+                # `_request` retries. Without this limit, the retries of three libraries would multiply.
                 timeouts = {"connect_timeout": CONNECT_TIMEOUT, "read_timeout": READ_TIMEOUT}
                 options["config_kwargs"] = timeouts | {"retries": {"total_max_attempts": 1}}
             elif scheme in ("http", "https"):
@@ -183,33 +190,35 @@ class Remote:
             self._files: Any = fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False, **options)
         except ImportError:
             raise UserError(f"{self.path}: the package {package} is missing. Install it: {install}.") from None
-        self._files.retries = 1  # of s3fs
+        # This disables the retries of s3fs.
+        self._files.retries = 1
         self._lock = threading.Lock()
         self._memory: OrderedDict[str, bytes] = OrderedDict()
         self._process = os.getpid()
 
-    def _about(self, name: str) -> tuple[int, str]:
-        """Return the size of an object, and what identifies its version."""
-        if name not in self._known:
-            info = self._ask(name, lambda files: files.info(str(self.path / name)))
+    def _size_and_version(self, name: str) -> tuple[int, str]:
+        """Return the size of an object and a text that identifies its version."""
+        if name not in self._versions:
+            info = self._request(name, lambda files: files.info(str(self.path / name)))
             if info.get("size") is None:
                 raise StorageError(f"{self.path / name}: the server does not state its size. Use another server.")
             marks = (info.get(key) for key in ("ETag", "etag", "LastModified", "Last-Modified", "updated"))
-            self._known[name] = int(info["size"]), str(next(filter(None, marks), ""))
-        return self._known[name]
+            self._versions[name] = int(info["size"]), str(next(filter(None, marks), ""))
+        return self._versions[name]
 
     def _key(self, name: str, version: str, number: int) -> str:
+        """Return the cache key of a block."""
         return blake2b(json.dumps([str(self.path / name), version, number]).encode(), digest_size=16).hexdigest()
 
     def _fetch(self, name: str, size: int, numbers: Sequence[int]) -> dict[int, bytes]:
-        """Fetch blocks of an object, neighbours by one request, and all requests at once."""
+        """Fetch blocks of an object. Neighbours share a request, and all requests run concurrently."""
         if not numbers:
             return {}
         path = str(self.path / name)
         if self.path.scheme in ("http", "https") and not self._has_ranges:
             # A server that ignores ranges would send whole shards.
             first = str(self.path / "store.json")
-            if len(self._ask("store.json", lambda files: files.cat_file(first, 0, 1))) != 1:
+            if len(self._request("store.json", lambda files: files.cat_file(first, 0, 1))) != 1:
                 raise StorageError(f"{self.path}: the server ignores ranges. Use another server, or copy the store.")
             self._has_ranges = True
         runs: list[list[int]] = []
@@ -221,7 +230,7 @@ class Remote:
         blocks: dict[int, bytes] = {}
 
         def request(files: Any) -> None:
-            """Fetch the blocks that are still missing, so that another try asks for less."""
+            """Fetch the blocks that are still missing, so that a retry transfers less."""
             missing = [run for run in runs if run[0] not in blocks]
             starts = [run[0] * BLOCK for run in missing]
             ends = [min((run[-1] + 1) * BLOCK, size) for run in missing]
@@ -238,11 +247,11 @@ class Remote:
             if problem is not None:
                 raise problem
 
-        self._ask(name, request)
+        self._request(name, request)
         return blocks
 
-    def _ask(self, name: str, request: Callable[[Any], R]) -> R:
-        """Make a request, at most three times where that may help."""
+    def _request(self, name: str, request: Callable[[Any], R]) -> R:
+        """Run a request, with up to two retries of transient errors."""
         self._start_process()
         for pause in (*PAUSES, None):
             problem: BaseException
@@ -270,7 +279,7 @@ class Remote:
 
 
 def _status(error: BaseException) -> int:
-    """Return the HTTP status of an error of aiohttp or botocore; 0: it has none."""
+    """Return the HTTP status of an error of aiohttp or botocore, or 0."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
@@ -279,9 +288,9 @@ def _status(error: BaseException) -> int:
 
 
 class BlockCache:
-    """Copies of blocks in a folder that all processes of a machine share, bounded in bytes.
+    """A cache of blocks in a folder that all processes of a machine share, with a limit in bytes.
 
-    A checksum shows whether a block is complete. The blocks that have not been read for longest are removed first.
+    A checksum detects incomplete blocks. The least recently used blocks are removed first.
     """
 
     _NAME = re.compile(r"[0-9a-f]{32}")
@@ -289,23 +298,24 @@ class BlockCache:
 
     def __init__(self, folder: Path, limit: float) -> None:
         self.folder, self.limit = folder, limit
-        self._new = limit  # bytes since the last look at the folder, which is due at the first block
+        # Bytes written since the last check of the size. The first block triggers a check.
+        self._new = limit
         self._failed = False
 
     @staticmethod
     def from_environment() -> "BlockCache | None":
-        """Open the folder WARPFOLD_CACHE (default: ~/.cache/warpfold/objects), of WARPFOLD_CACHE_GB.
+        """Open the folder WARPFOLD_CACHE (default: ~/.cache/warpfold/objects) with a limit of WARPFOLD_CACHE_GB.
 
-        None: no cache is wanted, or there is no home folder.
-        Errors: UserError if WARPFOLD_CACHE_GB is no number.
+        Returns None if the limit is 0 or there is no home folder. Raises UserError if WARPFOLD_CACHE_GB is not a
+        number.
         """
-        given = os.environ.get("WARPFOLD_CACHE_GB", "") or str(CACHE_GB)
+        gigabytes = os.environ.get("WARPFOLD_CACHE_GB", "") or str(CACHE_GB)
         try:
-            limit = float(given) * 1e9
+            limit = float(gigabytes) * 1e9
         except ValueError:
             limit = -1.0
         if not 0 <= limit < 1e18:
-            raise UserError(f"WARPFOLD_CACHE_GB={given}: not a number of gigabytes. Give 0 for no cache.")
+            raise UserError(f"WARPFOLD_CACHE_GB={gigabytes}: not a number of gigabytes. Use 0 for no cache.")
         if not limit:
             return None
         if folder := os.environ.get("WARPFOLD_CACHE"):
@@ -321,11 +331,11 @@ class BlockCache:
         return BlockCache(Path(caches) / "warpfold" / "objects", limit)
 
     def get(self, key: str) -> bytes | None:
-        """Return a block, or None if there is no complete one."""
+        """Return a block, or None if it is missing or incomplete."""
         path = self._path(key)
         try:
             data = path.read_bytes()
-            # The time says when the block was last read.
+            # The modification time records the last use of the block.
             if time.time() - path.stat().st_mtime > 60:
                 os.utime(path)
         except OSError:
@@ -336,7 +346,7 @@ class BlockCache:
         return data[:-4]
 
     def put(self, key: str, data: bytes) -> None:
-        """Write a block.  If the folder cannot be written, log a warning once, and go on without the cache."""
+        """Write a block. If the folder cannot be written, log a warning once and continue without the cache."""
         if self._failed:
             return
         path = self._path(key)
@@ -357,7 +367,7 @@ class BlockCache:
             self._make_room()
 
     def drop(self, key: str) -> bool:
-        """Remove a block; return whether there was one."""
+        """Remove a block. Returns whether it existed."""
         try:
             self._path(key).unlink()
         except OSError:
@@ -368,7 +378,7 @@ class BlockCache:
         return self.folder / key[:2] / key
 
     def _make_room(self) -> None:
-        """Remove the oldest blocks until nine tenths of the limit are used, unless another process is doing it."""
+        """Remove the oldest blocks until 90 % of the limit are used, unless another process is doing this."""
         with contextlib.suppress(OSError), open(self.folder / "lock", "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             blocks, size = [], 0
@@ -378,7 +388,7 @@ class BlockCache:
                     blocks.append((stat.st_mtime, stat.st_size, path))
                     size += stat.st_size
                 elif self._DRAFT.fullmatch(path.name) and stat.st_mtime < time.time() - 3600:
-                    path.unlink()  # of a killed process
+                    path.unlink()  # from a killed process
             if size > self.limit:
                 for _, freed, path in sorted(blocks):
                     if size <= 0.9 * self.limit:

@@ -1,11 +1,11 @@
-"""The packed store: records of named arrays, compressed in blocks, checked, read in place (docs/reference/formats.md).
+"""Write and read stores: records of named arrays, compressed in blocks with checksums (docs/formats.md).
 
-A store is a folder of shards, an index and a `store.json`.  A shard holds records one after another; the index holds
-their places and the sizes that sampling needs, so that opening a store reads no record.  A record begins with a small
-header that holds the places of its blobs, so that any array, or any block of its rows, is read without the others.
-An array that two records share is stored once.  A checksum covers every byte.  The same records give the same bytes.
+A store is a folder of shards, an index and a `store.json`. A shard is a sequence of records. The index holds their
+locations and the sizes that sampling needs, so that opening a store reads no records. A record starts with a small
+header with the locations of its blobs, so that any array, or any block of its rows, can be read separately. An array
+that two records share is stored once. Checksums cover every byte. Equal records give equal bytes.
 
-A finished store never changes.  Users add data with a second store.
+A finished store never changes. Users add data with a second store.
 """
 
 import array as arrays_of_numbers
@@ -25,39 +25,47 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from warpfold.data.store.index import WHERE, Column, Index, Keys, encode_index
-from warpfold.data.store.remote import Address, Place, place_of, storage_of
+from warpfold.data.store.remote import Address, Place, open_storage, parse_place
 from warpfold.errors import StorageError, UserError
 from warpfold.files import LARGEST, DraftFolder, digest_of, write_atomically, writing
 
 FORMAT, VERSION = "warpfold-store", 5
 INDEX = "index.wfi"
-BLOCK = 1 << 17  # bytes of an array per blob, before compression: as much is read for a single row
-SHARD = 1 << 30  # bytes after which the next shard begins
-# The files of a writer, and the drafts that a killed writer leaves.
+# Uncompressed bytes of an array per blob. A whole blob is read even for a single row.
+BLOCK = 1 << 17
+# Bytes after which the next shard starts.
+SHARD = 1 << 30
+# The files of a writer, and the temporary files that a killed writer leaves.
 _OWN = re.compile(
     r"lock|store\.json|(pack|sources)\.json|pack\.tsv|shard-\d{5,}\.wfs|index\.wfi|"
     r"\.(store|index|pack|sources)\.\w+\.[0-9a-f]{8}"
 )
-_THREAD = threading.local()  # what each thread has for itself
-LEVEL = 1  # of zstd: higher levels hardly compress residues better
+# Holds a decompressor per thread.
+_THREAD = threading.local()
+# Compression level of zstd. Higher levels hardly compress residues better.
+LEVEL = 1
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A record as bytes, ready to be written anywhere: workers make it, one process writes it."""
+    """An encoded record, which workers make and a single process writes.
 
-    data: bytes  # header, then blobs
-    header: int  # bytes of the header
-    crc: int  # of the header
-    holder: str = ""  # the key of the record that holds what this one shares
+    data: header and blobs. header: bytes of the header. crc: of the header. holder: the key of the record that holds
+    the shared arrays.
+    """
+
+    data: bytes
+    header: int
+    crc: int
+    holder: str = ""
 
 
 def pack_record(
     arrays: Mapping[str, np.ndarray], notes: Mapping[str, Any], shared: Mapping[str, str] | None = None
 ) -> Packed:
-    """Compress arrays of any shape and plain dtype, and `notes` for JSON, into one record.
+    """Encode arrays of any shape and plain dtype, and JSON-serialisable `notes`, into a record.
 
-    shared: names of further arrays, with the key of the one record that holds them (under the same names).
+    shared: maps the names of further arrays to the key of the record that holds them under the same names.
     """
     import zstandard
 
@@ -69,44 +77,46 @@ def pack_record(
             raise ValueError(f"{name}: arrays of {array.dtype} cannot be stored")
         data = memoryview(array.astype(dtype).tobytes())
         count = len(array) if array.ndim else 1
-        width = len(data) // max(count, 1)  # bytes of a row
+        width = len(data) // max(count, 1)  # bytes per row
         rows = max(BLOCK // max(width, 1), 1)
-        parts = [compress(data[start * width : (start + rows) * width]) for start in range(0, count, rows)]
-        blobs += parts
-        table.append([name, dtype.str, array.shape, rows, [[len(part), zlib.crc32(part)] for part in parts]])
+        compressed = [compress(data[start * width : (start + rows) * width]) for start in range(0, count, rows)]
+        blobs += compressed
+        table.append([name, dtype.str, array.shape, rows, [[len(blob), zlib.crc32(blob)] for blob in compressed]])
     (holder,) = set((shared or {}).values()) or {""}
     header = compress(_json({"notes": dict(notes), "arrays": table, "shared": dict(shared or {})}))
     return Packed(b"".join([header, *blobs]), len(header), zlib.crc32(header), holder)
 
 
 class StoreWriter:
-    """A writer into `path.partial/`, renamed to `path` when done, so that `path` is a whole store or does not exist.
+    """Write a store into `path.partial/`, which is renamed to `path` when it is complete.
 
-    Use as a context manager: an exception removes the written files.  After a kill, the next writer starts over.
-    Errors: UserError if `path` exists or is an address, if another process is writing it, or if it cannot be written.
+    Use it as a context manager: an exception removes the written files. After a kill, the next writer starts over.
+    Raises UserError if `path` exists or is an address, if another process is writing it, and if it cannot be written.
     """
 
     def __init__(self, path: Place | str, shard_bytes: int = SHARD) -> None:
-        place = place_of(path)
+        place = parse_place(path)
         if isinstance(place, Address):
-            raise UserError(f"{place}: a store is written to a folder. Give a folder, and copy the finished store.")
+            raise UserError(f"{place}: a store is written to a folder. Pass a folder, and copy the finished store.")
         self.path, self.shard_bytes = place, shard_bytes
         self._file: BinaryIO | None = None
-        self._rows: dict[str, int] = {}  # of each key
-        self._holders: dict[int, str] = {}  # of rows that share arrays
+        # The row of each key, and the holder of each row with shared arrays.
+        self._rows: dict[str, int] = {}
+        self._holders: dict[int, str] = {}
         self._where = {name: arrays_of_numbers.array("Q") for name in WHERE if name != "holder"}
         self._meta: dict[str, list[Any]] = {}
         self._shards: list[tuple[str, int]] = []
         self._draft = DraftFolder(self.path, _OWN.fullmatch)
         self.folder = self._draft.folder
-        for left in self.folder.iterdir():  # by a writer that was killed
-            if left.name != "lock":
-                left.unlink()
+        # A killed writer may have left files.
+        for path in self.folder.iterdir():
+            if path.name != "lock":
+                path.unlink()
 
     def add(self, key: str, record: Packed, meta: Mapping[str, Any]) -> None:
-        """Append a record.  meta: numbers, texts, None, or lists, kept in the index; the same names for every record.
+        """Append a record. meta: numbers, texts, lists or None for the index, with the same names for every record.
 
-        Errors: ValueError for a key that was added before or other names in `meta`; UserError if it cannot be written.
+        Raises ValueError for a repeated key or other names in `meta`, and UserError if it cannot be written.
         """
         if key in self._rows:
             raise ValueError(f"{key}: twice in one store")
@@ -124,14 +134,14 @@ class StoreWriter:
         for name, value in meta.items():
             self._meta.setdefault(name, []).append(value)
         if any(len(column) != len(self._rows) for column in self._meta.values()):
-            raise ValueError(f"{key}: other names in its meta than in the records before it")
+            raise ValueError(f"{key}: its meta has other names than those of earlier records")
         if record.holder:
             self._holders[row] = record.holder
 
     def finish(self, files: Mapping[str, str | Iterable[str]] | None = None) -> None:
-        """Write the index, any text `files`, whole or in pieces, and `store.json`; then give the store its name.
+        """Write the index, text `files` (strings or their pieces), and `store.json`, and rename the folder.
 
-        Errors: UserError for a store without records, or if it cannot be written.
+        Raises UserError for a store without records, and if it cannot be written.
         """
         if not self._rows:
             raise UserError(f"{self.path}: nothing to store")
@@ -145,7 +155,8 @@ class StoreWriter:
             top: dict[str, Any] = {"format": FORMAT, "version": VERSION, "records": len(self._rows)}
             top |= {"index": {"bytes": len(index), "blake2b": digest_of(index)}, "files": {}}
             write_atomically(self.folder / INDEX, index)
-            del index  # of a million entries it has 100 MB, and the report has 300
+            # The index of a million entries has 100 MB, and the report has 300 MB.
+            del index
             for name, text in (files or {}).items():
                 data = bytearray()
                 for piece in (text,) if isinstance(text, str) else text:
@@ -156,9 +167,10 @@ class StoreWriter:
         self._draft.complete()
 
     def abort(self) -> None:
-        """Remove the written files; `path` is never touched."""
+        """Remove the written files."""
         if self._file is not None:
-            with contextlib.suppress(OSError):  # closing writes what is buffered, which may not fit on a full disk
+            # Closing writes the buffer, which fails on a full disk.
+            with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
         self._draft.remove()
@@ -174,6 +186,7 @@ class StoreWriter:
         return f"shard-{len(self._shards):05d}.wfs"
 
     def _end_shard(self) -> None:
+        """Sync and close the current shard, if any."""
         if self._file is None:
             return
         self._file.flush()
@@ -184,21 +197,21 @@ class StoreWriter:
 
 
 class Store:
-    """A store, open for reading; safe to share between threads and forks, and cheap to pickle (it reopens by path).
+    """A store that is open for reading. Safe to share between threads and forks; pickling saves only the path.
 
-    path: its folder, or its address (`place_of`).  checked: another process of this machine has checked the index.
-    Errors: UserError for a folder that is not a store, another format, or a truncated or damaged file (which, and
-    where), when the store is opened or when the damaged part is read.
+    path: folder or address (`parse_place`). checked: another process of this machine has checked the index.
+    Raises UserError for a folder that is not a store, another format, and a truncated or damaged file, either when the
+    store is opened or when the damaged bytes are read.
     """
 
     def __init__(self, path: Place | str, checked: bool = False) -> None:
-        self.path = place_of(path)
-        self.storage = storage_of(self.path)
+        self.path = parse_place(path)
+        self.storage = open_storage(self.path)
         with contextlib.ExitStack() as unless_open:
             unless_open.callback(self.close)
             self._checksums, self.index = self._open(checked)
             unless_open.pop_all()
-        self.keys = Keys(self.index)  # in the order of writing
+        self.keys = Keys(self.index)  # in writing order
         if not self.keys:
             raise UserError(f"{self.path}: an empty store. Pack it again")
 
@@ -219,12 +232,12 @@ class Store:
 
     @property
     def checksum(self) -> str:
-        """Return the BLAKE2b digest of store.json, 128 bits in hexadecimal; it covers all contents."""
+        """Return the BLAKE2b digest of store.json (128 bits in hexadecimal), which covers the whole content."""
         return digest_of(self.storage.whole("store.json"))
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of its shards and its index."""
+        """Return the size of the shards and the index in bytes."""
         return sum(size for _, size in self.index.shards) + self.storage.size(INDEX)
 
     @property
@@ -233,15 +246,15 @@ class Store:
         return list(self.index.columns)
 
     def column(self, name: str) -> Column:
-        """Return one value of `meta` for every record, in the order of `keys`."""
+        """Return a column of `meta`, in the order of `keys`."""
         return self.index.columns[name]
 
     def file(self, name: str) -> str | None:
-        """Return one of the small text files of the store; None if there is none."""
+        """Return a text file of the store, or None."""
         return self.storage.whole(name).decode() if name in self._checksums else None
 
     def row(self, key: str) -> int:
-        """Return the row of `key`.  Errors: KeyError; UserError if the index lists the key but cannot find it."""
+        """Return the row of `key`. Raises KeyError, and UserError if the index is damaged."""
         if (row := self.index.row(key)) < 0:
             if any(key == listed for listed in self.keys):
                 raise UserError(f"{self.path / INDEX}: damaged ({key} is not found). Copy or pack the store again")
@@ -249,40 +262,46 @@ class Store:
         return row
 
     def record(self, key: str) -> "Record":
-        """Return the record of `key`, reading only its header.  Errors: as of `row`; UserError if it is damaged."""
+        """Open the record of `key`; reads its header. Raises the errors of `row`, and UserError if it is damaged."""
         row = self.row(key)
         notes, arrays, shared = self._header(row, key)
         if shared:
-            holder, at = next(iter(shared.values())), int(self.index.where["holder"][row])
-            held = self._header(at, holder)[1] if at >= 0 else {}
+            holder, holder_row = next(iter(shared.values())), int(self.index.where["holder"][row])
+            held = self._header(holder_row, holder)[1] if holder_row >= 0 else {}
             if missing := [name for name in shared if name not in held]:
                 raise UserError(f"{self.path}: {key}: {missing[0]} is not in {holder}. Copy or pack the store again")
             arrays |= {name: held[name] for name in shared}
         return Record(self, key, notes, arrays)
 
     def packed(self, key: str) -> Packed:
-        """Read a record whole, as it can be written into another store."""
+        """Read an encoded record, which can be written into another store."""
         row = self.row(key)
         _, arrays, shared = self._header(row, key)
         shard, offset, _, header, crc, _ = (int(self.index.where[name][row]) for name in WHERE)
-        places: list[_Place] = [(offset, offset + header, crc, f"{self._shard(shard)}: {key}")]  # there are no gaps
-        places += [array.place(number) for array in arrays.values() for number in range(len(array.crcs))]
-        return Packed(b"".join(self._read(shard, places)), header, crc, next(iter(shared.values()), ""))
+        # Header and blobs are contiguous.
+        spans: list[_Span] = [(offset, offset + header, crc, f"{self._shard(shard)}: {key}")]
+        spans += [array.span(number) for array in arrays.values() for number in range(len(array.crcs))]
+        return Packed(b"".join(self._read(shard, spans)), header, crc, next(iter(shared.values()), ""))
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> Iterator[str]:
-        """Read everything and yield a line for each damaged part.  progress: called with records done and in all."""
+        """Read the whole store and yield an error for each damaged file or record.
+
+        progress: called with the numbers of finished records and of all records.
+        """
         for name, crc in self._checksums.items():
             try:
-                whole = zlib.crc32(self.storage.whole(name)) == crc
+                is_valid = zlib.crc32(self.storage.whole(name)) == crc
             except OSError:
-                whole = False
-            if not whole:
-                yield f"{self.path / name}: damaged or gone; copy or pack the store again"
+                is_valid = False
+            if not is_valid:
+                yield f"{self.path / name}: damaged or missing. Copy or pack the store again"
         for row, key in enumerate(self.keys):
             try:
-                for array in self._header(row, key)[1].values():  # shared arrays are checked with their record
-                    for number in range(len(array.crcs)):  # one by one: a record may be larger than the memory
-                        array.unpack(number, *self._read(array.shard, [array.place(number)]))
+                # Shared arrays are checked with the record that holds them. Blobs are read one by one, because a record
+                # may be larger than the memory.
+                for array in self._header(row, key)[1].values():
+                    for number in range(len(array.crcs)):
+                        array.unpack(number, *self._read(array.shard, [array.span(number)]))
             except StorageError:
                 raise
             except UserError as error:
@@ -291,7 +310,7 @@ class Store:
                 progress(row + 1, len(self))
 
     def _header(self, row: int, key: str) -> tuple[dict[str, Any], dict[str, "StoredArray"], dict[str, str]]:
-        """Return notes, own arrays, and the keys of the records that hold the others."""
+        """Read the header of a record. Returns its notes, its own arrays, and the holder's key of each shared array."""
         shard, offset, _, size, crc, _ = (int(self.index.where[name][row]) for name in WHERE)
         what = f"{self._shard(shard)}: {key}"
         (header,) = self._read(shard, [(offset, offset + size, crc, what)])
@@ -305,22 +324,22 @@ class Store:
         return fields["notes"], arrays, fields["shared"]
 
     def _open(self, checked: bool) -> tuple[dict[str, int], Index]:
-        """Return the checksums of the text files, and the index."""
+        """Open store.json and the index. Returns the checksums of the text files, and the index."""
         file = self.path / "store.json"
         try:
             top = json.loads(self.storage.whole("store.json"))
-            known, version = top["format"] == FORMAT, int(top["version"])
+            is_store, version = top["format"] == FORMAT, int(top["version"])
         except OSError as error:
             raise UserError(
-                f"{self.path}: not a store (store.json: {error.strerror}); `warpfold pack` makes one"
+                f"{self.path}: not a store (store.json: {error.strerror}). Make one with `warpfold pack`"
             ) from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{file}: damaged, or not a store's. Pack it again") from error
-        if not known:
-            raise UserError(f"{file}: not a WarpFold store's")
+        if not is_store:
+            raise UserError(f"{file}: not of a WarpFold store. Pass the folder of a store")
         if version != VERSION:
-            cure = "update WarpFold" if version > VERSION else "pack it again"
-            raise UserError(f"{self.path}: a store of format {version}, this WarpFold reads {VERSION}; {cure}")
+            remedy = "Update WarpFold" if version > VERSION else "Pack it again"
+            raise UserError(f"{self.path}: a store of format {version}, this WarpFold reads {VERSION}. {remedy}")
         try:
             size, digest = int(top["index"]["bytes"]), str(top["index"]["blake2b"])
             checksums = {str(name): int(crc) for name, crc in top["files"].items()}
@@ -339,13 +358,13 @@ class Store:
             raise UserError(f"{file}: damaged ({error}). Copy the store again") from error
         for shard, expected in () if checked else index.shards:
             try:
-                found = self.storage.size(shard)
+                size = self.storage.size(shard)
             except OSError as error:
                 path = self.path / shard
                 raise UserError(f"{path}: cannot be read: {error.strerror}. Copy the store again") from error
-            if found < expected:
+            if size < expected:
                 raise UserError(
-                    f"{self.path / shard}: {found} bytes, {expected} expected: truncated or not this store's. Copy the "
+                    f"{self.path / shard}: {size} bytes, {expected} expected: truncated or not this store's. Copy the "
                     "store again"
                 )
         return checksums, index
@@ -353,29 +372,34 @@ class Store:
     def _shard(self, number: int) -> Place:
         return self.path / self.index.shards[number][0]
 
-    def _read(self, shard: int, places: "Sequence[_Place]") -> list[bytes]:
-        """Read ranges of a shard, all by one request of the storage."""
-        name, ranges = self.index.shards[shard][0], [(begin, end) for begin, end, *_ in places]
+    def _read(self, shard: int, spans: "Sequence[_Span]") -> list[bytes]:
+        """Read and check spans of a shard in a single request to the storage."""
+        name, ranges = self.index.shards[shard][0], [(begin, end) for begin, end, *_ in spans]
         try:
-            found = self.storage.read(name, ranges)
-            for i, (begin, end, crc, what) in enumerate(places):
-                if not _is_whole(found[i], begin, end, crc) and self.storage.forget(name, begin, end):
-                    (found[i],) = self.storage.read(name, [(begin, end)])  # a copy of it was damaged
-                if not _is_whole(found[i], begin, end, crc):
+            blobs = self.storage.read(name, ranges)
+            for i, (begin, end, crc, what) in enumerate(spans):
+                if not _is_valid(blobs[i], begin, end, crc) and self.storage.forget(name, begin, end):
+                    # A cached copy was damaged.
+                    (blobs[i],) = self.storage.read(name, [(begin, end)])
+                if not _is_valid(blobs[i], begin, end, crc):
                     raise UserError(f"{what}: damaged (checksum at byte {begin}). Copy or pack the store again")
         except OSError as error:
-            raise UserError(f"{places[0][3]}: cannot be read: {error.strerror}. Copy the store again") from error
-        return found
+            raise UserError(f"{spans[0][3]}: cannot be read: {error.strerror}. Copy the store again") from error
+        return blobs
 
 
-_Place = tuple[int, int, int | None, str]  # begin, end, checksum (None: of these bytes there is none), what is there
+# Begin, end, checksum (None: without), description for errors.
+_Span = tuple[int, int, int | None, str]
 
 
 @dataclass(frozen=True)
 class StoredArray:
-    """An array's layout in its shard: blobs of `rows` rows each, blob i at bytes [starts[i], starts[i + 1])."""
+    """The layout of an array in its shard: blobs of `rows` rows, with blob i in bytes [starts[i], starts[i + 1]).
 
-    what: str  # file, entry and name, for errors
+    what: description of file, entry and name for errors.
+    """
+
+    what: str
     shard: int
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -383,12 +407,12 @@ class StoredArray:
     starts: Sequence[int]
     crcs: Sequence[int]
 
-    def place(self, number: int) -> _Place:
-        """Say where a blob lies."""
+    def span(self, number: int) -> _Span:
+        """Return the location of a blob."""
         return self.starts[number], self.starts[number + 1], self.crcs[number], self.what
 
-    def holding(self, rows: np.ndarray | None) -> list[tuple[int, int, int]]:
-        """Name the blobs that hold rows (ascending; None: all): (number, begin, end), of which `rows[begin:end]`."""
+    def blobs_of(self, rows: np.ndarray | None) -> list[tuple[int, int, int]]:
+        """List the blobs of `rows` (ascending; None: all) as (number, begin, end), which contain `rows[begin:end]`."""
         if rows is None:
             return [(number, 0, 0) for number in range(len(self.crcs))]
         first, last = (int(rows[0]) // self.rows, int(rows[-1]) // self.rows) if len(rows) else (0, -1)
@@ -396,7 +420,7 @@ class StoredArray:
         return [(i, begin, end) for i, (begin, end) in enumerate(pairwise(bounds), start=first) if begin < end]
 
     def unpack(self, number: int, data: bytes) -> np.ndarray:
-        """Unpack a blob: whole rows.  Errors: UserError if it is damaged."""
+        """Decompress a blob. Raises UserError if it is damaged."""
         rows = min(self.rows, self.shape[0] - number * self.rows) if self.shape else 1
         size = rows * math.prod(self.shape[1:]) * self.dtype.itemsize
         return np.frombuffer(_decompress(data, self.what, size), self.dtype)
@@ -404,65 +428,69 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class Record:
-    """One record: its notes, and its arrays, which are read when needed."""
+    """A record: its notes, and its arrays, which are read on demand."""
 
     store: Store
     key: str
     notes: dict[str, Any]
     arrays: dict[str, StoredArray]
-    _fetched: dict[tuple[str, int], bytes] = field(default_factory=dict, repr=False)  # what the last `fetch` has read
+    # The blobs of the last `fetch`, by array and number.
+    _fetched: dict[tuple[str, int], bytes] = field(default_factory=dict, repr=False)
 
-    def fetch(self, wanted: Mapping[str, np.ndarray | None]) -> None:
-        """Read at once what `read` will be asked for next: rows (ascending; None: all) of arrays, by their names.
+    def fetch(self, rows_of: Mapping[str, np.ndarray | None]) -> None:
+        """Prefetch rows (ascending; None for all) of named arrays, which `read` will be called for next.
 
-        Where an answer takes long, as from an object store, that is one wait for each shard, not one for each array.
+        This makes one request per shard instead of one per array, which matters for the latency of object stores.
         """
         blobs: dict[int, list[tuple[str, int]]] = {}
-        for name, rows in wanted.items():
-            found = self.arrays[name].holding(rows)
-            blobs.setdefault(self.arrays[name].shard, []).extend((name, number) for number, *_ in found)
+        for name, rows in rows_of.items():
+            numbers = self.arrays[name].blobs_of(rows)
+            blobs.setdefault(self.arrays[name].shard, []).extend((name, number) for number, *_ in numbers)
         self._fetched.clear()
         for shard, keys in blobs.items():
-            places = [self.arrays[name].place(number) for name, number in keys]
-            self._fetched.update(zip(keys, self.store._read(shard, places)) if places else ())
+            spans = [self.arrays[name].span(number) for name, number in keys]
+            self._fetched.update(zip(keys, self.store._read(shard, spans)) if spans else ())
 
     def read(self, name: str, rows: np.ndarray | None = None) -> np.ndarray:
-        """Return an array, or the given `rows` of it (ascending), reading only the blobs that hold them.
+        """Read an array, or its `rows` (ascending). Only the blobs that contain them are read.
 
-        Errors: KeyError for an array that the record does not have; UserError if a blob is damaged.
+        Raises KeyError for an array that the record lacks, and UserError if a blob is damaged.
         """
         array = self.arrays[name]
-        held = array.holding(rows)
-        data = {number: self._fetched[name, number] for number, *_ in held if (name, number) in self._fetched}
-        if missing := [number for number, *_ in held if number not in data]:
-            data |= zip(missing, self.store._read(array.shard, [array.place(number) for number in missing]))
+        blobs = array.blobs_of(rows)
+        data = {number: self._fetched[name, number] for number, *_ in blobs if (name, number) in self._fetched}
+        if missing := [number for number, *_ in blobs if number not in data]:
+            data |= zip(missing, self.store._read(array.shard, [array.span(number) for number in missing]))
         if rows is None:
-            whole = [array.unpack(number, data.pop(number)) for number, *_ in held]
-            return np.concatenate([np.empty(0, array.dtype), *whole]).reshape(array.shape)
-        parts = [np.empty((0, *array.shape[1:]), array.dtype)]
-        for number, begin, end in held:
+            values = [array.unpack(number, data.pop(number)) for number, *_ in blobs]
+            return np.concatenate([np.empty(0, array.dtype), *values]).reshape(array.shape)
+        selected = [np.empty((0, *array.shape[1:]), array.dtype)]
+        for number, begin, end in blobs:
             blob = array.unpack(number, data.pop(number)).reshape(-1, *array.shape[1:])
-            parts.append(blob[rows[begin:end] - number * array.rows])
-        return np.concatenate(parts)
+            selected.append(blob[rows[begin:end] - number * array.rows])
+        return np.concatenate(selected)
 
 
-def _decompress(data: bytes, what: str, most: int = LARGEST) -> bytes:
-    """Unpack a frame whose header says that it holds at most so many bytes, as all of `pack_record`'s do."""
+def _decompress(data: bytes, what: str, limit: int = LARGEST) -> bytes:
+    """Decompress a frame whose header declares at most `limit` bytes, as `pack_record` writes it."""
     import zstandard
 
     if not hasattr(_THREAD, "decompressor"):
-        _THREAD.decompressor = zstandard.ZstdDecompressor()  # made anew it takes longer than a small blob
+        # Creating a decompressor takes longer than a small blob.
+        _THREAD.decompressor = zstandard.ZstdDecompressor()
     try:
-        if not 0 <= zstandard.frame_content_size(data) <= most:
-            raise UserError(f"{what}: damaged (its size is not what it should be). Pack the store again")
+        if not 0 <= zstandard.frame_content_size(data) <= limit:
+            raise UserError(f"{what}: damaged (unexpected size). Pack the store again")
         return bytes(_THREAD.decompressor.decompress(data))
     except zstandard.ZstdError as error:
         raise UserError(f"{what}: damaged ({error}). Pack the store again") from error
 
 
-def _is_whole(data: bytes, begin: int, end: int, crc: int | None) -> bool:
+def _is_valid(data: bytes, begin: int, end: int, crc: int | None) -> bool:
+    """Return whether bytes have the expected size and checksum."""
     return len(data) == end - begin and crc in (None, zlib.crc32(data))
 
 
 def _json(value: Any) -> bytes:
+    """Encode a value as compact JSON."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
