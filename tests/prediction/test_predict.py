@@ -375,7 +375,7 @@ def test_hits_come_after_the_users_files_and_refusals_are_written(
     outcomes = json.loads((tmp_path / "out/one/one_templates.json").read_text())
     notes = {outcome["name"]: outcome["note"] for outcome in outcomes if not outcome["used"]}
     assert "has no 9not.cif" in notes["9not_A"]
-    assert "came out 2020-01-01, after 2015-01-01" in notes["2xyz_A"]
+    assert "released 2020-01-01, after 2015-01-01" in notes["2xyz_A"]
 
 
 def test_the_users_files_leave_fewer_places_for_hits(tmp_path: Path, structures: Path) -> None:

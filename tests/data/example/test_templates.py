@@ -131,7 +131,7 @@ def test_a_changed_sequence_is_aligned_anew(tmp_path: Path) -> None:
     templates, (outcome,) = templates_from_hits(QUERY, [hit()], Library(tmp_path))
     known = places[hit().hit_index + 10]
     assert_on(one((templates, [outcome])), chain, hit().query_index[known >= 0], known[known >= 0])
-    assert "aligned anew to chain A, 98% identical" in outcome.note
+    assert "realigned to chain A, 98% identical" in outcome.note
 
 
 def test_another_protein_or_nothing_seen_is_refused(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_the_filters_of_the_paper(tmp_path: Path) -> None:
     def found(hit: Hit, **more: object) -> tuple[Templates | None, list[TemplateOutcome]]:
         return templates_from_hits(QUERY, [hit], library, **more)  # type: ignore[arg-type]
 
-    assert "came out 2010-05-01, after 2010-04-30" in refusal(found(hit(), max_date=day(2010, 4, 30)))
+    assert "released 2010-05-01, after 2010-04-30" in refusal(found(hit(), max_date=day(2010, 4, 30)))
     assert one(found(hit(), max_date=day(2010, 5, 1)))
     assert "no release date" in refusal(found(hit("2xyz_A"), max_date=day(2010, 5, 1)))
     assert one(found(hit("2xyz_A")))
@@ -182,7 +182,7 @@ def test_no_spelling_of_the_cutoff_lets_a_later_template_in(tmp_path: Path, cuto
     templates, outcomes = find_templates([TemplateQuery(QUERY, ("query",), ())], sources, most=4)[0]
     assert templates is not None
     assert templates.names == ("1abc_A",)
-    assert outcomes[0].note == "came out 2017-07-26, after 2017-01-02"
+    assert outcomes[0].note == "released 2017-07-26, after 2017-01-02"
 
 
 def with_jump(distance: float, unseen: Sequence[int] = ()) -> Chain:
@@ -241,7 +241,7 @@ def test_refusals_are_counted_by_kind(tmp_path: Path) -> None:
     assert [outcome.missing for outcome in outcomes] == [True] * 3 + [False] * 3
     assert count_refusals(outcomes) == {
         "has no N.cif or N.cif.gz; add it, or do without": 3,
-        "came out N, after N": 3,
+        "released N, after N": 3,
     }
     _, outcomes = templates_from_hits(QUERY, hits, Library(tmp_path))
     assert list(count_refusals(outcomes).values()) == [3, 2]
@@ -276,7 +276,7 @@ def test_copies_of_a_chain_count_once_for_hmmsearch(tmp_path: Path) -> None:
     copies = [hit(f"1abc_{name}", sum_probs=None) for name in "ABA"]
     templates, outcomes = templates_from_hits(QUERY, copies, Library(tmp_path))
     assert one((templates, [o for o in outcomes if o.used])).names == ("1abc_A",)
-    assert all("same places as 1abc_A" in outcome.note for outcome in outcomes[1:])
+    assert all("same aligned residues as 1abc_A" in outcome.note for outcome in outcomes[1:])
     shifted = replace(copies[1], query_index=copies[1].query_index + 1)
     both, _ = templates_from_hits(QUERY, [copies[0], shifted], Library(tmp_path))
     assert both is not None

@@ -54,9 +54,9 @@ def test_everything_is_kept_or_named_with_its_reason_in_the_report_and_in_the_st
     assert dropped.keys() == expected.keys()
     assert all(dropped[key].startswith(reason) for key, reason in expected.items())
     assert {file: reason[:60] for file, reason in report.unused.items()} == {
-        "msas/1non_A.a3m": "no chain that is kept has this sequence",
-        "msas/b.a3m": "no chain that is kept has this sequence",
-        "msas/c.a3m": "no chain that is kept has this sequence",
+        "msas/1non_A.a3m": "no kept chain has this sequence",
+        "msas/b.a3m": "no kept chain has this sequence",
+        "msas/c.a3m": "no kept chain has this sequence",
         "msas/bad.a3m": "msas/bad.a3m: record 1, 'q', position 3 has '1', which is not an amino acid"[:60],
         "msas/empty.a3m": "msas/empty.a3m: is empty; fetch or write the file again",
     }
@@ -151,7 +151,7 @@ def test_an_alignment_that_turns_out_bad_is_left_out_and_named(tmp_path: Path) -
     assert "m/late.a3m: row 22" in entry.reason
     assert "row 22" in report.unused["m/late.a3m"]
     (tmp_path / "m/good.a3m").unlink()
-    with pytest.raises(UserError, match=r"most often: no alignment: m/late\.a3m: row 22"):
+    with pytest.raises(UserError, match=r"the most frequent reason: no alignment: m/late\.a3m: row 22"):
         pack([tmp_path / "s"], [tmp_path / "m"], tmp_path / "other", PackOptions(require_msa=True))
 
 
@@ -184,7 +184,9 @@ def test_clusters_of_equal_sequences_of_similar_ones_or_of_a_file(files: Path) -
 
 
 def test_nothing_kept_leaves_nothing(files: Path) -> None:
-    with pytest.raises(UserError, match=r"nothing to keep, entries: \d+; most often: \d+ residues, fewer than 1000"):
+    with pytest.raises(
+        UserError, match=r"all \d+ entries are dropped; the most frequent reason: \d+ residues, fewer than 1000"
+    ):
         packed(files, options=PackOptions(min_length=1000))
     assert sorted(path.name for path in files.iterdir()) == ["msas", "structures"]
 
@@ -303,7 +305,7 @@ def test_templates_lie_in_the_store_and_the_report_counts_them(queries: Path) ->
         assert (entries[name].templates, entries[name].hits) == (2, ("m/1one_A/hmm_output.sto",))
         assert entries[name].templates_refused == {
             "is of the query's own entry": 1,
-            "came out N, after N": 1,
+            "released N, after N": 1,
             "has no N.cif or N.cif.gz; add it, or do without": 1,
         }
     assert dict(zip(store.keys, store.column("templates")))["1one_A"] == 2

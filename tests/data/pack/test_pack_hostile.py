@@ -23,7 +23,7 @@ from warpfold.data.pack import build as pack_build
 from warpfold.data.pack import jobs as pack_jobs
 from warpfold.data.pack import match as pack_match
 from warpfold.data.pack import pack as packing
-from warpfold.data.pack.jobs import ATTEMPTS, DIED, JobRunner, PackJob
+from warpfold.data.pack.jobs import DIED, MAX_ATTEMPTS, JobRunner, PackJob
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import pack
 from warpfold.data.pack.part import PartWriter
@@ -272,7 +272,7 @@ def test_a_job_that_no_run_outlives_is_given_up_untried(pair: Path, monkeypatch:
 
     alignment(pair / "msas/x.a3m", "W" * 30)
     monkeypatch.setattr(pack_jobs, "IsolatedProcess", Never)
-    for _ in range(ATTEMPTS):
+    for _ in range(MAX_ATTEMPTS):
         dies(pair, monkeypatch, packing, "read_chains", "1two.cif")
     report = packed(pair)
     assert [entry.name for entry in report.kept] == ["1one_A"]
@@ -291,7 +291,7 @@ def test_a_run_that_is_killed_before_a_job_is_tried_apart_blames_no_job(
     alignment(pair / "msas/x.a3m", "W" * 30)
     dies(pair, monkeypatch, packing, "read_chains", "1two.cif")
     monkeypatch.setattr(pack_jobs, "IsolatedProcess", Starting)
-    for _ in range(ATTEMPTS):
+    for _ in range(MAX_ATTEMPTS):
         dies(pair, monkeypatch, packing, "read_chains", "nothing")
     monkeypatch.setattr(pack_jobs, "IsolatedProcess", Here)
     assert [entry.name for entry in packed(pair).kept] == ["1one_A", "1two_A"]

@@ -151,7 +151,7 @@ def test_alignments_of_predictions_are_sampled_in_training() -> None:
 
 def test_the_kl_filter_is_the_papers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of each protein is as uncertain as the reference; the other half is sure of its distances."""
-    monkeypatch.setattr(predicted, "FEW", 4)
+    monkeypatch.setattr(predicted, "MIN_REFERENCE", 4)
     rng = np.random.default_rng(0)
     n, bins = 30, 8
     for number in range(4):

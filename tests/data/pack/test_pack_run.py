@@ -121,7 +121,7 @@ def test_a_damaged_part_is_not_merged(files: Path, whole: dict[str, bytes]) -> N
 def test_a_finished_store_and_what_is_none_are_left_as_they_are(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = packed(files)
     before = contents(files / "store")
-    monkeypatch.setattr(packing, "_fill", lambda *_: pytest.fail("work was done"))
+    monkeypatch.setattr(packing, "_run_jobs", lambda *_: pytest.fail("work was done"))
     again = packed(files)
     assert (first.finished_before, again.finished_before) == (False, True)
     assert (again.entries, again.unused) == (first.entries, first.unused)
@@ -212,7 +212,7 @@ def test_a_kill_while_the_store_is_written(
     assert part.exists()
     (files / "store.partial").mkdir()
     (files / "store.partial/shard-00000.wfs").write_bytes(b"left by a kill")
-    monkeypatch.setattr(packing, "_fill", lambda *_: pytest.fail("work was done again"))
+    monkeypatch.setattr(packing, "_run_jobs", lambda *_: pytest.fail("work was done again"))
     packed(files)
     assert contents(files / "store") == whole
     part.mkdir()  # a kill after the store appeared, before the part went

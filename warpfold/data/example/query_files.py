@@ -129,9 +129,9 @@ def assemble(
         single_row += [chain] if chain not in bare and examples[sequence].depth == 1 else []
     notes = [*query.notes]
     if bare and len(query.ids) > 1:
-        notes.append(f"no alignment for {list_chains(bare)}: folded from the sequence alone")
+        notes.append(f"no alignment for {list_chains(bare)}: folded by the sequence alone")
     if single_row:
-        notes.append(f"the alignment of {list_chains(single_row)} has only its own row: folded from the sequence alone")
+        notes.append(f"the alignment of {list_chains(single_row)} has one row, its own: folded by the sequence alone")
     unique = [examples[sequence] for sequence in dict.fromkeys(query.sequences)]
     deep = [example for example in unique if example.depth > 1]
     if len(deep) > 1 and len(pair_rows([example.pairing for example in unique])) == 1:

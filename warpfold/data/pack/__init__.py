@@ -1,1 +1,1 @@
-"""Packing: find the inputs, do the jobs of a part (match alignments to chains, build records), merge parts, report."""
+"""Pack stores: find the inputs, run the jobs of a part (match alignments to chains, build records), merge, report."""

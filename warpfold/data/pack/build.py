@@ -1,4 +1,4 @@
-"""The jobs of packing that workers do: read the queries of alignments, read structures, build records of chains."""
+"""Jobs of worker processes in packing: read the queries of alignments, read structures, build records of chains."""
 
 import re
 from collections import Counter, defaultdict
@@ -28,45 +28,50 @@ from warpfold.errors import UserError
 from warpfold.files import opened, within_memory
 from warpfold.geometry.residue import ATOM_ORDER
 
-WORTH_SHARING = 1024  # bytes of an array: smaller ones are repeated
+# Arrays with fewer bytes are stored again instead of shared.
+MIN_SHARED_BYTES = 1024
 
 
 @dataclass(frozen=True)
 class ReadChains:
-    """A structure file as it was read: the chains to pack, and why the others were dropped."""
+    """The result of reading a structure file.
 
-    structure: Structure | None  # with these chains alone
+    structure: with only the chains to pack; None if the file cannot be read. dropped: entries of the other chains.
+    confidence: confidence fields of `PackEntry` for each chain of a prediction.
+    """
+
+    structure: Structure | None
     dropped: list[PackEntry]
-    confidence: dict[str, dict[str, float]] = field(default_factory=dict)  # of each chain of a prediction
+    confidence: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class ChainJob:
-    """A chain to pack."""
+    """A chain to pack. chain: its name in the structure. confidence: fields of `PackEntry` for a prediction."""
 
-    chain: str  # its name in the structure
+    chain: str
     alignments: list[InputFile]
     hits: list[InputFile]
     note: str
-    confidence: dict[str, float] = field(default_factory=dict)  # of a prediction: fields of `PackEntry`
+    confidence: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class BuildJob:
-    """The chains to pack of one structure file."""
+    """The chains to pack from a structure file. folders: folders with structures of templates."""
 
     file: InputFile
     structure: Structure
     chains: list[ChainJob]
     options: PackOptions
-    folders: tuple[Path, ...]  # of the templates' structures
+    folders: tuple[Path, ...]
 
 
 @dataclass
 class BuiltChains:
     """The result of building the chains of a structure file.
 
-    bad: alignments and hits that could not be read, with the reason.
+    bad: the reason for each alignment and hit file that could not be read.
     """
 
     entries: list[PackEntry] = field(default_factory=list)
@@ -74,37 +79,38 @@ class BuiltChains:
     bad: dict[str, str] = field(default_factory=dict)
 
     def keep(self, entry: PackEntry, record: Packed) -> None:
-        """Add an entry that is kept, and its record."""
+        """Add a kept entry and its record."""
         entry.kept, entry.record = True, (len(self.records), record.header, record.crc)
         self.entries.append(entry)
         self.records.append(record.data)
 
 
 def read_queries(job: tuple[Sequence[InputFile], int]) -> list[tuple[str, str]]:
-    """Return (query, "") for each alignment, or ("", what is wrong with it).  job: alignments, `PackOptions.limit`."""
+    """Read the query of each alignment; returns (query, "") or ("", error). job: alignments, `PackOptions.limit`."""
     sources, limit = job
-    found = []
+    queries = []
     for source in sources:
         try:
             with within_memory(source.name):
-                found.append((read_query(source, limit), ""))
+                queries.append((read_query(source, limit), ""))
         except UserError as error:
-            found.append(("", str(error)))
-    return found
+            queries.append(("", str(error)))
+    return queries
 
 
-ID_BYTES = 1 << 14  # of a file, in which its entry's id stands: HEADER is the first line, _entry.id one of the first
+# The entry id is in these first bytes of a file: HEADER is the first line, and _entry.id one of the first.
+ID_BYTES = 1 << 14
 _ENTRY_ID = re.compile(rb"^(?:HEADER.{56}(?P<pdb>[0-9A-Za-z]{4})|_entry\.id\s+(?P<mmcif>\S+))", re.MULTILINE)
 
 
 def files_to_name_by(files: Sequence[InputFile]) -> frozenset[str]:
-    """Find the structure files whose entries need the files' names, as several files carry the same entry id.
+    """Find the structure files whose entries must be named by their files, because several files have one entry id.
 
-    gemmi, PyMOL and many pipelines write the id of the first structure into all that they make of it. A file that is
-    named by its id keeps it; files of PDB mirrors (1abc.cif, pdb1abc.ent) are named so, and are not read.
-    Returns the names (`InputFile.name`) of the others.
+    gemmi, PyMOL and many pipelines copy the id of the original structure into derived files. A file that is named by
+    its id keeps it. Files of PDB mirrors (1abc.cif, pdb1abc.ent) have such names and are not read here.
+    Returns the names (`InputFile.name`) of the other files.
     """
-    stems: dict[str, str] = {}  # by InputFile.name
+    stems: dict[str, str] = {}
     by_id: dict[str, list[str]] = {}
     for file in files:
         stem = file.path.name.split(".")[0]
@@ -114,10 +120,11 @@ def files_to_name_by(files: Sequence[InputFile]) -> frozenset[str]:
         if not re.fullmatch(r"[0-9][a-z0-9]{3}", entry):
             try:
                 with opened(file.path) as content:
-                    found = _ENTRY_ID.search(content.read(ID_BYTES))
+                    match = _ENTRY_ID.search(content.read(ID_BYTES))
             except UserError:
-                continue  # the report says what is wrong with it when it is read
-            entry = normal_entry_id((found["pdb"] or found["mmcif"]).decode("latin-1")) if found else ""
+                # The error is reported when the file is read.
+                continue
+            entry = normal_entry_id((match["pdb"] or match["mmcif"]).decode("latin-1")) if match else ""
         by_id.setdefault(entry, []).append(file.name)
     shared = {entry: names for entry, names in by_id.items() if entry and len({stems[name] for name in names}) > 1}
     return frozenset(name for entry, names in shared.items() for name in names if stems[name] != entry)
@@ -126,7 +133,7 @@ def files_to_name_by(files: Sequence[InputFile]) -> frozenset[str]:
 def read_chains(job: tuple[InputFile, PackOptions, PredictedFile | None, bool]) -> ReadChains:
     """Read a structure file, and drop the chains that the options exclude.
 
-    The last item of the job: name the entry by its file rather than by its id (`files_to_name_by`).
+    The last item of the job is True to name the entry by its file instead of its id (see `files_to_name_by`).
     """
     file, options, predicted, named_by_file = job
     confidence: dict[str, dict[str, float]] = {}
@@ -145,18 +152,18 @@ def read_chains(job: tuple[InputFile, PackOptions, PredictedFile | None, bool]) 
     dropped = [PackEntry(f"{structure.id}_{name}", file.name, False, why) for name, why in structure.dropped.items()]
     kept, reasons = {}, dict(structure.dropped)
     for name, chain in structure.chains.items():
-        own = confidence.get(name, {})
-        if reason := drop_reason(options, structure, chain) or unsure(options, chain, own):
+        scores = confidence.get(name, {})
+        if reason := drop_reason(options, structure, chain) or confidence_drop_reason(options, chain, scores):
             reasons[name] = reason
-            entry = replace(_entry(structure, name, file), reason=reason, length=len(chain.sequence))
-            dropped.append(replace(entry, **own))  # type: ignore[arg-type]  # numbers of `CONFIDENCES`
+            entry = replace(_begin_entry(structure, name, file), reason=reason, length=len(chain.sequence))
+            dropped.append(replace(entry, **scores))  # type: ignore[arg-type]  # numbers of `CONFIDENCES`
         else:
             kept[name] = chain
     return ReadChains(replace(structure, chains=kept, dropped=reasons), dropped, confidence)
 
 
-def unsure(options: PackOptions, chain: Chain, confidence: Mapping[str, float]) -> str | None:
-    """Say why a predicted chain is dropped, given what `with_confidence` says of it (nothing of others); None: kept."""
+def confidence_drop_reason(options: PackOptions, chain: Chain, confidence: Mapping[str, float]) -> str | None:
+    """Return the reason to drop a predicted chain, or None. confidence: from `with_confidence`, empty without one."""
     if not confidence:
         return None
     if confidence["plddt"] < options.min_plddt:
@@ -171,7 +178,7 @@ def unsure(options: PackOptions, chain: Chain, confidence: Mapping[str, float]) 
 
 
 def drop_reason(options: PackOptions, structure: Structure, chain: Chain) -> str | None:
-    """Say why this chain is dropped; None if it is kept."""
+    """Return the reason to drop a chain, or None."""
     length, resolved = len(chain.sequence), int((chain.mask[:, ATOM_ORDER["CA"]] > 0).sum())
     residue, count = Counter(chain.sequence).most_common(1)[0] if length else ("", 0)
     if structure.resolution is not None and structure.resolution > options.max_resolution:
@@ -194,16 +201,16 @@ def drop_reason(options: PackOptions, structure: Structure, chain: Chain) -> str
     return None
 
 
-def _entry(structure: Structure, part: str, file: InputFile, joint: str = "_") -> PackEntry:
-    """Begin the entry of a chain or an assembly of a structure."""
+def _begin_entry(structure: Structure, name: str, file: InputFile, separator: str = "_") -> PackEntry:
+    """Create the entry of a chain or an assembly of a structure with the fields of the structure."""
     released = None if structure.release_date is None else structure.release_date.isoformat()
-    entry = PackEntry(f"{structure.id}{joint}{part}", file.name, kept=False, resolution=structure.resolution)
+    entry = PackEntry(f"{structure.id}{separator}{name}", file.name, kept=False, resolution=structure.resolution)
     entry.release_date, entry.method = released, structure.method
     return entry
 
 
 def build(job: BuildJob) -> BuiltChains:
-    """Build the records of the chains; copies of a chain share one stored alignment and its templates."""
+    """Build the records of the chains. Copies of a chain share the stored alignment and templates."""
     built = BuiltChains()
     copies: dict[tuple[Any, ...], list[ChainJob]] = defaultdict(list)
     for chain in job.chains:
@@ -217,7 +224,7 @@ def build(job: BuildJob) -> BuiltChains:
 
 
 def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: BuiltChains) -> None:
-    """Add the records of chains of one sequence with the same alignments and hits."""
+    """Add the records of chains with one sequence, the same alignments and the same hits."""
     structure, options, first = job.structure, job.options, job.structure.chains[group[0].chain]
     alignments: list[Alignment] = []
     read: list[Alignment] = []
@@ -225,15 +232,15 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: BuiltChains) 
     for source in group[0].alignments:
         try:
             with within_memory(source.name):
-                read, cut = _read_alignments(source, first.sequence, options)
+                read, row_notes = _read_alignments(source, first.sequence, options)
         except UserError as error:
             notes.append(str(error))
             built.bad[source.name] = str(error)
         else:
             alignments += read
-            notes += cut
+            notes += row_notes
             used.append(source.name)
-    model = _entry(structure, group[0].chain, job.file)
+    model = _begin_entry(structure, group[0].chain, job.file)
     model.reason, model.length = "; ".join(notes), len(first.sequence)
     model.hits = [source.name for source in group[0].hits]
     todo, confidence = [chain.chain for chain in group], {chain.chain: chain.confidence for chain in group}
@@ -242,24 +249,25 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: BuiltChains) 
             raise UserError("no alignment" + (f": {model.reason}" if notes else ""))
         with within_memory(job.file.name):
             raw = from_chain(model.name, structure, first, alignments, used, options.has_assemblies)
-            del alignments, read  # they may take most of the memory, and `raw` has all their rows
+            # These may take most of the memory, and `raw` has copies of all rows.
+            del alignments, read
             if group[0].hits:
                 raw = replace(raw, templates=_templates(raw.sequence, group[0].hits, job, model, built))
             model.alignments, model.depth, model.sequence = used, raw.depth, raw.sequence
             if raw.depth < options.min_depth:
                 raise UserError(f"{raw.depth} alignment rows, fewer than {options.min_depth}")
-            whole, about = example_arrays(raw), example_notes(raw)
+            arrays, example = example_arrays(raw), example_notes(raw)
             while todo:
                 chain = structure.chains[todo[0]]
                 entry = replace(model, name=f"{structure.id}_{todo[0]}", entity=f"{structure.id}_{chain.entity}")
                 entry = replace(entry, **confidence[todo[0]])  # type: ignore[arg-type]
                 atoms, shared = _atoms(chain, options, predicted=bool(confidence[todo[0]])), {}
                 if entry.name != raw.name:
-                    alike = [name for name, array in whole.items() if array.nbytes >= WORTH_SHARING]
-                    shared = {name: raw.name for name in alike if name not in atoms}
+                    large = [name for name, array in arrays.items() if array.nbytes >= MIN_SHARED_BYTES]
+                    shared = {name: raw.name for name in large if name not in atoms}
                     entry.shares = raw.name if shared else ""
-                own = {name: array for name, array in (whole | atoms).items() if name not in shared}
-                built.keep(entry, pack_record(own, about | {"name": entry.name}, shared))
+                stored = {name: array for name, array in (arrays | atoms).items() if name not in shared}
+                built.keep(entry, pack_record(stored, example | {"name": entry.name}, shared))
                 del todo[0]
     except UserError as error:
         for name in todo:
@@ -267,22 +275,22 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: BuiltChains) 
 
 
 def _read_alignments(source: InputFile, sequence: str, options: PackOptions) -> tuple[list[Alignment], list[str]]:
-    """Read an alignment of a chain; of a complex's, what belongs to the chain: its own rows, and its pairs.
+    """Read an alignment of a chain; of a complex, the unpaired and the paired rows of the chain.
 
-    Also return notes on rows that are left out.
+    Also returns notes on omitted rows.
     """
     data = source.read_bytes(options.limit)
     if is_complex(data):
         every = parse_chain_alignments(data, source.name)
-        return [one for one in every if check_map(*column_map(one.query, sequence)) is None], []
+        return [chain for chain in every if check_map(*column_map(chain.query, sequence)) is None], []
     alignment, notes = limit_as_alphafold(parse_alignment(data, source.name), source)
     return [alignment], notes
 
 
 def _atoms(chain: Chain, options: PackOptions, predicted: bool) -> dict[str, np.ndarray]:
-    """Return a chain's atoms to store; with assemblies also the CA alone, which a crop needs of all chains.
+    """Build the atom arrays of a chain: positions and mask; CA in a store with assemblies; pLDDT for a prediction.
 
-    Of a prediction also how sure its model was of each residue.
+    Spatial crops read the CA of all chains.
     """
     arrays: dict[str, np.ndarray] = {"positions": chain.positions.astype(np.float32)}
     arrays["mask"] = (chain.mask > 0).astype(np.uint8)
@@ -296,7 +304,7 @@ def _atoms(chain: Chain, options: PackOptions, predicted: bool) -> dict[str, np.
 def _templates(
     sequence: str, sources: Sequence[InputFile], job: BuildJob, entry: PackEntry, built: BuiltChains
 ) -> Templates | None:
-    """Return the templates of a chain; put the counts of used and refused ones into `entry`."""
+    """Build the templates of a chain, and store the numbers of used and refused hits in `entry`."""
     hits: list[Hit] = []
     for source in sources:
         try:
@@ -307,30 +315,31 @@ def _templates(
             built.bad[source.name] = str(error)
     dates = [day for day in (job.options.day("max_template_date"), job.structure.release_date) if day is not None]
     library = template_library(job.folders, job.options.limit)
-    latest, own = min(dates, default=None), job.structure.id.lower()
-    templates, outcomes = templates_from_hits(sequence, hits, library, latest, exclude=(own,))
+    latest, entry_id = min(dates, default=None), job.structure.id.lower()
+    templates, outcomes = templates_from_hits(sequence, hits, library, latest, exclude=(entry_id,))
     entry.templates = 0 if templates is None else len(templates)
     entry.templates_refused = count_refusals(outcomes)
-    missing = [one.name.rpartition("_")[0].lower() or one.name.lower() for one in outcomes if one.missing]
+    missing = [hit.name.rpartition("_")[0].lower() or hit.name.lower() for hit in outcomes if hit.missing]
     entry.templates_missing, entry.structures_missing = len(missing), list(dict.fromkeys(missing))[:4]
     return templates
 
 
 @lru_cache(maxsize=2)
 def template_library(folders: tuple[Path, ...], limit: int) -> Library:
-    """Return the library of some folders, kept in this process for later jobs.  limit: as for `Library`."""
+    """Open the library of some folders. It is cached in this process for later jobs. limit: see `Library`."""
     return Library(*folders, limit=limit)
 
 
 def _build_assemblies(job: BuildJob, built: BuiltChains) -> None:
-    """Add the assemblies that the options ask for, of the chains that are kept; their entries say what is left out."""
+    """Add the requested assemblies of the kept chains. Their entries list the omitted components."""
     structure, options = job.structure, job.options
-    found = {entry.name.removeprefix(f"{structure.id}_"): entry for entry in built.entries}
-    kept = {chain: found[chain] for chain in structure.chains if found[chain].kept}
-    dropped = structure.dropped | {chain: entry.reason for chain, entry in found.items() if not entry.kept}
+    entry_of = {entry.name.removeprefix(f"{structure.id}_"): entry for entry in built.entries}
+    kept = {chain: entry_of[chain] for chain in structure.chains if entry_of[chain].kept}
+    dropped = structure.dropped | {chain: entry.reason for chain, entry in entry_of.items() if not entry.kept}
     names = structure.assemblies.ids
     for name in names if options.all_assemblies else names[:1]:
-        entry = _entry(structure, name, job.file, "-assembly")  # as the PDB names the files of assemblies
+        # The PDB names the files of assemblies in this way.
+        entry = _begin_entry(structure, name, job.file, "-assembly")
         built.entries.append(entry)
         try:
             placed = structure.assemblies.place(name, kept, dropped)
@@ -346,16 +355,18 @@ def _build_assemblies(job: BuildJob, built: BuiltChains) -> None:
         elif entry.length > options.max_residues:
             entry.reason = f"{entry.length} residues, more than {options.max_residues}"
         else:
-            first: dict[str, PackEntry] = {}  # of each entity, by its sequence
+            # The first chain of each entity, by sequence.
+            first: dict[str, PackEntry] = {}
             for chain in chains:
                 first.setdefault(chain.sequence, chain)
             entry.chains = [chain.name for chain in chains]
-            entry.depth = sum(chain.depth for chain in first.values())  # its copies share the alignment
-            entry.templates = max(chain.templates for chain in first.values())  # those of the chains stand side by side
-            entry.reason = "; ".join(f"without {part}: {why}" for part, why in placed.left_out.items())
+            # Copies share the alignment. Templates of the chains are concatenated.
+            entry.depth = sum(chain.depth for chain in first.values())
+            entry.templates = max(chain.templates for chain in first.values())
+            entry.reason = "; ".join(f"without {component}: {why}" for component, why in placed.left_out.items())
             entities = [[*first].index(chain.sequence) + 1 for chain in chains]
             operators = np.stack([operator for _, operator in placed.chains])
-            about = entry.release_date, entry.resolution
-            record = pack_assembly(entry.name, placed.ids, entry.chains, entities, operators, *about)
+            release_date, resolution = entry.release_date, entry.resolution
+            record = pack_assembly(entry.name, placed.ids, entry.chains, entities, operators, release_date, resolution)
             built.entries.pop()
             built.keep(entry, record)

@@ -1,8 +1,7 @@
-"""Run the jobs of a part in this process, in several or on a cluster; each is noted in the part before it is tried.
+"""Run the jobs of a part in this process, in worker processes or on a cluster. Each attempt is recorded in the part.
 
-A job that kills its process costs only the files that it was to read: the jobs that were running when a worker process
-or the whole run died are tried again one at a time, in a process of their own, and one that kills that process too is
-given up.
+A job that kills its process loses only its own files. The jobs that were running when a worker process or the whole run
+died are retried one at a time in a separate process. A job that kills that process too is given up.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,26 +14,29 @@ from typing import Any
 from warpfold.bulk import IsolatedProcess, ProcessDied, ProcessPool, deaths_on_cluster
 from warpfold.data.pack.part import PartWriter
 
-DIED = "the process that read it was killed or crashed, most likely for want of memory"
-ATTEMPTS = 3  # a job that was running in as many runs that died is given up without another try
+DIED = "the process that read it was killed or crashed, most likely for lack of memory"
+# A job that was running in this number of runs that died is given up without another attempt.
+MAX_ATTEMPTS = 3
 
-Call = tuple[Callable[[Any], Any], Any]  # a function that workers can import, and its argument
+# A function that workers can import, and its argument.
+Call = tuple[Callable[[Any], Any], Any]
 
 
 @dataclass(frozen=True)
 class PackJob:
-    """A job: the name of its result, and its first call.  singles: its pieces, if it has several."""
+    """A job. name: of its result. call: its first call. singles: a job for each item, if it has several."""
 
     name: str
     call: Call
     singles: tuple["PackJob", ...] = ()
 
 
-NextCall = Callable[[PackJob, Any], Call | None]  # takes a job and what its last call returned
+# Takes a job and the result of its last call, and returns the next call, if any.
+NextCall = Callable[[PackJob, Any], Call | None]
 
 
 class _InProcess(Executor):
-    """An executor that makes a call as soon as it is submitted."""
+    """An executor that runs each call immediately in this process."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -43,9 +45,9 @@ class _InProcess(Executor):
 
 
 class JobRunner:
-    """Do the jobs of the part that `writer` writes.
+    """Run the jobs of the part that `writer` writes.
 
-    executor: of `bulk.pool`.  ahead: how many jobs are handed out at a time.
+    executor: from `bulk.pool`. ahead: number of jobs that are submitted at a time.
     """
 
     def __init__(self, writer: PartWriter, executor: Executor | None, ahead: int) -> None:
@@ -53,10 +55,10 @@ class JobRunner:
         self._executor, self._ahead = (_InProcess(), 1) if executor is None else (executor, ahead)
 
     def run(self, jobs: Iterable[PackJob], then: NextCall = lambda job, result: None) -> Iterator[tuple[PackJob, Any]]:
-        """Yield each job as it is done, with the result of its last call, or None if it killed its process.
+        """Yield each finished job with the result of its last call, or None if it killed its process.
 
-        A job of several pieces is yielded as its `singles` if one of them may have killed a process.  Where the workers
-        are a cluster's, the cluster itself tries a job again elsewhere.
+        A job of several items is yielded as its `singles` if one of them may have killed a process. A cluster retries
+        jobs itself.
         """
         retries_itself = not isinstance(self._executor, _InProcess | ProcessPool)
         suspects: list[PackJob] = []
@@ -88,22 +90,23 @@ class JobRunner:
                         start(job, call)
                     else:
                         yield job, result
-        with IsolatedProcess() as apart:
+        with IsolatedProcess() as process:
             for suspect in suspects:
                 for single in suspect.singles or [suspect]:
-                    yield single, self._run_apart(single, then, apart)
+                    yield single, self._run_isolated(single, then, process)
 
-    def _run_apart(self, job: PackJob, then: NextCall, apart: IsolatedProcess) -> Any:
-        """Return the result of a job's last call; None if its process died, now or often enough before."""
-        if self.writer.tried[job.name] >= ATTEMPTS:
+    def _run_isolated(self, job: PackJob, then: NextCall, process: IsolatedProcess) -> Any:
+        """Run a job in a separate process; returns its last result, or None if its process died now or too often."""
+        if self.writer.tried[job.name] >= MAX_ATTEMPTS:
             return None
-        apart.start(job.call[0])  # takes longer than most jobs: a kill meanwhile blames none
+        # Starting takes longer than most jobs. A kill during the start must not count as an attempt.
+        process.start(job.call[0])
         self.writer.begin(job.name)
         call: Call | None = job.call
         result = None
         try:
             while call:
-                result = apart(*call)
+                result = process(*call)
                 call = then(job, result)
         except ProcessDied:
             return None

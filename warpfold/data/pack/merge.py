@@ -1,4 +1,4 @@
-"""Finish packing: make clusters, the report and the store from the results of all parts."""
+"""Finish packing: compute clusters, and write the report and the store from the results of all parts."""
 
 import json
 from collections.abc import Sequence
@@ -15,32 +15,33 @@ from warpfold.errors import UserError
 from warpfold.files import read_file
 from warpfold.progress import Progress
 
-META = ("length", "depth", "templates", "resolution", "release_date", "method")  # columns of the index, of `PackEntry`
+# Columns of the index, from fields of `PackEntry`.
+META = ("length", "depth", "templates", "resolution", "release_date", "method")
 
 
 def finished_report(out: Path, manifest: Manifest) -> PackReport | None:
-    """Return the report of the store `out`; None if nothing has that name yet.
+    """Read the report of the store `out`; None if it does not exist.
 
-    Errors: UserError if it is something else, or a store of other inputs or options.
+    Raises UserError if `out` is something else, or a store of other inputs or options.
     """
     if not out.exists():
         return None
     try:
         origin = json.loads(read_file(out / "sources.json"))
         report = PackReport.from_json(json.loads(read_file(out / "pack.json")))
-        found = differences(origin, manifest)
+        changes = differences(origin, manifest)
     except (UserError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{out}: exists already. Remove it, or choose another name") from None
-    if found:
+    if changes:
         raise UserError(
-            f"{out}: exists already, packed from other inputs or options ({', '.join(found)}). Remove it, or "
+            f"{out}: exists already, packed from other inputs or options ({', '.join(changes)}). Remove it, or "
             "choose another name"
         )
     return report
 
 
 def report_part(part: PartFolder) -> PackReport:
-    """Return the report of one part among several: what is kept and dropped; what is unused is not known yet."""
+    """Build the report of a part: kept and dropped entries. Unused files are known only after the merge."""
     return PackReport([entry for _, _, entries in _outcomes([part], {}) for entry in entries], {})
 
 
@@ -52,12 +53,13 @@ def merge_parts(
     progress: Progress,
     threads: int = 1,
 ) -> PackReport:
-    """Write the store `out` from parts that belong together and are finished, unless there is no chain to keep.
+    """Write the store `out` from the finished parts of one run, unless no chain is kept. Returns the report.
 
-    If two files have a chain with the same name, the first file (by name) counts.  The records are copied in the order
-    of the files' names, so that the store is the same for any number of parts.
-    manifest: of this run, which decides the clusters.  threads: of the program that makes clusters of many sequences.
-    Errors: UserError if `out` exists or cannot be written, for the file of clusters, and as of `cluster_sequences`.
+    If two files have a chain with the same name, the first file (by name) is used. Records are copied in the order of
+    the file names, so that the store does not depend on the number of parts.
+    manifest: of this run, with the settings of the clusters. threads: of MMseqs2.
+    Raises UserError if `out` exists or cannot be written, for an invalid file of clusters, and the errors of
+    `cluster_sequences`.
     """
     bad: dict[str, str] = {}
     outcomes = _outcomes(parts, bad)
@@ -68,11 +70,12 @@ def merge_parts(
     chains = [entry for _, _, entries in outcomes for entry in entries if entry.kept and not entry.chains]
     columns = (*META, *(("plddt",) if "predicted" in manifest["inputs"] else ()))
     with StoreWriter(out) as writer:
-        # Clusters come before the records are copied: where they cannot be made, the run ends at once.
+        # Clusters are computed before the records are copied, so that an error ends the run early.
         progress(0, 1, "clustering")
         clusters, program = _clusters(chains, manifest, executor, threads)
         for entry, cluster in zip(chains, clusters):
-            entry.cluster, entry.sequence = cluster, ""  # which is no longer needed
+            # The sequences are no longer needed.
+            entry.cluster, entry.sequence = cluster, ""
         done, total = 0, len(report.kept)
         for number, job, entries in outcomes:
             if not any(entry.kept for entry in entries):
@@ -96,34 +99,36 @@ def merge_parts(
 
 
 def _outcomes(parts: Sequence[PartFolder], bad: dict[str, str]) -> list[tuple[int, str, list[PackEntry]]]:
-    """Return the entries of each structure file, with its part and its job, in the order of the files' names.
+    """Read the entries of each structure file, sorted by file name. Returns tuples of part, job and entries.
 
-    Of entries with the same name only the first is kept.  An assembly comes after its chains, and is kept if they are.
-    bad: gets the alignments and hits that could not be read, and why.
+    Of entries with one name, only the first is kept. An assembly follows its chains, and is kept only if they are.
+    bad: receives the alignments and hits that could not be read, with the reasons.
     """
     jobs = sorted((job, number) for number, part in enumerate(parts) for job in part.structures())
     holders: dict[str, str] = {}
     outcomes = []
     for job, number in jobs:
         data = parts[number].read(job, with_records=False).data
-        entries = [PackEntry.found(entry) for entry in data["entries"]]
-        gone = {entry.name: holders[entry.name] for entry in entries if entry.kept and entry.name in holders}
-        lost: set[str] = set()  # chains that are not kept after all
+        entries = [PackEntry.from_json(entry) for entry in data["entries"]]
+        repeated = {entry.name: holders[entry.name] for entry in entries if entry.kept and entry.name in holders}
+        # Entries of this file that are not kept.
+        dropped: set[str] = set()
         for entry in entries:
             reason = ""
-            if entry.name in gone:
-                reason = f"the same name as in {gone[entry.name]}"
-            elif entry.shares in gone:
-                reason = f"a copy of {entry.shares}, which is also in {gone[entry.shares]}"
-            elif absent := [chain for chain in entry.chains if chain in lost]:
-                reason = f"its chain {absent[0]} is also in another file"
+            if entry.name in repeated:
+                reason = f"the same name as in {repeated[entry.name]}"
+            elif entry.shares in repeated:
+                reason = f"a copy of {entry.shares}, which is also in {repeated[entry.shares]}"
+            elif missing := [chain for chain in entry.chains if chain in dropped]:
+                reason = f"its chain {missing[0]} is also in another file"
             if entry.kept and reason:
                 entry.kept, entry.reason, entry.chains = False, reason, ()
             if entry.kept:
                 holders[entry.name] = entry.file
             else:
-                lost.add(entry.name)
-            entry.record = ()  # read again with the record itself: of a million entries they take 150 MB
+                dropped.add(entry.name)
+            # This is read again with the record itself. A million of them would take 150 MB.
+            entry.record = ()
         outcomes.append((number, job, entries))
         bad.update(data["bad"])
     return outcomes
@@ -132,14 +137,15 @@ def _outcomes(parts: Sequence[PartFolder], bad: dict[str, str]) -> list[tuple[in
 def _clusters(
     chains: Sequence[PackEntry], manifest: Manifest, executor: Executor | None, threads: int
 ) -> tuple[list[str], str]:
-    """Return the name of each chain's cluster: from a file, or that of the cluster's representative; and the program
-    that made them, "" for none but this.
+    """Return the name of each chain's cluster, and the program that computed the clusters ("" for this one).
+
+    A name comes from the file of clusters, or is that of the cluster's representative.
     """
     keys, sequences = [chain.name for chain in chains], [chain.sequence for chain in chains]
     first = dict(zip(reversed(sequences), reversed(keys)))
     if manifest["clusters"]:
         named = read_clusters(manifest["clusters"], keys, {chain.name: chain.entity for chain in chains})
-        return [named.get(one.name, first[one.sequence]) for one in chains], ""
+        return [named.get(chain.name, first[chain.sequence]) for chain in chains], ""
     identity = manifest["options"]["cluster_identity"]
     if identity >= 1:
         return [first[sequence] for sequence in sequences], ""
@@ -149,15 +155,15 @@ def _clusters(
 
 
 def _find_unused(report: PackReport, parts: Sequence[PartFolder], bad: dict[str, str]) -> None:
-    """Put into the report which alignments and hits no chain uses, and why.  bad: those that could not be read."""
+    """Add unused alignments and hits to the report, with the reasons. bad: reasons of those that could not be read."""
     used = {name for chain in report.chains for name in chain.alignments}
     sequences = {chain.sequence for chain in report.chains}
     for name, query, error in sorted(query for part in parts for query in part.queries()):
         if name not in used:
-            alike = "its chains have alignments that bear their names"
-            none = "no chain that is kept has this sequence"
-            report.unused[name] = error or bad.get(name) or (alike if sequences & {*query.split(":")} else none)
+            is_kept = bool(sequences & {*query.split(":")})
+            reason = "its chains have alignments of their names" if is_kept else "no kept chain has this sequence"
+            report.unused[name] = error or bad.get(name) or reason
     used = {name for chain in report.chains for name in chain.hits}
     for name, why in parts[0].read(HIT_FILES).data:
         if name not in used or name in bad:
-            report.unused_hits[name] = why or bad.get(name, "no chain that is kept has this name")
+            report.unused_hits[name] = why or bad.get(name, "no kept chain has this name")

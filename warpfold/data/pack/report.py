@@ -1,4 +1,4 @@
-"""The report of a packing run: the outcome of every chain and file, as JSON, as a table and in one line."""
+"""Report the outcome of every chain and file of a packing run as JSON, as a table, and in one line."""
 
 import json
 import sys
@@ -13,7 +13,8 @@ from warpfold.data.store.store import VERSION, Store
 from warpfold.data.store.stored_example import members
 from warpfold.data.structure.chain import parse_date
 
-NO_FILE = "has no N.cif"  # how the reason begins for which a template counts as missing (`count_refusals`)
+# Start of the reason for a missing template structure (`count_refusals`).
+NO_FILE = "has no N.cif"
 NONE_REFUSED: Mapping[str, int] = {}
 CONFIDENCES = ("plddt", "pae", "kl", "masked")
 TABLE = (
@@ -24,41 +25,47 @@ TABLE = (
 
 @dataclass(slots=True)
 class PackEntry:
-    """The outcome of one chain, of one assembly, or of one file that could not be read.
+    """The outcome of a chain, of an assembly, or of a file that could not be read.
 
-    The fields after `chains` are for the merge: no report has them, and no comparison.
+    reason: why it was dropped, or a note. depth: alignment rows. release_date: YYYY-MM-DD. plddt, pae, kl: of a
+    prediction, the means of pLDDT, PAE and the confidence of the KL filter. masked: number of masked residues.
+    templates_refused: number of refused templates by reason. templates_missing: number of these without a structure.
+    structures_missing: the first four missing PDB ids. chains: names of the chains of an assembly; empty for a chain.
+
+    The fields after `chains` are for the merge, and not part of reports and comparisons. entity: as in cluster files
+    ("1abc_1"). shares: the chain whose record holds the alignment. record: index of the record in its file, and size
+    and CRC of its header.
     """
 
     name: str
     file: str
     kept: bool
-    reason: str = ""  # why it was dropped, or a note
+    reason: str = ""
     length: int = 0
-    depth: int = 0  # alignment rows
+    depth: int = 0
     templates: int = 0
     resolution: float | None = None
-    release_date: str | None = None  # YYYY-MM-DD: a column of a table
+    release_date: str | None = None
     cluster: str | None = None
-    plddt: float | None = None  # of a prediction: the means of its pLDDT, of its PAE and of the KL filter's confidence
+    plddt: float | None = None
     pae: float | None = None
     kl: float | None = None
-    masked: int = 0  # its residues that are masked
+    masked: int = 0
     alignments: Sequence[str] = ()
     hits: Sequence[str] = ()
-    templates_refused: Mapping[str, int] = field(default_factory=dict)  # reason, how many
-    templates_missing: int = 0  # of these, those whose structure is not there
-    structures_missing: Sequence[str] = ()  # their entries, the first four
-    chains: Sequence[str] = ()  # of an assembly: the names of its chains; empty for a chain
+    templates_refused: Mapping[str, int] = field(default_factory=dict)
+    templates_missing: int = 0
+    structures_missing: Sequence[str] = ()
+    chains: Sequence[str] = ()
     sequence: str = field(default="", compare=False)
-    entity: str = field(default="", compare=False)  # as files of clusters name it, "1abc_1"
+    entity: str = field(default="", compare=False)
     method: str | None = field(default=None, compare=False)
-    shares: str = field(default="", compare=False)  # the chain whose record holds this one's alignment
-    # Which of its file's records it is, and the bytes and the crc of that record's header.
+    shares: str = field(default="", compare=False)
     record: Sequence[int] = field(default=(), compare=False)
 
     @classmethod
-    def found(cls, data: Mapping[str, Any]) -> "PackEntry":
-        """Make an entry of plain data; a million of them share what many have: texts, and nothing."""
+    def from_json(cls, data: Mapping[str, Any]) -> "PackEntry":
+        """Create an entry from JSON data. Entries share equal texts and empty values; there may be a million."""
         plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in data.items()}
         entry = cls(**plain)
         entry.templates_refused = entry.templates_refused or NONE_REFUSED
@@ -68,21 +75,25 @@ class PackEntry:
         return entry
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields that a report shows, as plain data for JSON: some for assemblies or predictions only."""
-        named = (one.name for one in fields(self) if one.compare)
-        only = {"chains": bool(self.chains), **dict.fromkeys(CONFIDENCES, self.plddt is not None)}
-        shown = {name: getattr(self, name) for name in named if only.get(name, True)}
+        """Return the fields of the report as JSON data; some only for assemblies or predictions."""
+        names = (entry_field.name for entry_field in fields(self) if entry_field.compare)
+        optional = {"chains": bool(self.chains), **dict.fromkeys(CONFIDENCES, self.plddt is not None)}
+        shown = {name: getattr(self, name) for name in names if optional.get(name, True)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in shown.items()}
 
 
 @dataclass(frozen=True)
 class PackReport:
-    """The report of a run; `pack.json` and `pack.tsv` in the store hold the same."""
+    """The report of a run, which `pack.json` and `pack.tsv` in the store contain too.
 
-    entries: list[PackEntry]  # by file, then by name
-    unused: dict[str, str]  # alignment file -> why no chain uses it
+    entries: sorted by file, then by name. unused: reason by alignment file. unused_hits: reason by hit file.
+    finished_before: the store existed already, with the same inputs and options.
+    """
+
+    entries: list[PackEntry]
+    unused: dict[str, str]
     unused_hits: dict[str, str] = field(default_factory=dict)
-    finished_before: bool = False  # nothing was done: the store existed, with the same inputs and options
+    finished_before: bool = False
 
     def __post_init__(self) -> None:
         self.entries.sort(key=lambda entry: (entry.file, entry.name))
@@ -96,12 +107,12 @@ class PackReport:
 
     @property
     def chains(self) -> list[PackEntry]:
-        """The chains that are kept."""
+        """The kept chains."""
         return [entry for entry in self.kept if not entry.chains]
 
     @property
     def assemblies(self) -> list[PackEntry]:
-        """The assemblies that are kept."""
+        """The kept assemblies."""
         return [entry for entry in self.kept if entry.chains]
 
     @property
@@ -109,11 +120,12 @@ class PackReport:
         return [entry for entry in self.entries if not entry.kept]
 
     def to_json(self) -> dict[str, Any]:
-        """Return kept and dropped entries, how often each reason occurs, and unused files, as plain data for JSON."""
-        entries = {"kept": self.kept, "dropped": self.dropped}
-        return {name: [one.to_json() for one in some] for name, some in entries.items()} | self._counted()
+        """Return kept and dropped entries, counts of the reasons, and unused files as JSON data."""
+        groups = {"kept": self.kept, "dropped": self.dropped}
+        return {name: [entry.to_json() for entry in entries] for name, entries in groups.items()} | self._totals()
 
-    def _counted(self) -> dict[str, dict[str, Any]]:
+    def _totals(self) -> dict[str, dict[str, Any]]:
+        """Count the reasons, and list unused files."""
         reasons = Counter(entry.reason for entry in self.dropped)
         return {
             "reasons": dict(reasons.most_common()),
@@ -122,27 +134,27 @@ class PackReport:
         }
 
     def text(self) -> Iterator[str]:
-        """Yield `to_json` as text, an entry per line: there may be a million."""
+        """Yield `to_json` as text with an entry per line, because there may be a million."""
         before = "{"
         for name, entries in (("kept", self.kept), ("dropped", self.dropped)):
             yield f'{before}\n "{name}": ['
             for number, entry in enumerate(entries):
                 yield f"{',' if number else ''}\n  {json.dumps(entry.to_json(), ensure_ascii=False)}"
             before = "\n ],"
-        for name, value in self._counted().items():
-            lines = (json.dumps({key: one}, ensure_ascii=False)[1:-1] for key, one in value.items())
+        for name, values in self._totals().items():
+            lines = (json.dumps({key: value}, ensure_ascii=False)[1:-1] for key, value in values.items())
             yield f'{before}\n "{name}": {{' + ",".join(f"\n  {line}" for line in lines)
             before = "\n },"
         yield "\n }\n}\n"
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "PackReport":
-        """Read the report of a store that was finished before."""
-        entries = [PackEntry.found(entry) for entry in [*data["kept"], *data["dropped"]]]
+        """Create the report of a finished store from its `pack.json`."""
+        entries = [PackEntry.from_json(entry) for entry in [*data["kept"], *data["dropped"]]]
         return cls(entries, data["unused_alignments"], data["unused_hits"], finished_before=True)
 
     def table(self) -> Iterator[str]:
-        """Yield tab-separated lines, one per entry and per unused file, after a header."""
+        """Yield a header and tab-separated lines for each entry and each unused file."""
         yield "\t".join(TABLE) + "\n"
         for entry in self.entries:
             refused = "; ".join(f"{n} x {why}" for why, n in entry.templates_refused.items())
@@ -150,18 +162,19 @@ class PackReport:
             other |= {"masked": None} if entry.plddt is None else {}
             row = (other[name] if name in other else getattr(entry, name) for name in TABLE)
             yield "\t".join(map(_cell, row)) + "\n"
-        for what, unused in (("alignment", self.unused), ("hits", self.unused_hits)):
-            for file, why in unused.items():
-                cells = {"file": file, "reason": why, "status": f"unused {what}"}
+        for kind, unused in (("alignment", self.unused), ("hits", self.unused_hits)):
+            for file, reason in unused.items():
+                cells = {"file": file, "reason": reason, "status": f"unused {kind}"}
                 yield "\t".join(_cell(cells.get(name)) for name in TABLE) + "\n"
 
     def summary(self) -> str:
-        """Return one line of numbers."""
-        alone = sum(not entry.alignments for entry in self.chains)
-        text = f"{len(self.chains)} chains kept ({alone} with their sequence alone), {len(self.dropped)} dropped, "
+        """Format the numbers of the report in one line."""
+        bare = sum(not entry.alignments for entry in self.chains)
+        text = f"{len(self.chains)} chains kept ({bare} with their sequence alone), {len(self.dropped)} dropped, "
         text += f"{len(self.unused)} alignments unused"
         if self.assemblies:
-            text += f", {len(self.assemblies)} assemblies of {sum(len(one.chains) for one in self.assemblies)} chains"
+            chains = sum(len(entry.chains) for entry in self.assemblies)
+            text += f", {len(self.assemblies)} assemblies of {chains} chains"
         if any(entry.hits for entry in self.kept):
             count = sum(entry.templates for entry in self.chains)
             text += f", {count} templates" if count else f", {self._no_templates()}"
@@ -175,42 +188,44 @@ class PackReport:
         return text
 
     def warnings(self) -> list[str]:
-        """List inputs that were asked for and are not used, a sentence each."""
-        found = []
+        """List warnings about inputs without effect."""
+        warnings = []
         if any(entry.hits for entry in self.kept) and not any(entry.templates for entry in self.chains):
-            found.append(self._no_templates())
-        if thin := [entry.name for entry in self.chains if entry.alignments and entry.depth <= 1]:
-            what = "alignment has" if len(thin) == 1 else "alignments have"
-            found.append(f"{len(thin)} {what} one row, the chain's own: {_some(thin)}")
-        return found
+            warnings.append(self._no_templates())
+        if single_row := [entry.name for entry in self.chains if entry.alignments and entry.depth <= 1]:
+            subject = "alignment has" if len(single_row) == 1 else "alignments have"
+            warnings.append(f"{len(single_row)} {subject} only the row of the chain itself: {_first_three(single_row)}")
+        return warnings
 
     def _no_templates(self) -> str:
-        """Say why there is not a single template, though there are files of hits."""
+        """Explain why there are no templates although there are hit files."""
         reasons: Counter[str] = Counter()
         for entry in self.kept:
             reasons.update(entry.templates_refused)
         offered, missing = reasons.total(), sum(entry.templates_missing for entry in self.kept)
         if not offered:
-            return "0 templates: the files hold no hits"
+            return "0 templates: the files contain no hits"
         why = [f"{n} x {reason}" for reason, n in reasons.most_common() if not reason.startswith(NO_FILE)]
         if missing:
-            names = list(dict.fromkeys(one for entry in self.kept for one in entry.structures_missing))
+            names = list(dict.fromkeys(name for entry in self.kept for name in entry.structures_missing))
             count = "" if missing == offered else "1 has " if missing == 1 else f"{missing} have "
-            why.insert(0, f"{count}no structure in the folders given ({_some(names)})")
+            why.insert(0, f"{count}no structure in the folders given ({_first_three(names)})")
         return f"0 of {offered} templates used: {'; '.join(why)}"
 
 
-def _some(names: Sequence[str]) -> str:
+def _first_three(names: Sequence[str]) -> str:
+    """Join the first three names."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _cell(value: Any) -> str:
+    """Format a cell of the table."""
     value = " ".join(value) if isinstance(value, list | tuple) else value
     return "" if value is None else " ".join(str(value).split())
 
 
 def summarize_store(store: Store) -> dict[str, Any]:
-    """Summarize a store as plain data for JSON; "packed": its inputs and options, if `pack` made it."""
+    """Summarise a store as JSON data. "packed" has its inputs and options, if `pack` made it."""
     counts, _ = members(store)
     chains, assemblies = np.flatnonzero(counts == 0), np.flatnonzero(counts)
 
@@ -244,33 +259,38 @@ def summarize_store(store: Store) -> dict[str, Any]:
 
 
 def _quartiles(values: Sequence[float]) -> dict[str, float] | None:
+    """Compute minimum, quartiles and maximum; None without values."""
     ordered = sorted(values)
-    shares = {"min": 0.0, "25%": 0.25, "median": 0.5, "75%": 0.75, "max": 1.0}
-    return {name: ordered[round(share * (len(ordered) - 1))] for name, share in shares.items()} if ordered else None
+    fractions = {"min": 0.0, "25%": 0.25, "median": 0.5, "75%": 0.75, "max": 1.0}
+    if not ordered:
+        return None
+    return {name: ordered[round(fraction * (len(ordered) - 1))] for name, fraction in fractions.items()}
 
 
-def store_summary_text(found: Mapping[str, Any]) -> str:
-    """Format the result of `summarize_store` as text for people."""
+def store_summary_text(summary: Mapping[str, Any]) -> str:
+    """Format the result of `summarize_store` as text."""
 
     def values(name: str) -> str:
-        return ", ".join(f"{key} {value:g}" for key, value in (found[name] or {}).items()) or "unknown"
+        return ", ".join(f"{key} {value:g}" for key, value in (summary[name] or {}).items()) or "unknown"
 
     rows = {
-        "entries": f"{found['entries']:,} in {found['clusters']:,} clusters, {found['residues']:,} residues",
+        "entries": f"{summary['entries']:,} in {summary['clusters']:,} clusters, {summary['residues']:,} residues",
         "length": values("length"),
-        "alignment rows": f"{values('depth')}; {found['alone']:,} entries with their sequence alone",
-        "templates": f"{values('templates')}; {found['with_templates']:,} entries with any",
+        "alignment rows": f"{values('depth')}; {summary['alone']:,} entries with their sequence alone",
+        "templates": f"{values('templates')}; {summary['with_templates']:,} entries with templates",
         "resolution (Å)": values("resolution"),
-        "released": " to ".join(found["release_date"] or ["unknown"]),
-        "size": f"{found['bytes'] / 1e6:,.1f} MB in {found['shards']} shards, format {found['format']}",
+        "released": " to ".join(summary["release_date"] or ["unknown"]),
+        "size": f"{summary['bytes'] / 1e6:,.1f} MB in {summary['shards']} shards, format {summary['format']}",
     }
-    if count := found["assemblies"]:
+    if count := summary["assemblies"]:
         rows["assemblies"] = f"{count:,}; chains: {values('assembly_chains')}; length: {values('assembly_length')}"
-    if packed := found["packed"]:
-        inputs = ((name, one) for name, one in packed["inputs"].items() if one["files"])
-        options = (f"{name.replace('_', '-')} {one}" for name, one in packed["options"].items() if one is not None)
+    if packed := summary["packed"]:
+        inputs = ((name, files) for name, files in packed["inputs"].items() if files["files"])
+        options = (f"{name.replace('_', '-')} {x}" for name, x in packed["options"].items() if x is not None)
         rows["packed by"] = f"WarpFold {packed['warpfold']}"
-        rows["from"] = ", ".join(f"{one['files']:,} {name} ({one['bytes'] / 1e6:,.1f} MB)" for name, one in inputs)
+        rows["from"] = ", ".join(
+            f"{files['files']:,} {name} ({files['bytes'] / 1e6:,.1f} MB)" for name, files in inputs
+        )
         rows["options"] = ", ".join(options)
         if packed.get("clustered"):
             rows["clusters by"] = packed["clustered"]
