@@ -164,7 +164,7 @@ def test_the_kl_filter_is_the_papers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     report = packed(tmp_path)
     assert "KL filter on 4 of them" in report.summary()
     paths = sorted((tmp_path / "p").rglob("*.npy"))
-    reference = predicted.reference_of(paths)
+    reference = predicted.reference_distribution(paths)
     assert reference is not None
     first = np.load(paths[0], allow_pickle=False).astype(np.float64)
     by_hand = np.zeros(n)
