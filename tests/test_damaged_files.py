@@ -83,7 +83,7 @@ def test_a_distogram_of_no_probabilities(tmp_path: Path, wrong: float) -> None:
     distogram = np.full((4, 4, 8), 1 / 8, np.float16)
     distogram[1, 2, 3] = wrong
     np.save(tmp_path / "x.npy", distogram)
-    with pytest.raises(UserError, match=r"x\.npy: a distogram whose probabilities are none"):
+    with pytest.raises(UserError, match=r"x\.npy: a distogram with values that are not probabilities"):
         read_distogram(tmp_path / "x.npy")
 
 

@@ -156,10 +156,10 @@ def test_pae_of_residues_that_have_atoms(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{}", "no PAE in a layout that is known (no matrix in it); fetch it again, or remove it"),
-        ("[1, 2", "no PAE in a layout that is known"),
-        ('{"pae": [[1, 2], [3]]}', "no PAE in a layout that is known"),
-        ('{"pae": [[1, 2], [3, 4]]}', "has PAE of shape [2, 2], the structure 4 residues; remove one"),
+        ("{}", "no PAE in a supported layout (no matrix in it). Fetch it again, or remove it"),
+        ("[1, 2", "no PAE in a supported layout"),
+        ('{"pae": [[1, 2], [3]]}', "no PAE in a supported layout"),
+        ('{"pae": [[1, 2], [3, 4]]}', "has PAE of shape [2, 2], but the structure has 4 residues. Remove one"),
     ],
 )
 def test_pae_that_is_none(text: str, said: str, tmp_path: Path) -> None:

@@ -298,7 +298,7 @@ def test_what_cannot_be_scored_is_named_and_the_others_go_on(
         ("other names", "none of its targets (zeta) is among those of "),
         ("all fail", "none of 2 targets could be scored: "),
         ("thesis", "holds thesis.tex, which WarpFold did not write"),
-        ("pae", "no PAE in a layout that is known"),
+        ("pae", "no PAE in a supported layout"),
     ],
 )
 def test_bad_input_is_one_line(

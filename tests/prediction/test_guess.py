@@ -266,7 +266,7 @@ BAD = {  # the chains of the file, what else is given, and what is said
     "fixed alone": (None, {"fixed": ["A"]}, "fixed needs initial_guess"),
     "no arrays": (None, {"initial_guess": {"A": 1}}, "positions and mask are needed"),
     "another shape": (None, {"initial_guess": {"A": FLAT}}, "positions [3, 3] and mask [3]"),
-    "not finite": (None, {"initial_guess": {"A": NAN}}, "has positions that are not finite; mask these atoms"),
+    "not finite": (None, {"initial_guess": {"A": NAN}}, "has positions that are not finite. Mask these atoms"),
 }
 
 
@@ -286,8 +286,8 @@ def test_bad_folders_and_parameters_are_refused(tmp_path: Path, params: dict[str
     shutil.copy(path, twice / "one.cif")
     (twice / "one.pdb").write_text(write_pdb("one", [*read_structure(path).chains.values()]))
     for more, why in (
-        (["--initial-guess", empty], "empty: has no structures; give a folder of NAME.pdb or NAME.cif"),
-        (["--initial-guess", twice], "one.pdb: is a structure of one, as one.cif is; leave one of them out"),
+        (["--initial-guess", empty], "empty: has no structures. Pass a folder of NAME.pdb or NAME.cif"),
+        (["--initial-guess", twice], "one.pdb: is a structure of one, as one.cif is. Remove one of them"),
         (["--fixed-chains", "A"], "--fixed-chains needs --initial-guess"),
         (["--chain-gap", 200], "multimer.safetensors is AlphaFold-Multimer's"),
     ):
@@ -310,7 +310,7 @@ def test_a_file_that_changed_since_is_refused(tmp_path: Path) -> None:
     path = design(tmp_path)
     guess = as_guess(path, "one", DIMER)
     design(tmp_path, seed=1)
-    with pytest.raises(UserError, match="is another file than when the run began"):
+    with pytest.raises(UserError, match="has changed since the run began"):
         guess["A"]
     assert set(guess) == {"A", "B"}
 

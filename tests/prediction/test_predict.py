@@ -463,7 +463,7 @@ def test_of_several_queries_hits_go_by_name_and_files_to_all(tmp_path: Path, fas
     only_one, outcomes = find_templates(queries, sources, most=1)[0]
     assert only_one is not None
     assert len(only_one) == 1
-    assert {outcome.note for outcome in outcomes[1:]} == {"enough better ones are used"}
+    assert {outcome.note for outcome in outcomes[1:]} == {"enough better templates are used"}
 
 
 def test_templates_from_python(structures: Path, template_params: Path, tmp_path: Path) -> None:

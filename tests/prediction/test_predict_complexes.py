@@ -363,7 +363,7 @@ def test_a_multimer_folds_one_sequence_as_chain_a(tmp_path: Path, params: dict[s
     [
         (RECORDS, None, "monomer", ["--complex"], "monomer.safetensors: parameters for single chains, but trio is a"),
         (f">a\n{ONE}:{TWO}\n", None, "monomer", [], "parameters for single chains, but a is a complex"),
-        (f">H\n{ONE}\n>H\n{TWO}\n", None, "first", [], "two chains called H; give each chain a name of its own"),
+        (f">H\n{ONE}\n>H\n{TWO}\n", None, "first", [], "two chains called H. Give each chain a unique name"),
         (RECORDS, ">z\nMKVWW\n>b\nMKVWA\n", "first", [], "not the sequence of any record"),
         (f">a\n{ONE}:\n", None, "first", [], "chain without residues"),
     ],

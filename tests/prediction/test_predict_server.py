@@ -176,7 +176,7 @@ def test_a_search_on_a_server(host: Server, tmp_path: Path, capsys: pytest.Captu
     code, _, err = run(capsys, "search", TWO, "--out", tmp_path / "thin", "--msa-server", host.url)
     assert (code, err.splitlines()[-1]) == (0, "warning: no hit in any database, an alignment of one row: query")
     for wrong, said in (
-        ([], "--database is missing; name one that you have, or a server with --msa-server"),
+        ([], "--database is missing. Pass a local database, or a server with --msa-server"),
         (["--msa-server", host.url, "--e-value", 1], "--e-value: has no effect with --msa-server"),
         (["--msa-server", "host"], "is no http or https address"),
     ):

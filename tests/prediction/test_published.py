@@ -79,7 +79,7 @@ def test_a_model_is_taken_from_the_tar_checked_and_folds(
     code, said, before = run(capsys, *command)
     assert code == 0
     assert "AlphaFold2, single chains, with templates" in said
-    assert "whole, all finite" in said
+    assert "complete, all finite" in said
     assert "licence: CC BY 4.0, https://creativecommons.org/licenses/by/4.0/" in before
     assert [asked for _, asked in server.asked] == ["", "bytes=100000-"]
     assert sorted(os.listdir(out)) == ["params_model_1_ptm.npz", "params_model_1_ptm.npz.source.json"]

@@ -16,15 +16,16 @@ from warpfold.progress import Progress, progress_bar
 if TYPE_CHECKING:
     from warpfold.data.pack.report import PackReport
 
-SHOWN = 50  # lines about single entries; a large set has thousands
+# Lines about single entries in the output. A large set has thousands.
+MAX_LINES = 50
 
 
-instead = in_panel("In place of packing")
+instead = in_panel("Instead of packing")
 
 
 @dataclass(frozen=True)
 class PackCommand(PackOptions):
-    """Make the store that `train` reads from structures, alignments and template hits, and report on every entry."""
+    """Pack structures, alignments and template hits into a store for `train`, and report on every entry."""
 
     structures: Annotated[Paths | None, reads("mmCIF or PDB files, or folders of them; gz or not.")] = None
     msas: Annotated[
@@ -36,8 +37,8 @@ class PackCommand(PackOptions):
     predicted: Annotated[
         Paths | None,
         reads(
-            "In place of --structures: predictions with pLDDT in the B column, to learn from the residues that are "
-            "sure: AlphaFold DB's files, ColabFold's, or folders of `warpfold predict`."
+            "Instead of --structures: predictions with pLDDT in the B column, to train on their confident residues: "
+            "files of AlphaFold DB or ColabFold, or folders of `warpfold predict`."
         ),
     ] = None
     hits: Annotated[Paths | None, reads("Template hits: HHR, or hmmsearch's Stockholm or A3M.")] = None
@@ -48,20 +49,20 @@ class PackCommand(PackOptions):
     workers: Workers = 1
     cluster: Cluster = None
     shard: Annotated[str | None, runs("I/N: only the I-th of N parts, for job arrays; then --merge joins them.")] = None
-    merge: Annotated[Paths | None, instead("Join the parts that --shard made into the store --out.")] = None
+    merge: Annotated[Paths | None, instead("Merge the parts of --shard into the store --out.")] = None
     progress: Progress | None = None
 
     def __call__(self) -> "PackReport":
-        """Return the report.  A stopped run is continued by the same call.
+        """Pack a store and return the report. The same call continues a stopped run.
 
-        Errors: UserError for bad arguments and paths, where nothing is kept, and for an `out` that is something else.
+        Raises UserError for invalid arguments and paths, if nothing is kept, and if `out` is something else.
         """
         from warpfold.data.pack import pack as packing
 
         if self.out is None:
-            raise UserError("pack: --out is missing. Name the store to make")
-        if sum(one is not None for one in (self.structures, self.predicted, self.merge)) != 1:
-            raise UserError("pack: give structures, or predicted ones, or parts to merge, and only one of these")
+            raise UserError("pack: --out is missing. Pass the folder of the new store")
+        if sum(paths is not None for paths in (self.structures, self.predicted, self.merge)) != 1:
+            raise UserError("pack: pass exactly one of structures, predicted structures, and parts to merge")
         out, tell = arguments.path("out", self.out), progress_of(self.progress)
         part = JobPart.parse(self.shard) if self.shard else None
         if self.merge is not None:
@@ -86,9 +87,9 @@ pack = function(PackCommand)
 def pack_in_shell(
     given: dict[str, Any],
     verify: Annotated[Path | None, instead("Check every byte of a store.", path="store")] = None,
-    info: Annotated[Path | None, instead("Show what is in a store.", path="store")] = None,
+    info: Annotated[Path | None, instead("Summarise a store.", path="store")] = None,
 ) -> Answer:
-    """Make a store under a progress bar, or look at one."""
+    """Pack a store with a progress bar, or check or summarise one."""
     from warpfold.data.pack.report import store_summary_text, summarize_store
     from warpfold.data.store.store import Store
 
@@ -96,13 +97,13 @@ def pack_in_shell(
     modes |= {"--verify": verify, "--info": info}
     chosen = [name for name, value in modes.items() if value]
     if len(chosen) != 1:
-        raise UserError(f"pack: give one of {', '.join(modes)}, not {' and '.join(chosen) or 'none'}. See --help")
+        raise UserError(f"pack: {' and '.join(chosen) or 'no mode'} given. Pass one of {', '.join(modes)}")
     if verify is not None:
-        return _verified(verify)
+        return _verify(verify)
     if info is not None:
-        found = summarize_store(Store(info))
-        return Answer(found, [store_summary_text(found)])
-    # Without an answer to SIGTERM the files that are being read would be blamed for the death of the process.
+        summary = summarize_store(Store(info))
+        return Answer(summary, [store_summary_text(summary)])
+    # Without a handler of SIGTERM, the files that are being read would count as the cause of the process's death.
     with on_sigterm(StoppedByUser(143)), progress_bar() as bar:
         report = pack(**given, progress=bar)
     part = JobPart.parse(given["shard"]) if given["shard"] and not given["merge"] else None
@@ -110,11 +111,13 @@ def pack_in_shell(
 
 
 def _lines(report: "PackReport", out: Path, part: JobPart | None) -> Iterator[str]:
+    """Yield the output: lines about single entries, warnings, and a summary."""
     lines = [f"dropped {entry.name or entry.file}: {entry.reason}" for entry in report.dropped]
     lines += [f"unused {file}: {why}" for file, why in (report.unused | report.unused_hits).items()]
-    yield from (" ".join(line.split()) for line in lines[:SHOWN])  # names may hold line ends
-    if len(lines) > SHOWN:
-        yield f"... and {len(lines) - SHOWN} more lines like these" + ("" if part else f", in {out / 'pack.tsv'}")
+    # Names may contain line ends.
+    yield from (" ".join(line.split()) for line in lines[:MAX_LINES])
+    if len(lines) > MAX_LINES:
+        yield f"... and {len(lines) - MAX_LINES} more lines like these" + ("" if part else f", in {out / 'pack.tsv'}")
     for warning in report.warnings():
         warn(f"warning: {warning}")
     if part is not None:
@@ -122,14 +125,14 @@ def _lines(report: "PackReport", out: Path, part: JobPart | None) -> Iterator[st
 
         pattern = part_path(out, part).name.replace(f"part-{part.number}-", "part-*-")
         yield f"{part_path(out, part)}: part {part}, {report.summary()}"
-        yield f"when all are there: warpfold pack --merge {out.with_name(pattern)} --out {out}"
+        yield f"when all parts are finished: warpfold pack --merge {out.with_name(pattern)} --out {out}"
     else:
         before = "was finished before, from the same inputs and options: " if report.finished_before else ""
         yield f"{out}: {before}{report.summary()}"
 
 
-def _verified(given: Path) -> Answer:
-    """List what is damaged."""
+def _verify(given: Path) -> Answer:
+    """Check every byte of a store, and list damaged files and records."""
     from warpfold.data.store.remote import open_storage, parse_place
     from warpfold.data.store.store import Store
 
@@ -144,6 +147,6 @@ def _verified(given: Path) -> Answer:
             except FileNotFoundError:
                 raise error from None
             entries, damaged = 0, [str(error)]
-    verdict = f"{len(damaged)} damaged" if damaged else f"{entries} entries, all whole"
-    found = {"path": str(path), "entries": entries, "damaged": damaged}
-    return Answer(found, [*damaged, f"{path}: {verdict}"], bool(damaged))
+    verdict = f"{len(damaged)} damaged" if damaged else f"{entries} entries, none damaged"
+    result = {"path": str(path), "entries": entries, "damaged": damaged}
+    return Answer(result, [*damaged, f"{path}: {verdict}"], bool(damaged))

@@ -20,19 +20,19 @@ class ParamsCommand(Checked):
     file: Annotated[
         PathLike,
         argument(
-            "WarpFold's .safetensors, DeepMind's params_model_*.npz, OpenFold's .pt, or the folder of a run: its best."
+            "WarpFold's .safetensors, DeepMind's params_model_*.npz, OpenFold's .pt, or a run's folder (its best file)."
         ),
     ]
     _: KW_ONLY
     check: Annotated[bool, decides("Check that all values are finite.")] = False
     out: Annotated[
-        PathLike | None, writes("A new file: .safetensors, or .npz by DeepMind's names, which others read too.")
+        PathLike | None, writes("A new file: .safetensors, or .npz with DeepMind's names for other programs.")
     ] = None
 
     def __call__(self) -> "ParamsFile":
-        """Describe the file; nothing in OpenFold's is executed.
+        """Inspect the file. Code in OpenFold's files is never executed.
 
-        Errors: UserError for a file that cannot be read, or whose tensors do not fit, and for an `out` that exists.
+        Raises UserError for a file that cannot be read or has tensors that do not fit, and if `out` exists.
         """
         from warpfold.prediction.params import inspect_params
 
@@ -40,50 +40,50 @@ class ParamsCommand(Checked):
 
 
 params = function(ParamsCommand)
-TAR = "DeepMind's files come in a tar of 5.6 GB, which is downloaded completely and not kept; --from takes a tar."
+TAR = "DeepMind's files come in a tar of 5.6 GB, which is downloaded completely and then deleted; --from reads a tar."
 
 
 @command(
     ParamsCommand,
     example="Example:  warpfold params params_model_1_ptm.npz --check\n\n"
     "To another format:  warpfold params finetuning_ptm_1.pt --out finetuning_ptm_1.safetensors\n\n"
-    "To have some:  warpfold params fetch",
+    "Download parameters:  warpfold params fetch",
 )
 def params_in_shell(
-    given: dict[str, Any], toml: Annotated[bool, writes("Print its settings as a file that `train` takes.")] = False
+    given: dict[str, Any], toml: Annotated[bool, writes("Print the settings as a TOML file for `train`.")] = False
 ) -> Answer:
-    """Print what the file is."""
-    found = params(**given)
-    rows = [found.toml().rstrip("\n")] if toml else (f"{what:12s} {value}" for what, value in found.rows())
-    return Answer(found.to_dict(), rows, bool(found.problems))
+    """Print a description of the file."""
+    file = params(**given)
+    rows = [file.toml().rstrip("\n")] if toml else (f"{label:12s} {value}" for label, value in file.rows())
+    return Answer(file.to_dict(), rows, bool(file.problems))
 
 
 @dataclass(frozen=True)
 class FetchParamsCommand(Checked):
-    """Fetch published parameters by name, DeepMind's or OpenFold's, into a folder; without a name, list them.
+    """Download published parameters of DeepMind or OpenFold by name into a folder; without a name, list them.
 
-    After a lost connection the download goes on.  Proxies: HTTPS_PROXY and NO_PROXY.
+    A download continues after a lost connection. Proxies: HTTPS_PROXY and NO_PROXY.
     """
 
     name: Annotated[
         str | None, argument("A model, model_1_ptm or finetuning_ptm_1, or a set: ptm, multimer, openfold ...")
     ] = None
     _: KW_ONLY
-    out: Annotated[PathLike, writes("Folder for the files; beside each: its address, SHA-256 and licence.")] = "params"
+    out: Annotated[PathLike, writes("Folder for the files, with their addresses, SHA-256 and licences.")] = "params"
     source: Annotated[
         str | None, reads("Instead of the published address: that of a mirror, a folder, or the file.", "--from")
     ] = None
     progress: Progress | None = None
 
     def __call__(self) -> "list[ParamsFile]":
-        """Describe each file, of which every number is checked.  Files that are there already are kept.
+        """Download the files and check every number. Existing files are kept. Returns their descriptions.
 
-        Errors: UserError for an unknown name, a file that is there and is another one, and a download that fails.
+        Raises UserError for an unknown name, an existing file with other content, and a failed download.
         """
         from warpfold.prediction.published import fetch_params as fetching
 
         if self.name is None:
-            raise UserError("fetch_params: name is missing; `warpfold params fetch` lists what there is")
+            raise UserError("fetch_params: name is missing. List the names with `warpfold params fetch`")
         return fetching(self.name, arguments.path("out", self.out), self.source, progress_of(self.progress))
 
 
@@ -97,26 +97,28 @@ fetch_params = function(FetchParamsCommand)
     "Without the published address:  warpfold params fetch ptm --from /data/alphafold_params_2022-12-06.tar",
 )
 def fetch_params_in_shell(given: dict[str, Any]) -> Answer:
-    """Print what was fetched, or the list."""
+    """Download parameters and print a line for each file, or print the list of published parameters."""
     from warpfold.prediction.published import OPENFOLD, PUBLISHED, SETS, published
 
     if given["name"] is None:
-        single = {name: (name,) for name, one in PUBLISHED.items() if one.terms is OPENFOLD}
+        single = {name: (name,) for name, model in PUBLISHED.items() if model.terms is OPENFOLD}
         rows = []
         for name, names in (SETS | single).items():
-            of = [PUBLISHED[one] for one in names]
-            models = f"{names[0]} ... {names[-1]}" if len(names) > 1 else ""
-            size = f"{sum(one.megabytes for one in of) / 1000:.1f} GB"
-            rows.append((name, models, size, of[0].about if len(of) <= 5 else "all of them", of[0].terms.licence))
-        heads = ("name", "each by its name, too", "size", "what it folds", "licence")
-        return Answer([asdict(one) for one in PUBLISHED.values()], [table(heads, rows), "", TAR])
-    for terms in dict.fromkeys(one.terms for one in published(given["name"])):
+            models = [PUBLISHED[model] for model in names]
+            listing = f"{names[0]} ... {names[-1]}" if len(names) > 1 else ""
+            size = f"{sum(model.megabytes for model in models) / 1000:.1f} GB"
+            purpose = models[0].about if len(models) <= 5 else "all of them"
+            rows.append((name, listing, size, purpose, models[0].terms.licence))
+        heads = ("name", "or a single model", "size", "folds", "licence")
+        return Answer([asdict(model) for model in PUBLISHED.values()], [table(heads, rows), "", TAR])
+    for terms in dict.fromkeys(model.terms for model in published(given["name"])):
         warn(f"{terms.title}, by {terms.by}\nlicence: {terms.licence}, {terms.licence_address} ({terms.page})")
         warn(f"cite: {terms.cite}")
     with progress_bar(every=10.0) as progress:
-        found = fetch_params(**given, progress=progress)
+        files = fetch_params(**given, progress=progress)
     text = [
-        f"{one.path}: {one.model}, {one.parameters:,} parameters, {'; '.join(one.problems or ('whole, all finite',))}"
-        for one in found
+        f"{file.path}: {file.model}, {file.parameters:,} parameters, "
+        f"{'; '.join(file.problems or ('complete, all finite',))}"
+        for file in files
     ]
-    return Answer([one.to_dict() for one in found], text, any(one.problems for one in found))
+    return Answer([file.to_dict() for file in files], text, any(file.problems for file in files))

@@ -17,12 +17,12 @@ from warpfold.progress import Progress, progress_bar
 
 @dataclass(frozen=True)
 class SearchCommand(Checked):
-    """Find alignments and template hits for proteins, in databases that you have, or on a server if you name one."""
+    """Search for alignments and template hits of proteins in local databases, or on a server if you name one."""
 
     queries: Annotated[
         Paths,
         argument(
-            "What `predict` takes: files, folders, - or sequences; every different chain is searched for.",
+            "As for `predict`: files, folders, - or sequences; every unique chain is searched for.",
             shell=list[str],
             path="local",
         ),
@@ -30,7 +30,7 @@ class SearchCommand(Checked):
     database: Annotated[
         Paths | Mapping[str, PathLike] | None,
         reads(
-            "FILE or NAME=FILE: FASTA, gz or not; for mmseqs2 and hhblits in their own format. `uniprot` is to pair.",
+            "FILE or NAME=FILE: FASTA, gz or not; for mmseqs2 and hhblits in their format. `uniprot` is for pairing.",
             shell=list[str] | None,
             path="local",
         ),
@@ -40,7 +40,7 @@ class SearchCommand(Checked):
     ] = None
     _: KW_ONLY
     msa_server: MsaServer = None
-    template_database: Annotated[PathLike | None, reads("FASTA like pdb_seqres, to find template hits in.")] = None
+    template_database: Annotated[PathLike | None, reads("FASTA like pdb_seqres, searched for template hits.")] = None
     engine: Annotated[
         Literal["jackhmmer", "mmseqs2", "hhblits"], decides("jackhmmer is built in; the others must be installed.")
     ] = "jackhmmer"
@@ -48,7 +48,7 @@ class SearchCommand(Checked):
         int | None, decides("1 to 3; default: 1 for jackhmmer, 3 for the others, as in AlphaFold2.", min=1, max=3)
     ] = None
     e_value: Annotated[
-        float | None, decides("Of a hit, at most; default: 1e-4 for jackhmmer, 1e-3 for others.", above=0)
+        float | None, decides("Largest E-value of a hit; default: 1e-4 for jackhmmer, 1e-3 for others.", above=0)
     ] = None
     max_hits: Annotated[
         int | Mapping[str, int] | Sequence[str] | None,
@@ -59,7 +59,7 @@ class SearchCommand(Checked):
         ),
     ] = None
     cache: Annotated[
-        PathLike | None, runs("Folder where results are kept, for several runs to share; default: OUT/cache.")
+        PathLike | None, runs("Folder of cached results, which several runs may share; default: OUT/cache.")
     ] = None
     workers: Workers = 1
     threads: Annotated[int | None, runs("Threads of a process; default: all cores, shared equally.", min=1)] = None
@@ -68,44 +68,44 @@ class SearchCommand(Checked):
     progress: Progress | None = None
 
     def __call__(self) -> dict[str, Any]:
-        """Return the report, as in `out/search.json`: proteins that failed are named under "failures".
+        """Search and return the report of `out/search.json`, with failed proteins under "failures".
 
-        queries are files, folders, or sequences, a database may be name -> file, and max_hits name -> rows.
-        Errors: UserError for bad queries or arguments, and an `out` that holds something else.
+        queries: files, folders, or sequences. database: files, or a mapping of names to files. max_hits: rows, or a
+        mapping of names to rows. Raises UserError for invalid queries or arguments, and if `out` has other files.
         """
         if self.out is None:
-            raise UserError("search: --out is missing. Name the folder for what is found")
+            raise UserError("search: --out is missing. Pass a folder for the results")
         queries, out = arguments.queries("queries", self.queries), Path(self.out)
         tell = arguments.progress_of(self.progress)
         if self.msa_server is not None:
             from warpfold.data.search.fetch import search_by_server
             from warpfold.prediction.request import server_of
 
-            of_databases = "database", "template_database", "iterations", "e_value", "max_hits", "cluster", "shard"
-            for name in (name for name in of_databases if getattr(self, name)):
-                raise UserError(f"--{name.replace('_', '-')}: has no effect with --msa-server. Leave one of them out")
+            local = "database", "template_database", "iterations", "e_value", "max_hits", "cluster", "shard"
+            for name in (name for name in local if getattr(self, name)):
+                raise UserError(f"--{name.replace('_', '-')}: has no effect with --msa-server. Remove one of them")
             server = server_of(self.msa_server, self.cache, out / "cache")
             assert server is not None
             return search_by_server(queries, server, out, tell)
         if not self.database:
-            raise UserError("search: --database is missing. Name one that you have, or a server with --msa-server")
+            raise UserError("search: --database is missing. Pass a local database, or a server with --msa-server")
         from warpfold.data.search import search as searching
         from warpfold.data.search.database import Database, parse_max_hits
 
-        database, most = self.database, self.max_hits
-        if isinstance(most, Mapping):
-            most = [f"{key}={count}" for key, count in most.items()]
-        rows = parse_max_hits([str(most)] if isinstance(most, int | str) else list(most or ()))
+        database, max_hits = self.database, self.max_hits
+        if isinstance(max_hits, Mapping):
+            max_hits = [f"{key}={count}" for key, count in max_hits.items()]
+        rows = parse_max_hits([str(max_hits)] if isinstance(max_hits, int | str) else list(max_hits or ()))
         if isinstance(database, Mapping):
-            named = [f"{key}={os.fspath(arguments.path('database', file))}" for key, file in database.items()]
+            databases = [f"{key}={os.fspath(arguments.path('database', file))}" for key, file in database.items()]
         else:
-            named = [str(file) for file in arguments.paths("database", database)]
-        chosen = {"iterations": self.iterations, "e_value": self.e_value}
+            databases = [str(file) for file in arguments.paths("database", database)]
+        settings = {"iterations": self.iterations, "e_value": self.e_value}
         return searching.search(
             queries,
-            [Database.parse(text, rows) for text in named],
+            [Database.parse(text, rows) for text in databases],
             out,
-            searching.ENGINES[self.engine](**{key: value for key, value in chosen.items() if value is not None}),
+            searching.ENGINES[self.engine](**{key: value for key, value in settings.items() if value is not None}),
             arguments.path_or_none("template_database", self.template_database),
             searching.SearchOptions(
                 arguments.path_or_none("cache", self.cache), self.workers, self.threads, self.cluster,
@@ -125,17 +125,21 @@ search = arguments.function(SearchCommand)
     "--template-database pdb_seqres.txt --out found",
 )
 def search_in_shell(given: dict[str, Any]) -> Answer:
-    """Print the report, or a line for each protein, and what was not found."""
+    """Search and print a line for each protein, and warnings about missing hits and failures."""
     with progress_bar() as progress, log_plans():
         report = search(**given, progress=progress)
     lines = []
     for protein in report["proteins"]:
-        found = (f"{entry['hits']} in {name}" for name, entry in protein["databases"].items())
-        lines.append(f"{protein['name']}: {', '.join(found) or 'nothing'}")
+        hits = (f"{entry['hits']} in {name}" for name, entry in protein["databases"].items())
+        lines.append(f"{protein['name']}: {', '.join(hits) or 'nothing'}")
     lines.append(f"{given['out']}: {len(report['proteins'])} proteins, {report['seconds']:.0f} s")
-    found_in = [(one["name"], one["databases"].values()) for one in report["proteins"]]
-    if alone := [name for name, each in found_in if not any(e["hits"] for e in each if e["file"].endswith(".a3m"))]:
-        warn(f"warning: no hit in any database, an alignment of one row: {listed(alone)}")
+    without_hits = [
+        protein["name"]
+        for protein in report["proteins"]
+        if not any(entry["hits"] for entry in protein["databases"].values() if entry["file"].endswith(".a3m"))
+    ]
+    if without_hits:
+        warn(f"warning: no hit in any database, an alignment of one row: {listed(without_hits)}")
     for failure in report["failures"]:
         where = f" in {failure['database']}" if "database" in failure else ""
         warn(f"failed {failure['name']}{where}: {failure['error']}")

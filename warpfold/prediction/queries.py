@@ -507,15 +507,15 @@ def fetching(
 ) -> FetchAlignments:
     """Return a function that fetches missing alignments from a server.  check: called with each query before.
 
-    Errors: UserError as in `data.search.fetch.alignments_of`.
+    Errors: UserError as in `data.search.fetch.fetch_alignments`.
     """
 
     def fetch(lacking: Sequence[tuple[Complex, list[str]]]) -> list[Path]:
-        from warpfold.data.search.fetch import alignments_of, wanted_of
+        from warpfold.data.search.fetch import fetch_alignments, make_request
 
         for one, _ in lacking:
             check(one)
-        return alignments_of(server, [wanted_of(one, without) for one, without in lacking], tell)
+        return fetch_alignments(server, [make_request(one, without) for one, without in lacking], tell)
 
     return fetch
 

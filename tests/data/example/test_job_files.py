@@ -103,19 +103,19 @@ def test_several_jobs_in_one_file_and_one_that_cannot_be_folded(tmp_path: Path) 
     assert [query.name for query in read.queries] == ["Job_1", "Job_3", "q"]
     (error,) = read.errors.values()
     assert str(error) == (
-        f"{tmp_path}/s.json: Job_2: has a ligand (ATP), which AlphaFold2 cannot fold; remove it to fold the proteins "
-        "alone"
+        f"{tmp_path}/s.json: Job_2: has a ligand (ATP), which AlphaFold2 cannot fold. Remove it to fold only the "
+        "proteins"
     )
     found = read_query_files(write(tmp_path / "n.json", json.dumps([3, *json.loads(text)[:1]]))).found
     assert [query.error for query in found] == [
-        f"{tmp_path}/n.json: n_1: is no object with sequences; correct or remove it",
+        f"{tmp_path}/n.json: n_1: is not an object with sequences. Correct or remove it",
         "",
     ]
     same = json.loads(text)[:1] * 2
     named = [one | {"name": name} for one, name in zip([*same, *same], ("β", "α", "", None))]
     found = read_complexes(write(tmp_path / "n.json", json.dumps(named)))
     assert [query.name for query in found] == ["_", "__2", "n_3", "n_4"]
-    with pytest.raises(UserError, match=r"n\.json: a record is called Job_1 twice; give each protein a name"):
+    with pytest.raises(UserError, match=r"n\.json: a record is called Job_1 twice. Give each protein a unique name"):
         read_complexes(write(tmp_path / "n.json", json.dumps(same)))
 
 
@@ -123,13 +123,13 @@ def test_what_is_left_out_without_harm_is_noted(tmp_path: Path) -> None:
     asked = {"modelSeeds": [1, 2], "userCCD": "data_X", "properties": [{"affinity": {"binder": "B"}}]}
     (query,) = read_complexes(write(tmp_path / "a.json", af3({"templates": [{"mmcif": "data_"}]}, **asked)))
     assert query.notes == (
-        "modelSeeds are not used: --seeds says how many",
+        "modelSeeds are not used: set the number of seeds with --seeds",
         "properties such as affinity are not predicted",
         "components of userCCD are not used",
-        "templates in the file are not used: give their structures by --template",
+        "templates in the file are not used: pass their structures with --template",
     )
     (query,) = read_complexes(write(tmp_path / "b.yaml", boltz(ID, more="templates:\n  - cif: x.cif\n")))
-    assert query.notes == ("templates in the file are not used: give their structures by --template",)
+    assert query.notes == ("templates in the file are not used: pass their structures with --template",)
     given = [chain(ONE, useStructureTemplate=False), chain(ONE, maxTemplateDate="2018-01-20")]
     for one, noted in zip(given, (0, 1)):
         (query,) = read_complexes(write(tmp_path / "s.json", server([one])))
@@ -226,7 +226,7 @@ def test_paired_msas_of_alphafold_3_pair_by_organism_else_by_place(tmp_path: Pat
     assert by_name.notes == ()
     by_place = read(a3m(ONE, a, b), a3m(TWO, e, f))
     assert pairs_of(by_place) == {(a, e), (b, f)}
-    assert by_place.notes == ("rows of pairedMsa are paired by their place, the second with the second and so on",)
+    assert by_place.notes == ("rows of pairedMsa are paired by index, the second with the second and so on",)
     assert not any(one.stands_alone for one in by_place.alignments)
     unequal = read(a3m(ONE, a, b), a3m(TWO, e))
     assert pairs_of(unequal) == set()
@@ -235,7 +235,7 @@ def test_paired_msas_of_alphafold_3_pair_by_organism_else_by_place(tmp_path: Pat
     by_hand = read(a3m(ONE, a, "-" * 18, b), a3m(TWO, e, f, "-" * 15), "unpairedMsa")
     assert pairs_of(by_hand) == {(a, e)}
     assert depths(by_hand) == [3, 3]
-    assert "unpairedMsa are paired by their place" in by_hand.notes[0]
+    assert "unpairedMsa are paired by index" in by_hand.notes[0]
     searched = read(a3m(ONE, a, b), a3m(TWO, e, f), "unpairedMsa")
     assert pairs_of(searched) == set()
     assert searched.notes == ()
@@ -261,12 +261,12 @@ def test_paths_begin_at_the_file_and_then_at_the_working_directory(
 LIGANDS = "dna: {id: D, sequence: ACGT}", "ligand: {id: [B, C], ccd: ATP}", "ligand: {id: E, smiles: CC}"
 CANNOT = [
     ("b.yaml", boltz(ID, *LIGANDS), "b.yaml: has DNA (D), a ligand (B, C: ATP), a ligand (E), which AlphaFold2 cannot"),
-    ("b.yaml", boltz(LIGANDS[0]), "has DNA (D), which AlphaFold2 cannot fold; there is no protein to fold; give one"),
+    ("b.yaml", boltz(LIGANDS[0]), "has DNA (D), which AlphaFold2 cannot fold. Add a protein: the job has none"),
     ("b.yaml", boltz(ID.replace("}", ", modifications: [{position: 1, ccd: SEP}]}")), "has modified residues (A),"),
     ("b.yaml", boltz(ID.replace("}", ", cyclic: true}")), "has a cyclic chain (A), which"),
     ("b.yaml", boltz(ID, more="constraints:\n  - pocket: {binder: A}\n"), "has constraints, which"),
     ("b.fasta", f">A|protein\n{ONE}\n>C|ccd\nSAH\n>E|smiles\nN[C@@H](C)C(=O)O\n>F|RNA\nACGU\n",
-     "has a ligand (C: SAH), a ligand (E), RNA (F), which AlphaFold2 cannot fold; remove it to fold the proteins"),
+     "has a ligand (C: SAH), a ligand (E), RNA (F), which AlphaFold2 cannot fold. Remove it to fold only the proteins"),
     ("c.fasta", ">protein|name=x\nMK(SEP)AYIAKQRQ\n>ligand|name=l\nCC\n>glycan|name=g\nNAG\n",
      "has modified residues (x), a ligand (l), a glycan (g), which"),
     ("a.json", af3({"modifications": [{"ptmType": "HY3", "ptmPosition": 1}]}), "has modified residues (A), which"),
@@ -280,20 +280,20 @@ CANNOT = [
 BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefgh", "bcdefghi"))
 MERGED = "a: &a {x: 1}\nb: &b {<<: [*a, *a]}\n"
 WRONG = [
-    ("a.json", '{"sequences": [', "a.json: line 1 is no JSON (Expecting value); correct it"),
+    ("a.json", '{"sequences": [', "a.json: line 1 is not JSON (Expecting value). Correct it"),
     ("a.json", "[" * 100_000, "a.json: is nested too deep"),
     ("a.json", '{"sequences": ' + "[" * 100_000 + "]" * 100_000 + "}", "a.json: is nested too deep"),
     ("a.json", '{"sequences": [], "version": ' + "9" * 9999 + "}", "has a number of thousands of digits"),
     ("a.json", '{"sequences": [{"protein": {}, "protein": {}}]}', "has 'protein' twice in one object"),
     ("a.json", "\udcff".encode(errors="surrogateescape"), "line 1 is not UTF-8 text"),
-    ("a.json", "[]", "is an empty list; give Boltz's YAML"),
-    ("a.json", '{"iptm": 0.8, "ptm": 0.9}', "looks like scores of a prediction; give Boltz's YAML, AlphaFold 3's JSON"),
+    ("a.json", "[]", "is an empty list. Pass Boltz's YAML"),
+    ("a.json", '{"iptm": 0.8, "ptm": 0.9}', "looks like scores of a prediction. Pass Boltz's YAML, AlphaFold 3's JSON"),
     ("a.json", '{"queries": {"x": {"chains": []}}}', "looks like OpenFold 3's queries; give"),
     ("a.json", '{"name": "x"}', "has no sequences, so it is no job; give"),
-    ("a.json", "3", "is no job, and no list of jobs; give"),
+    ("a.json", "3", "is neither a job nor a list of jobs. Pass"),
     ("b.yaml", "entities:\n  - protein: {}\n", "looks like a design for BoltzGen; give"),
-    ("b.yaml", "sequences: [\n", "b.yaml: line 2 is no YAML ("),
-    ("b.yaml", "a: 1\n--- \nb: 2\n", "is no YAML (but found another document)"),
+    ("b.yaml", "sequences: [\n", "b.yaml: line 2 is not YAML ("),
+    ("b.yaml", "a: 1\n--- \nb: 2\n", "is not YAML (but found another document)"),
     ("b.yaml", "sequences: " + "[" * 100_000, "b.yaml: is nested too deep"),
     ("b.yaml", "- " * 100_000, "b.yaml: is nested too deep"),
     ("b.yaml", BOMB + "sequences: *i\n", "has an alias (*) or a tag (!), which are not read"),
@@ -301,17 +301,17 @@ WRONG = [
     ("b.yaml", "sequences: !!python/object/apply:os.system [true]\n", "has an alias (*) or a tag (!)"),
     ("b.yaml", boltz(ID) + "# " + "x" * 300_000, "has more than 300,000 characters"),
     ("b.yaml", boltz(ID).replace("1", "2026-13-40"), "its version, '2026-13-40', is not known"),
-    ("b.yaml", boltz(ID) + "\x01", "has a character or a number that YAML cannot have"),
-    ("b.yaml", boltz(ID + f"\n    {ID}"), "has 'protein' twice in one entry; begin each entry with a dash"),
-    ("b.yaml", "version: 1\nsequences:\n", "its sequences are no list, or an empty one"),
-    ("b.yaml", "sequences:\n  protein: {id: A}\n", "its sequences are no list, or an empty one"),
-    ("b.yaml", boltz(ID).replace("1", "2"), "its version, 2, is not known; version 1 is read"),
+    ("b.yaml", boltz(ID) + "\x01", "has a character or a number that is not valid YAML"),
+    ("b.yaml", boltz(ID + f"\n    {ID}"), "has 'protein' twice in one entry. Begin each entry with a dash"),
+    ("b.yaml", "version: 1\nsequences:\n", "its sequences are not a list, or empty"),
+    ("b.yaml", "sequences:\n  protein: {id: A}\n", "its sequences are not a list, or empty"),
+    ("b.yaml", boltz(ID).replace("1", "2"), "its version, 2, is unknown. Use version 1"),
     ("a.json", af3({}, version=5), "its version, 5, is not known; versions 1 to 4 are read"),
     ("a.json", af3({}, version=True), "its version, True, is not known"),
     ("a.json", af3({}, dialect="alphafold4"), "its dialect, 'alphafold4', is not known"),
     ("a.json", af3({}, dialect=["x"]), "its dialect, a list, is not known"),
-    ("a.json", af3({}, name=7), "its name, 7, is no text"),
-    ("a.json", af3({}, bonds=[1]), "has 'bonds', which is not known; correct or remove it"),
+    ("a.json", af3({}, name=7), "its name, 7, is not text"),
+    ("a.json", af3({}, bonds=[1]), "has 'bonds', which is not known. Correct or remove it"),
     ("a.json", af3({"sequnce": ONE}), "entry 1: has 'sequnce', which is not known"),
     ("a.json", af3({"sequence": None}), "entry 1: has no sequence"),
     ("b.yaml", boltz("protein: {id: A}"), "entry 1: has no sequence"),
@@ -320,31 +320,31 @@ WRONG = [
     ("b.yaml", boltz(of_boltz("A", "MK1V")), "entry 1: has '1' at position 3, which is not an amino acid"),
     ("b.fasta", ">A|protein\nMK:V\n", "entry 1: has ':' at position 3, which is not an amino acid"),
     ("b.yaml", boltz(of_boltz("A", "ACGTACGTACGT")), "chain A: looks like nucleic acid"),
-    ("b.yaml", boltz(of_boltz("1", ONE)), "entry 1: its id, 1, is no text and no list of texts; put it in quotes"),
-    ("b.yaml", boltz(of_boltz("[]", ONE)), "entry 1: its id, a list, is no text"),
-    ("a.json", af3({"id": [["A"]]}), "entry 1: its id, a list, is no text"),
-    ("b.yaml", boltz(of_boltz("[A, A]", ONE)), "has two chains called A; give each chain a name of its own"),
+    ("b.yaml", boltz(of_boltz("1", ONE)), "entry 1: its id, 1, is neither text nor a list of texts. Put it in quotes"),
+    ("b.yaml", boltz(of_boltz("[]", ONE)), "entry 1: its id, a list, is neither text"),
+    ("a.json", af3({"id": [["A"]]}), "entry 1: its id, a list, is neither text"),
+    ("b.yaml", boltz(of_boltz("[A, A]", ONE)), "has two chains called A. Give each chain a unique name"),
     ("b.fasta", f">A|protein\n{ONE}\n>A|protein\n{TWO}\n", "has two chains called A"),
-    ("a.json", af3({"id": "a\nb"}), r"'a\nb' cannot be a chain's name in mmCIF"),
-    ("a.json", af3({"id": ["\ud800", "\ud800"]}), "cannot be a chain's name in mmCIF"),
-    ("s.json", server([chain(ONE, 0)]), "entry 1: its count, 0, is no number from 1 to 1000"),
-    ("s.json", server([chain(ONE, 10**9)]), "is no number from 1 to 1000"),
-    ("b.yaml", boltz("water: {id: A}"), "entry 1: is no molecule that is known"),
-    ("b.yaml", boltz("protein: MKV"), "entry 1: is no molecule that is known"),
-    ("b.yaml", boltz("[x]"), "entry 1: is no molecule that is known"),
-    ("c.fasta", f">protein|name=A\n{ONE}\n>B\n{TWO}\n", ">B: has not the form of the others"),
-    ("b.yaml", boltz(of_boltz("A", ONE, "msa/a.a3m")), "chain A: its msa, 'msa/a.a3m', is not there; correct the path"),
-    ("b.fasta", f">A|protein|./a.a3m\n{ONE}\n", "chain A: its msa, './a.a3m', is not there"),
+    ("a.json", af3({"id": "a\nb"}), r"'a\nb' cannot be a chain name in mmCIF"),
+    ("a.json", af3({"id": ["\ud800", "\ud800"]}), "cannot be a chain name in mmCIF"),
+    ("s.json", server([chain(ONE, 0)]), "entry 1: its count, 0, is not an integer from 1 to 1000"),
+    ("s.json", server([chain(ONE, 10**9)]), "is not an integer from 1 to 1000"),
+    ("b.yaml", boltz("water: {id: A}"), "entry 1: is not a known molecule"),
+    ("b.yaml", boltz("protein: MKV"), "entry 1: is not a known molecule"),
+    ("b.yaml", boltz("[x]"), "entry 1: is not a known molecule"),
+    ("c.fasta", f">protein|name=A\n{ONE}\n>B\n{TWO}\n", ">B: is not like the others"),
+    ("b.yaml", boltz(of_boltz("A", ONE, "msa/a.a3m")), "its msa, 'msa/a.a3m', does not exist. Correct the path"),
+    ("b.fasta", f">A|protein|./a.a3m\n{ONE}\n", "chain A: its msa, './a.a3m', does not exist"),
     ("a.json", af3({"unpairedMsaPath": "a\0b\ud800" + LONG}), "its unpairedMsaPath, 'a\\x00b\\ud800TTT"),
-    ("a.json", af3({"unpairedMsa": a3m(ONE), "unpairedMsaPath": "x"}), "its unpairedMsaPath is no text, or there is"),
-    ("a.json", af3({"unpairedMsa": ["x"]}), "its unpairedMsa is no text, or there is"),
+    ("a.json", af3({"unpairedMsa": a3m(ONE), "unpairedMsaPath": "x"}), "its unpairedMsaPath is not text, or it has"),
+    ("a.json", af3({"unpairedMsa": ["x"]}), "its unpairedMsa is not text, or it has"),
     ("a.json", af3({"unpairedMsa": a3m(TWO)}), "chain A: unpairedMsa: its first row has 15 residues, the query has 18"),
     ("a.json", af3({"unpairedMsa": f">q\n{ONE}\n>\ud800\nM\ud800"}), "unpairedMsa: record 2"),
     ("b.yaml", boltz(of_boltz("A", ONE, "two.a3m")), "two.a3m: its first row has 15 residues, the query has 18"),
     ("b.yaml", boltz(of_boltz("A", ONE, "two.csv")), "two.csv: its first row has 15 residues, the query has 18"),
     ("b.yaml", boltz(of_boltz("A", ONE, "id.csv")), "id.csv: has no columns key and sequence"),
     ("b.yaml", boltz(of_boltz("A", ONE, "short.csv")), "short.csv: line 3 has no key or no sequence"),
-    ("b.yaml", boltz(of_boltz("A", ONE, "more.csv")), "more.csv: has NUL bytes, so it is no table"),
+    ("b.yaml", boltz(of_boltz("A", ONE, "more.csv")), "more.csv: has NUL bytes, so it is not a table"),
 ]  # fmt: skip
 BESIDE = {
     "two.a3m": a3m(TWO),
@@ -392,7 +392,7 @@ def test_other_json_and_yaml_in_a_folder_is_left_alone(tmp_path: Path) -> None:
     assert [query.name for query in read_query_files(tmp_path / "in").found if query.error] == ["b"]
     (tmp_path / "in/a.json").unlink()
     (tmp_path / "in/b.yaml").unlink()
-    with pytest.raises(UserError, match="in: has nothing to fold, but predictions, template hits or other files"):
+    with pytest.raises(UserError, match="in: has no queries, only predictions, template hits or other files"):
         read_query_files(tmp_path / "in")
 
 

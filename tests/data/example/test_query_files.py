@@ -47,13 +47,13 @@ def test_what_is_a_sequence_and_what_a_file(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("MKTAY", "MKTAY: no such file; a sequence that is given itself has 10 residues or more"),
-        (ONE + "1" + TWO, "no such file, and no sequence: has '1'"),
+        ("MKTAY", "MKTAY: no such file. A sequence on the command line needs at least 10 residues"),
+        (ONE + "1" + TWO, "no such file, and not a sequence: has '1'"),
         (ONE + "-" + TWO, "has '-'"),
         ("missing.fasta", "missing.fasta: no such file"),
         (f"{ONE}:", "query has a chain without residues"),
         ("missing", "missing: no such file"),
-        (ONE.lower(), "no such file; if it is a sequence, write it in capitals"),
+        (ONE.lower(), "no such file. If it is a sequence, write it in capitals"),
     ],
 )
 def test_text_that_is_neither(text: str, said: str) -> None:
@@ -170,7 +170,7 @@ def test_folders_as_alphafold_multimer_leaves_them(tmp_path: Path) -> None:
     ("name", "text", "said"),
     [
         ("x", f"{ONE}\n{TWO}\n", "does not start with a '>' header line"),  # lines without headers are not guessed
-        ("out/x_rank_1.cif", "data_x\n", "out: has nothing to fold, but predictions, template hits or other files"),
+        ("out/x_rank_1.cif", "data_x\n", "out: has no queries, only predictions, template hits or other files"),
     ],
 )
 @pytest.mark.parametrize("as_one", [False, True])

@@ -117,7 +117,7 @@ def test_a_chain_brings_its_coordinates() -> None:
         ("", [], "no residues"),
         ("AC1E", [], "position 3"),
         ("X" * 20, [Alignment.of_query("X" * 20)], r"^query: every residue is unknown \(X\)"),
-        (SEQUENCE, [alignment(SEQUENCE[::-1])], r"another protein, or too small a part: covers \d+ of 30"),
+        (SEQUENCE, [alignment(SEQUENCE[::-1])], r"another protein, or too small a fragment: covers \d+ of 30"),
         ("ACDEFGHIKLMNPQRSTVWY" * 3, [alignment(SEQUENCE)], "another protein"),
         (SEQUENCE + "G" * 40, [alignment(SEQUENCE)], "covers 30 of 70"),
     ],

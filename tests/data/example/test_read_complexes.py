@@ -78,7 +78,9 @@ def test_a_folder_of_files(tmp_path: Path) -> None:
     found = read_complexes(tmp_path / "in", as_one=True)
     assert [(one.name, one.ids) for one in found] == [("x", ("A", "B")), ("b", ("A", "B"))]
     write(tmp_path / "in/c.fasta", ">X\nACDE\n")
-    with pytest.raises(UserError, match=r"c\.fasta: a record is called X in .*a\.csv too; give each protein a name"):
+    with pytest.raises(
+        UserError, match=r"c\.fasta: a record is called X in .*a\.csv too. Give each protein a unique name"
+    ):
         read_complexes(tmp_path / "in")
 
 
@@ -160,7 +162,7 @@ def test_what_cannot_be_paired_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "name", "said"),
     [
-        (">A\nACD\n>A\nMKV\n", "x.fasta", "x: has two chains called A; give each chain a name of its own"),
+        (">A\nACD\n>A\nMKV\n", "x.fasta", "x: has two chains called A. Give each chain a unique name"),
         (">q\nACD:\n", "x.fasta", "q has a chain without residues"),
         (">q\n:ACD\n", "x.fasta", "q has a chain without residues"),
         (">q\nAC::D\n", "x.fasta", "q has a chain without residues"),
@@ -205,7 +207,7 @@ def test_names_that_mmcif_cannot_hold_are_made_so_or_refused(tmp_path: Path) -> 
     (query,) = read_complexes(write(tmp_path / "q.fasta", text), as_one=True)
     assert query.ids == ("x" * 100, "_", "b__c", "sp|P1|X_Y")
     for name in ("é", "a b", "", ".", "?", "x" * 101, "'"):
-        with pytest.raises(UserError, match=r"^x: .* cannot be a chain's name in mmCIF; use letters and digits$"):
+        with pytest.raises(UserError, match=r"^x: .* cannot be a chain name in mmCIF. Use letters and digits$"):
             Complex("x", ("A", name), ("ACDE", "MKV"))
 
 
@@ -230,9 +232,9 @@ def test_each_sequence_is_searched_for_once(tmp_path: Path) -> None:
     assert sequences_to_search(files) == {"x_A": "ACD", "x_B": "MKV", "y": "ACD"}
     names = search_names("x", {"A": "AC", "B": "CD", "a": "DE", "A|": "EF", "A2": "AC"})
     assert names == {"AC": "x_A", "CD": "x_B", "DE": "x_a_", "EF": "x_A__"}
-    with pytest.raises(UserError, match=r"z\.fa: another sequence is called X_a too; give each"):
+    with pytest.raises(UserError, match=r"z\.fa: another sequence is called X_a too. Give each"):
         sequences_to_search([*files, write(tmp_path / "z.fa", ">X_a\nACD\n")])
-    with pytest.raises(UserError, match=r"z\.fa: a record is called Y in .*y\.fa too; give each"):
+    with pytest.raises(UserError, match=r"z\.fa: a record is called Y in .*y\.fa too. Give each"):
         sequences_to_search([*files, write(tmp_path / "z.fa", ">Y\nACD\n")])
 
 

@@ -208,7 +208,7 @@ def test_a_jump_in_the_chain_is_refused_as_the_official_code_does(
         assert len(one(found)) == len(template_from_file(QUERY, path)[0]) == 1
         return
     assert f"residues 70 and 71 of its sequence are {distance:.0f} angstrom apart (150 at most)" in refusal(found)
-    with pytest.raises(UserError, match=r"1abc\.cif: .* apart \(150 at most\); choose another") as caught:
+    with pytest.raises(UserError, match=r"1abc\.cif: .* apart \(150 at most\). Choose another") as caught:
         template_from_file(QUERY, path)
     assert "\n" not in str(caught.value)
 
@@ -268,7 +268,7 @@ def test_the_best_come_first_and_no_more_than_the_limit(tmp_path: Path) -> None:
     assert templates is not None
     assert templates.names == ("1abc_D", "1abc_B", "1abc_A")
     assert templates.sum_probs.tolist() == [40.5, 30.0, 5.0]
-    assert [outcome.note for outcome in outcomes if not outcome.used] == ["enough better ones are used"]
+    assert [outcome.note for outcome in outcomes if not outcome.used] == ["enough better templates are used"]
 
 
 def test_copies_of_a_chain_count_once_for_hmmsearch(tmp_path: Path) -> None:

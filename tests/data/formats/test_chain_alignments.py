@@ -131,7 +131,7 @@ def test_files_as_alphafold_writes_them_are_cut_as_it_cuts_them(tmp_path: Path) 
     found = read_chain_alignments([tmp_path], ["ACDE"], "q.fasta")
     assert sorted(map(len, found.of("ACDE"))) == [501, 601, 601]
     (note,) = found.notes
-    assert note.startswith(f"{tmp_path.name}/mgnify_hits.sto: the first 501 of 601 rows are used, as in AlphaFold; ")
+    assert note.startswith(f"{tmp_path.name}/mgnify_hits.sto: the first 501 of 601 rows are used, as in AlphaFold. ")
 
 
 def test_alignments_that_belong_to_no_chain(tmp_path: Path) -> None:

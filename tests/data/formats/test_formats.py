@@ -254,7 +254,10 @@ def test_no_pickle_and_no_archive_of_arrays_is_read(tmp_path: Path) -> None:
     pickles = [b"\x80%ccio\nopen\n(V%b\nVw\ntR." % (protocol, bytes(executed)) for protocol in range(2, 6)]
     for data in ((tmp_path / "arrays.npz").read_bytes(), *pickles):
         kind = "a zip archive" if data.startswith(b"PK") else "a pickle, which may execute anything"
-        for parse, remedy in ((parse_alignment, "give these as plain text"), (parse_structure, "give mmCIF or PDB")):
+        for parse, remedy in (
+            (parse_alignment, "Pass these as plain text"),
+            (parse_structure, "Pass an mmCIF or PDB file"),
+        ):
             with pytest.raises(UserError, match=f"^features: is {kind}.*{remedy}$"):
                 parse(data, "features")
     assert not executed.exists()

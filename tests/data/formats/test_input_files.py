@@ -35,7 +35,7 @@ def test_files_are_found_by_their_endings_and_named_below_what_was_given(tmp_pat
     assert len({one.name for one in both}) == len(both) == 3
     with pytest.raises(UserError, match="nowhere: no such file"):
         find([tmp_path / "nowhere"], STRUCTURES, "structures")
-    with pytest.raises(UserError, match="no alignments found; files end in"):
+    with pytest.raises(UserError, match=r"no alignments found\. Pass files that end in"):
         find([tmp_path / "c"], ALIGNMENTS, "alignments")
 
 
@@ -183,9 +183,9 @@ def test_a_shard_that_cannot_be_read(tmp_path: Path) -> None:
         first.read_bytes(limit=10)
     shard.write_bytes(shard.read_bytes()[:-3])
     assert first.read_bytes() == MEMBERS["3lrm_A"]["uniref90_hits.a3m"]
-    with pytest.raises(UserError, match=r"db_0.db: has 34 bytes, its index names 37: cut"):
+    with pytest.raises(UserError, match=r"db_0.db: has 34 bytes, but its index refers to 37: it is cut"):
         last.read_bytes()
-    with pytest.raises(UserError, match=r"its index names"):
+    with pytest.raises(UserError, match=r"its index refers to"):
         replace(first, start=2**70, size=2**60).read_bytes(2**62)
     shard.unlink()
     with pytest.raises(UserError, match=r"db_0.db: cannot be read: No such file"):
@@ -195,16 +195,16 @@ def test_a_shard_that_cannot_be_read(tmp_path: Path) -> None:
         first.read_bytes()
 
 
-NO_ENTRY = r"db\.index: 1abc_A is not an entry of an alignment database; expected \{CHAIN"
+NO_ENTRY = r"db\.index: 1abc_A is not an entry of an alignment database. The expected form is \{CHAIN"
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[]", r"db\.index: is not an index of an alignment database; expected \{CHAIN"),
-        (b"\xff\xfe\x00", r"db\.index: damaged, or no JSON"),
-        ("[" * 100_000, r"db\.index: damaged, or no JSON"),
-        ('{"1abc_A": [["x.a3m", 0, ' + "9" * 5000 + "]]}", r"db\.index: damaged, or no JSON \(.*digits"),
+        ("[]", r"db\.index: is not an index of an alignment database. The expected form is \{CHAIN"),
+        (b"\xff\xfe\x00", r"db\.index: damaged, or not JSON"),
+        ("[" * 100_000, r"db\.index: damaged, or not JSON"),
+        ('{"1abc_A": [["x.a3m", 0, ' + "9" * 5000 + "]]}", r"db\.index: damaged, or not JSON \(.*digits"),
         *(
             (json.dumps({"1abc_A": entry}), NO_ENTRY)
             for entry in (
@@ -214,7 +214,10 @@ NO_ENTRY = r"db\.index: 1abc_A is not an entry of an alignment database; expecte
             )
         ),
         *(
-            (json.dumps({"1abc_A": {"db": shard, "files": [["x.a3m", 0, 6]]}}), "1abc_A lies in .*, outside the index")
+            (
+                json.dumps({"1abc_A": {"db": shard, "files": [["x.a3m", 0, 6]]}}),
+                "the shard of 1abc_A, .*, is outside of the index",
+            )
             for shard in ("/etc/hostname", "../other.db", "below/../../other.db")
         ),
     ],

@@ -97,7 +97,7 @@ def test_held_out_clusters_are_whole_and_depend_on_the_seed_alone(store: Store) 
     assert split_keys(store, 3, seed=1) == (train, held)
     assert len({tuple(split_keys(store, 3, seed)[1]) for seed in range(8)}) > 1
     assert split_keys(store, 0, seed=1) == (store.keys, [])
-    with pytest.raises(UserError, match="leaves none"):
+    with pytest.raises(UserError, match="leaves no training entries"):
         split_keys(store, 7, seed=1)
 
 

@@ -223,7 +223,7 @@ def test_records_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
     def refused(said: str, entry: str = chain, **edits: Callable[[Any], Any]) -> None:
         shutil.rmtree(tmp_path / "other", ignore_errors=True)
         other = rewritten(store, tmp_path / "other", entry, **edits)
-        with pytest.raises(UserError, match=rf"other: {entry}: {said}; pack the store again"):
+        with pytest.raises(UserError, match=rf"other: {entry}: {said}. Pack the store again"):
             make_features(read_assembly(other, key), SampleConfig(crop=20), 0, (key, 0), 1, train=True)
 
     assert rewritten(store, tmp_path / "same", chain, aatype=lambda array: array).record(chain).arrays.keys()

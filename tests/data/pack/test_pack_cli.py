@@ -34,7 +34,7 @@ def test_verify_and_info(capsys: pytest.CaptureFixture[str], files: Path) -> Non
     store = files / "store"
     assert run(capsys, "pack", "--structures", files / "structures", "--out", store)[0] == 0
     code, out, _ = run(capsys, "pack", "--verify", store)
-    assert (code, out) == (0, f"{store}: 6 entries, all whole\n")
+    assert (code, out) == (0, f"{store}: 6 entries, none damaged\n")
     code, out, _ = run(capsys, "pack", "--info", store)
     assert code == 0
     assert "6 in 3 clusters, 185 residues" in out
@@ -66,7 +66,7 @@ GOOD = "--structures structures --out o"
         ("--out o", "give one of --structures, --predicted, --merge, --verify, --info, not none"),
         ("--structures structures --verify o", "not --structures and --verify"),
         ("--structures structures", "--out is missing"),
-        ("--structures structures --out .", "no name for a store"),
+        ("--structures structures --out .", "not a name for a store"),
         ("--structures structures --out s3://bucket/o", "--out s3://bucket/o: is an address. Give a path"),
         (f"{GOOD} --shard 9/8", "--shard 9/8"),
         (f"{GOOD} --released-after May", "--released-after May: is not a date"),

@@ -72,14 +72,14 @@ def test_parts_that_do_not_belong_together(files: Path, monkeypatch: pytest.Monk
     stopped(files, monkeypatch)
     unfinished = part_path(files / "store", JobPart(1, 1))
     for parts, message in (
-        ([one], r"of 2 parts, 2 is missing; give all"),
-        ([one, one], r"part 1/2, and so is .*part-1-of-2; give each part once"),
+        ([one], r"of 2 parts, 2 is missing. Pass all"),
+        ([one, one], r"part 1/2, and so is .*part-1-of-2. Pass every part once"),
         ([one, other[1]], r"belongs to another store than .*\(it differs in --min-length, --require-msa\)"),
-        ([one, two, third], r"is part 1/1, .* is 1/2; give the parts of one run"),
+        ([one, two, third], r"is part 1/1, .* is 1/2. Pass the parts of one run"),
         ([one, files / "msas"], r"msas: not a part of a store"),
         (
             [unfinished],
-            r"store.part-1-of-1: is unfinished; repeat its command",
+            r"store.part-1-of-1: is unfinished. Repeat its command",
         ),
     ):
         with pytest.raises(UserError, match=message):
@@ -383,7 +383,7 @@ def test_a_bad_file_of_shared_queries_is_written_anew(files: Path, whole: dict[s
 
 def test_a_file_of_the_users_with_that_name_is_left_alone(files: Path) -> None:
     (files / "store.part-queries").write_text("precious")
-    with pytest.raises(UserError, match=r"store\.part-queries: exists already, and holds no queries; move it away"):
+    with pytest.raises(UserError, match=r"store\.part-queries: exists already, and holds no queries. Move it away"):
         parts_of(files, 2)
     assert (files / "store.part-queries").read_text() == "precious"
 

@@ -147,7 +147,7 @@ def test_parts_and_processes_make_the_whole(
     search([files[0]], bases, tmp_path / "whole", templates=files[1])
     processes = SearchOptions(workers=2, threads=1)
     search([files[0]], bases, tmp_path / "processes", templates=files[1], options=processes)
-    monkeypatch.setattr(searching, "HELD", 1)
+    monkeypatch.setattr(searching, "TEMPLATE_BATCH", 1)
     for number in (1, 2):
         part = SearchOptions(part=JobPart(number, 2))
         search([files[0]], bases, tmp_path / "parts", templates=files[1], options=part)
@@ -176,7 +176,7 @@ def test_a_protein_that_cannot_be_searched_for_is_an_entry(
     assert len(report["failures"]) == 6
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/mine.txt").write_text("mine")
-    with pytest.raises(UserError, match="holds something else"):
+    with pytest.raises(UserError, match="contains other files"):
         search([files[0]], [Database("db", files[1])], tmp_path / "mine")
     assert os.listdir(tmp_path / "mine") == ["mine.txt"]
 
@@ -222,8 +222,8 @@ def write(path: Path, text: str) -> Path:
         (lambda folder, q, d: (write(q, ""), d), "is empty"),
         (lambda folder, q, d: (folder / "none.fasta", d), "no such file"),
         (lambda folder, q, d: (q, f"db={d} db={d}"), "another is called db too"),
-        (lambda folder, q, d: (q, f"a/b={d}"), "is no name for a file"),
-        (lambda folder, q, d: (q, f"{d} --max-hits many"), "expected N or NAME=N"),
+        (lambda folder, q, d: (q, f"a/b={d}"), "is not valid as a file name"),
+        (lambda folder, q, d: (q, f"{d} --max-hits many"), "not N or NAME=N"),
         (lambda folder, q, d: (q, f"{d} --max-hits 1"), "a number from 2"),
         (lambda folder, q, d: (q, f"{d} --shard 3/2"), "expected I/N"),
     ],
@@ -247,7 +247,7 @@ def test_the_command(files: tuple[Path, Path], tmp_path: Path, capsys: pytest.Ca
     code, out, err = run(capsys, *command, "--out", tmp_path / "out")
     assert code == 1
     assert "p1: 8 in x, 4 in y" in out
-    assert err == "failed bad: has none of the 20 amino acids; there is nothing to search for\n"
+    assert err == "failed bad: has none of the 20 amino acids, so there is nothing to search for\n"
     code, out, err = run(capsys, *command, "--out", tmp_path / "out", "--json")
     assert json.loads(out)["proteins"][0]["databases"]["x"]["cached"]
 

@@ -104,10 +104,10 @@ def test_a_missing_program_and_another_database_are_named(
     engine: MMseqs2 | HHblits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="is not on PATH; install it"):
+    with pytest.raises(UserError, match=r"is not on PATH\. Install it"):
         engine.identity()
     (tmp_path / "some.fasta").write_text(">a\nMKV\n")
-    with pytest.raises(UserError, match="no database of this engine"):
+    with pytest.raises(UserError, match="not a database of this engine"):
         engine.survey(tmp_path / "some.fasta", lambda done, total: None)
 
 

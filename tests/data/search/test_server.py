@@ -11,7 +11,7 @@ import pytest
 
 from tests.data.search.alignment_server import Fault, Server, msa_files, packed, pair_files, sending, serving
 from warpfold.data.formats.alignment import read_alignment
-from warpfold.data.search.fetch import Wanted, fetch, search_by_server
+from warpfold.data.search.fetch import ServerRequest, fetch, search_by_server
 from warpfold.data.search.server import AlignmentServer, NoAnswer, ServerGone, ServerLimits
 from warpfold.errors import UserError
 
@@ -87,7 +87,7 @@ def test_what_passes_is_waited_for(
 @pytest.mark.parametrize(
     ("where", "faults", "error", "said"),
     [
-        ("ticket/msa", ["MAINTENANCE"], ServerGone, "is under maintenance; try later"),
+        ("ticket/msa", ["MAINTENANCE"], ServerGone, "is under maintenance. Try later"),
         ("ticket/msa", ["ERROR"], NoAnswer, "answers ERROR"),
         ("ticket", ["ERROR"], NoAnswer, "answers ERROR"),
         ("ticket", ["MAINTENANCE"], ServerGone, "maintenance"),
@@ -96,7 +96,7 @@ def test_what_passes_is_waited_for(
         ("ticket/msa", [(503, {})] * 4, ServerGone, "answers 503 Service Unavailable. Try later"),
         ("ticket/msa", ["drop"] * 4, ServerGone, "does not answer"),
         ("ticket/msa", ["<html>hello</html>"] * 4, ServerGone, "Check that this is the address of an alignment server"),
-        ("ticket/msa", ["PENDING"], ServerGone, "gives no ticket"),
+        ("ticket/msa", ["PENDING"], ServerGone, "returns no ticket"),
         ("download", ["cut"] * 3, NoAnswer, "is cut short"),
     ],
 )
@@ -169,9 +169,9 @@ def test_a_ticket_that_does_not_end_is_given_up_and_kept(host: Server, tmp_path:
         (packed({"../uniref.a3m": f">101\n{ONE}\n", "/uniref.a3m": f">101\n{ONE}\n"}), "has no alignment"),
         (packed({}, links=["uniref.a3m"]), "has no alignment"),
         (packed({"uniref.a3m": f">101\n{ONE}\n" + "-" * 5000}), "has more than 0.004 MB when unpacked"),
-        (packed({"uniref.a3m": "x"})[:-9], "is no whole tar.gz"),
-        (b"not an archive", "is no whole tar.gz"),
-        (b"", "is no whole tar.gz"),
+        (packed({"uniref.a3m": "x"})[:-9], "is not a complete tar.gz"),
+        (b"not an archive", "is not a complete tar.gz"),
+        (b"", "is not a complete tar.gz"),
         (bytes(range(256)) * 8, "has more than 0.002 MB"),
     ],
     ids=map(str, range(13)),  # not the bytes: gzip's have a date, and xdist wants the same names twice
@@ -227,17 +227,17 @@ SPARSE = {"GNU.sparse.size": str(10**15), "GNU.sparse.map": "0,1", "GNU.sparse.n
 @pytest.mark.parametrize(
     ("answers", "said"),
     [
-        ([http(b"[" * 10**5)], "says nothing of a ticket"),
+        ([http(b"[" * 10**5)], "not the status of a ticket"),
         ([b"HTTP/1.1 302 Found\r\nLocation: http://[::1\r\n\r\n"], "Invalid IPv6 URL"),
         ([CHUNKED + b"-5\r\n{}"], "is cut short"),
         ([b"HTTP/1.1 403 \x1b[2Jgone\x07\r\n\r\n"], r"answers 403 \?\[2Jgone\? to ticket"),
         ([b"\x1b[31mhello\r\n\r\n"], r"does not answer \(\?\[31mhello"),
         ([http(b" " * (1 << 21))], "has more than 1.04858 MB"),
         ([b"HTTP/1.1 302 Found\r\nLocation: /\r\n\r\n" + b" " * (1 << 21)], "redirects to /"),
-        ([COMPLETE, COMPLETE, tar("uniref.a3m", 10**15)], "no whole tar.gz"),
-        ([COMPLETE, COMPLETE, tar("long", 10**15, tarfile.GNUTYPE_LONGNAME)], "no whole tar.gz"),
+        ([COMPLETE, COMPLETE, tar("uniref.a3m", 10**15)], "not a complete tar.gz"),
+        ([COMPLETE, COMPLETE, tar("long", 10**15, tarfile.GNUTYPE_LONGNAME)], "not a complete tar.gz"),
         ([COMPLETE, COMPLETE, tar("uniref.a3m", 1, pax=SPARSE)], "has no alignment"),
-        ([COMPLETE, COMPLETE, http(gzip.compress(b""))], "no whole tar.gz"),
+        ([COMPLETE, COMPLETE, http(gzip.compress(b""))], "not a complete tar.gz"),
     ],
     ids=range(11),
 )
@@ -286,9 +286,9 @@ def test_several_proteins_are_asked_for_one_after_another(host: Server, tmp_path
     clock = Clock()
     host.faults["ticket/msa"] = ["ERROR"]
     wanted = [
-        Wanted("one", {"one": ONE}),
-        Wanted("both", {"both_A": ONE, "both_B": TWO}, paired=True),
-        Wanted("rna", {"rna": "ACGUACGUACGUACGU"}),
+        ServerRequest("one", {"one": ONE}),
+        ServerRequest("both", {"both_A": ONE, "both_B": TWO}, paired=True),
+        ServerRequest("rna", {"rna": "ACGUACGUACGUACGU"}),
     ]
     found = fetch(clock.client(host, tmp_path), wanted)
     assert list(found.alignments) == [TWO]

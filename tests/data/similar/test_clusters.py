@@ -214,7 +214,7 @@ MMSEQS = """
 @pytest.mark.parametrize(
     ("there", "instead", "said"),
     [
-        (None, "", "20 sequences: more than 10 need MMseqs2, .* is not on PATH; install it .*--clusters.*identity 1"),
+        (None, "", "20 sequences: more than 10 need MMseqs2, .* is not on PATH. Install it .*--clusters.*identity 1"),
         (
             "pass",
             'sys.exit("Cannot close\\nPrefilter died")',

@@ -150,11 +150,11 @@ def test_wrong_addresses_are_one_line(server: FileServer, monkeypatch: pytest.Mo
         UserError, match=f"{server.url}/none: not a store .*no such object.*Make one with .warpfold pack"
     ):
         Store(f"{server.url}/none")
-    with pytest.raises(UserError, match=r"^s3://bucket: no name after the bucket\. Give s3://bucket/NAME"):
+    with pytest.raises(UserError, match=r"^s3://bucket: no name after the bucket\. Pass s3://bucket/NAME"):
         Store("s3://bucket")
-    with pytest.raises(UserError, match=r"^ftp://host/pdb: unknown scheme\. Give a folder, or an address at s3://"):
+    with pytest.raises(UserError, match=r"^ftp://host/pdb: unknown scheme\. Pass a folder, or an address at s3://"):
         Store("ftp://host/pdb")
-    with pytest.raises(UserError, match=rf"{server.url}/new: a store is written to a folder\. Give a folder"):
+    with pytest.raises(UserError, match=rf"{server.url}/new: a store is written to a folder\. Pass a folder"):
         StoreWriter(f"{server.url}/new")
 
     def missing(*_: object, **__: object) -> None:
@@ -191,7 +191,7 @@ def test_damage_is_fetched_again_and_then_named(server: FileServer, folder: Path
 
 def test_commands_take_the_address_of_a_store(server: FileServer, capsys: pytest.CaptureFixture[str]) -> None:
     code, said, _ = run(capsys, "pack", "--verify", f"{server.url}/pdb")
-    assert (code, said.splitlines()[-1]) == (0, f"{server.url}/pdb: 3 entries, all whole")
+    assert (code, said.splitlines()[-1]) == (0, f"{server.url}/pdb: 3 entries, none damaged")
     assert "is an address" in refused(run(capsys, "pack", "--structures", "a", "--out", f"{server.url}/new"))
 
 

@@ -164,7 +164,7 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
         ("{", "damaged"),
         ("[]", "damaged"),
         ('{"format": "x", "version": 2, "shards": []}', "not of a WarpFold store"),
-        (json.dumps(top | {"version": 6}), r"a store of format 6, this WarpFold reads 5; update WarpFold"),
+        (json.dumps(top | {"version": 6}), r"a store of format 6, this WarpFold reads 5. Update WarpFold"),
         *((json.dumps(top | {"version": old}), f"format {old}, .*; pack it again$") for old in range(1, 5)),
         (json.dumps(top | {"index": {}}), r"store\.json: damaged"),
         (json.dumps(top | {"files": [1]}), r"store\.json: damaged"),
@@ -187,7 +187,7 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
     later[8] += 1  # its version
     index.write_bytes(later)
     sign(path)
-    with pytest.raises(UserError, match=r"index of version 2, newer than this WarpFold; update"):
+    with pytest.raises(UserError, match=r"index of version 2, newer than this WarpFold. Update"):
         Store(path)
     index.write_bytes(whole)
     (path / "store.json").write_text(good)
@@ -270,7 +270,7 @@ def test_columns_come_back_as_they_were(rows: list[tuple[object, ...]], random: 
 
 @pytest.mark.parametrize("values", [[1, "a"], [float("nan")], [float("inf")], [[]], [[1]], [{}], [True]])
 def test_columns_refuse_what_they_cannot_keep(values: list[object]) -> None:
-    with pytest.raises(ValueError, match="wrong: a column has"):
+    with pytest.raises(ValueError, match="wrong: a column must have"):
         encode_index(["a", "b"][: len(values)], {name: np.arange(2) for name in WHERE}, {"wrong": values}, [])
 
 
@@ -308,7 +308,7 @@ def test_on_a_network_file_system_the_index_is_copied_once_per_machine(
     Store(path)
     assert not unused.exists()
     copy.parent.chmod(0o777)
-    with pytest.raises(UserError, match="not a folder of yours alone"):
+    with pytest.raises(UserError, match="not a private folder of yours"):
         Store(path)
 
 

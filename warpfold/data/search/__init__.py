@@ -1,1 +1,1 @@
-"""Search for alignments and template hits: jackhmmer and hmmsearch in this process, MMseqs2 and HH-suite outside."""
+"""Search for alignments and template hits with jackhmmer, hmmsearch, MMseqs2, HH-suite or a server."""

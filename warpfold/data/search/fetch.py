@@ -1,7 +1,7 @@
-"""Get the alignments of proteins and complexes from the server that the user has named (docs/howto/alignments.md).
+"""Fetch the alignments of proteins and complexes from the user's alignment server (docs/predict.md).
 
-One ticket at a time, a sequence each; of a complex another one, for the pairs of its chains.
-What is kept is not asked for again.
+Sequences are requested one at a time, followed by the paired alignments of complexes. Cached answers are not requested
+again.
 """
 
 import json
@@ -21,95 +21,102 @@ from warpfold.progress import Progress, no_progress
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A protein or a complex, and what is to be asked for: sequences, by the names of their results, and pairs."""
+class ServerRequest:
+    """The requests for a protein or a complex.
+
+    sequences: unique sequences by the names of their results. paired: also request the pairs of all sequences.
+    """
 
     name: str
-    sequences: Mapping[str, str]  # name -> sequence, each sequence once
-    paired: bool = False  # all of them
+    sequences: Mapping[str, str]
+    paired: bool = False
 
 
 @dataclass
 class Fetched:
-    """Files of a server's answers by sequence, files of pairs by the complex, and why there is none by name."""
+    """The files of a server's answers by sequence, the files of pairs by complex, and the errors by name."""
 
     alignments: dict[str, list[Path]] = field(default_factory=dict)
     pairs: dict[str, list[Path]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
 
-def wanted_of(query: Complex, lacking: Sequence[str] | None = None) -> Wanted:
-    """Name the sequences to ask for of a protein or a complex.
+def make_request(query: Complex, lacking: Sequence[str] | None = None) -> ServerRequest:
+    """Name the sequences of a protein or a complex to request.
 
-    lacking: those that have no alignment (None: all); pairs are asked for only if none has.
+    lacking: the sequences without an alignment; None for all. Pairs are requested only if all sequences are.
     """
     names = search_names(query.name, dict(zip(query.ids, query.sequences)))
-    asked = {own: sequence for sequence, own in names.items() if lacking is None or sequence in lacking}
-    return Wanted(query.name, asked, paired=len(asked) == len(names) > 1)
+    sequences = {name: sequence for sequence, name in names.items() if lacking is None or sequence in lacking}
+    return ServerRequest(query.name, sequences, paired=len(sequences) == len(names) > 1)
 
 
-def fetch(server: AlignmentServer, wanted: Sequence[Wanted], progress: Progress = no_progress) -> Fetched:
-    """Ask a server for all that is wanted and not known; a protein that fails is named, and the others go on.
+def fetch(server: AlignmentServer, requests: Sequence[ServerRequest], progress: Progress = no_progress) -> Fetched:
+    """Request all answers that are not cached. A failure of a protein is recorded, and the others continue.
 
-    Errors: UserError if the server does not answer, or is under maintenance; what it has answered is kept.
+    Raises UserError if the server does not answer or is under maintenance. Its earlier answers are cached.
     """
-    found = Fetched()
-    names: dict[str, list[str]] = {}
-    for one in wanted:
-        for name, sequence in one.sequences.items():
-            names.setdefault(sequence, []).append(name)
-    asked: list[tuple[str, list[str], Sequence[str]]] = [(MSA, own, (sequence,)) for sequence, own in names.items()]
-    asked += [(PAIR, [one.name], tuple(one.sequences.values())) for one in wanted if one.paired]
-    reasons = {sequence: reason for sequence in names if (reason := unsearchable_reason(sequence))}
-    unknown = [one for one in asked if not reasons.keys() & {*one[2]} and server.known(one[0], one[2]) is None]
-    if first := list(dict.fromkeys(own[0] for _, own, _ in unknown)):  # said before they leave this machine
-        count = len({sequence for _, _, sequences in unknown for sequence in sequences})
-        what = "1 sequence" if count == 1 else f"{count} sequences"
-        server.say(f"sending {what} to {server.url} ({listed(first)}); answers are kept in {server.cache}")
-    for done, (endpoint, own, sequences) in enumerate(asked):
-        progress(done, len(asked), f"asking {server.url} for {own[0]}")
+    fetched = Fetched()
+    names_of: dict[str, list[str]] = {}
+    for request in requests:
+        for name, sequence in request.sequences.items():
+            names_of.setdefault(sequence, []).append(name)
+    # Endpoint, names and sequences of each call.
+    calls: list[tuple[str, list[str], Sequence[str]]]
+    calls = [(MSA, names, (sequence,)) for sequence, names in names_of.items()]
+    calls += [(PAIR, [request.name], tuple(request.sequences.values())) for request in requests if request.paired]
+    reasons = {sequence: reason for sequence in names_of if (reason := unsearchable_reason(sequence))}
+    new = [call for call in calls if not reasons.keys() & {*call[2]} and server.cached(call[0], call[2]) is None]
+    # The user must know which sequences leave this machine.
+    if first_names := list(dict.fromkeys(names[0] for _, names, _ in new)):
+        count = len({sequence for _, _, sequences in new for sequence in sequences})
+        subject = "1 sequence" if count == 1 else f"{count} sequences"
+        server.say(f"sending {subject} to {server.url} ({listed(first_names)}); answers are kept in {server.cache}")
+    for done, (endpoint, names, sequences) in enumerate(calls):
+        progress(done, len(calls), f"asking {server.url} for {names[0]}")
         try:
-            if refused := [reasons[one] for one in sequences if one in reasons]:
+            if refused := [reasons[sequence] for sequence in sequences if sequence in reasons]:
                 raise NoAnswer(refused[0])
             if endpoint == PAIR:
-                found.pairs[own[0]] = server.pairs(sequences)
+                fetched.pairs[names[0]] = server.pairs(sequences)
             else:
-                found.alignments[sequences[0]] = server.alignments(sequences[0])
+                fetched.alignments[sequences[0]] = server.alignments(sequences[0])
         except NoAnswer as error:
-            found.failures |= dict.fromkeys(own, str(error))
+            fetched.failures |= dict.fromkeys(names, str(error))
         except ServerGone as error:
-            raise ServerGone(f"{own[0]}: {error}") from None
-    return found
+            raise ServerGone(f"{names[0]}: {error}") from None
+    return fetched
 
 
 def search_by_server(
     queries: Sequence[Given], server: AlignmentServer, out: Path, progress: Progress = no_progress
 ) -> dict[str, Any]:
-    """Ask a server for the alignments of every protein, and every different chain of complexes; return the report.
+    """Fetch the alignments of every protein and every unique chain of complexes. Returns the report.
 
     Writes NAME/*.a3m, pairs of a complex as COMPLEX/pair.a3m, template hits as NAME/*.m8, and `search.json`.
-    Errors: UserError as in `fetch`.
+    Raises the errors of `fetch`.
     """
     start = time.perf_counter()
     check_output(out)
-    wanted = [wanted_of(one) for one in read_complexes(list(queries))]
-    _report(out, server, "running")
-    fetched = fetch(server, wanted, progress)
+    requests = [make_request(query) for query in read_complexes(list(queries))]
+    _write_report(out, server, "running")
+    fetched = fetch(server, requests, progress)
     proteins = []
-    for one in wanted:
-        for name, sequence in one.sequences.items():
+    for request in requests:
+        for name, sequence in request.sequences.items():
             if sequence in fetched.alignments:
-                files = _written(fetched.alignments[sequence], out / name, name)
+                files = _copy_answer(fetched.alignments[sequence], out / name, name)
                 proteins.append({"name": name, "length": len(sequence), "databases": files})
-        if one.name in fetched.pairs:
-            files = _written(fetched.pairs[one.name], out / one.name, None)
-            proteins.append({"name": one.name, "length": sum(map(len, one.sequences.values())), "databases": files})
+        if request.name in fetched.pairs:
+            files = _copy_answer(fetched.pairs[request.name], out / request.name, None)
+            length = sum(map(len, request.sequences.values()))
+            proteins.append({"name": request.name, "length": length, "databases": files})
     seconds = round(time.perf_counter() - start, 3)
     failures = [{"name": name, "error": error} for name, error in fetched.failures.items()]
-    return _report(out, server, "failed" if failures else "complete", proteins, failures, seconds)
+    return _write_report(out, server, "failed" if failures else "complete", proteins, failures, seconds)
 
 
-def _report(
+def _write_report(
     out: Path,
     server: AlignmentServer,
     status: str,
@@ -117,7 +124,7 @@ def _report(
     failures: Sequence[Mapping[str, str]] = (),
     seconds: float = 0.0,
 ) -> dict[str, Any]:
-    """Write `search.json` and return it."""
+    """Write `search.json`, and return its content."""
     report = {
         "format": REPORT_FORMAT,
         "warpfold": __version__,
@@ -133,34 +140,37 @@ def _report(
     return report
 
 
-def _written(files: Sequence[Path], folder: Path, name: str | None) -> dict[str, Any]:
-    """Copy a server's answer into a protein's folder, and return what the report says of it.
+def _copy_answer(files: Sequence[Path], folder: Path, name: str | None) -> dict[str, Any]:
+    """Copy a server's answer into a protein's folder; returns its entry in the report.
 
-    name: what its first row is called; None: it is of several chains.
+    name: for the first row; None for an answer of several chains.
     """
-    found = {}
+    databases = {}
     for file in files:
         text = file.read_text(encoding="utf-8")
         if name is not None and file.suffix == ".a3m":
             text = f">{name}\n" + text.partition("\n")[2]
         update_file(folder / file.name, text.encode())
         rows = text.partition("\0")[0].count(">") - 1 if file.suffix == ".a3m" else text.count("\n")
-        found[file.name.removesuffix(file.suffix)] = {"file": f"{folder.name}/{file.name}", "hits": rows}
-    return found
+        databases[file.name.removesuffix(file.suffix)] = {"file": f"{folder.name}/{file.name}", "hits": rows}
+    return databases
 
 
-def alignments_of(server: AlignmentServer, wanted: Sequence[Wanted], progress: Progress = no_progress) -> list[Path]:
-    """Return the files of all alignments that are wanted, and their pairs.
+def fetch_alignments(
+    server: AlignmentServer, requests: Sequence[ServerRequest], progress: Progress = no_progress
+) -> list[Path]:
+    """Fetch all alignments and pairs; returns their files.
 
-    Errors: UserError as in `fetch`, and if there is none for some.
+    Raises the errors of `fetch`, and UserError if any request fails.
     """
-    fetched = fetch(server, wanted, progress)
+    fetched = fetch(server, requests, progress)
     if fetched.failures:
         (name, why), count = next(iter(fetched.failures.items())), len(fetched.failures)
         also = "" if count == 1 else f" ({', '.join(list(fetched.failures)[1:4])}{' ...' if count > 4 else ''} too)"
         raise UserError(
-            f"{name}: {why}{also}. Other answers are kept in {server.cache}: give alignments of these by "
-            "--msa, leave them out, or try again"
+            f"{name}: {why}{also}. Pass alignments of these with --msa, remove them, or try again; other answers are "
+            f"kept in {server.cache}"
         )
     every = [file for files in (*fetched.alignments.values(), *fetched.pairs.values()) for file in files]
-    return [file for file in every if file.suffix == ".a3m"]  # without those of hits
+    # The other files are template hits.
+    return [file for file in every if file.suffix == ".a3m"]

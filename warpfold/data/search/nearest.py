@@ -1,40 +1,43 @@
-"""How near proteins are to a set of sequences, such as those that a model was trained on."""
+"""Compute the identity of proteins with a set of sequences, such as the training set of a model."""
 
 from collections.abc import Sequence
 
 import pyhmmer
 from pyhmmer.easel import DigitalSequence, DigitalSequenceBlock, TextSequence
 
-from warpfold.data.search.hmmer import AMINO, LONGEST
+from warpfold.data.search.hmmer import AMINO, MAX_RESIDUES
 
-E_VALUE = 1e-3  # of the whole set; above it a hit is taken for chance
+# Largest E-value in the whole set. Hits above it count as chance.
+E_VALUE = 1e-3
 
 
 def nearest_identities(queries: Sequence[str], sequences: Sequence[str], threads: int = 1) -> list[float]:
-    """Return for each query the largest identity with any of the sequences, 0 to 1; 0 if none is a relative.
+    """Compute for each query the largest identity with any of the sequences, 0 to 1; 0 without a relative.
 
-    The identity is the share of the query's residues that are the same in the local alignments with one sequence
-    (phmmer, E-value at most 1e-3), so that a relative of a part counts for that part; 1 if one contains the query.
+    The identity is the fraction of the query's residues that are equal in the local alignments with one sequence
+    (phmmer, E-value at most 1e-3), so a relative of a fragment counts for that fragment. It is 1 if a sequence contains
+    the query.
     """
-    distinct = list(dict.fromkeys(sequence for sequence in sequences if 0 < len(sequence) <= LONGEST))
-    whole = "\n".join(distinct)
-    block = DigitalSequenceBlock(AMINO, (_digital(f"{i}", sequence) for i, sequence in enumerate(distinct)))
-    asked = [_digital(f"{i}", query) for i, query in enumerate(queries)]
-    found = []
-    hits_of = pyhmmer.phmmer(asked, block, cpus=threads, E=E_VALUE, incE=E_VALUE)
-    for query, hits in zip(queries, hits_of):
-        best = len(query) if query in whole else 0
+    unique = list(dict.fromkeys(sequence for sequence in sequences if 0 < len(sequence) <= MAX_RESIDUES))
+    joined = "\n".join(unique)
+    block = DigitalSequenceBlock(AMINO, (_digital(f"{i}", sequence) for i, sequence in enumerate(unique)))
+    digital_queries = [_digital(f"{i}", query) for i, query in enumerate(queries)]
+    identities = []
+    all_hits = pyhmmer.phmmer(digital_queries, block, cpus=threads, E=E_VALUE, incE=E_VALUE)
+    for query, hits in zip(queries, all_hits):
+        best = len(query) if query in joined else 0
         for hit in hits.reported:
             same = set[int]()
             for domain in hit.domains.reported:
-                # letters of match columns are upper case, "-" where the target has none; insertions are lower case
+                # Insertions are lower case. Match columns are upper case, or "-" where the target has a gap.
                 aligned = [letter for letter in domain.alignment.target_sequence if not letter.islower()]
                 start = domain.alignment.hmm_from - 1
                 same |= {i for i, letter in enumerate(aligned, start) if letter == query[i]}
             best = max(best, len(same))
-        found.append(best / max(1, len(query)))
-    return found
+        identities.append(best / max(1, len(query)))
+    return identities
 
 
 def _digital(name: str, sequence: str) -> "DigitalSequence":
+    """Convert a sequence for pyhmmer."""
     return TextSequence(name=name, sequence=sequence).digitize(AMINO)

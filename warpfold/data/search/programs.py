@@ -1,4 +1,4 @@
-"""MMseqs2 and HH-suite, where they are installed: searches by programs on PATH, in databases of their own formats."""
+"""Search with MMseqs2 and HH-suite, if they are on PATH, in databases of their own formats."""
 
 import hashlib
 import shutil
@@ -14,15 +14,17 @@ from warpfold.data.search.database import Engine, SearchQuery, Survey, Tell
 from warpfold.errors import UserError
 from warpfold.files import opened
 
-MMSEQS_ROWS = 10_000  # where no other number is asked for: `mmseqs` needs one, and takes 300 by default
-SAMPLE = 1 << 20  # bytes at either end of a file that enter its digest: the whole is too much to read
+# Default limit of rows. `mmseqs` needs a limit, and uses 300 by default.
+MMSEQS_ROWS = 10_000
+# Bytes at both ends of a file that enter its digest, because whole databases are too large to read.
+DIGEST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class MMseqs2(Engine):
-    """`mmseqs search`, iterated with profiles, then `result2msa`; all queries of a pass in one call.
+    """`mmseqs search`, iterated with profiles, and `result2msa`, with all queries of a pass in one call.
 
-    sensitivity: MMseqs2's -s.  e_value: to be in the alignment, and in the profile of the next iteration.
+    sensitivity: MMseqs2's -s. e_value: limit for the alignment and for the profile of the next iteration.
     """
 
     iterations: int = 3
@@ -31,19 +33,20 @@ class MMseqs2(Engine):
     name = "mmseqs2"
 
     def queries_per_pass(self, threads: int) -> int:
-        return 256  # starting a call takes seconds, for any number of queries
+        # The start of a call takes seconds for any number of queries.
+        return 256
 
     def identity(self) -> dict[str, Any]:
         program = _program("mmseqs", self.name, "apt install mmseqs2, or conda install -c bioconda mmseqs2")
         return {"engine": self.name, "program": run_program([program, "version"]).strip(), **asdict(self)}
 
     def survey(self, path: Path, tell: Tell) -> Survey:
-        return _survey(path, ".dbtype", f"make one with `mmseqs createdb {path} DATABASE` and name that")
+        return _survey(path, ".dbtype", f"Make one with `mmseqs createdb {path} DATABASE`, and pass that")
 
     def search(
         self, queries: Sequence[SearchQuery], path: Path, survey: Survey, max_rows: int | None, threads: int, tell: Tell
     ) -> list[str | UserError]:
-        """Return A3M rows; see `Engine`.  Errors: UserError, with its last lines of output, if the program fails."""
+        """Return A3M rows; see `Engine`. Raises UserError with the last lines of output if the program fails."""
         with tempfile.TemporaryDirectory(prefix="warpfold-mmseqs-") as folder:
             where = Path(folder)
             records = [(str(i), query.sequence) for i, query in enumerate(queries)]
@@ -56,7 +59,7 @@ class MMseqs2(Engine):
             search += ["-e", str(self.e_value), "--e-profile", str(self.e_value)]
             search += ["--max-seqs", str(max_rows or MMSEQS_ROWS)]
             run_program([*search, *parallel, *quiet])
-            # 6: A3M, its headers with E-value and ranges
+            # Format 6 is A3M with E-value and ranges in the headers.
             run_program(
                 ["mmseqs", "result2msa", query, str(path), hits, msa, "--msa-format-mode", "6", *parallel, *quiet]
             )
@@ -64,15 +67,18 @@ class MMseqs2(Engine):
             results: dict[int, str | UserError] = {}
             for file in sorted(Path(rows).glob("*.a3m")):
                 text = file.read_text(encoding="utf-8").strip("\0\n")
-                number = int(text.partition("\n")[0].removeprefix(">"))  # the first row is the query's
-                results[number] = _found(text, queries[number], max_rows, "mmseqs")
+                # The first row is the query.
+                number = int(text.partition("\n")[0].removeprefix(">"))
+                results[number] = _rows_below_query(text, queries[number], max_rows, "mmseqs")
         return [results.get(i, "") for i in range(len(queries))]
 
 
 @dataclass(frozen=True)
 class HHblits(Engine):
-    """hhblits with the settings that AlphaFold2 logs (Supp. 1.2.2): -n 3 -e 1e-3 -maxseq 1e6 -realign_max 1e5
-    -maxfilt 1e5 -min_prefilter_hits 1000.  It searches BFD and UniRef30 in one run; here each has a run of its own.
+    """hhblits with the settings that AlphaFold2 logs (Supp. 1.2.2).
+
+    These are -n 3 -e 1e-3 -maxseq 1e6 -realign_max 1e5 -maxfilt 1e5 -min_prefilter_hits 1000. AlphaFold2 searches BFD
+    and UniRef30 in one run; here each database has a separate run.
     """
 
     iterations: int = 3
@@ -87,13 +93,13 @@ class HHblits(Engine):
         return {"engine": self.name, "program": run_program([program, "-h"]).partition(":")[0].strip(), **asdict(self)}
 
     def survey(self, path: Path, tell: Tell) -> Survey:
-        return _survey(path, "_a3m.ffdata", "name an HH-suite database without this ending")
+        return _survey(path, "_a3m.ffdata", "Pass an HH-suite database without this ending")
 
     def search(
         self, queries: Sequence[SearchQuery], path: Path, survey: Survey, max_rows: int | None, threads: int, tell: Tell
     ) -> list[str | UserError]:
-        """Return A3M rows; see `Engine`.  If the program fails for a query, its last lines of output are the error."""
-        found: list[str | UserError] = []
+        """Return A3M rows; see `Engine`. If the program fails for a query, its last lines of output are the error."""
+        results: list[str | UserError] = []
         for query in queries:
             with tempfile.TemporaryDirectory(prefix="warpfold-hhblits-") as folder:
                 source, rows = Path(folder, "query.fasta"), Path(folder, "rows.a3m")
@@ -103,40 +109,40 @@ class HHblits(Engine):
                 command += ["-maxseq", "1000000", "-realign_max", "100000", "-maxfilt", "100000"]
                 try:
                     run_program([*command, "-min_prefilter_hits", "1000", "-v", "1"])
-                    found.append(_found(rows.read_text(encoding="utf-8"), query, max_rows, "hhblits"))
+                    results.append(_rows_below_query(rows.read_text(encoding="utf-8"), query, max_rows, "hhblits"))
                 except UserError as error:
-                    found.append(error)
-        return found
+                    results.append(error)
+        return results
 
 
-def _program(program: str, engine: str, cure: str) -> str:
-    """Return the path of the program, or raise UserError."""
-    found = shutil.which(program)
-    if found is None:
-        raise UserError(f"--engine {engine}: `{program}` is not on PATH. Install it ({cure}), or use jackhmmer")
-    return found
+def _program(program: str, engine: str, installation: str) -> str:
+    """Return the path of a program. Raises UserError if it is not on PATH."""
+    path = shutil.which(program)
+    if path is None:
+        raise UserError(f"--engine {engine}: `{program}` is not on PATH. Install it ({installation}), or use jackhmmer")
+    return path
 
 
-def _survey(path: Path, ending: str, cure: str) -> Survey:
+def _survey(path: Path, ending: str, remedy: str) -> Survey:
     """Survey a database in a program's own format, often a terabyte, by names, sizes and both ends of its files.
 
-    Errors: UserError if it does not exist, or a file cannot be read.
+    Raises UserError if it does not exist, or if a file cannot be read.
     """
     if not path.with_name(path.name + ending).exists():
-        raise UserError(f"{path}: no database of this engine ({path.name}{ending} is not there); {cure}")
+        raise UserError(f"{path}: not a database of this engine ({path.name}{ending} is missing). {remedy}")
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted(file for file in path.parent.glob(f"{path.name}*") if file.is_file()):
         with opened(file, unpack=False) as data:
             size = file.stat().st_size
             digest.update(f"{file.name}\0{size}\0".encode())
-            digest.update(data.read(SAMPLE))
-            data.seek(max(size - SAMPLE, 0))
-            digest.update(data.read(SAMPLE))
+            digest.update(data.read(DIGEST_BYTES))
+            data.seek(max(size - DIGEST_BYTES, 0))
+            digest.update(data.read(DIGEST_BYTES))
     return Survey(digest.hexdigest())
 
 
-def _found(text: str, query: SearchQuery, max_rows: int | None, program: str) -> str | UserError:
-    """Return the rows below the query's in a program's A3M; MMseqs2's headers get ranges as HMMER writes them."""
+def _rows_below_query(text: str, query: SearchQuery, max_rows: int | None, program: str) -> str | UserError:
+    """Return the rows below the query in a program's A3M. Headers of MMseqs2 are converted to ranges as in HMMER."""
     try:
         parse_alignment(text, program, query.sequence)
     except UserError as error:
@@ -144,7 +150,9 @@ def _found(text: str, query: SearchQuery, max_rows: int | None, program: str) ->
     rows = []
     for record in text.lstrip(">").strip("\n").split("\n>")[1:max_rows]:
         header, _, letters = record.partition("\n")
-        fields = header.split("\t")  # name, bits, identity, E-value, query's start, end, length, target's start, ...
+        # MMseqs2: name, bits, identity, E-value, start, end and length in the query, start, end and length in the
+        # target.
+        fields = header.split("\t")
         if len(fields) == 10:
             header = f"{fields[0]}/{int(fields[7]) + 1}-{int(fields[8]) + 1}"
         rows.append(f">{header}\n{letters.translate({10: None})}\n")

@@ -1,7 +1,7 @@
-"""`warpfold search`: find alignments and template hits of many proteins, and keep them (docs/howto/alignments.md).
+"""`warpfold search`: search for alignments and template hits of many proteins (docs/search.md).
 
 Every result is cached under a hash of the sequence, the database's contents and all settings, and the output is written
-from there.  So a stopped run continues, and nothing is searched for twice.
+from the cache. A stopped run continues, and no search is repeated.
 """
 
 import glob
@@ -31,29 +31,36 @@ from warpfold.data.search.database import (
     check_output,
     unsearchable_reason,
 )
-from warpfold.data.search.hmmer import LONGEST, Hmmsearch, Jackhmmer
+from warpfold.data.search.hmmer import MAX_RESIDUES, Hmmsearch, Jackhmmer
 from warpfold.data.search.programs import HHblits, MMseqs2
 from warpfold.device import cores
 from warpfold.errors import UserError
 from warpfold.files import digest_of, update_file
 from warpfold.progress import Progress, no_progress
 
-TEMPLATES = "templates"  # the name of the database of template hits
-HELD = 256  # alignments held at a time to search for templates with
-CLUSTER_PASS = 4  # queries that share a pass over a database on a cluster, which has many workers
+TEMPLATES = "templates"  # name of the database of template hits
+# Number of alignments with which templates are searched at once.
+TEMPLATE_BATCH = 256
+# Queries per pass over a database on a cluster, which has many workers.
+CLUSTER_PASS = 4
 
 ENGINES = {"jackhmmer": Jackhmmer, "mmseqs2": MMseqs2, "hhblits": HHblits}
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How to search; nothing here changes the results."""
+    """Options that do not change the results.
 
-    cache: Path | None = None  # None: in the output folder
-    workers: int = 1  # processes
-    threads: int | None = None  # of each process; None: all cores, shared among the processes; on a cluster one
-    cluster: str | None = None  # as for `bulk.pool`
-    part: JobPart | None = None  # of the proteins, for one task of a job array
+    cache: None for a folder in the output folder. workers: number of processes. threads: per process; None divides all
+    cores among the processes, or uses one on a cluster. cluster: as for `bulk.pool`. part: the proteins of a task of a
+    job array.
+    """
+
+    cache: Path | None = None
+    workers: int = 1
+    threads: int | None = None
+    cluster: str | None = None
+    part: JobPart | None = None
 
 
 def search(
@@ -65,13 +72,13 @@ def search(
     options: SearchOptions = SearchOptions(),
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
-    """Search for every protein, and every different chain of complexes; return the report (`out/search.json`).
+    """Search for every protein and every unique chain of complexes. Returns the report (`out/search.json`).
 
-    queries: as `read_query_files` takes them.  Writes `out/NAME/DATABASE.a3m`, and `out/NAME/templates.sto` from the
-    sequences in `templates` (FASTA like pdb_seqres), which are searched with a profile of the first database's
-    alignment.  engine: None for jackhmmer with AlphaFold2's settings.  The same command continues a stopped run.  A
-    protein that fails is named under "failures" and does not stop the others.
-    Errors: UserError for bad queries or databases, an engine that is not installed, or an `out` with other files.
+    queries: see `read_query_files`. engine: by default jackhmmer with AlphaFold2's settings. Writes
+    `out/NAME/DATABASE.a3m`, and `out/NAME/templates.sto` with hits in `templates` (FASTA like pdb_seqres), which is
+    searched with a profile of the first database's alignment. The same call continues a stopped run. A protein that
+    fails is listed under "failures", and the others continue.
+    Raises UserError for invalid queries or databases, an engine that is not installed, and an `out` with other files.
     """
     start = time.perf_counter()
     targets: list[tuple[Database, Engine]] = [(database, engine or Jackhmmer()) for database in databases]
@@ -82,32 +89,37 @@ def search(
         if names.count(database.name.lower()) > 1:
             raise UserError(f"--database {database.path}: another is called {database.name} too. Use NAME=FILE")
     if templates is not None and not templates.exists():
-        raise UserError(f"{templates}: no such file. Name a FASTA file like pdb_seqres, or leave it out")
+        raise UserError(f"{templates}: no such file. Pass a FASTA file like pdb_seqres, or remove the option")
     proteins = sequences_to_search(queries)
     report = out / ("search.json" if options.part is None else f"search-{options.part}.json".replace("/", "-of-"))
     check_output(out)
     cache = Cache(options.cache or out / "cache")
-    searches = [DatabaseSearch(one, by, by.identity(), cache.survey(one, by, progress)) for one, by in targets]
+    searches = [
+        DatabaseSearch(database, program, program.identity(), cache.survey(database, program, progress))
+        for database, program in targets
+    ]
     run = _SearchRun(out, cache, options, progress, proteins, searches)
 
     def write_report(status: str) -> dict[str, Any]:
-        found = run.report(status, time.perf_counter() - start)
-        update_file(report, (json.dumps(found, indent=1) + "\n").encode())
-        return found
+        content = run.report(status, time.perf_counter() - start)
+        update_file(report, (json.dumps(content, indent=1) + "\n").encode())
+        return content
 
     write_report("running")
     sequences = list(run.names)
-    with pool(options.workers, options.cluster) as executor:  # alignments first, then templates
-        run.find([one for one in searches if not one.for_templates], sequences, executor)
-        for at in range(0, len(sequences), HELD):
-            run.find([one for one in searches if one.for_templates], sequences[at : at + HELD], executor)
+    with pool(options.workers, options.cluster) as executor:
+        # The search for templates needs the alignments.
+        run.find([target for target in searches if not target.for_templates], sequences, executor)
+        for at in range(0, len(sequences), TEMPLATE_BATCH):
+            batch = sequences[at : at + TEMPLATE_BATCH]
+            run.find([target for target in searches if target.for_templates], batch, executor)
     return write_report("failed" if run.failures else "complete")
 
 
 class Cache:
-    """Results and surveys by their keys, in a folder that any number of processes may share.
+    """A cache of results and surveys in a folder that any number of processes may share.
 
-    Entries are written atomically and have zstd's checksum: a damaged one counts as missing.
+    Entries are written atomically and have a checksum (zstd). A damaged entry counts as missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -117,40 +129,40 @@ class Cache:
         return self.folder / key[:2] / f"{key}.zst"
 
     def get(self, key: str) -> str | None:
-        """Return the text that is kept under a key, or None."""
+        """Return the text with a key, or None."""
         try:
             return zstandard.ZstdDecompressor().decompress(self._path(key).read_bytes()).decode()
         except (OSError, zstandard.ZstdError):
             return None
 
     def put(self, key: str, text: str) -> None:
-        """Keep a text under a key.  Errors: UserError if it cannot be written."""
+        """Store a text under a key. Raises UserError if it cannot be written."""
         update_file(self._path(key), zstandard.ZstdCompressor(level=3, write_checksum=True).compress(text.encode()))
 
     def survey(self, database: Database, engine: Engine, progress: Progress) -> Survey:
-        """Survey a database: it is read once, then remembered by path, size and time of its files.
+        """Survey a database, or return the cached survey for the same paths, sizes and modification times.
 
-        Its files are all whose names begin with its path.  Errors: those of `Engine.survey`.
+        The files of a database are those with names that start with its path. Raises the errors of `Engine.survey`.
         """
         path = database.path
         files = sorted(path.parent.glob(f"{glob.escape(path.name)}*"))
         states = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        key = key_of("survey", engine.name, states)
-        if (known := self.get(key)) is not None:
-            return Survey(**json.loads(known))
-        found = engine.survey(path, lambda done, total: progress(done, total, f"reading {database.name}"))
-        self.put(key, json.dumps(vars(found)))
-        return found
+        key = cache_key("survey", engine.name, states)
+        if (text := self.get(key)) is not None:
+            return Survey(**json.loads(text))
+        survey = engine.survey(path, lambda done, total: progress(done, total, f"reading {database.name}"))
+        self.put(key, json.dumps(vars(survey)))
+        return survey
 
 
-def key_of(*parts: Any) -> str:
-    """Return a hash of plain data: 32 hexadecimal digits."""
-    return digest_of(json.dumps(parts, sort_keys=True).encode())
+def cache_key(*values: Any) -> str:
+    """Hash JSON data to 32 hexadecimal digits."""
+    return digest_of(json.dumps(values, sort_keys=True).encode())
 
 
 @dataclass(frozen=True)
 class DatabaseSearch:
-    """One database, and the engine that searches it."""
+    """A database, and the engine that searches it."""
 
     database: Database
     engine: Engine
@@ -162,13 +174,13 @@ class DatabaseSearch:
         return isinstance(self.engine, Hmmsearch)
 
     def key(self, query: SearchQuery) -> str:
-        """Return the key of a result in the cache: a hash of everything that the result depends on."""
-        return key_of(query.sequence, query.rows, self.survey.digest, self.identity, self.database.max_rows)
+        """Return the cache key of a result: a hash of everything that affects the result."""
+        return cache_key(query.sequence, query.rows, self.survey.digest, self.identity, self.database.max_rows)
 
 
 @dataclass(frozen=True)
 class SearchJob:
-    """Queries that are searched for in one pass over a database."""
+    """Queries that share a pass over a database."""
 
     search: DatabaseSearch
     queries: Sequence[SearchQuery]
@@ -176,7 +188,7 @@ class SearchJob:
 
 
 def search_batch(job: SearchJob, tell: Tell = lambda done, total: None) -> tuple[list[str | UserError], float]:
-    """Return the results of a job's queries, and the seconds it took."""
+    """Run a search job; returns the results of its queries, and its duration in seconds."""
     start = time.perf_counter()
     database = job.search.database
     results: list[str | UserError]
@@ -184,16 +196,14 @@ def search_batch(job: SearchJob, tell: Tell = lambda done, total: None) -> tuple
         results = job.search.engine.search(
             job.queries, database.path, job.search.survey, database.max_rows, job.threads, tell
         )
-    except UserError as error:  # the program failed for all of them
+    except UserError as error:
+        # The program failed for all queries.
         results = [error] * len(job.queries)
     return results, time.perf_counter() - start
 
 
 class _SearchRun:
-    """The state of one run: its proteins, and what was found so far.
-
-    proteins: name -> sequence.  `failures` says why some cannot be searched for.
-    """
+    """The state of a run: its proteins, results and failures. proteins: sequences by name."""
 
     def __init__(
         self,
@@ -205,16 +215,18 @@ class _SearchRun:
         searches: Sequence[DatabaseSearch],
     ) -> None:
         self.out, self.cache, self.options, self.progress, self.searches = out, cache, options, progress, searches
-        self.proteins: dict[str, dict[str, Any]] = {}  # by name, in the order of the queries: entries of the report
+        # Entries of the report by name, in the order of the queries.
+        self.proteins: dict[str, dict[str, Any]] = {}
         self.failures: list[dict[str, str]] = []
         self.done = 0
         names: dict[str, list[str]] = {}
         for name, sequence in proteins.items():
             names.setdefault(sequence, []).append(name)
-        chosen = list(names) if options.part is None else options.part.of(list(names))
-        self.names: dict[str, list[str]] = {}  # of each sequence that is searched for
-        for sequence in chosen:
-            if reason := unsearchable_reason(sequence, LONGEST):
+        sequences = list(names) if options.part is None else options.part.of(list(names))
+        # The names of each sequence in this run.
+        self.names: dict[str, list[str]] = {}
+        for sequence in sequences:
+            if reason := unsearchable_reason(sequence, MAX_RESIDUES):
                 self.failures += [{"name": name, "error": reason} for name in names[sequence]]
             else:
                 self.names[sequence] = names[sequence]
@@ -223,13 +235,13 @@ class _SearchRun:
                 self.proteins[name] = {"length": len(sequence), "databases": {}}
 
     def find(self, searches: Sequence[DatabaseSearch], sequences: Sequence[str], executor: Executor | None) -> None:
-        """Search databases for every sequence, and write the results."""
+        """Search databases for all sequences, and write the results."""
 
         def search_here(job: SearchJob) -> tuple[list[str | UserError], float]:
             name = job.search.database.name
             return search_batch(job, lambda done, total: self._tell(f"{name}, {done / total:.0%}" if total else name))
 
-        jobs = [job for one in searches for job in self._jobs(one, sequences)]
+        jobs = [job for target in searches for job in self._jobs(target, sequences)]
         answers = in_order(search_batch, jobs, executor) if executor else map(search_here, jobs)
         for job, (results, seconds) in zip(jobs, answers):
             for query, result in zip(job.queries, results):
@@ -239,11 +251,12 @@ class _SearchRun:
                     self.cache.put(job.search.key(query), result)
                     self._write_result(job.search, query, result, seconds / len(job.queries), cached=False)
 
-    def _tell(self, what: str) -> None:
-        self.progress(self.done, len(self.names) * len(self.searches), what)
+    def _tell(self, activity: str) -> None:
+        """Update the progress bar."""
+        self.progress(self.done, len(self.names) * len(self.searches), activity)
 
     def _jobs(self, search: DatabaseSearch, sequences: Sequence[str]) -> Iterator[SearchJob]:
-        """Yield the searches of one database that are still missing, in passes; write the results that are cached."""
+        """Write the cached results of a database, and yield jobs for the missing ones."""
         missing = []
         for query in self._queries(search, sequences):
             text = self.cache.get(search.key(query))
@@ -254,7 +267,8 @@ class _SearchRun:
         self._tell(search.database.name)
         if self.options.cluster:
             size, threads = CLUSTER_PASS, 1
-            database = search.database  # whose path means another file where the workers are
+            # Workers on other machines have another working directory.
+            database = search.database
             search = replace(search, database=replace(database, path=database.path.absolute()))
         else:
             size = max(1, -(-len(missing) // self.options.workers))
@@ -265,7 +279,7 @@ class _SearchRun:
             yield SearchJob(search, missing[start : start + size], threads)
 
     def _queries(self, search: DatabaseSearch, sequences: Sequence[str]) -> Iterator[SearchQuery]:
-        """Yield the queries of one database: sequences, or for templates the first database's alignments."""
+        """Yield the queries of a database: sequences, or for templates the alignments of the first database."""
         first = self.searches[0]
         for sequence in sequences:
             if not search.for_templates:
@@ -276,6 +290,7 @@ class _SearchRun:
                 self._fail(search, sequence, f"{first.database.name} gave no alignment to start from")
 
     def _fail(self, search: DatabaseSearch, sequence: str, reason: str) -> None:
+        """Record a failure for every protein with this sequence."""
         self.done += 1
         for name in self.names[sequence]:
             self.failures.append({"name": name, "database": search.database.name, "error": reason})
@@ -284,15 +299,15 @@ class _SearchRun:
     def _write_result(
         self, search: DatabaseSearch, query: SearchQuery, text: str, seconds: float, cached: bool
     ) -> None:
-        """Write the file of every protein that has this sequence, and its line in the report."""
+        """Write the file and the report entry of every protein with this sequence."""
         database = search.database.name
         for name in self.names[query.sequence]:
             file = Path(name, f"{database}.{'sto' if search.for_templates else 'a3m'}")
-            own = text if search.for_templates else write_fasta([(name, query.sequence)], width=0) + text
-            update_file(self.out / file, own.encode())
+            content = text if search.for_templates else write_fasta([(name, query.sequence)], width=0) + text
+            update_file(self.out / file, content.encode())
             hits = len(re.findall(r"^[^#/\n]" if search.for_templates else "^>", text, re.MULTILINE))
-            found = {"file": str(file), "hits": hits, "seconds": round(seconds, 3), "cached": cached}
-            self.proteins[name]["databases"][database] = found
+            entry = {"file": str(file), "hits": hits, "seconds": round(seconds, 3), "cached": cached}
+            self.proteins[name]["databases"][database] = entry
         self.done += 1
         self._tell(database)
 
@@ -306,15 +321,15 @@ class _SearchRun:
             "part": str(self.options.part) if self.options.part else None,
             "databases": [
                 {
-                    "name": one.database.name,
-                    "path": str(one.database.path),
-                    "max_rows": None if one.for_templates else one.database.max_rows,
-                    **vars(one.survey),
-                    "search": dict(one.identity),
+                    "name": target.database.name,
+                    "path": str(target.database.path),
+                    "max_rows": None if target.for_templates else target.database.max_rows,
+                    **vars(target.survey),
+                    "search": dict(target.identity),
                 }
-                for one in self.searches
+                for target in self.searches
             ],
-            "proteins": [{"name": name, **found} for name, found in self.proteins.items()],
+            "proteins": [{"name": name, **entry} for name, entry in self.proteins.items()],
             "failures": self.failures,
             "seconds": round(seconds, 3),
         }

@@ -1,13 +1,14 @@
-"""Ask an alignment server that the user has named, in ColabFold's protocol (docs/howto/alignments.md).
+"""Request alignments from a server with ColabFold's protocol, if the user has named one (docs/predict.md).
 
-The protocol, as the server's own code has it (github.com/soedinglab/MMseqs2-App, backend/server.go, jobsystem.go):
+The protocol, from the server's source code (github.com/soedinglab/MMseqs2-App, backend/server.go, jobsystem.go):
 
-* POST ticket/msa or ticket/pair, with the form fields q (FASTA) and mode, answers {"id": ..., "status": ...};
-* GET ticket/ID answers the same until the status is COMPLETE; RATELIMIT, MAINTENANCE, ERROR and UNKNOWN are others;
-* GET result/download/ID answers a tar.gz of uniref.a3m, bfd.mgnify30.metaeuk30.smag30.a3m, pdb70.m8, or pair.a3m, in
-  which each query's alignment ends with NUL; its records are numbered from 101, as they were in q.
+* POST ticket/msa or ticket/pair, with the form fields q (FASTA) and mode, returns {"id": ..., "status": ...}.
+* GET ticket/ID returns the same until the status is COMPLETE. Other statuses are RATELIMIT, MAINTENANCE, ERROR and
+  UNKNOWN.
+* GET result/download/ID returns a tar.gz of uniref.a3m, bfd.mgnify30.metaeuk30.smag30.a3m, pdb70.m8, or pair.a3m, in
+  which each query's alignment ends with NUL. Its records are numbered from 101, as in q.
 
-An id is a hash of q and mode, so that asking twice costs the server nothing.
+An id is a hash of q and mode, so that a repeated request costs the server nothing.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
-from warpfold.data.search.answer import DamagedAnswer, read_pairs, read_rows, unpacked
+from warpfold.data.search.answer import DamagedAnswer, read_pairs, read_rows, unpack_answer
 from warpfold.download import BUSY, check_address, open_session, read_body, reason_of
 from warpfold.errors import UserError, printable
 from warpfold.files import NO_LOCKS, digest_of, write_atomically, writing
@@ -29,47 +30,52 @@ from warpfold.files import NO_LOCKS, digest_of, write_atomically, writing
 if TYPE_CHECKING:
     import requests
 
-FIRST = 101  # the number of the first record in q
+FIRST = 101  # number of the first record in q
 MSA, PAIR = "ticket/msa", "ticket/pair"
-MODES = {MSA: "env", PAIR: "pairgreedy"}  # ColabFold's defaults: environmental sequences, too; pairs of any chains
-_ID = re.compile(r"[\w=-]{1,200}", re.ASCII)  # it becomes part of an address
+# ColabFold's defaults: with environmental sequences, and pairs of any two or more chains.
+MODES = {MSA: "env", PAIR: "pairgreedy"}
+# Ids become part of an address.
+_ID = re.compile(r"[\w=-]{1,200}", re.ASCII)
 
 Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits:
-    """How long to wait for a server, how often to ask, and how much to accept; seconds and bytes."""
+    """Limits of times (seconds) and sizes (bytes) for requests to a server.
 
-    request: float = 60.0  # the body of a status, in all; without a byte
-    download: float = 1800.0  # the body of an alignment, in all
-    ticket: float = 4 * 3600.0  # from asking for it to its end
-    between: float = 1.0  # requests, at least
-    poll: tuple[float, float] = (4.0, 40.0)  # between questions after a ticket: at first, and at most
-    retry: tuple[float, float] = (
-        5.0,
-        300.0,
-    )  # after a failure: at first, doubled each time; at most, Retry-After too
-    tries: int = 8  # of a request, until the server counts as gone
-    first_tries: int = 3  # to reach it at all: the address may be wrong
-    packed: int = 10**9  # of an answer
+    request: for the body of a status, and without a byte. download: for the body of an alignment. ticket: from its
+    request to its result. between: minimum between requests. poll: between status requests, first and largest. retry:
+    after a failure, first (doubled each time) and largest (also for Retry-After). tries: attempts of a request.
+    first_tries: attempts before the first answer, because the address may be wrong. packed, unpacked: sizes of an
+    answer.
+    """
+
+    request: float = 60.0
+    download: float = 1800.0
+    ticket: float = 4 * 3600.0
+    between: float = 1.0
+    poll: tuple[float, float] = (4.0, 40.0)
+    retry: tuple[float, float] = (5.0, 300.0)
+    tries: int = 8
+    first_tries: int = 3
+    packed: int = 10**9
     unpacked: int = 4 * 10**9
 
 
 class ServerGone(UserError):
-    """The server cannot be used now: there is no point in asking for another sequence."""
+    """Raised if the server cannot be used now, so that further requests are pointless."""
 
 
 class NoAnswer(UserError):
-    """The server has no alignment for this query; it may have others."""
+    """Raised if the server has no alignment for a query. Other queries may succeed."""
 
 
 @dataclass
 class AlignmentServer:
-    """A server, and the folder in which its answers and tickets are kept, by sequence and settings.
+    """A server, and the folder that caches its answers and tickets by sequence and settings.
 
-    say: told in a line what happens.  wait: sleeps for some seconds.
-    Errors: UserError for an address that is none.
+    say: called with messages for the user. wait: sleeps for some seconds. Raises UserError for an invalid address.
     """
 
     url: str
@@ -77,48 +83,54 @@ class AlignmentServer:
     limits: ServerLimits = field(default_factory=ServerLimits)
     say: Callable[[str], None] = lambda line: None
     wait: Callable[[float], None] = field(default_factory=lambda: time.sleep)
-    _last: float = field(default=float("-inf"), repr=False)  # when it was asked last
-    _is_there: bool = field(default=False, repr=False)  # it has answered something
+    # Time of the last request.
+    _last: float = field(default=float("-inf"), repr=False)
+    # Whether the server has answered any request.
+    _has_answered: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         self.url = check_address(self.url.rstrip("/"), "--msa-server")
 
     def alignments(self, sequence: str) -> list[Path]:
-        """Return the files of a sequence's alignments, and of template hits (.m8).
+        """Return the files of a sequence's alignments and template hits (.m8).
 
-        Errors: `NoAnswer`, `ServerGone`; UserError where the cache cannot be written.
+        Raises `NoAnswer`, `ServerGone`, and UserError if the cache cannot be written.
         """
         return self._answer(MSA, [sequence])
 
     def pairs(self, sequences: Sequence[str]) -> list[Path]:
-        """Return the files of the pairs of rows of different sequences of a complex.  Errors: as in `alignments`."""
+        """Return the files of paired alignments of a complex's sequences. Raises the errors of `alignments`."""
         return self._answer(PAIR, sequences)
 
-    def known(self, endpoint: str, sequences: Sequence[str]) -> list[Path] | None:
-        """Return the files of an answer that is kept, or None."""
+    def cached(self, endpoint: str, sequences: Sequence[str]) -> list[Path] | None:
+        """Return the files of a cached answer, or None."""
         folder = self._folder(endpoint, sequences)
-        files = _read_json(folder / "answer.json").get("files")
-        found = [folder / str(name) for name in files] if isinstance(files, list) else []
-        return found if found and all(map(Path.is_file, found)) else None
+        names = _read_json(folder / "answer.json").get("files")
+        files = [folder / str(name) for name in names] if isinstance(names, list) else []
+        return files if files and all(map(Path.is_file, files)) else None
 
     def _folder(self, endpoint: str, sequences: Sequence[str]) -> Path:
+        """Return the cache folder of an answer."""
         text = json.dumps([self.url, endpoint, MODES[endpoint], *sequences])
         return self.cache / digest_of(text.encode())
 
     def _answer(self, endpoint: str, sequences: Sequence[str]) -> list[Path]:
-        if (found := self.known(endpoint, sequences)) is not None:
-            return found
-        with self._alone():
-            if (found := self.known(endpoint, sequences)) is not None:  # another process has asked meanwhile
-                return found
+        """Return the files of an answer, from the cache or from the server."""
+        if (files := self.cached(endpoint, sequences)) is not None:
+            return files
+        with self._exclusive():
+            # Another process may have fetched the answer in the meantime.
+            if (files := self.cached(endpoint, sequences)) is not None:
+                return files
             return self._fetch(endpoint, sequences)
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Wait until no other process that shares the cache is asking the server."""
+    def _exclusive(self) -> Iterator[None]:
+        """Wait until no other process with the same cache sends requests."""
         with writing(self.cache):
             self.cache.mkdir(parents=True, exist_ok=True)
-            file = open(self.cache / "lock", "a", encoding="utf-8")  # noqa: SIM115 (closed below)
+            # The file is closed below.
+            file = open(self.cache / "lock", "a", encoding="utf-8")  # noqa: SIM115
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
@@ -128,7 +140,7 @@ class AlignmentServer:
             yield
 
     def _fetch(self, endpoint: str, sequences: Sequence[str]) -> list[Path]:
-        """Ask for an answer, or go on asking for one whose ticket is kept, and keep it."""
+        """Request an answer, or continue with a cached ticket, and cache the answer."""
         folder, end = self._folder(endpoint, sequences), time.monotonic() + self.limits.ticket
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -137,85 +149,91 @@ class AlignmentServer:
             try:
                 if not _ID.fullmatch(ticket):
                     ticket = self._submit(endpoint, sequences, end)
-                    self._keep_ticket(folder, ticket)
-                found = self._download(ticket, endpoint, sequences) if self._is_complete(ticket, end) else None
+                    self._save_ticket(folder, ticket)
+                texts = self._download(ticket, endpoint, sequences) if self._is_complete(ticket, end) else None
             except NoAnswer:
-                self._keep_ticket(folder, "")  # the next run asks anew
+                # The next run sends a new request.
+                self._save_ticket(folder, "")
                 raise
-            if found is not None:
-                for name, text in found.items():
+            if texts is not None:
+                for name, text in texts.items():
                     write_atomically(folder / name, text, sync=False)
-                about = {"server": self.url, "mode": MODES[endpoint], "sequences": [*sequences], "files": [*found]}
-                write_atomically(folder / "answer.json", json.dumps(about, indent=1), sync=False)
-                return [folder / name for name in found]
-            ticket = ""  # the server has forgotten it
-        raise ServerGone(f"{self.url}: forgets its tickets again and again; try later")
+                answer = {"server": self.url, "mode": MODES[endpoint], "sequences": [*sequences], "files": [*texts]}
+                write_atomically(folder / "answer.json", json.dumps(answer, indent=1), sync=False)
+                return [folder / name for name in texts]
+            # The server has forgotten the ticket.
+            ticket = ""
+        raise ServerGone(f"{self.url}: forgets its tickets repeatedly. Try later")
 
-    def _keep_ticket(self, folder: Path, ticket: str) -> None:
+    def _save_ticket(self, folder: Path, ticket: str) -> None:
+        """Cache the id of a ticket."""
         write_atomically(folder / "ticket.json", json.dumps({"id": ticket, "server": self.url}), sync=False)
 
     def _submit(self, endpoint: str, sequences: Sequence[str], end: float) -> str:
-        """Return the id of a new ticket."""
-        fasta = "".join(f">{FIRST + place}\n{sequence}\n" for place, sequence in enumerate(sequences))
-        found = self._status(endpoint, {"q": fasta, "mode": MODES[endpoint]}, end)
-        ticket = found.get("id")
+        """Submit a request; returns the id of its ticket."""
+        fasta = "".join(f">{FIRST + i}\n{sequence}\n" for i, sequence in enumerate(sequences))
+        status = self._status(endpoint, {"q": fasta, "mode": MODES[endpoint]}, end)
+        ticket = status.get("id")
         if not isinstance(ticket, str) or not _ID.fullmatch(ticket):
-            raise ServerGone(f"{self.url}: gives no ticket ({str(found)[:100]}); is it an alignment server?")
+            raise ServerGone(
+                f"{self.url}: returns no ticket ({str(status)[:100]}). Check that this is an alignment server"
+            )
         return ticket
 
     def _is_complete(self, ticket: str, end: float) -> bool:
-        """Wait for a ticket's end; return whether there is an answer, and not a ticket that the server lacks."""
-        pause, most = self.limits.poll
+        """Wait until a ticket is finished. Returns whether there is an answer; False if the server lacks the ticket."""
+        pause, longest = self.limits.poll
         while (status := self._status(f"ticket/{ticket}", None, end)["status"]) in ("PENDING", "RUNNING"):
             self._check_time(end, status)
             self.wait(pause)
-            pause = min(1.5 * pause, most)
+            pause = min(1.5 * pause, longest)
         return bool(status == "COMPLETE")
 
     def _check_time(self, end: float, status: str) -> None:
+        """Raise ServerGone after the time limit of a ticket."""
         if time.monotonic() > end:
             raise ServerGone(
-                f"{self.url}: has no answer after {self.limits.ticket / 60:.0f} min ({status}); the ticket is kept, "
-                "and the same command goes on asking for it"
+                f"{self.url}: has no answer after {self.limits.ticket / 60:.0f} min ({status}). Repeat the command "
+                "later to continue: the ticket is kept"
             )
 
     def _status(self, path: str, form: dict[str, str] | None, end: float) -> dict[str, Any]:
-        """Ask for a ticket's status: PENDING, RUNNING, COMPLETE or UNKNOWN; wait while the server is too busy.
+        """Request the status of a ticket (PENDING, RUNNING, COMPLETE or UNKNOWN), and wait while the server is busy.
 
-        Errors: NoAnswer for ERROR; ServerGone for MAINTENANCE, or if it stays too busy.
+        Raises NoAnswer for ERROR, and ServerGone for MAINTENANCE and if the server stays busy.
         """
-        pause, most = self.limits.retry
+        pause, longest = self.limits.retry
         while True:
-            found = self._ask(path, form, _read_status, 1 << 20, self.limits.request) or {"status": "UNKNOWN"}
-            status = found["status"]
+            answer = self._request(path, form, _read_status, 1 << 20, self.limits.request) or {"status": "UNKNOWN"}
+            status = answer["status"]
             if status == "ERROR":
                 raise NoAnswer(f"{self.url}: answers ERROR. Check that these are protein sequences, or try later")
             if status == "MAINTENANCE":
-                raise ServerGone(f"{self.url}: is under maintenance; try later: what it answered before is kept")
+                raise ServerGone(f"{self.url}: is under maintenance. Try later: earlier answers are kept")
             if status != "RATELIMIT":
-                return found
+                return answer
             self._check_time(end, status)
             self.say(f"{self.url}: is busy, asked again in {pause:.0f} s")
             self.wait(pause)
-            pause = min(2 * pause, most)
+            pause = min(2 * pause, longest)
 
     def _download(self, ticket: str, endpoint: str, sequences: Sequence[str]) -> dict[str, str] | None:
-        """Return the files of an answer by name, checked; None if the server has it no more.
+        """Download and validate the files of an answer, by name; None if the server has deleted it.
 
-        Errors: NoAnswer if it stays damaged, or is of another sequence.
+        Raises NoAnswer if it is damaged repeatedly, or of another sequence.
         """
 
         def read(packed: IO[bytes]) -> dict[str, str]:
-            found = unpacked(packed, self.limits.unpacked)
-            return read_rows(found, sequences[0]) if endpoint == MSA else read_pairs(found, sequences, FIRST)
+            files = unpack_answer(packed, self.limits.unpacked)
+            return read_rows(files, sequences[0]) if endpoint == MSA else read_pairs(files, sequences, FIRST)
 
         path, limits = f"result/download/{ticket}", self.limits
         try:
-            return self._ask(path, None, read, limits.packed, limits.download, min(3, limits.tries))
+            return self._request(path, None, read, limits.packed, limits.download, min(3, limits.tries))
         except DamagedAnswer as error:
             raise NoAnswer(f"{self.url}: its answer cannot be used: it {error}. Try later") from None
 
-    def _ask(
+    def _request(
         self,
         path: str,
         form: dict[str, str] | None,
@@ -224,17 +242,16 @@ class AlignmentServer:
         seconds: float,
         tries: int | None = None,
     ) -> Answer | None:
-        """Send a request until there is an answer that `read` accepts, and return what `read` returns.
+        """Send a request until `read` accepts an answer; returns the result of `read`, or None for status 404.
 
-        form: sent by POST.  max_bytes, seconds: bounds of the answer's body.
-        None: the server has no such thing (404).
-        Errors: ServerGone if the server does not answer, or refuses; DamagedAnswer if `read` refuses every answer.
+        form: sent by POST. max_bytes, seconds: limits of the body. Raises ServerGone if the server does not answer or
+        refuses, and DamagedAnswer if `read` rejects every answer.
         """
         import requests
 
         limits, tries = self.limits, tries or self.limits.tries
         method, timeout = "GET" if form is None else "POST", min(seconds, limits.request)
-        connect_tries = limits.tries if self._is_there else limits.first_tries
+        connect_tries = limits.tries if self._has_answered else limits.first_tries
 
         def tell(line: str) -> None:
             self.say(f"{self.url}: {line}")
@@ -247,10 +264,10 @@ class AlignmentServer:
                     response = session.request(
                         method, f"{self.url}/{path}", data=form, stream=True, allow_redirects=False, timeout=timeout
                     )
-                # ValueError: a redirect to what is no address.
+                # ValueError: the target of a redirect is not an address.
                 except (requests.RequestException, ValueError) as error:
                     raise self._gone(f"does not answer ({reason_of(error)})") from None
-                self._is_there = True
+                self._has_answered = True
                 with response, tempfile.TemporaryFile() as file:
                     if response.status_code == 404 and form is None:
                         return None
@@ -282,13 +299,14 @@ class AlignmentServer:
         raise last
 
     def _gone(self, problem: str) -> ServerGone:
+        """Return the error of a server that does not answer."""
         return ServerGone(f"{self.url}: {problem}. Try later: earlier answers are kept.")
 
     def _refusal(self, response: "requests.Response", path: str) -> ServerGone:
-        """Return the error of a status that is neither success nor "no such thing"."""
+        """Return the error of a status other than 200 and 404."""
         if response.is_redirect:
             target = printable(response.headers["Location"][:100])
-            return ServerGone(f"{self.url}: redirects to {target}. Give that server to --msa-server if you trust it.")
+            return ServerGone(f"{self.url}: redirects to {target}. Pass that server to --msa-server if you trust it.")
         status = f"answers {response.status_code} {printable(response.reason or '')}"
         if response.status_code in BUSY:
             return self._gone(status)
@@ -296,19 +314,19 @@ class AlignmentServer:
 
 
 def _read_status(file: IO[bytes]) -> dict[str, Any]:
-    """Parse a ticket's status.  Errors: DamagedAnswer for anything else."""
+    """Parse the status of a ticket. Raises DamagedAnswer for other content."""
     data = file.read()
     try:
-        found = json.loads(data)
-        return {**found, "status": str(found["status"])}
+        status = json.loads(data)
+        return {**status, "status": str(status["status"])}
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise DamagedAnswer(f"is {data[:60].decode(errors='replace')!r}, which says nothing of a ticket") from None
+        raise DamagedAnswer(f"is {data[:60].decode(errors='replace')!r}, not the status of a ticket") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object of the cache; an empty one where the file is missing or damaged."""
+    """Read a JSON object of the cache; an empty object if the file is missing or damaged."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

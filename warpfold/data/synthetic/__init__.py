@@ -1,1 +1,1 @@
-"""Sample proteins with alignments, made from nothing: folds, backbones, side chains, sequences and their evolution."""
+"""Generate sample proteins with alignments: folds, backbones, side chains, sequences and their evolution."""

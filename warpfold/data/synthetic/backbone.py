@@ -1,4 +1,4 @@
-"""Backbones of sample proteins: ideal bonds, torsions of helices, strands and turns, packed without clashes."""
+"""Build backbones of sample proteins from ideal bonds and torsions of helices, strands and turns, and test packing."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,41 +14,44 @@ C_N_CA, N_CA_C, CA_C_N, CA_C_O = 121.7, 111.0, 117.2, 120.1
 # In the frame of Supp. Alg. 21 (origin CA, x towards C, N in the xy plane).
 CB = np.array([-0.525, -0.777, -1.209])
 
-# Closest approach of heavy atoms more than three bonds apart, angstrom: where both are N or O and a hydrogen bond may
-# be; in neighbouring residues (within the backbone: the next but one), where torsions alone decide; and elsewhere.
+# Smallest distances in angstrom of heavy atoms more than three bonds apart: if both are N or O, which may form a
+# hydrogen bond; in neighbouring residues (within the backbone: second neighbours), where the torsions decide; others.
 MIN_POLAR, MIN_NEIGHBOUR, MIN_DISTANCE = 2.6, 2.75, 3.0
 BACKBONE_POLAR = np.array([True, False, False, True, False])  # N, CA, C, O, CB
 
-# What `is_compact` asks for, angstrom.  "Across" is between helices and sheets.
+# Distances in angstrom for `is_compact`. ACROSS means between different helices or sheets ("bodies").
 MIN_CA_CA, MIN_CB_CB = 4.0, 3.6
 MIN_CA_CA_ACROSS, MIN_CB_CB_ACROSS = 5.0, 4.0
 CONTACT = 8.0
-MIN_TOUCHED = {"H": 0.35, "E": 0.22}  # share of a body's residues with a contact across; a sheet has two faces
-MIN_CLOSED = 3  # contacts between the first and the last body of a closed fold
-# A folded chain's radius of gyration is 2.2 N^0.38: Skolnick et al., J. Mol. Biol. 265, 217 (1997).
+# Smallest fraction of a body's residues in contact with another body. A sheet has two faces.
+MIN_TOUCHED = {"H": 0.35, "E": 0.22}
+# Smallest number of contacts between the first and the last body of a closed fold.
+MIN_CLOSED = 3
+# The radius of gyration of a folded chain is 2.2 N^0.38: Skolnick et al., J. Mol. Biol. 265, 217 (1997).
 MAX_RADIUS, RADIUS_POWER = 1.15 * 2.2, 0.38
 
 
 def build(torsions: Floats) -> Floats:
-    """Place N, CA, C of chains from (phi, psi) [B, N, 2] in degrees, all omega 180: [B, N, 3, 3], angstrom."""
+    """Place N, CA, C of chains with torsions (phi, psi) [B, N, 2] in degrees and omega 180: [B, N, 3, 3], angstrom."""
     batch, length, _ = torsions.shape
     phi, psi = torsions[..., 0], torsions[..., 1]
     to_n = _bond(psi, CA_C_N, C_N)
     to_ca = _bond(np.full_like(phi, 180.0), C_N_CA, N_CA)
     to_c = _bond(phi, N_CA_C, CA_C)
-    # the frame of an atom: x along the bond that leads to it, the atom before that in the xy plane
+    # In the frame of an atom, x points along the bond to it, and the previous bond is in the xy plane.
     frame = np.broadcast_to(np.eye(4), (batch, 4, 4))
     atoms = np.empty((batch, length, 3, 3))
     for i in range(length):
         for k, step in enumerate((to_n[:, i - 1], to_ca[:, i], to_c[:, i])):
-            if i > 0 or k > 0:  # the first N is the origin
+            # The first N is the origin.
+            if i > 0 or k > 0:
                 frame = frame @ step
             atoms[:, i, k] = frame[:, :3, 3]
     return atoms
 
 
 def _bond(torsion: Floats, angle: float, length: float) -> Floats:
-    """Return the step from an atom's frame to the next atom's [..., 4, 4]: turn by torsion, bend by angle, advance."""
+    """Compute the transform [..., 4, 4] from an atom's frame to the next one: rotate by torsion and angle, and move."""
     t, a = np.radians(torsion), np.pi - np.radians(angle)
     cos_t, sin_t, cos_a, sin_a = np.cos(t), np.sin(t), np.cos(a), np.sin(a)
     step = np.zeros((*t.shape, 4, 4))
@@ -61,7 +64,7 @@ def _bond(torsion: Floats, angle: float, length: float) -> Floats:
 
 
 def frames(atoms: Floats) -> tuple[Floats, Floats]:
-    """Return rotations [..., 3, 3] and origins [..., 3] of residues from N, CA, C [..., 3, 3]: Supp. Alg. 21."""
+    """Compute the frames of residues from N, CA, C [..., 3, 3] (Supp. Alg. 21): rotations and origins [..., 3]."""
     n, ca, c = atoms[..., 0, :], atoms[..., 1, :], atoms[..., 2, :]
     x = c - ca
     x = x / np.linalg.norm(x, axis=-1, keepdims=True)
@@ -72,9 +75,10 @@ def frames(atoms: Floats) -> tuple[Floats, Floats]:
 
 
 def with_o_and_cb(atoms: Floats, psi: Floats) -> Floats:
-    """Return N, CA, C, O, CB [N, 5, 3] from N, CA, C [N, 3, 3] and psi [N] in degrees."""
+    """Add O and CB to N, CA, C [N, 3, 3] with psi [N] in degrees: N, CA, C, O, CB [N, 5, 3]."""
     rotation, ca = frames(atoms)
-    t, a = np.radians(psi + 180.0), np.pi - np.radians(CA_C_O)  # O is trans to the next N
+    # O is trans to the next N.
+    t, a = np.radians(psi + 180.0), np.pi - np.radians(CA_C_O)
     local = np.stack([CA_C + C_O * np.cos(a) + 0 * t, C_O * np.sin(a) * np.cos(t), C_O * np.sin(a) * np.sin(t)], -1)
     o = ca + (rotation @ local[..., None])[..., 0]
     cb = ca + rotation @ CB
@@ -82,43 +86,44 @@ def with_o_and_cb(atoms: Floats, psi: Floats) -> Floats:
 
 
 def distances(a: Floats, b: Floats) -> Floats:
-    """Return the distances [n, m] between points [n, 3] and [m, 3]."""
+    """Compute the distances [n, m] between points [n, 3] and [m, 3]."""
     square = (a**2).sum(-1)[:, None] + (b**2).sum(-1)[None, :] - 2.0 * a @ b.T
     return np.sqrt(np.maximum(square, 0.0))
 
 
-def apart(count: int) -> NDArray[np.int64]:
-    """Return how far apart residues are along the chain: [N, N]."""
+def separations(count: int) -> NDArray[np.int64]:
+    """Return the sequence separation of residues: [N, N]."""
     number = np.arange(count)
     return np.abs(number[:, None] - number[None, :])
 
 
 def across(bodies: NDArray[np.int64]) -> Flags:
-    """Return which pairs of residues are in different helices or sheets: [N, N].  bodies: as in `Blueprint`."""
+    """Mark the pairs of residues in different helices or sheets: [N, N]. bodies: see `Blueprint`."""
     return (bodies[:, None] != bodies[None, :]) & (bodies >= 0)[:, None] & (bodies >= 0)[None, :]
 
 
 def clashes(backbone: Floats) -> bool:
-    """Return whether any of N, CA, C, O, CB [N, 5, 3] is too close to one of a residue that is not next to its own."""
+    """Return whether any N, CA, C, O, CB [N, 5, 3] of residues that are not neighbours are too close."""
     count = len(backbone)
-    far = distances(backbone.reshape(-1, 3), backbone.reshape(-1, 3)).reshape(count, 5, count, 5)
-    along = apart(count)[:, None, :, None]
-    limit = np.where(along == 2, MIN_NEIGHBOUR, MIN_DISTANCE)
+    distance = distances(backbone.reshape(-1, 3), backbone.reshape(-1, 3)).reshape(count, 5, count, 5)
+    separation = separations(count)[:, None, :, None]
+    limit = np.where(separation == 2, MIN_NEIGHBOUR, MIN_DISTANCE)
     polar = BACKBONE_POLAR[:, None, None] & BACKBONE_POLAR[None, None, :]
-    return bool(((far < np.where(polar, MIN_POLAR, limit)) & (along >= 2)).any())
+    return bool(((distance < np.where(polar, MIN_POLAR, limit)) & (separation >= 2)).any())
 
 
 def is_compact(blueprint: Blueprint, atoms: Floats) -> bool:
-    """Return whether N, CA, C [N, 3, 3], built from a blueprint, fold into a compact chain; looks at CA and CB alone.
+    """Return whether N, CA, C [N, 3, 3] of a blueprint form a compact fold, by the positions of CA and CB.
 
-    Helices and sheets must touch and not interpenetrate, and the whole must be about as wide as a protein is.
+    Helices and sheets must touch without overlap, and the radius of gyration must be that of a protein.
     """
     rotation, ca = frames(atoms)
     cb = ca + rotation @ CB
     ca_ca, cb_cb = distances(ca, ca), distances(cb, cb)
-    along, bodies = apart(len(ca)), blueprint.bodies
-    between = across(bodies) & (along >= 8)  # not those that a loop holds together
-    if (((ca_ca < MIN_CA_CA) | (cb_cb < MIN_CB_CB)) & (along >= 3)).any():
+    separation, bodies = separations(len(ca)), blueprint.bodies
+    # Pairs next to a loop are always close.
+    between = across(bodies) & (separation >= 8)
+    if (((ca_ca < MIN_CA_CA) | (cb_cb < MIN_CB_CB)) & (separation >= 3)).any():
         return False
     if (between & ((ca_ca < MIN_CA_CA_ACROSS) | (cb_cb < MIN_CB_CB_ACROSS))).any():
         return False

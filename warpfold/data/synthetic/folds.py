@@ -1,4 +1,4 @@
-"""The folds of sample proteins: loops and sheets as torsions, and blueprints drawn from them."""
+"""Define the folds of sample proteins by the torsions of loops and sheets, and draw blueprints from them."""
 
 import re
 from dataclasses import dataclass
@@ -6,24 +6,27 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Residue = tuple[str, tuple[float, float], str]  # element; phi and psi, degrees; letters asked for, commonest first
+# Element; phi and psi in degrees; required letters, most frequent first.
+Residue = tuple[str, tuple[float, float], str]
 
 HELIX: Residue = ("H", (-62, -43), "")
-FIRST: Residue = ("T", (-80, 140), "SKTG")  # of the chain
+# The first and the last residue of the chain.
+FIRST: Residue = ("T", (-80, 140), "SKTG")
 LAST: Residue = ("T", (-80, -40), "KSTG")
-JITTER = {"H": 1.5, "E": 1.5, "L": 2.5, "T": 6.0}  # standard deviation of each torsion, degrees, by element
+# Standard deviation of the torsions in degrees, by element.
+JITTER = {"H": 1.5, "E": 1.5, "L": 2.5, "T": 6.0}
 
 
 @dataclass(frozen=True)
 class Motif:
-    """A loop, or a sheet of antiparallel strands joined by tight turns."""
+    """A loop, or a sheet of antiparallel strands with tight turns."""
 
     name: str
     residues: tuple[Residue, ...]
 
 
 def _motifs(table: str) -> dict[str, list[Motif]]:
-    """Parse a table of motifs by their elements: those that a loop joins, or a sheet consists of.
+    """Parse a table of motifs. Returns them by their elements, which a loop connects or of which a sheet consists.
 
     A row has the elements, the name, and a word for each residue: "phi,psi:LETTERS" in loops and turns (L), "phi,psi"
     in strands (E).
@@ -40,9 +43,9 @@ def _motifs(table: str) -> dict[str, list[Motif]]:
     return motifs
 
 
-# Loops by the elements that they join.  Their names are the ABEGO letters of the torsions, the regions of the
+# Loops by the elements that they connect. Their names are the ABEGO letters of the torsions, regions of the
 # Ramachandran plot that loops of designed proteins use (Koga et al., Nature 491, 222 (2012); Lin et al., PNAS 112,
-# E5478 (2015)).  The degrees within a region come from our own search for loops that let straight elements pack.
+# E5478 (2015)). The angles within a region are from a search for loops with which straight elements pack.
 LOOPS = _motifs("""
 HH GB    81,-3:G -68,128:ST
 HH GBA   67,41:N -124,133:IV -62,-41:PD
@@ -56,9 +59,9 @@ HE BAAB  -129,123:N -76,-35:P -58,-25:D -66,142:H
 HE GBA   59,43:G -100,159:T -59,-32:P
 """)
 
-# Sheets of two and three strands, their torsions fitted so that the hydrogen bonds close.  Their names are the types of
-# the turns, of two residues each: I' (usually Asn-Gly) and II' (usually Gly-Asn): Sibanda & Thornton, Nature 316, 170
-# (1985).
+# Sheets of two and three strands, with torsions fitted to close the hydrogen bonds. Their names are the types of the
+# turns, which have two residues each: I' (usually Asn-Gly) and II' (usually Gly-Asn): Sibanda & Thornton, Nature 316,
+# 170 (1985).
 SHEETS = _motifs("""
 EE I'
 -115,142 -111,127 -126,132 -106,129 -125,136 -106,125 -139,135 61,32:N
@@ -75,14 +78,15 @@ EEE I'-II'
 70,22:G -123,140 -95,114 -109,125 -113,121 -113,123 -128,112 59,-125:G
 -93,7:ST -109,135 -121,131 -125,136 -118,130 -129,147 -108,135 -115,135
 """)
-TRIM = 2  # residues that may be left out at both ends of a sheet
+# Largest number of residues that are removed at both ends of a sheet.
+MAX_TRIM = 2
 
 
 @dataclass(frozen=True)
 class Fold:
-    """An order of parts: "H" a helix of `helix` (shortest, longest) residues, keys of SHEETS, keys of LOOPS.
+    """A sequence of elements: "H" for a helix of `helix` (minimum, maximum) residues, keys of SHEETS, keys of LOOPS.
 
-    weight: its relative frequency.  closed: whether the first and the last part must touch.
+    weight: relative frequency. closed: whether the first and the last element must be in contact.
     """
 
     name: str
@@ -104,11 +108,11 @@ FOLDS: tuple[Fold, ...] = (
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A fold with all the choices that are made before a chain is built.
+    """A fold with all random choices for building a chain.
 
-    elements: one letter per residue: H helix, E strand, L loop or turn, T tail.  letters: the residue types that a
-    position needs, commonest first, "" for any.  bodies: [N], helices and sheets numbered along the chain,
-    -1 elsewhere.  torsions: [N, 2] phi and psi, degrees.  loops: names of the loops and sheets.
+    elements: a letter per residue: H helix, E strand, L loop or turn, T tail. letters: residue types that a position
+    requires, most frequent first, "" for any. bodies: [N], helices and sheets numbered along the chain, -1 for others.
+    torsions: [N, 2], phi and psi in degrees. loops: names of the loops and sheets.
     """
 
     fold: Fold
@@ -120,7 +124,7 @@ class Blueprint:
 
 
 def draw_blueprint(fold: Fold, rng: np.random.Generator) -> Blueprint:
-    """Draw the lengths, the loop types and the jitter of the torsions."""
+    """Draw lengths, loop types and the jitter of the torsions of a fold."""
     residues, bodies, names = [FIRST], [-1], []
     for body, part in enumerate(fold.parts):
         if part == "H":
@@ -128,7 +132,7 @@ def draw_blueprint(fold: Fold, rng: np.random.Generator) -> Blueprint:
         else:
             choices = LOOPS.get(part) or SHEETS[part]
             motif = choices[rng.integers(len(choices))]
-            cut = int(rng.integers(TRIM, endpoint=True)) if part in SHEETS else 0
+            cut = int(rng.integers(MAX_TRIM, endpoint=True)) if part in SHEETS else 0
             new = list(motif.residues[cut : len(motif.residues) - cut])
             names.append(motif.name)
         residues += new

@@ -1,7 +1,7 @@
-"""Make sample proteins with alignments from scratch, to try the whole pipeline without a download.
+"""Generate sample proteins with alignments, to try the whole pipeline without a download.
 
-They are physical (ideal bonds, allowed torsions, packed without clashes, sequences that follow the structure) but not
-natural: a model trained on them has learned this generator.
+They are physical (ideal bonds, allowed torsions, no clashes, sequences that fit the structure) but not natural. A model
+trained on them learns this generator.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,13 +18,14 @@ from warpfold.data.synthetic.sidechain import add_side_chains
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM14_MASK, ATOM14_TO_ATOM37, RESTYPE_ORDER
 
-BATCH, ATTEMPTS = 48, 40  # blueprints built together, and how often before giving up
-SHORTEST, LONGEST = 30, 60
+# Number of blueprints that are built together, and of attempts.
+BATCH, MAX_ATTEMPTS = 48, 40
+MIN_LENGTH, MAX_LENGTH = 30, 60
 
 
 @dataclass(frozen=True)
 class Protein:
-    """A sample protein: atoms [N, 14, 3] in angstrom (0 where masked), and an alignment, its own row first."""
+    """A sample protein: atoms [N, 14, 3] in angstrom (0 where masked), and an alignment with itself as row 0."""
 
     name: str
     blueprint: Blueprint
@@ -36,21 +37,21 @@ class Protein:
 def make_protein(
     seed: int,
     index: int,
-    min_length: int = SHORTEST,
-    max_length: int = LONGEST,
+    min_length: int = MIN_LENGTH,
+    max_length: int = MAX_LENGTH,
     depth: tuple[int, int] = (16, 128),
     folds: Sequence[Fold] = FOLDS,
 ) -> Protein:
-    """Make protein `index` of the set `seed`; it depends on nothing else.
+    """Generate protein `index` of the set `seed`, as a pure function of the arguments.
 
-    Blueprints of one fold are drawn and built, many at once, until one packs and gets side chains without clashes.
-    Lengths in residues, depth in rows of the alignment, all inclusive.  Errors: UserError if no fold fits the lengths.
+    Blueprints of one fold are drawn and built in batches until one packs and gets side chains without clashes. Lengths
+    are in residues, depth in rows of the alignment, all inclusive. Raises UserError if no fold has these lengths.
     """
     rng = np.random.default_rng([seed, index])
     for blueprint, backbone in draw_backbones(rng, min_length, max_length, folds):
         sites = model_sites(blueprint, backbone)
-        if (made := add_side_chains(draw_query(sites, rng), backbone, sites.fixed)) is not None:
-            sequence, atoms = made
+        if (side_chains := add_side_chains(draw_query(sites, rng), backbone, sites.fixed)) is not None:
+            sequence, atoms = side_chains
             alignment = evolve(sites, sequence, blueprint, depth, rng)
             return Protein(f"sample{index:05d}", blueprint, sequence, atoms, alignment)
     raise no_fold(min_length, max_length)
@@ -59,21 +60,22 @@ def make_protein(
 def draw_backbones(
     rng: np.random.Generator, min_length: int, max_length: int, folds: Sequence[Fold] = FOLDS
 ) -> Iterator[tuple[Blueprint, Floats]]:
-    """Yield folds of these lengths that pack: blueprints, and their N, CA, C, O, CB [N, 5, 3] in angstrom.
+    """Yield compact folds of these lengths: blueprints, and their N, CA, C, O, CB [N, 5, 3] in angstrom.
 
-    They end when many attempts have been made.
+    The iterator ends after `MAX_ATTEMPTS` batches.
     """
     weights = np.array([fold.weight for fold in folds])
     fold = None
-    for _ in range(ATTEMPTS):
+    for _ in range(MAX_ATTEMPTS):
         fold = fold or folds[rng.choice(len(folds), p=weights / weights.sum())]
         blueprints = [draw_blueprint(fold, rng) for _ in range(BATCH)]
-        blueprints = [one for one in blueprints if min_length <= len(one.elements) <= max_length]
-        if not blueprints:  # this fold does not have these lengths
+        blueprints = [blueprint for blueprint in blueprints if min_length <= len(blueprint.elements) <= max_length]
+        if not blueprints:
+            # This fold does not have these lengths.
             fold = None
             continue
-        longest = max(len(one.torsions) for one in blueprints)
-        torsions = [np.pad(one.torsions, ((0, longest - len(one.torsions)), (0, 0))) for one in blueprints]
+        longest = max(len(blueprint.torsions) for blueprint in blueprints)
+        torsions = [np.pad(b.torsions, ((0, longest - len(b.torsions)), (0, 0))) for b in blueprints]
         for blueprint, padded in zip(blueprints, build(np.stack(torsions))):
             chain = padded[: len(blueprint.elements)]
             if is_compact(blueprint, chain) and not clashes(backbone := with_o_and_cb(chain, blueprint.torsions[:, 1])):
@@ -86,7 +88,7 @@ def no_fold(min_length: int, max_length: int) -> UserError:
 
 
 def to_chain(protein: Protein, name: str = "A", centre: Floats | None = None) -> Chain:
-    """Return the protein as `read_structure` would, float32, its `centre` [3] (by default its own) at the origin."""
+    """Convert a protein to a chain, as `read_structure` does. centre: [3], moved to the origin; default: mean CA."""
     types = np.array([RESTYPE_ORDER[letter] for letter in protein.sequence])
     count = len(types)
     residue, slot = np.nonzero(ATOM14_MASK[types])

@@ -1,8 +1,8 @@
-"""Sequences that follow a structure, and their evolution: site preferences from the fold, pairs in contact together.
+"""Draw sequences that fit a structure, and evolve them into alignments.
 
-Every site has a preference for each residue type, from its element, its burial and how much room there is.  Residues
-in contact are paired off, and a pair's two types are drawn together: charges attract, small goes with large.  The
-query and all its relatives are draws from this one distribution, so contacts covary.
+Every site has a preference for each residue type, which depends on its element, its burial and the free space.
+Residues in contact are paired, and the two types of a pair are drawn jointly: charges attract, and small residues pair
+with large ones. The query and all its relatives are drawn from this distribution, so contacts covary.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfold.data.formats.alignment import Alignment, decode, encode
-from warpfold.data.synthetic.backbone import Flags, Floats, across, apart, distances
+from warpfold.data.synthetic.backbone import Flags, Floats, across, distances, separations
 from warpfold.data.synthetic.folds import Blueprint
 from warpfold.geometry.residue import GAP, RESTYPE_ORDER, RESTYPES
 
@@ -27,14 +27,19 @@ PREFERENCES = {
     "Ls": "S4 G4 N4 D3 T2 K2",
     "Ts": "S4 K4 T2 G2",
 }
-# Where two chains touch: salt bridges either way round, or a hydrophobic patch; what is opposite decides.
+# Interfaces of two chains have salt bridges or hydrophobic patches, depending on the opposite residue.
 INTERFACE = "L8 I5 V4 A4 M3 F2 E4 K4 R2 D2"
-HELIX_FIRST, HELIX_LAST = "E8 P4 D4 S2 A1", "K8 R5 N2 Q1 A1"  # exposed ends of a helix: its dipole, proline at N1
-EXACT = 0.85  # how often a position that asks for letters gets the first of its choices
-BACKGROUND = 0.002  # for every type everywhere, so that nothing is impossible
+# Exposed ends of a helix compensate its dipole, with proline at N1.
+HELIX_FIRST, HELIX_LAST = "E8 P4 D4 S2 A1", "K8 R5 N2 Q1 A1"
+# Probability of the first choice at a position with required letters.
+EXACT = 0.85
+# Probability of every type at every site, so that nothing is impossible.
+BACKGROUND = 0.002
 
-CORE, BOUNDARY = 0.34, 0.56  # the most buried shares of helices and strands
-TIGHT, ROOMY = 5.2, 6.6  # angstrom from CB to the nearest CB of another body
+# Quantiles of burial in helices and strands.
+CORE, BOUNDARY = 0.34, 0.56
+# Distances in angstrom from CB to the nearest CB of another body.
+TIGHT, ROOMY = 5.2, 6.6
 SMALL = {"A": 6.0, "G": 0.4, "S": 1.5, "V": 0.7, "L": 0.15, "I": 0.15, "M": 0.1, "F": 0.02, "W": 0.005, "Y": 0.02}
 LARGE = {"A": 0.3, "L": 1.5, "F": 2.5, "W": 2.5, "Y": 2.0, "M": 1.5, "V": 0.7}
 
@@ -42,7 +47,8 @@ LARGE = {"A": 0.3, "L": 1.5, "F": 2.5, "W": 2.5, "Y": 2.0, "M": 1.5, "V": 0.7}
 VOLUMES = np.array([89, 174, 114, 111, 109, 144, 138, 60, 153, 167, 167, 169, 163, 190, 113, 89, 116, 228, 194, 140.0])
 CHARGES = np.array([{"K": 1, "R": 1, "D": -1, "E": -1}.get(letter, 0) for letter in RESTYPES])
 HYDROPHOBIC = np.array([letter in "AVILMFWYC" for letter in RESTYPES])
-PAIR_REACH, INTERFACE_REACH = 7.5, 9.0  # angstrom between CB of a pair, in a chain and between two
+# Largest distances in angstrom of the CB of a pair, within a chain and between chains.
+PAIR_REACH, INTERFACE_REACH = 7.5, 9.0
 CHARGE_GAIN, HYDROPHOBIC_GAIN, VOLUME_SPREAD = 2.0, 1.0, 22.0
 
 
@@ -50,8 +56,8 @@ CHARGE_GAIN, HYDROPHOBIC_GAIN, VOLUME_SPREAD = 2.0, 1.0, 22.0
 class Sites:
     """The distribution of the sequences of a fold.
 
-    preferences: [N, 20], rows sum to 1.  fixed: [N], sites whose type their loop asks for.  pairs: sites that evolve
-    together, each in one pair at most.  couplings: for each pair, the probabilities of its two types [20, 20].
+    preferences: [N, 20], rows sum to 1. fixed: [N], sites with required types. pairs: sites that evolve jointly, each
+    in at most one pair. couplings: joint probabilities [20, 20] of the types of each pair.
     """
 
     preferences: Floats
@@ -61,10 +67,10 @@ class Sites:
 
 
 def model_sites(blueprint: Blueprint, backbone: Floats, second: int | None = None) -> Sites:
-    """Model the sequences of a fold: the preferences of each site, and which sites are paired.
+    """Compute the distribution of sequences of a fold: the preferences of each site, and the pairs of sites.
 
-    backbone: N, CA, C, O, CB [N, 5, 3], angstrom.  second: where a second chain begins; residues that touch across the
-    interface are paired first.
+    backbone: N, CA, C, O, CB [N, 5, 3], angstrom. second: first residue of a second chain; residues in contact across
+    the interface are paired first.
     """
     ca, cb = backbone[:, 1], backbone[:, 4]
     cb_cb = distances(cb, cb)
@@ -80,7 +86,7 @@ def model_sites(blueprint: Blueprint, backbone: Floats, second: int | None = Non
         chain = np.arange(len(ca)) >= second
         pairs = _pair_off(cb_cb, chain[:, None] != chain, busy, INTERFACE_REACH)
         touching = [i for pair in pairs for i in pair]
-        rows[touching], busy[touching] = _shares(INTERFACE), True
+        rows[touching], busy[touching] = _parse_preferences(INTERFACE), True
     pairs += _pair_off(cb_cb, between | across(strands), busy, PAIR_REACH)
     couplings = []
     for i, j in pairs:
@@ -90,17 +96,17 @@ def model_sites(blueprint: Blueprint, backbone: Floats, second: int | None = Non
 
 
 def _burial(ca: Floats, cb: Floats) -> Floats:
-    """Return how many CB lie ahead of each side chain, within some 10 A: [N]."""
-    ahead = cb - ca
-    toward = cb[None, :, :] - ca[:, None, :]
-    far = np.linalg.norm(toward, axis=-1) + 1e-9
-    cosine = (toward * ahead[:, None, :]).sum(-1) / far / np.linalg.norm(ahead, axis=-1)[:, None]
-    counted = np.clip((10.5 - far) / 2.0, 0.0, 1.0) * np.clip((cosine - 0.1) / 0.5, 0.0, 1.0)
-    return np.where(apart(len(ca)) > 4, counted, 0.0).sum(1)
+    """Count the CB in the direction of each side chain, within about 10 angstrom and with smooth limits: [N]."""
+    direction = cb - ca
+    offset = cb[None, :, :] - ca[:, None, :]
+    distance = np.linalg.norm(offset, axis=-1) + 1e-9
+    cosine = (offset * direction[:, None, :]).sum(-1) / distance / np.linalg.norm(direction, axis=-1)[:, None]
+    weight = np.clip((10.5 - distance) / 2.0, 0.0, 1.0) * np.clip((cosine - 0.1) / 0.5, 0.0, 1.0)
+    return np.where(separations(len(ca)) > 4, weight, 0.0).sum(1)
 
 
 def _layers(blueprint: Blueprint, burial: Floats) -> str:
-    """Return core, boundary or surface (c, b, s) for each residue, by rank among those of helices and strands."""
+    """Classify residues as core, boundary or surface (c, b, s), by rank among those of helices and strands."""
     inside = np.flatnonzero(blueprint.bodies >= 0)
     rank = np.ones(len(burial))
     rank[inside] = np.argsort(np.argsort(-burial[inside], kind="stable")) / len(inside)
@@ -108,7 +114,7 @@ def _layers(blueprint: Blueprint, burial: Floats) -> str:
 
 
 def _preferences(blueprint: Blueprint, i: int, layer: str, room: float) -> Floats:
-    """Return the preferences of site i [20]."""
+    """Compute the preferences of site i [20]."""
     if letters := blueprint.letters[i]:
         row = np.full(20, BACKGROUND)
         for k, letter in enumerate(letters):
@@ -121,17 +127,18 @@ def _preferences(blueprint: Blueprint, i: int, layer: str, room: float) -> Float
             text = HELIX_FIRST
         elif blueprint.elements[min(i + 3, len(blueprint.elements) - 1)] != "H":
             text = HELIX_LAST
-    row = _shares(text)
+    row = _parse_preferences(text)
     for letter, factor in (SMALL if room < TIGHT else LARGE if room > ROOMY and layer == "c" else {}).items():
         row[RESTYPE_ORDER[letter]] *= factor
     if room < TIGHT:
         row[RESTYPE_ORDER["A"]] += 0.05
-    row = row + BACKGROUND * (np.arange(20) != RESTYPE_ORDER["P"])  # proline breaks helices and strands
+    # Proline breaks helices and strands.
+    row = row + BACKGROUND * (np.arange(20) != RESTYPE_ORDER["P"])
     return row / row.sum()
 
 
-def _shares(text: str) -> Floats:
-    """Return relative preferences "L10 A5" as shares of all [20]."""
+def _parse_preferences(text: str) -> Floats:
+    """Parse relative preferences such as "L10 A5" to probabilities [20]."""
     row = np.zeros(20)
     for word in text.split():
         row[RESTYPE_ORDER[word[0]]] = float(word[1:])
@@ -139,7 +146,7 @@ def _shares(text: str) -> Floats:
 
 
 def _pair_off(cb_cb: Floats, allowed: Flags, busy: Flags, reach: float) -> list[tuple[int, int]]:
-    """Pair off residues in contact, nearest first; each is in one pair at most, and those that are busy in none."""
+    """Pair residues in contact, nearest first. Each is in at most one pair; busy residues are in none."""
     allowed = allowed & (cb_cb < reach) & ~busy[:, None] & ~busy[None, :]
     first, second = np.nonzero(np.triu(allowed, 5))
     taken: set[int] = set()
@@ -153,30 +160,30 @@ def _pair_off(cb_cb: Floats, allowed: Flags, busy: Flags, reach: float) -> list[
 
 
 def _coupling(volume: float) -> Floats:
-    """Return how much each pair of types likes to touch [20, 20], where the two side chains should fill `volume`."""
+    """Compute the weight of each pair of types in contact [20, 20]. volume: preferred volume of both side chains."""
     charge = -CHARGE_GAIN * CHARGES[:, None] * CHARGES[None, :]
-    alike = HYDROPHOBIC_GAIN * np.where(HYDROPHOBIC[:, None] == HYDROPHOBIC[None, :], 1.0, -1.0)
+    polarity = HYDROPHOBIC_GAIN * np.where(HYDROPHOBIC[:, None] == HYDROPHOBIC[None, :], 1.0, -1.0)
     fill = -(((VOLUMES[:, None] + VOLUMES[None, :] - volume) / VOLUME_SPREAD) ** 2) / 2.0
     fill = np.where(HYDROPHOBIC[:, None] & HYDROPHOBIC[None, :], fill, 0.0)
-    return np.exp(charge + alike + fill)
+    return np.exp(charge + polarity + fill)
 
 
 def draw(model: Sites, start: NDArray[np.uint8], change: Floats, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """Draw sites anew: start [R, N] codes, each site or pair of row r with probability change[r]; pairs jointly."""
+    """Mutate sequences: redraw each site of row r with probability change[r], pairs jointly. start: codes [R, N]."""
     rows = start.copy()
     for i in sorted(set(range(start.shape[1])).difference(*model.pairs)):
-        anew = rng.random(len(rows)) < change
+        is_redrawn = rng.random(len(rows)) < change
         types = np.searchsorted(np.cumsum(model.preferences[i]), rng.random(len(rows)))
-        rows[anew, i] = np.minimum(types, 19)[anew]
+        rows[is_redrawn, i] = np.minimum(types, 19)[is_redrawn]
     for (i, j), joint in zip(model.pairs, model.couplings):
-        anew = rng.random(len(rows)) < change
+        is_redrawn = rng.random(len(rows)) < change
         both = np.minimum(np.searchsorted(np.cumsum(joint), rng.random(len(rows))), 399)
-        rows[anew, i], rows[anew, j] = (both // 20)[anew], (both % 20)[anew]
+        rows[is_redrawn, i], rows[is_redrawn, j] = (both // 20)[is_redrawn], (both % 20)[is_redrawn]
     return rows
 
 
 def draw_query(model: Sites, rng: np.random.Generator) -> str:
-    """Draw a sequence."""
+    """Draw a sequence from the distribution."""
     blank = np.zeros((1, len(model.fixed)), dtype=np.uint8)
     return decode(draw(model, blank, np.ones(1), rng)[0])
 
@@ -184,9 +191,9 @@ def draw_query(model: Sites, rng: np.random.Generator) -> str:
 def evolve(
     model: Sites, sequence: str, blueprint: Blueprint, depth: tuple[int, int], rng: np.random.Generator
 ) -> Alignment:
-    """Return an alignment of relatives of `sequence`, the query first: between depth[0] and depth[1] rows.
+    """Evolve an alignment of relatives of `sequence`, which is the first row; depth: range of the number of rows.
 
-    A few clades diverge from the query by different amounts, and each row from its clade; some rows lose or gain
+    Clades diverge from the query by different amounts, and each row diverges from its clade. Some rows lose or gain
     residues in loops and at the ends.
     """
     count = int(rng.integers(depth[0], depth[1], endpoint=True)) - 1
@@ -202,7 +209,8 @@ def evolve(
             row[rng.choice(inner)] = GAP
         if rng.random() < 0.15:
             inserted[rng.choice(inner)] = rng.integers(1, 4)
-        if rng.random() < 0.2:  # a fragment
+        # Some rows are fragments.
+        if rng.random() < 0.2:
             row[: rng.integers(1, 7)] = GAP
         if rng.random() < 0.2:
             row[-rng.integers(1, 7) :] = GAP

@@ -1,4 +1,4 @@
-"""Side chains of sample proteins: rotamers placed by ideal geometry, chosen so that none clash."""
+"""Add side chains to sample proteins: rotamers of ideal geometry, chosen to avoid clashes."""
 
 from functools import cache
 
@@ -52,21 +52,25 @@ ROTAMERS: dict[str, tuple[tuple[int, ...], ...]] = {
     "V": ((175,), (-60,), (63,)),
 }
 
-# What a residue becomes when no rotamer of it fits.
+# The replacement of a residue if none of its rotamers fits.
 SMALLER = dict(zip("WFYMLIVRKQEDNHTSCPA", "FLFLVVAKQSSSSSSAAAG"))
 
-SOFT = 0.4  # angstrom beyond the closest approach at which rotamers begin to avoid each other
-COMMONER = 0.01  # penalty per position in the table of rotamers, angstrom^2
+# Rotamers are penalised from this distance in angstrom above the closest approach on.
+SOFT = 0.4
+# Penalty in angstrom² per index in the table of rotamers, which starts with the most frequent one.
+RARITY_PENALTY = 0.01
+# Sweeps over all residues, and rounds of replacing residues.
 SWEEPS, ROUNDS = 4, 6
 
-# Bonds from CA to N, CA, C, O, CB of the residue before, its own (CB lies on the way out: -1), and the next.
+# Number of bonds from CA to N, CA, C, O, CB of the previous residue, of its own (CB is part of the side chain: -1), and
+# of the next residue.
 BONDS_FROM_CA = {-1: (4, 3, 2, 3, 4), 0: (1, 0, 1, 2, -1), 1: (2, 3, 4, 5, 4)}
-# The same from N: CD of proline is bonded to it.
+# The same from N, to which CD of proline is bonded.
 BONDS_FROM_N = {-1: (3, 2, 1, 2, 3), 0: (0, 1, 2, 3, 2), 1: (3, 4, 5, 6, 5)}
 
 
-# Side-chain atoms past CB are columns 5 and on of atom14.  For each residue type: how many bonds they are from CA (as
-# the Greek letters count), and which are nitrogen or oxygen.
+# Side-chain atoms after CB are the columns from 5 on of atom14. For each residue type: their number of bonds from CA
+# (the order of the Greek letters), and whether they are nitrogen or oxygen.
 SIDE = 5
 SIDE_DEPTH = [np.array(["ABGDEZH".index(name[1]) for name in names[SIDE:] if name], int) for names in ATOM14_NAMES]
 SIDE_POLAR = [np.array([name[0] in "NO" for name in names[SIDE:] if name], bool) for names in ATOM14_NAMES]
@@ -74,10 +78,7 @@ SIDE_POLAR = [np.array([name[0] in "NO" for name in names[SIDE:] if name], bool)
 
 @cache
 def rotamers(letter: str) -> Floats:
-    """Return the atoms of all rotamers in the frame of N, CA, C: [K, 14, 3], angstrom; O as if psi were 0.
-
-    This is Supp. Alg. 24.
-    """
+    """Compute the atoms of all rotamers in the frame of N, CA, C, with psi 0 (Supp. Alg. 24): [K, 14, 3], angstrom."""
     restype = RESTYPE_ORDER[letter]
     default = RIGID_GROUP_FRAMES[restype].astype(np.float64)
     atoms = np.concatenate([ATOM14_GROUP_POSITIONS[restype], np.ones((14, 1))], axis=-1)
@@ -96,24 +97,25 @@ def rotamers(letter: str) -> Floats:
 def add_side_chains(
     sequence: str, backbone: Floats, fixed: Flags, *, second: int | None = None, symmetric: bool = False
 ) -> tuple[str, Floats] | None:
-    """Choose rotamers that do not clash; a residue without such a rotamer becomes a smaller one.
+    """Choose rotamers without clashes. A residue without such a rotamer is replaced by a smaller one.
 
-    sequence: N letters.  backbone: N, CA, C, O, CB [N, 5, 3], angstrom.  fixed: [N], residues that must stay.
-    second: where a second chain begins.  symmetric: the backbone is that of two chains [2 N, 5, 3] with C2 symmetry,
-    both of this sequence, and their side chains are to be alike.
-    Returns the sequence and its atoms [N, 14, 3] (or [2 N, 14, 3]), 0 where masked, or None if some clashes remain.
+    sequence: N letters. backbone: N, CA, C, O, CB [N, 5, 3], angstrom. fixed: [N], residues that must not change.
+    second: first residue of a second chain. symmetric: the backbone has two chains [2 N, 5, 3] with C2 symmetry and
+    this sequence, and both get the same rotamers.
+    Returns the sequence and its atoms [N, 14, 3] (or [2 N, 14, 3]), 0 where masked, or None if clashes remain.
     """
     letters, copies = list(sequence), 2 if symmetric else 1
     rotation, origin = frames(backbone)
-    place = np.arange(len(backbone))
-    place[second:] += 0 if second is None else len(place)  # not bonded to the first chain
+    number = np.arange(len(backbone))
+    # The offset makes the second chain not bonded to the first one.
+    number[second:] += 0 if second is None else len(number)
     for _ in range(ROUNDS):
-        choice, clashes = _choose_rotamers(letters * copies, backbone, place, symmetric)
+        choice, clashes = _choose_rotamers(letters * copies, backbone, number, symmetric)
         if not clashes:
-            whole = letters * copies
-            atoms = np.stack([rotamers(a)[k] @ r.T + o for a, k, r, o in zip(whole, choice, rotation, origin)])
+            all_letters = letters * copies
+            atoms = np.stack([rotamers(a)[k] @ r.T + o for a, k, r, o in zip(all_letters, choice, rotation, origin)])
             atoms[:, :4] = backbone[:, :4]
-            return "".join(letters), atoms * ATOM14_MASK[[RESTYPE_ORDER[letter] for letter in whole]][..., None]
+            return "".join(letters), atoms * ATOM14_MASK[[RESTYPE_ORDER[letter] for letter in all_letters]][..., None]
         for pair in clashes:
             free = [i for i in pair if not fixed[i] and letters[i] in SMALLER]
             if not free:
@@ -124,13 +126,13 @@ def add_side_chains(
 
 
 def _choose_rotamers(
-    letters: list[str], backbone: Floats, place: Integers, symmetric: bool
+    letters: list[str], backbone: Floats, number: Integers, symmetric: bool
 ) -> tuple[list[int], list[tuple[int, ...]]]:
-    """Return each residue's rotamer, and the groups of one or two residues that clash (one: with the backbone).
+    """Choose a rotamer for each residue, and list clashes.
 
-    place: [N], numbers along the chain.  symmetric: the second half must choose as the first does; only clashes of the
-    first are returned.
-    M: the atoms past CB of all rotamers of the chain, one rotamer after another; R: the rotamers.
+    number: [N], residue numbers; bonded residues have consecutive numbers. symmetric: the second half gets the rotamers
+    of the first half, and only clashes of the first half are listed.
+    Returns the rotamers, and the clashing residues: a residue with the backbone, or a pair of residues.
     """
     rotation, origin = frames(backbone)
     placed, owners, options, depths, polars = [], [], [], [], []
@@ -143,51 +145,55 @@ def _choose_rotamers(
         depths.append(np.tile(depth, len(local)))
         polars.append(np.tile(polar, len(local)))
     atoms, owner, option, depth, polar = map(np.concatenate, (placed, owners, options, depths, polars))
-    starts = np.flatnonzero(np.diff(owner * 100 + option, prepend=-1))  # the first atom of each rotamer
+    # The first atom of each rotamer.
+    starts = np.flatnonzero(np.diff(owner * 100 + option, prepend=-1))
     residue, option = owner[starts], option[starts]
 
     proline = np.array([letter == "P" for letter in letters])
-    own = np.maximum.reduceat(_overlap_backbone(atoms, owner, polar, depth, proline, backbone, place).max(1), starts)
+    overlap = _overlap_backbone(atoms, owner, polar, depth, proline, backbone, number)
+    single = np.maximum.reduceat(overlap.max(1), starts)
     limit = np.where(polar[:, None] & polar[None, :], MIN_POLAR, MIN_DISTANCE)
     overlap = np.maximum(limit + SOFT - distances(atoms, atoms), 0.0)
     pair = np.maximum.reduceat(np.maximum.reduceat(overlap, starts, axis=0), starts, axis=1)
-    if symmetric:  # what a rotamer of the first chain meets, in both; it may meet its own copy
+    if symmetric:
+        # Combine the overlaps within the first chain and across the interface, also of a residue with its own copy.
         half = len(starts) // 2
         across = pair[:half, half:]
-        own = np.maximum(own[:half], across.diagonal())
+        single = np.maximum(single[:half], across.diagonal())
         pair = np.maximum(pair[:half, :half], across)
         residue, option = residue[:half], option[:half]
     pair[residue[:, None] == residue[None, :]] = 0.0
 
-    # Every residue in turn takes the rotamer that fits best with the present rotamers of the others.
-    alone, together = own**2 + COMMONER * option, pair**2
+    # Coordinate descent: each residue takes the best rotamer for the current rotamers of the others.
+    single_cost, pair_cost = single**2 + RARITY_PENALTY * option, pair**2
     members = [np.flatnonzero(residue == i) for i in np.unique(residue)]
-    taken = np.array([m[alone[m].argmin()] for m in members])
+    chosen = np.array([m[single_cost[m].argmin()] for m in members])
     for _ in range(SWEEPS):
         for k, m in enumerate(members):
-            taken[k] = m[(alone[m] + together[np.ix_(m, taken)].sum(1)).argmin()]
+            chosen[k] = m[(single_cost[m] + pair_cost[np.ix_(m, chosen)].sum(1)).argmin()]
 
     choice = np.zeros(len(letters) // (2 if symmetric else 1), int)
-    choice[residue[taken]] = option[taken]
-    clashes: list[tuple[int, ...]] = [(int(residue[r]),) for r in taken if own[r] > SOFT]
-    first, second = np.nonzero(np.triu(pair[np.ix_(taken, taken)] > SOFT))
-    clashes += [(int(residue[taken[a]]), int(residue[taken[b]])) for a, b in zip(first, second)]
+    choice[residue[chosen]] = option[chosen]
+    clashes: list[tuple[int, ...]] = [(int(residue[r]),) for r in chosen if single[r] > SOFT]
+    first, second = np.nonzero(np.triu(pair[np.ix_(chosen, chosen)] > SOFT))
+    clashes += [(int(residue[chosen[a]]), int(residue[chosen[b]])) for a, b in zip(first, second)]
     return choice.tolist() * (2 if symmetric else 1), clashes
 
 
 def _overlap_backbone(
-    atoms: Floats, owner: Integers, polar: Flags, depth: Integers, proline: Flags, backbone: Floats, place: Integers
+    atoms: Floats, owner: Integers, polar: Flags, depth: Integers, proline: Flags, backbone: Floats, number: Integers
 ) -> Floats:
-    """Return by how much side-chain atoms come too close to N, CA, C, O, CB of any residue [M, 5 N], SOFT included."""
+    """Compute the overlap (with SOFT) of side-chain atoms with N, CA, C, O, CB of all residues: [M, 5 N], angstrom."""
     length = len(backbone)
-    along = np.abs(place[owner][:, None] - place[None, :])[:, :, None]
-    limit = np.where(along <= 1, MIN_NEIGHBOUR, MIN_DISTANCE)
+    separation = np.abs(number[owner][:, None] - number[None, :])[:, :, None]
+    limit = np.where(separation <= 1, MIN_NEIGHBOUR, MIN_DISTANCE)
     limit = np.where(polar[:, None, None] & BACKBONE_POLAR, MIN_POLAR, limit)
-    far = distances(atoms, backbone.reshape(-1, 3)).reshape(-1, length, 5)
-    overlap = np.maximum(limit + SOFT - far, 0.0)
+    distance = distances(atoms, backbone.reshape(-1, 3)).reshape(-1, length, 5)
+    overlap = np.maximum(limit + SOFT - distance, 0.0)
+    # Atoms within three bonds may be close.
     for offset in (-1, 0, 1):
         near = np.clip(owner + offset, 0, length - 1)
-        m = np.flatnonzero(place[near] == place[owner] + offset)
+        m = np.flatnonzero(number[near] == number[owner] + offset)
         bonds = depth[m, None] + np.array(BONDS_FROM_CA[offset])
         through_n = 4 - depth[m, None] + np.array(BONDS_FROM_N[offset])
         bonds = np.where(proline[owner[m], None], np.minimum(bonds, through_n), bonds)
