@@ -30,7 +30,7 @@ MAX_SUBSEQUENCE = 0.95
 MIN_ATOMS = 5  # of a template on the query
 # Largest distance in angstrom between neighbours in a template's chain (AlphaFold2's data/templates.py).
 MAX_CA_DISTANCE = 150.0
-# An alignment of only two sequences with a lower identity is doubtful (docs/templates.md).
+# An alignment of only two sequences with a lower identity is doubtful (docs/howto/alignments.md).
 LOW_IDENTITY = 0.3
 
 

@@ -76,7 +76,7 @@ class SampleConfig:
     # Fraction of examples for which the backbone FAPE is not clamped (Supp. 1.11.5).
     unclamped_fraction: float = 0.1
     # Replacement for an extra MSA without rows. AlphaFold2 uses a masked row, whose outer product is the bias divided
-    # by 0.001. On shallow alignments, the gradient of this bias dominates all others (docs/decisions/0007).
+    # by 0.001. On shallow alignments, the gradient of this bias dominates all others.
     empty_extra: Literal["masked", "query"] = "masked"
     # The next two settings apply only to predictions (`warpfold pack --predicted`). Residues with a lower pLDDT are
     # masked in all structure losses.
@@ -227,7 +227,8 @@ def row_budget(length: int, config: SampleConfig) -> int | None:
 def predicted_cost(length: int, depth: int, config: SampleConfig, passes: int = 1, train: bool = True) -> float:
     """Predict the cost of computing the features of an example from its sizes, in milliseconds on one core of 2024.
 
-    The formula is fitted to measurements (docs/features.md), so the result is the same on every machine.
+    The formula is fitted to measurements (docs/explanation/architecture.md), so the result is the same on every
+    machine.
     """
     if not train:
         return _cost(length, depth, depth, passes, replace(config, crop=None))

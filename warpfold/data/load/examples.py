@@ -1,4 +1,4 @@
-"""Define the dataset of a run and the order of its examples, for `engine.ready.Ready` (docs/loader.md).
+"""Define the dataset of a run and its order, for `engine.ready.Ready` (docs/explanation/parallel_training.md).
 
 `ExampleDataset` is the map-style dataset. `RunOrder` yields the examples of this process, those of a `Schedule`, as
 indices of the dataset.

@@ -91,7 +91,7 @@ class Workers:
         # Number of consecutive processes that died at their start.
         self._failed_starts = 0
         # A fork server imports the libraries once and shares their memory. A worker then needs 4 MB instead of 140 MB
-        # and starts immediately (docs/loader.md).
+        # and starts immediately (docs/explanation/parallel_training.md).
         self._context: ForkServerContext | SpawnContext = get_context("spawn")
         if "forkserver" in get_all_start_methods():
             self._context = get_context("forkserver")

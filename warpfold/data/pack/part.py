@@ -1,4 +1,4 @@
-"""Write and read the parts of a store: folders with a result file for each finished job (docs/decisions/0029).
+"""Write and read the parts of a store: folders with a result file for each finished job (docs/reference/formats.md).
 
 The folder is called `store.part-I-of-N.partial` until all jobs are finished. Then it is renamed to `store.part-I-of-N`
 and never changes. A result file gets its name when it is complete, so the file names are the state of the run, and a

@@ -1,4 +1,4 @@
-"""Fetch the alignments of proteins and complexes from the user's alignment server (docs/predict.md).
+"""Fetch the alignments of proteins and complexes from the user's alignment server (docs/howto/alignments.md).
 
 Sequences are requested one at a time, followed by the paired alignments of complexes. Cached answers are not requested
 again.

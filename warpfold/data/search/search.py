@@ -1,4 +1,4 @@
-"""`warpfold search`: search for alignments and template hits of many proteins (docs/search.md).
+"""`warpfold search`: search for alignments and template hits of many proteins (docs/howto/alignments.md).
 
 Every result is cached under a hash of the sequence, the database's contents and all settings, and the output is written
 from the cache. A stopped run continues, and no search is repeated.

@@ -1,4 +1,4 @@
-"""Request alignments from a server with ColabFold's protocol, if the user has named one (docs/predict.md).
+"""Request alignments from a server with ColabFold's protocol, if the user has named one (docs/howto/alignments.md).
 
 The protocol, from the server's source code (github.com/soedinglab/MMseqs2-App, backend/server.go, jobsystem.go):
 

@@ -28,7 +28,8 @@ from warpfold.errors import UserError
 from warpfold.files import read_file, writing
 from warpfold.geometry.residue import UNKNOWN
 
-# Unique sequences that are clustered without MMseqs2. This takes about four minutes on one core (docs/formats.md).
+# Unique sequences that are clustered without MMseqs2. This takes about four minutes on one core
+# (docs/reference/formats.md).
 MAX_SEQUENCES = 30_000
 # Identity over the shorter chain, as in CD-HIT. The longest member represents a cluster. Members that the cascade has
 # assigned indirectly are compared with their representative again. The index is not split to fit into memory, because

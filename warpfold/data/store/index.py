@@ -1,4 +1,4 @@
-"""Read and write the index of a store: columns of numbers and texts in a memory-mapped file (docs/formats.md).
+"""Read and write the index of a store: columns in a memory-mapped file (docs/reference/formats.md).
 
 An index of a million entries consists of a few dozen arrays. Opening it creates views of the arrays and no Python
 objects per entry. Texts are decoded on access. All processes of a machine share one copy, and nothing is parsed.

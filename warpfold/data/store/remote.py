@@ -1,6 +1,6 @@
 """Read stores at an address through fsspec, in blocks that are cached on this machine.
 
-Credentials are those of each service's own tools (docs/object_stores.md).
+Credentials are those of each service's own tools (docs/howto/import.md).
 """
 
 import contextlib
@@ -38,7 +38,7 @@ CHECK_FRACTION = 1 / 256
 PAUSES = (1.0, 5.0)
 # Seconds without a connection, and without a byte.
 CONNECT_TIMEOUT, READ_TIMEOUT = 30.0, 60.0
-INSTALL = "pip install 'warpfold[remote]'"
+INSTALL = "pip install '.[remote]'"
 # Package of each scheme, and how to install it.
 SCHEMES = {
     "s3": ("s3fs", INSTALL),

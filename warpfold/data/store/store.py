@@ -1,4 +1,4 @@
-"""Write and read stores: records of named arrays, compressed in blocks with checksums (docs/formats.md).
+"""Write and read stores: records of named arrays, compressed in blocks with checksums (docs/reference/formats.md).
 
 A store is a folder of shards, an index and a `store.json`. A shard is a sequence of records. The index holds their
 locations and the sizes that sampling needs, so that opening a store reads no records. A record starts with a small

@@ -2,7 +2,7 @@
 
 The alignment of a chain is stored in tiles of columns. The blobs of a store contain neighbouring rows, so a reader
 fetches the blobs around the sampled rows, from the tiles that overlap the crop. Deletions are sparse and stored as
-compressed sparse columns, so that those of a crop are contiguous (measured: docs/decisions/0008).
+compressed sparse columns, so that those of a crop are contiguous (measured).
 
 The record of an assembly lists the keys of its chains and their operators. The index column `chains` holds the keys of
 the chains too (None for a chain's own record), so that sampling reads no records.
@@ -39,7 +39,7 @@ REQUIRED = ("aatype", "residue_index", "profile", "msa", "deletion_starts", "del
 
 
 def example_arrays(raw: RawExample) -> Arrays:
-    """Convert an example to the arrays of a store (docs/formats.md). `example_notes` has the other fields."""
+    """Convert an example to the arrays of a store (docs/reference/formats.md). `example_notes` has the other fields."""
     arrays = {name: getattr(raw, name) for name in PER_RESIDUE if getattr(raw, name) is not None}
     arrays |= {"msa": to_tiles(raw.msa), **to_columns(raw.deletions)}
     if raw.templates is not None and len(raw.templates):
