@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from warpfold.data.example.pairing import (
-    MOST_OF_A_SPECIES,
+    MAX_SPECIES_ROWS,
     Pairing,
     hash_name,
     make_pairing,
@@ -87,8 +87,8 @@ def test_a_chain_without_species_gets_gaps() -> None:
 
 
 def test_a_species_with_too_many_rows_is_not_paired() -> None:
-    most = [5] * MOST_OF_A_SPECIES
-    assert len(pair_rows([pairing(most), pairing(most)])) == 1 + MOST_OF_A_SPECIES
+    most = [5] * MAX_SPECIES_ROWS
+    assert len(pair_rows([pairing(most), pairing(most)])) == 1 + MAX_SPECIES_ROWS
     assert len(pair_rows([pairing([*most, 5]), pairing([5, 6]), pairing([6])])) == 2
 
 
@@ -102,7 +102,7 @@ def reference(pairings: Sequence[Pairing]) -> list[tuple[int, ...]]:
     for species in sorted(set().union(*rows_of) - {0}):
         own = [rows.get(species, []) for rows in rows_of]
         have = [rows for rows in own if rows]
-        if len(have) < 2 or max(map(len, have)) > MOST_OF_A_SPECIES:
+        if len(have) < 2 or max(map(len, have)) > MAX_SPECIES_ROWS:
             continue
         ranked = [sorted(rows, key=lambda row: -one.identity[row]) for one, rows in zip(pairings, own)]
         found += [

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from warpfold.data.features import choose
 from warpfold.data.features.choose import (
-    RUN,
+    RUN_ROWS,
     SampleConfig,
     crop_start,
     delete_blocks,
@@ -84,9 +84,9 @@ def test_runs_stay_whole_and_within_the_budget(depth: int, count: int, seed: int
     assert rows[0] == 0
     assert (np.diff(rows) > 0).all()
     assert len(rows) <= count
-    if count > 4 * RUN:
-        assert len(rows) > count - 2 * RUN  # the budget is used
-        assert (np.diff(rows) > 3).sum() <= len(rows) / (RUN / 2) + 2  # in few pieces
+    if count > 4 * RUN_ROWS:
+        assert len(rows) > count - 2 * RUN_ROWS  # the budget is used
+        assert (np.diff(rows) > 3).sum() <= len(rows) / (RUN_ROWS / 2) + 2  # in few pieces
 
 
 def test_a_prediction_uses_every_row_and_the_best_templates() -> None:
