@@ -240,7 +240,7 @@ def test_refusals_are_counted_by_kind(tmp_path: Path) -> None:
     _, outcomes = templates_from_hits(QUERY, hits, Library(tmp_path), max_date=day(2000, 1, 1))
     assert [outcome.missing for outcome in outcomes] == [True] * 3 + [False] * 3
     assert count_refusals(outcomes) == {
-        "has no N.cif or N.cif.gz; add it, or do without": 3,
+        "has no N.cif or N.cif.gz. Add it, or do without": 3,
         "released N, after N": 3,
     }
     _, outcomes = templates_from_hits(QUERY, hits, Library(tmp_path))
@@ -371,7 +371,7 @@ def test_a_homolog_is_aligned_with_its_gaps(tmp_path: Path) -> None:
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     seen = random_chain("A", OTHER)
     path = put(tmp_path, "x.cif", seen)
-    with pytest.raises(UserError, match=r"x\.cif: has no protein chain Z; choose from A"):
+    with pytest.raises(UserError, match=r"x\.cif: has no protein chain Z. Choose from A"):
         template_from_file(QUERY, path, "Z")
     tail = put(tmp_path, "tail.cif", random_chain("A", QUERY + OTHER, missing=range(len(QUERY))))
     with pytest.raises(UserError, match=r"tail\.cif: .*with fewer than 5 atoms"):

@@ -167,7 +167,7 @@ def test_wrong_addresses_are_one_line(server: FileServer, monkeypatch: pytest.Mo
 
 def test_a_store_without_a_shard_and_a_server_without_ranges(server: FileServer) -> None:
     shard = server.files.pop("pdb/shard-00000.wfs")
-    with pytest.raises(UserError, match=r"shard-00000.wfs: cannot be read: no such object; copy the store again"):
+    with pytest.raises(UserError, match=r"shard-00000.wfs: cannot be read: no such object. Copy the store again"):
         Store(f"{server.url}/pdb")
     server.files["pdb/shard-00000.wfs"] = shard
     server.ranges = False

@@ -113,7 +113,7 @@ def test_rows_are_read_without_the_other_blobs_and_damage_is_found_where_it_lies
         damaged.record("entry_0").read("msa", np.array([2000]))
     (tmp_path / "s/pack.json").write_text("{ }")
     assert [line.rpartition("s/")[2][:28] for line in damaged.verify()] == [
-        "pack.json: damaged or missing. ", "shard-00000.wfs: entry_0, ms",
+        "pack.json: damaged or missin", "shard-00000.wfs: entry_0, ms",
     ]  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
         ("[]", "damaged"),
         ('{"format": "x", "version": 2, "shards": []}', "not of a WarpFold store"),
         (json.dumps(top | {"version": 6}), r"a store of format 6, this WarpFold reads 5. Update WarpFold"),
-        *((json.dumps(top | {"version": old}), f"format {old}, .*; pack it again$") for old in range(1, 5)),
+        *((json.dumps(top | {"version": old}), f"format {old}, .*. Pack it again$") for old in range(1, 5)),
         (json.dumps(top | {"index": {}}), r"store\.json: damaged"),
         (json.dumps(top | {"files": [1]}), r"store\.json: damaged"),
         (json.dumps(top | {"index": top["index"] | {"bytes": 1}}), r"index\.wfi: \d+ bytes, 1 expected: cut short"),
@@ -196,7 +196,7 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"shard-00000\.wfs: \d+ bytes, \d+ expected: truncated"):
         Store(path)
     shard.unlink()
-    with pytest.raises(UserError, match=r"shard-00000\.wfs: cannot be read: No such file.*; copy the store again"):
+    with pytest.raises(UserError, match=r"shard-00000\.wfs: cannot be read: No such file.*. Copy the store again"):
         Store(path)
 
 

@@ -140,7 +140,7 @@ def test_only_what_is_chosen_is_read(store: Store, reads: dict[str, int]) -> Non
 
 
 def test_an_entry_of_something_else_is_refused(store: Store) -> None:
-    with pytest.raises(UserError, match=r"other: lacks residue_index, profile, msa.*pack the store again"):
+    with pytest.raises(UserError, match=r"other: lacks residue_index, profile, msa.*Pack the store again"):
         read_example(store, "other")
     with pytest.raises(KeyError):
         StoredExample(store, "nothing")

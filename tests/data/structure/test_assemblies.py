@@ -62,7 +62,7 @@ def test_copies_get_names_of_their_own() -> None:
 def test_an_assembly_is_not_longer_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assemblies, "MAX_CHAINS", 4)
     assert len(entry([("1", "1,2", "A,B")]).assembly().chains) == 4
-    with pytest.raises(UserError, match=r"1abc\.cif: assembly 1 has more than 4 chains; correct the file"):
+    with pytest.raises(UserError, match=r"1abc\.cif: assembly 1 has more than 4 chains. Correct the file"):
         entry([("1", "1,2", "A,B"), ("1", "3", "A")]).assembly()
 
 

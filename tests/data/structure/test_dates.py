@@ -50,7 +50,7 @@ def test_every_spelling_is_its_day(spelled: tuple[date, str]) -> None:
 )
 def test_what_is_no_date(text: str) -> None:
     assert parse_date(text) is None
-    with pytest.raises(UserError, match=r"--cutoff .*is not a date; write it as YYYY-MM-DD") as caught:
+    with pytest.raises(UserError, match=r"--cutoff .*is not a date. Write it as YYYY-MM-DD") as caught:
         parse_date_option(text, "--cutoff")
     assert "\n" not in str(caught.value)
     assert parse_date(None) is parse_date_option(None, "--cutoff") is None
