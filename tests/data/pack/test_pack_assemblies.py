@@ -237,7 +237,7 @@ def test_records_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
     refused("its chains and operators do not fit", key, ids=lambda ids: ids[:-1])
     refused("its chains and operators do not fit", key, entities=lambda numbers: numbers[:-1])
     lacking = rewritten(store, tmp_path / "lacking", "", without="1abc_B")
-    with pytest.raises(UserError, match="lacking: has no entry '1abc_B'. Pack the store again"):
+    with pytest.raises(UserError, match=r"lacking: has no entry '1abc_B'\. Pack the store again"):
         Source(lacking, assemblies=True)
 
 
