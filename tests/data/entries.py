@@ -1,4 +1,4 @@
-"""Structure files of a few residues, made in code: each test bends one thing."""
+"""Write structure files of a few residues. Each test changes one thing in them."""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,7 +21,7 @@ SHORT = {"altloc": "label_alt_id", "author": "auth_seq_id", "code": "pdbx_PDB_in
 
 
 def atom(name: str, residue: str, place: int, x: float | str = 0.0, **changes: object) -> Atom:
-    """One row of atom_site; `changes` by tag, `altloc`, `author`, `code`, `chain` for short."""
+    """Return a row of atom_site. changes: tag -> value; `altloc`, `author`, `code`, `chain` are short names of tags."""
     row: Atom = dict.fromkeys(TAGS, "?")
     row |= {"group_PDB": "ATOM", "label_atom_id": name, "label_alt_id": ".", "label_comp_id": residue}
     row |= {"label_seq_id": place, "Cartn_x": x, "Cartn_y": 1.0, "Cartn_z": place * 3.8, "occupancy": 1.0}
@@ -32,7 +32,7 @@ def atom(name: str, residue: str, place: int, x: float | str = 0.0, **changes: o
 
 
 def backbone(residue: str, place: int, **changes: object) -> list[Atom]:
-    """N, CA, C, O of a residue, 3.8 angstrom on from the one before."""
+    """Return the rows of N, CA, C and O of a residue, 3.8 angstrom from those of the residue before it."""
     return [atom(name, residue, place, float(i), **dict(changes)) for i, name in enumerate(("N", "CA", "C", "O"))]
 
 
@@ -43,7 +43,7 @@ def entry(
     more: str = "",
     without: Sequence[str] = (),
 ) -> str:
-    """An mmCIF file of one entity; `sequence` may give one place twice as 'SER/THR'; `without` drops columns."""
+    """Return an mmCIF file of one entity. sequence: perhaps two residues at a position, 'SER/THR'. without: columns."""
     rows = [(place + 1, name) for place, names in enumerate(sequence) for name in names.split("/")]
     text = "data_TEST\n#\n_entry.id TEST\n#\n" + more
     if sequence:
@@ -72,7 +72,7 @@ def random_chain(name: str, sequence: str, seed: int = 0, missing: Sequence[int]
 
 
 def _name_arginines(positions: np.ndarray, types: np.ndarray) -> None:
-    """NH1 nearer to CD than NH2, as the reader leaves them."""
+    """Swap NH1 and NH2 of arginines where NH2 is nearer to CD, as the reader does."""
     cd, nh1, nh2 = (ATOM_ORDER[name] for name in ("CD", "NH1", "NH2"))
     for i in np.flatnonzero(types == RESTYPE_ORDER["R"]):
         x = positions[i]
@@ -87,7 +87,7 @@ def loop(category: str, tags: Sequence[str], rows: Sequence[Sequence[object]]) -
 def assembly_text(
     generators: Sequence[tuple[str, str, str]], operators: Mapping[str, Sequence[float | str]] = OPERATORS
 ) -> str:
-    """mmCIF's categories of assemblies.  generators: assembly, operators, chains."""
+    """Return the mmCIF categories of assemblies. generators: (assembly, operators, chains)."""
     parts = [f"{part}" for row in "123" for part in (*(f"matrix[{row}][{c}]" for c in "123"), f"vector[{row}]")]
     return loop("pdbx_struct_assembly", ["id"], [[name] for name in dict.fromkeys(row[0] for row in generators)]) + (
         loop("pdbx_struct_assembly_gen", ["assembly_id", "oper_expression", "asym_id_list"], generators)

@@ -1,4 +1,4 @@
-"""Random examples for the tests of sampling."""
+"""Make random examples for tests of features."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from warpfold.geometry.residue import GAP
 
 
 def example(length: int = 40, depth: int = 60, seed: int = 0, labels: bool = True) -> RawExample:
-    """A random example: a family of noisy copies with gaps."""
+    """Return a random example whose alignment has noisy copies of the query with gaps."""
     rng = np.random.default_rng(seed)
     aatype = rng.integers(0, 21, length).astype(np.uint8)
     rows = np.where(rng.random((depth, length)) < 0.4, rng.integers(0, 22, (depth, length)), aatype).astype(np.uint8)
@@ -21,7 +21,7 @@ def example(length: int = 40, depth: int = 60, seed: int = 0, labels: bool = Tru
 
 
 def templates(count: int, length: int, seed: int = 0) -> Templates:
-    """So many random templates."""
+    """Return `count` random templates."""
     rng = np.random.default_rng(seed)
     return Templates(
         rng.integers(0, 22, (count, length)).astype(np.uint8),

@@ -1,4 +1,4 @@
-"""Makers of examples that do as they are told, in any process: wait, die, refuse, fail."""
+"""Make examples that wait, die, are refused or fail as a test sets, in any process."""
 
 import os
 import signal
@@ -14,14 +14,14 @@ from warpfold.errors import UserError
 
 @dataclass(frozen=True)
 class Puppet:
-    """An example is its number and its passes.  folder: where it leaves "begun-NUMBER", and looks for "go-NUMBER".
+    """Make examples of their number and passes. folder: gets "begun-NUMBER", and is watched for "go-NUMBER".
 
-    waits: numbers that are not made before "go-NUMBER" is there.  The others by key.
+    waits: the numbers that wait for "go-NUMBER". kills, kills_once, refuses, starves, fails: keys of entries.
     """
 
     folder: Path
     waits: tuple[int, ...] = ()
-    kills: tuple[str, ...] = ()  # the process, whenever they are made
+    kills: tuple[str, ...] = ()  # the process, each time
     kills_once: tuple[str, ...] = ()
     refuses: tuple[str, ...] = ()
     starves: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class Puppet:
 
 
 class Stillborn:
-    """A maker that cannot be brought to another process: there it raises, or kills with a signal."""
+    """A maker that cannot be unpickled in another process: it raises there, or kills the process with a signal."""
 
     def __init__(self, number: int | None) -> None:
         self.number = number

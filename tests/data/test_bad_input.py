@@ -1,6 +1,6 @@
-"""Bad data at the command line: one line that names the file or entry, the right exit code, nothing half-made.
+"""Give bad data to commands: one line names the file or entry, with the right exit code, and no partial output.
 
-What a room does with it is tested there; these tests see to it that the commands pass it on.
+The refusals themselves are tested with their modules; these tests check that the commands report them.
 """
 
 import json
@@ -31,7 +31,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of four small chains, one of 5,000 residues, and one with an alignment of 100,000 rows."""
+    """Write a store of four small chains, one of 5,000 residues, and one with an alignment of 100,000 rows."""
     folder = tmp_path_factory.mktemp("packed")
     rng = np.random.default_rng(0)
     for number in range(4):
@@ -47,7 +47,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def store(packed: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be damaged."""
+    """Copy the store, to be damaged."""
     return Path(shutil.copytree(packed, tmp_path / "store"))
 
 
@@ -74,7 +74,7 @@ def test_stores_that_cannot_be_opened(capsys: pytest.CaptureFixture[str], store:
 
 
 def flip(store: Path, key: str) -> None:
-    """Changes a byte of a record's first blob."""
+    """Change a byte of a record's first blob."""
     index = Store(store).index
     place = {name: int(column[index.row(key)]) for name, column in index.where.items()}
     with open(store / index.shards[place["shard"]][0], "r+b") as shard:
@@ -105,7 +105,7 @@ def test_long_chains_and_deep_alignments_train(capsys: pytest.CaptureFixture[str
     assert {"5big_A", "6one_A"} <= used
 
 
-# ---- what is packed and folded
+# ---- inputs of pack and predict
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_pipes_in_place_of_files_are_refused_and_never_waited_for(
 
 @pytest.fixture
 def odd(tmp_path: Path) -> Path:
-    """A folder of odd names, loops, broken links, a pipe, and two structures."""
+    """Write a folder with unusual names, loops, broken links, a pipe, and two structures."""
     folder = tmp_path / "odd names, 日本"
     structure(folder / "a b/1öne ü.cif", chain("A", ONE))
     structure(folder / "[x]*?/1two.cif", chain("A", TWO))
@@ -176,7 +176,7 @@ def odd(tmp_path: Path) -> Path:
 def test_odd_folders_are_read_once(capsys: pytest.CaptureFixture[str], odd: Path) -> None:
     code, out, err = run(capsys, "pack", "--structures", odd, "--out", odd / "störe")
     assert (code, err) == (0, "")
-    dropped, summary = out.splitlines()  # a line each, whatever the names
+    dropped, summary = out.splitlines()  # one line each, whatever the names
     assert dropped.startswith("dropped two lines.cif: ")
     assert summary == f"{odd / 'störe'}: 2 chains kept (2 with their sequence alone), 1 dropped, 0 alignments unused"
     assert run(capsys, "pack", "--verify", odd / "störe")[0] == 0
@@ -192,7 +192,7 @@ def test_a_locked_folder_is_not_passed_over(
             raise PermissionError(13, "Permission denied", path)
         return scan(path)
 
-    monkeypatch.setattr(os, "scandir", locked)  # modes mean nothing to root, who may run this
+    monkeypatch.setattr(os, "scandir", locked)  # root, who may run this, ignores modes
     message = refused(run(capsys, "pack", "--structures", odd, "--out", odd.parent / "store"))
     assert f"{odd / 'a b'}: cannot be read (Permission denied); check its permissions" in message
 
@@ -207,5 +207,5 @@ def test_a_disk_that_fills_up_while_the_store_is_written(
         full.setattr(store_module, "open", lambda path, mode: open("/dev/full", "wb"), raising=False)  # noqa: SIM115
         assert f"{tmp_path / 'store'}: cannot be written: No space left" in refused(run(capsys, *command))
     assert names(tmp_path) == ["s", "store.part-1-of-1"]
-    assert run(capsys, *command)[0] == 0  # goes on from the part
+    assert run(capsys, *command)[0] == 0  # continues from the part
     assert names(tmp_path) == ["s", "store"]

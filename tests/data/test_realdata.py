@@ -1,4 +1,4 @@
-"""Every real structure and alignment parses, or is refused with a reason that is written down here."""
+"""Read every real structure and alignment. Refusals, with their reasons, are listed here."""
 
 import csv
 from datetime import date
@@ -17,12 +17,12 @@ from warpfold.geometry.residue import ATOM_ORDER, GAP
 REALDATA = (Path(__file__).parents[2] / "../shared/realdata").resolve()
 pytestmark = pytest.mark.skipif(not REALDATA.is_dir(), reason="../shared/realdata is not here")
 
-# STRUCTURES.tsv counts a residue as missing if it has no atom at all.  These have atoms, but none that we know:
+# STRUCTURES.tsv counts a residue as missing if it has no atom at all. These have atoms, but no known ones:
 # ligands linked into a peptide, which are X here.
 WITHOUT_KNOWN_ATOMS = {"1a2c": 1, "6lu7": 2}
 # STRUCTURES.tsv has no resolution for these; the files have.
 RESOLUTIONS = {"1kip": 2.10, "5y2e": 2.7, "6s61": 1.84, "6ydw": 4.2, "7rye": 3.9}
-# A hit of hmmsearch in the place of the query; with the query's sequence these would be read.
+# They have a hit of hmmsearch instead of the query; with the query's sequence they would be read.
 WITHOUT_QUERY = {"AP_TEST/pdb_hits.sto"}
 SUFFIXES = {".a3m", ".a2m", ".sto", ".aln"}
 
@@ -38,7 +38,7 @@ def missing(structure: Structure) -> int:
 
 
 def assert_sound(structure: Structure) -> None:
-    """What holds for every chain that is read."""
+    """Check what holds for every chain."""
     for chain in structure.chains.values():
         n = len(chain.sequence)
         assert chain.positions.shape == (n, 37, 3)
@@ -69,7 +69,7 @@ def test_every_entry_parses_and_agrees_with_the_catalogue() -> None:
         assert sum(len(chain.sequence) for chain in chains) == int(row["total_res"]), name
         assert missing(structure) - WITHOUT_KNOWN_ATOMS.get(name, 0) == int(row["missing_res"]), name
         resolution = float(row["resolution"]) if row["resolution"] else RESOLUTIONS.get(name)
-        assert structure.resolution == pytest.approx(resolution, abs=0.0051), name  # two decimals there
+        assert structure.resolution == pytest.approx(resolution, abs=0.0051), name  # it has two decimals
 
 
 def test_partial_entries_parse() -> None:
@@ -80,7 +80,7 @@ def test_partial_entries_parse() -> None:
         assert_sound(structure)
         assert structure.release_date == (date(2022, 7, 20) if name == "7qpd" else None)
     assert structures["2yr2"].chains["A"].author_numbers[0] == "5"  # no SEQRES: from the first residue seen
-    assert structures["3nc3"].chains["A"].sequence.count("X") == 0  # SEQRES: the missing have names
+    assert structures["3nc3"].chains["A"].sequence.count("X") == 0  # SEQRES: missing residues have names
     assert missing(structures["3nc3"]) == 117
     assert list(structures["7qpd"].chains) == ["B", "T", "E", "M", "C"]  # the authors' names
 
@@ -128,7 +128,7 @@ def test_profile_hits_are_read_with_the_query() -> None:
 
 
 def test_precursors_differ_from_their_structures() -> None:
-    """P61626's alignment has the signal peptide that the crystal has not: nobody may pair the two unseen."""
+    """The alignment of P61626 has a signal peptide, which the crystal lacks: they must not be matched silently."""
     alignment = read_alignment(REALDATA / "msas/P61626_lyso/P61626.a3m.gz")
     (chain,) = read_structure(REALDATA / "mmcif/133l.cif.gz").chains.values()
     with pytest.raises(UserError, match="148 residues, the query has 130"):

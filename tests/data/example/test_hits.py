@@ -1,4 +1,4 @@
-"""Hits of HHsearch and hmmsearch: what is aligned with what, and what is refused."""
+"""Read the hits of HHsearch and hmmsearch: which residues are aligned, and which files are refused."""
 
 import gzip
 from pathlib import Path
@@ -15,7 +15,7 @@ QUERY = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ"
 
 
 def random_rows(rng: np.random.Generator, query: str = QUERY) -> tuple[int, str, int, str]:
-    """A random local alignment: first place and row of the query, and of a made-up hit."""
+    """Return a random local alignment: first position and row of the query, and those of a random hit."""
     start = int(rng.integers(0, 8))
     top: list[str] = []
     below: list[str] = []
@@ -30,7 +30,7 @@ def random_rows(rng: np.random.Generator, query: str = QUERY) -> tuple[int, str,
 
 
 def hhr(rows: list[tuple[int, str, int, str]], width: int = 13) -> str:
-    """An .hhr file of these alignments, `width` columns a line."""
+    """Return an .hhr file of alignments, `width` columns a line."""
     text = f"Query         q\nMatch_columns {len(QUERY)}\n\n No Hit                             Prob E-value\n"
     text += "".join(f"{i + 1:3d} {i}ABC_A Something that binds   99.0 1E-20\n" for i in range(len(rows)))
     for i, (q, top, t, below) in enumerate(rows):
@@ -50,7 +50,7 @@ def hhr(rows: list[tuple[int, str, int, str]], width: int = 13) -> str:
 
 
 def pairs(hit: Hit) -> list[tuple[int, str, int, str]]:
-    """Place and letter of the query, place in its whole sequence and letter of the hit, in each column."""
+    """Return query position and letter, hit position (in the whole sequence) and letter of each column."""
     letters = [hit.sequence[i] for i in hit.hit_index]
     return list(zip(hit.query_index.tolist(), hit.query, (hit.hit_index + hit.start).tolist(), letters))
 
@@ -108,7 +108,7 @@ def test_hits_of_another_query_are_refused() -> None:
 
 
 def stockholm(rows: list[tuple[str, str, str]], reference: str, width: int = 11) -> str:
-    """A Stockholm file in blocks: rows of (name, description, letters)."""
+    """Return a Stockholm file in blocks. rows: (name, description, letters)."""
     text = "# STOCKHOLM 1.0\n#=GF ID q\n\n"
     text += "".join(f"#=GS {name} DE {note}\n" for name, note, _ in rows) + "\n"
     for at in range(0, len(reference), width):
@@ -125,7 +125,7 @@ ROWS = [
     ("1abc_A/3-9", "[subseq from] mol:protein length:20  LYSOZYME", "g.MKw-AYt"),
     ("1abc_B/1-3", "mol:protein length:3", "..-K.-AV."),
     ("9xyz_C/1-5", "mol:na length:5  RNA", "..MK.TAY."),
-    ("1abc_A/3-9", "[subseq from] mol:protein length:20  LYSOZYME", "g.MKw-AYt"),  # listed twice, as databases do
+    ("1abc_A/3-9", "[subseq from] mol:protein length:20  LYSOZYME", "g.MKw-AYt"),  # databases list some entries twice
 ]
 
 
@@ -159,7 +159,7 @@ def test_a_row_that_is_the_query_says_which_columns_are_its_own() -> None:
         assert pairs(hit) == [(0, "M", 0, "M"), (1, "K", 1, "K"), (2, "T", 3, "T"), (3, "A", 4, "A"), (4, "Y", 5, "Y")]
 
 
-LONG = "9" * 5000  # digits: int() refuses them, and int64 holds 18
+LONG = "9" * 5000  # int() refuses so many digits, and int64 holds 18
 ONE_HHR = hhr([(0, QUERY[:10], 0, QUERY[:10])])
 
 
@@ -206,7 +206,7 @@ def test_bad_hits_are_refused_in_one_line(text: str, message: str) -> None:
 
 
 def test_damage_is_bad_input_and_nothing_worse() -> None:
-    """Files with letters changed, dropped and repeated are read or refused, never an error of the program."""
+    """Files with changed, dropped and repeated letters are read or refused with a UserError."""
     rng = np.random.default_rng(0)
     files = [hhr([random_rows(rng) for _ in range(2)]), stockholm(ROWS, RF), ">a\nMKTAY\n>b_C/1-2\nM-KTA-\n> \nMKTAY\n"]
     refusals = []
@@ -270,7 +270,7 @@ def test_every_real_hhr_is_read() -> None:
 
 @pytest.mark.skipif(not REALDATA.is_dir(), reason="../shared/realdata is not here")
 def test_real_hits_agree_with_the_official_templates() -> None:
-    """The official pipeline's feature dictionary of the same .hhr: the hits' letters on the query."""
+    """Compare letters with the feature dictionary that the official pipeline made from the same .hhr."""
     with np.load(REALDATA / "features/alphapulldown_A0A024R1R8.npz", allow_pickle=False) as official:
         query = official["sequence"][0].decode()
         sequences = {text.decode() for text in official["template_sequence"]}

@@ -1,4 +1,4 @@
-"""Jobs of Boltz, AlphaFold 3, its server and Chai: what is folded with which alignments, and what is refused."""
+"""Read jobs of Boltz, AlphaFold 3, its server and Chai: what is folded with which alignments, what is refused."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ def chain(sequence: str, count: int = 1, **more: Any) -> dict[str, Any]:
 
 
 def pairs_of(query: Complex) -> set[tuple[str, ...]]:
-    """The rows of different chains that stand side by side, the queries left out."""
+    """Return the paired rows of the chains, without the queries."""
     chains = assemble(query)[0].chains
     rows = pair_rows([one.pairing for one in chains])[1:]
     return {
@@ -168,7 +168,7 @@ def test_alignments_that_a_job_names_or_holds_are_used(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_to_be_folded_without_alignment_lacks_none(tmp_path: Path, name: str, text: str, lacks: bool) -> None:
-    """A server is asked for what is lacking; a program that has been told `empty` asks for nothing."""
+    """The server is asked for alignments that the job lacks, but not for those that it declares `empty`."""
     path = write(tmp_path / name, text)
     asked: list[str] = []
 
@@ -182,7 +182,7 @@ def test_what_is_to_be_folded_without_alignment_lacks_none(tmp_path: Path, name:
 
 
 def test_rows_of_one_key_are_paired_as_boltz_pairs_them(tmp_path: Path) -> None:
-    """However they are written; what has no partner stands alone."""
+    """The order of the rows does not matter, and rows without a partner are not paired."""
     a, b, c, d = (altered(ONE, letter) for letter in "ACDE")
     e, f, g = (altered(TWO, letter) for letter in "ACD")
     write(tmp_path / "a.csv", f"key,sequence\n0,{ONE}\n5,{a}\n7,{b}\n-1,{c}\n,{d}\n")
@@ -193,7 +193,7 @@ def test_rows_of_one_key_are_paired_as_boltz_pairs_them(tmp_path: Path) -> None:
     kept = {(alignment.query, alignment.stands_alone): len(alignment) for alignment in query.alignments}
     assert kept == {(ONE, True): 3, (ONE, False): 3, (TWO, True): 3, (TWO, False): 3}
     (alone,) = read_complexes(write(tmp_path / "c.yaml", boltz(of_boltz("A", ONE, "a.csv"))))
-    assert [(len(one), one.stands_alone) for one in alone.alignments] == [(5, True)]  # all of them, without keys
+    assert [(len(one), one.stands_alone) for one in alone.alignments] == [(5, True)]  # all rows, without keys
 
 
 def test_one_row_pairs_with_several_of_its_letters(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_paired_msas_of_alphafold_3_pair_by_organism_else_by_place(tmp_path: Pat
     unequal = read(a3m(ONE, a, b), a3m(TWO, e))
     assert pairs_of(unequal) == set()
     assert "no rows are paired" in assemble(unequal)[1][0]
-    # Rows that people pair by hand have empty ones between them; those of a search are not in any order.
+    # Rows paired by hand have empty rows between them; rows of a search are in no particular order.
     by_hand = read(a3m(ONE, a, "-" * 18, b), a3m(TWO, e, f, "-" * 15), "unpairedMsa")
     assert pairs_of(by_hand) == {(a, e)}
     assert depths(by_hand) == [3, 3]
@@ -388,7 +388,7 @@ def test_other_json_and_yaml_in_a_folder_is_left_alone(tmp_path: Path) -> None:
     found = read_query_files(tmp_path / "in")
     assert [query.name for query in found.found] == ["x"]
     assert len(found.predicted) == 4
-    write(tmp_path / "in/b.yaml", "sequences: [\n")  # which is meant as a job
+    write(tmp_path / "in/b.yaml", "sequences: [\n")  # read as a job
     assert [query.name for query in read_query_files(tmp_path / "in").found if query.error] == ["b"]
     (tmp_path / "in/a.json").unlink()
     (tmp_path / "in/b.yaml").unlink()
@@ -397,7 +397,7 @@ def test_other_json_and_yaml_in_a_folder_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_files_that_jobs_name_are_no_queries(tmp_path: Path) -> None:
-    """Also those of a job that cannot be folded, whose proteins would be folded alone, unasked."""
+    """This includes files of a job that cannot be folded: its proteins would otherwise be folded one by one."""
     for name, text in BESIDE.items():
         write(tmp_path / "in/msa" / name, text)
     write(tmp_path / "in/msa/one.a3m", a3m(ONE, altered(ONE, "A")))

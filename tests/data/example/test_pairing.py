@@ -1,4 +1,4 @@
-"""Pairing by species: what headers say, which rows stand side by side, how alignments are stacked for it."""
+"""Pair alignment rows by species: species in headers, which rows are paired, and how alignments are stacked."""
 
 import time
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from warpfold.data.formats.alignment import Alignment, decode, parse_a3m
         ("tr|A0A146SKV9|A0A146SKV9_funhe", "FUNHE"),
         ("sp|P69905|HBA_HUMAN Hemoglobin subunit alpha OS=Homo sapiens OX=9606 GN=HBA1", "HUMAN"),
         ("sp|P69905_1|HBA_1_HUMAN/2-142", "HUMAN"),  # isoforms
-        ("tr|Q9Y5|Q9Y5_HUMAN", None),  # too short an accession
+        ("tr|Q9Y5|Q9Y5_HUMAN", None),  # the accession is too short
         ("tr|A0A0K0ME10|A0A0K0ME10_9STAP_17/3-9", "9STAP"),
         ("UniRef90_A0A8C8W1K4/1-64 [subseq from] Tma7 n=9 Tax=Peromyscus TaxID=10040 RepID=A0A8C8W1K4_PERMB", "PERMB"),
         ("UniRef90_UPI0018B0AC60/1-64 Tma7 n=9 Tax=cellular organisms TaxID=131567 RepID=UPI0018B0AC60", None),
@@ -56,7 +56,7 @@ def test_the_organism_of_a_header(header: str, species: str | None) -> None:
 
 
 def pairing(species: Sequence[int], identity: Sequence[float] = (), digest: Sequence[int] = ()) -> Pairing:
-    """Pairing of a row 0 and of rows with these species; all rows different unless their digests are given."""
+    """Return the Pairing of the query and rows with these species. All rows differ unless `digest` is passed."""
     count = len(species) + 1
     return Pairing(
         np.array([0, *species], np.uint64),
@@ -69,7 +69,7 @@ def pairing(species: Sequence[int], identity: Sequence[float] = (), digest: Sequ
 def test_the_best_rows_of_each_species_stand_side_by_side() -> None:
     a = pairing([7, 7, 9, 8], [0.2, 0.8, 0.5, 0.5])
     b = pairing([8, 7, 7, 7, 3], [0.5, 0.1, 0.9, 0.9, 0.5])
-    #             8: (4, 1).  7: a's rows 2, 1; of b's 3, 4, 2 the best two.  9 and 3: in one chain only.
+    # Species 8: rows (4, 1). Species 7: rows 2, 1 of a, and the best two of rows 3, 4, 2 of b. 9, 3: in one chain only.
     np.testing.assert_array_equal(pair_rows([a, b]), [[0, 0], [1, 4], [4, 1], [2, 3]])
 
 
@@ -93,7 +93,7 @@ def test_a_species_with_too_many_rows_is_not_paired() -> None:
 
 
 def reference(pairings: Sequence[Pairing]) -> list[tuple[int, ...]]:
-    """The rules of sec. 2.4 and of the official code, row by row."""
+    """Pair rows one by one, by the rules of section 2.4 and of the official code."""
     rows_of: list[dict[int, list[int]]] = [{} for _ in pairings]
     for one, rows in zip(pairings, rows_of):
         for row, species in enumerate(one.species.tolist()):
@@ -141,7 +141,7 @@ def test_five_chains_of_twenty_thousand_rows_are_paired_in_one_pass() -> None:
         assert len(pair_rows(chains)) > rows // 2
         return time.thread_time() - start
 
-    # A pass over the rows for each species would take 64 times as long for 8 times the rows.
+    # With a pass over all rows for each species, 8 times the rows would take 64 times as long.
     assert min(seconds(20_000) for _ in range(3)) < 32 * min(seconds(2_500) for _ in range(5))
 
 
@@ -156,7 +156,7 @@ def test_row_0_is_of_no_species_and_identity_is_that_of_letters() -> None:
 
 
 def a3m(*rows: str) -> Alignment:
-    """An alignment of ACDE; a row is SPECIES:LETTERS, or letters alone."""
+    """Return an alignment of ACDE. rows: SPECIES:LETTERS, or letters without a species."""
     records = [row.rpartition(":") for row in rows]
     return parse_a3m(
         ">q\nACDE\n" + "".join(f">{'tr|A0A000|A0A000_' + name if name else 'x'}\n{row}\n" for name, _, row in records)
@@ -191,10 +191,10 @@ def test_an_alignment_that_serves_pairing_alone_is_the_only_one_that_pairs() -> 
     np.testing.assert_array_equal(raw.pairing.species, [0, 0, 0, hash_name("RAT"), hash_name("DOG"), 0])
     np.testing.assert_array_equal(raw.pairing.unpaired, [True, True, True, False, False, False])
     np.testing.assert_array_equal(raw.profile, from_sequence("ACDE", [a3m("ACDD", "AAAA")]).profile)
-    # Without any species it is like any other.
+    # Without any species, its rows are treated like those of other alignments.
     bare = from_sequence("ACDE", [replace(a3m("CCCC", "AAAA"), stands_alone=False), a3m("AAAA")], pairing=True)
     assert (texts(bare), bare.pairing) == (["ACDE", "AAAA", "CCCC"], None)
-    # Where the chain has no other row, its rows stand alone, too.
+    # If the chain has no other rows, its rows are used unpaired, too.
     only = from_sequence("ACDE", [for_pairing, a3m("ACDE", "----")], pairing=True)
     assert texts(only) == ["ACDE", "ACDD", "CCCC", "EEEE"]
     assert only.pairing is not None

@@ -1,4 +1,4 @@
-"""What to fold, in every form in which people have it: text, pipes, several files, other programs' folders."""
+"""Read queries in every form: text, pipes, several files, folders of other programs."""
 
 import json
 import re
@@ -16,7 +16,7 @@ ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGLIEVQ"
 
 
 def named(found: QueryFiles) -> dict[str, tuple[tuple[str, ...], int]]:
-    """Name -> sequences, and how many alignments came with them."""
+    """Return name -> sequences and the number of their alignments."""
     return {query.name: (query.sequences, len(query.alignments)) for query in found.found}
 
 
@@ -40,8 +40,8 @@ def test_what_is_a_sequence_and_what_a_file(tmp_path: Path, monkeypatch: pytest.
     for text in ("query", "q.fasta", "-", "MKTAY", ONE.lower(), "SEQUENCES", ONE + "1", "A:B", str(tmp_path)):
         assert not is_sequence(text)
     write(tmp_path / ONE, ">here\nMKV\n")
-    assert [query.name for query in read_complexes([ONE])] == ["here"]  # there is such a file
-    assert is_sequence("A" * 10_000)  # longer than a file's name can be
+    assert [query.name for query in read_complexes([ONE])] == ["here"]  # a file with this name exists
+    assert is_sequence("A" * 10_000)  # longer than a file name can be
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_folders_as_openproteinset_has_them(tmp_path: Path) -> None:
 
 
 def test_folders_as_colabfold_leaves_them(tmp_path: Path) -> None:
-    """NAME.a3m has all that the server's own files have; predictions are no queries."""
+    """NAME.a3m holds all rows of the server's own files; predictions are not queries."""
     both = f"#18,15\t2,1\n>101\t102\n{ONE}{TWO}\n>r\n{ONE}{'-' * 15}\n>p\n{ONE}{TWO}\n"
     write(tmp_path / "out/dimer.a3m", both)
     for name in ("uniref.a3m", "bfd.mgnify30.metaeuk30.smag30.a3m"):
@@ -169,7 +169,7 @@ def test_folders_as_alphafold_multimer_leaves_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("x", f"{ONE}\n{TWO}\n", "does not start with a '>' header line"),  # lines without headers are not guessed
+        ("x", f"{ONE}\n{TWO}\n", "does not start with a '>' header line"),  # lines without headers are refused
         ("out/x_rank_1.cif", "data_x\n", "out: has no queries, only predictions, template hits or other files"),
     ],
 )

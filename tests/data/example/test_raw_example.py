@@ -1,4 +1,4 @@
-"""Raw examples: alignments placed on a chain exactly or refused, and what an example takes over from its chain."""
+"""Make raw examples: alignments fit the chain exactly or are refused, and the chain's arrays are copied."""
 
 from datetime import date
 
@@ -32,7 +32,7 @@ def structure_of(sequence: str) -> tuple[Structure, Chain]:
 def test_an_alignment_of_the_sequence_itself() -> None:
     raw = from_sequence("ACDE", [alignment("ACDE", "A-wyDE", "A-DE", "GGGG", "----")])
     assert raw.sequence == "ACDE"
-    # A-DE repeats a row (insertions do not count), ---- says nothing
+    # A-DE repeats a row (insertions do not count), and ---- has only gaps
     np.testing.assert_array_equal(raw.msa, [[0, 4, 3, 6], [0, GAP, 3, 6], [7, 7, 7, 7]])
     np.testing.assert_array_equal(raw.deletions, [[0] * 4, [0, 0, 2, 0], [0] * 4])
     expected = [[(raw.msa[:, n] == code).mean() for code in range(22)] for n in range(4)]
@@ -41,7 +41,7 @@ def test_an_alignment_of_the_sequence_itself() -> None:
 
 
 def test_letters_beside_the_twenty_are_as_the_official_code_has_them() -> None:
-    """X in the sequence (`map_unknown_to_x`), HHblits' table in the alignment's rows, the query's own among them."""
+    """They become X in the sequence (`map_unknown_to_x`); rows use the table of HHblits, the query row too."""
     letters, hhblits = "AUBZJOXC", "ACDEXXXC"
     raw = from_sequence(letters, [alignment(letters, "GUBZJOXC")])
     assert raw.sequence == "AXXXXXXC"
@@ -63,7 +63,7 @@ def test_a_precursor_is_cut_to_the_chain() -> None:
 
 
 def test_tags_that_the_alignment_lacks_become_gaps() -> None:
-    """So does a loop; a mutant keeps its own sequence as the query; without an alignment there is one row."""
+    """A loop becomes gaps, too. A mutant's query is its own sequence; without an alignment it is the only row."""
     mutant = "C" + SEQUENCE[1:14] + "X" + SEQUENCE[15:]
     raw = from_sequence(mutant, [alignment(SEQUENCE, SEQUENCE[::-1])])
     assert raw.sequence == mutant

@@ -1,4 +1,4 @@
-"""What to fold: complexes from FASTA, tables, alignments and structures, and the assembly that is made of them."""
+"""Read complexes from FASTA, tables, alignments and structures, and make the assembly of each."""
 
 import gzip
 from pathlib import Path
@@ -99,13 +99,13 @@ def test_an_alignment_of_a_complex_with_copies(tmp_path: Path) -> None:
     (homodimer,) = read_complexes(write(tmp_path / "y.a3m", "#4\t2\n>q\nACDE\n>r\nACDD\n"))
     assert (homodimer.ids, homodimer.sequences) == (("A", "B"), ("ACDE", "ACDE"))
     (twice,) = read_complexes(write(tmp_path / "z.a3m", "#4,4\t1,2\n>q\nACDEACDE\n>r\nACDD----\n"))
-    assert (twice.ids, twice.sequences) == (("A", "B", "C"), ("ACDE",) * 3)  # no copy is lost
+    assert (twice.ids, twice.sequences) == (("A", "B", "C"), ("ACDE",) * 3)  # each copy is kept
     (single,) = read_complexes(write(tmp_path / "z.a3m", "#4\t1\n>q\nACDE\n>r\nACDD\n"))
     assert (single.ids, len(single.alignments[0])) == (("A",), 2)
 
 
 def test_pairs_of_a_complex_keep_together_in_their_order(tmp_path: Path) -> None:
-    """Row i with row i, however many of one letter by letter there are, and however they resemble the query."""
+    """Row i is paired with row i, whatever their number of duplicates and their similarity to the query."""
     rng = np.random.default_rng(0)
     left, right = (["".join(rng.choice([*"ACDE"], 4)) for _ in range(700)] for _ in range(2))
     text = "#4,4\t1,1\n>q\nGGGGHHHH\n" + "".join(f">r\n{a}{b}\n" for a, b in zip(left, right))
@@ -152,7 +152,7 @@ def test_what_cannot_be_paired_is_said(tmp_path: Path) -> None:
     rat, pig = "tr|A0A000|A0A000_RAT", "tr|A0A000|A0A000_PIG"
     assert "no species in common" in notes(a=a.format(rat), b=b.format(pig))[0]
     assert notes(a=a.format(rat), b=b.format(rat)) == []
-    # One chain, and copies of one, have nothing to pair.
+    # A single chain or copies of one chain have no pairs.
     assert assemble(Complex("y", ("A",), ("ACDEF",)))[1] == []
     dimer = Complex("y", ("A", "B"), ("ACDEF", "ACDEF"), notes=("DNA is left out",))
     given = read_chain_alignments(alignments(tmp_path, a=a.format("r")), dimer.sequences, "x")
@@ -212,7 +212,7 @@ def test_names_that_mmcif_cannot_hold_are_made_so_or_refused(tmp_path: Path) -> 
 
 
 def test_the_chains_of_a_structure(tmp_path: Path) -> None:
-    chains = [random_chain("L", "AGWHK"), random_chain("H", "GGSTA", seed=1)]  # A and B for mmCIF
+    chains = [random_chain("L", "AGWHK"), random_chain("H", "GGSTA", seed=1)]  # label_asym_id A and B
     text = write_mmcif("1abc", chains)
     (query,) = read_complexes(write(tmp_path / "x.cif", text))
     assert (query.name, query.ids, query.sequences, query.notes) == ("x", ("L", "H"), ("AGWHK", "GGSTA"), ())

@@ -1,4 +1,4 @@
-"""Pairing of real alignments, against the official code's features where there are some."""
+"""Pair real alignments, and compare with features of the official code where the data has them."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def real(*targets: str) -> tuple[Complex, list[Path]]:
 
 
 def test_alignments_and_species_are_those_of_the_official_features() -> None:
-    """AlphaFold-Multimer's features of A0A024R1R8: the rows that stand alone, and the species of each."""
+    """Compare unpaired rows and the species of each with AlphaFold-Multimer's features of A0A024R1R8."""
     official = np.load(REALDATA / "features/alphapulldown_A0A024R1R8.npz", allow_pickle=False)
     query, folders = real("A0A024R1R8")
     given = read_chain_alignments(folders, query.sequences, "real")
@@ -37,8 +37,8 @@ def test_alignments_and_species_are_those_of_the_official_features() -> None:
     ours = {species_of(name) for name in headers}
     theirs = {name.decode() for name in official["msa_species_identifiers"]} - {""}
     assert len(theirs) > 100
-    assert theirs <= ours  # which also has the numbers of UniRef's headers
-    # UniProt's rows serve pairing alone.
+    assert theirs <= ours  # it also reads taxon numbers of UniRef headers
+    # Rows of UniProt are only for pairing.
     assert (~raw.pairing.unpaired).sum() == len(raw.pairing) - len(official["msa"]) > 1000
     assert not raw.pairing.species[raw.pairing.unpaired].any()
     assert np.uint64(hash_name("PANTR")) in raw.pairing.species
@@ -47,7 +47,7 @@ def test_alignments_and_species_are_those_of_the_official_features() -> None:
 def test_a_homodimer_with_few_sequences() -> None:
     query, folders = real("2q2k_A")
     (raw,) = assemble(query, read_chain_alignments(folders, query.sequences, "real"))[0].chains
-    # UniProt's 20 rows are three different ones: those of 51 residues, one of 39, and a distant one.
+    # The 20 rows of UniProt have three different sequences: of 51 residues, of 39, and a distant one.
     assert raw.pairing is not None
     assert (raw.depth, raw.pairing.unpaired.sum()) == (23, 20)
     species = raw.pairing.species[~raw.pairing.unpaired].tolist()
@@ -78,7 +78,7 @@ def test_headers_without_species_pair_nothing_and_it_is_said() -> None:
 
 @pytest.mark.parametrize(("one", "other"), [("1a00_A", "1a2y_B"), ("A0A024R1R8", "1a00_A")], ids=["a3m", "Stockholm"])
 def test_rows_of_uniref_are_paired_by_their_own_organism(one: str, other: str) -> None:
-    """A cluster's common taxon may be "root"; its representative, whose sequence the row is, has one organism."""
+    """A cluster's common taxon may be "root". The row is the sequence of its representative, which has one organism."""
     sequences = real(one, other)[0].sequences
     alignments = []
     for target, sequence in zip((one, other), sequences):

@@ -1,4 +1,4 @@
-"""Templates: which hits become some, where their atoms come to stand, what is reported, what the model sees."""
+"""Make templates: which hits are used, where their atoms are placed, what is reported, what the model sees."""
 
 import gzip
 from collections.abc import Sequence
@@ -31,11 +31,11 @@ from warpfold.prediction.templates import TemplateQuery, TemplateSources, find_t
 REALDATA = (Path(__file__).parents[3] / "../shared/realdata").resolve()
 RNG = np.random.default_rng(0)
 QUERY = "".join(RESTYPES[i] for i in RNG.integers(0, 20, 60))
-OTHER = "".join(RESTYPES[i] for i in RNG.integers(0, 20, 80))  # what the hits are of
+OTHER = "".join(RESTYPES[i] for i in RNG.integers(0, 20, 80))  # the query of the hits
 
 
 def put(folder: Path, name: str, *chains: Chain, date: str | None = "2010-05-01") -> Path:
-    """A file with these chains in the library."""
+    """Write a file with these chains into the library."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     text = write_mmcif(path.name.split(".")[0].lower(), list(chains), release_date=date)
@@ -44,7 +44,7 @@ def put(folder: Path, name: str, *chains: Chain, date: str | None = "2010-05-01"
 
 
 def hit(name: str = "1abc_A", sequence: str = OTHER[10:60], start: int = 10, **changes: object) -> Hit:
-    """A hit whose residues 3, 4, ... stand on the query's 5, 6, ..., with three left out on each side."""
+    """Return a hit whose residues 3, 4, ... align with residues 5, 6, ... of the query, with three gaps in each."""
     columns = len(sequence) - 6
     hit_index = np.delete(np.arange(3, 3 + columns), slice(20, 23))
     query_index = np.delete(np.arange(5, 5 + columns), slice(30, 33))
@@ -53,7 +53,7 @@ def hit(name: str = "1abc_A", sequence: str = OTHER[10:60], start: int = 10, **c
 
 
 def one(found: tuple[Templates | None, list[TemplateOutcome]]) -> Templates:
-    """The only template."""
+    """Return the only template."""
     templates, outcomes = found
     assert templates is not None, outcomes
     assert len(templates) == 1
@@ -68,7 +68,7 @@ def refusal(found: tuple[Templates | None, list[TemplateOutcome]]) -> str:
 
 
 def assert_on(templates: Templates, chain: Chain, query_index: np.ndarray, places: np.ndarray) -> None:
-    """Template 0 has these residues of `chain` (as a file holds it) on these of the query, and gaps elsewhere."""
+    """Check that template 0 has these residues of `chain` at these positions of the query, and gaps elsewhere."""
     assert np.abs(templates.positions[0, query_index] - chain.positions[places]).max() < 6e-4
     assert np.array_equal(templates.mask[0, query_index], chain.mask[places])
     assert decode(templates.aatype[0, query_index]) == "".join(chain.sequence[i] for i in places)
@@ -118,12 +118,12 @@ def test_another_chain_is_taken_where_the_named_one_is_another_protein(tmp_path:
     assert_on(one((templates, [outcome])), chain, hit().query_index, hit().hit_index + 10)
     assert outcome.name == "1abc_B"
     assert outcome.note == "of chain B, which has the hit's sequence"
-    for name in ("1abc", "1ABC_Z"):  # none named, or one that is not there
+    for name in ("1abc", "1ABC_Z"):  # no chain, or a missing one, is named
         assert one(templates_from_hits(QUERY, [hit(name)], Library(tmp_path))).names == ("1abc_B",)
 
 
 def test_a_changed_sequence_is_aligned_anew(tmp_path: Path) -> None:
-    # The file lacks residue 30, has two more after 40, and another letter at 50.
+    # The file lacks residue 30, has two more residues after 40, and another one at 50.
     changed = OTHER[:30] + OTHER[31:41] + "WW" + OTHER[41:50] + ("A" if OTHER[50] != "A" else "C") + OTHER[51:]
     places = np.array([*range(30), -1, *range(30, 40), *range(42, 81)])
     chain = random_chain("A", changed)
@@ -169,7 +169,7 @@ def test_the_filters_of_the_paper(tmp_path: Path) -> None:
         )
 
     assert "is the query itself" in refusal(found(itself(58)))
-    assert one(found(itself(57)))  # 95 % and no more
+    assert one(found(itself(57)))  # 95 % at most
 
 
 @pytest.mark.parametrize("cutoff", ["2017-01-02", "20170102", "2017-1-2", "2017-W01-1", "2017W011"])
@@ -186,7 +186,7 @@ def test_no_spelling_of_the_cutoff_lets_a_later_template_in(tmp_path: Path, cuto
 
 
 def with_jump(distance: float, unseen: Sequence[int] = ()) -> Chain:
-    """A chain whose second half lies `distance` angstrom from the first, from CA to CA of residues 70 and 71."""
+    """Return a chain whose CA atoms of residues 70 and 71 are `distance` angstrom apart."""
     chain = random_chain("A", OTHER, missing=unseen)
     positions, ca = chain.positions.copy(), ATOM_ORDER["CA"]
     x = positions[:, ca]
@@ -196,12 +196,12 @@ def with_jump(distance: float, unseen: Sequence[int] = ()) -> Chain:
 
 @pytest.mark.parametrize(
     ("distance", "unseen", "refused"),
-    [(149.0, (), False), (151.0, (), True), (5000.0, (), True), (5000.0, (70,), False)],  # unseen: no neighbours
+    [(149.0, (), False), (151.0, (), True), (5000.0, (), True), (5000.0, (70,), False)],  # unresolved
 )
 def test_a_jump_in_the_chain_is_refused_as_the_official_code_does(
     tmp_path: Path, distance: float, unseen: Sequence[int], refused: bool
 ) -> None:
-    """AlphaFold2's `_check_residue_distances`: neighbours that were both seen, aligned or not, at most 150 apart."""
+    """As `_check_residue_distances`: resolved neighbours, aligned or not, are at most 150 angstrom apart."""
     path = put(tmp_path, "1abc.cif", with_jump(distance, unseen))
     found = templates_from_hits(QUERY, [hit()], Library(tmp_path))  # aligns residues 13 to 57
     if not refused:
@@ -214,7 +214,7 @@ def test_a_jump_in_the_chain_is_refused_as_the_official_code_does(
 
 
 def test_obsolete_entries_are_replaced_or_refused(tmp_path: Path) -> None:
-    """AlphaFold's layout: the list lies beside the folder of structures."""
+    """As in AlphaFold's layout, the list is next to the folder of structures."""
     folder = tmp_path / "mmcif_files"
     chain = random_chain("A", OTHER)
     for name in ("2new", "3old", "4gone"):
@@ -307,7 +307,7 @@ def test_a_file_is_read_once(tmp_path: Path) -> None:
     for path in paths[:2]:
         path.unlink()
     assert library.read("0abc") is first
-    library.read("2abc")  # the least recently used goes
+    library.read("2abc")  # the least recently used one is removed
     assert library.read("0abc") is first
     with pytest.raises(UserError, match=r"has no 1abc\.cif"):
         library.read("1abc")
@@ -355,7 +355,7 @@ def test_the_best_chain_is_taken_and_said(tmp_path: Path) -> None:
 
 
 def test_a_homolog_is_aligned_with_its_gaps(tmp_path: Path) -> None:
-    # Similar letters for every third residue, one loop more, one less.
+    # A similar residue at every third position, one loop inserted, one removed.
     similar = str.maketrans("DEIVKRFYSTNQ", "EDVIRKYFTSQN")
     letters = [a.translate(similar) if i % 3 == 0 else a for i, a in enumerate(QUERY)]
     chain = random_chain("A", "GSHM" + "".join(letters[:25]) + "PGNGSP" + "".join(letters[25:40] + letters[46:]))
@@ -445,7 +445,7 @@ def test_the_pseudo_beta_is_of_the_templates_own_residue() -> None:
 
 
 def test_choice_at_training_is_that_of_the_paper() -> None:
-    """k = min(uniform[0, n], 4) of the best 20, every one as likely as another (Supp. 1.2.3)."""
+    """Draw k = min(uniform[0, n], 4) of the best 20, each equally likely (Supp. 1.2.3)."""
     rng = np.random.default_rng(0)
     draws = [choose_templates(30, 4, rng) for _ in range(6000)]
     sizes = np.bincount([len(draw) for draw in draws], minlength=5) / 6000
@@ -462,14 +462,14 @@ def test_choice_at_training_is_that_of_the_paper() -> None:
 
 @pytest.mark.skipif(not REALDATA.is_dir(), reason="../shared/realdata is not here")
 def test_atoms_are_those_of_the_official_pipeline_to_the_bit() -> None:
-    """Its feature dictionary of the same .hhr: residue types, masks and coordinates of every template in reach."""
+    """Compare residue types, masks and coordinates of every available template with its features of the same .hhr."""
     with np.load(REALDATA / "features/openfold_alphafold_feature_dict.npz", allow_pickle=False) as file:
         official = {name: file[name] for name in file.files if name.startswith("template_") or name == "sequence"}
     query = official["sequence"][0].decode()
     hits = read_hits(REALDATA / "templates/openfold_test73/pdb70_hits.hhr", query)
     templates, outcomes = templates_from_hits(query, hits, Library(REALDATA / "mmcif"))
     assert templates is not None
-    assert [o.name for o in outcomes if not o.used] == ["1HF9_B", "5KC1_F", "5KC1_J"]  # absent; not seen there (both)
+    assert [o.name for o in outcomes if not o.used] == ["1HF9_B", "5KC1_F", "5KC1_J"]  # missing; unresolved in both
     names = [name.decode() for name in official["template_domain_names"]]
     wanted = [names.index(name) for name in templates.names]
     assert len(wanted) == 7

@@ -1,4 +1,4 @@
-"""The features of assemblies: they fit the table, chains stand side by side, copies share, pairs pair."""
+"""Make the features of assemblies: shapes, chains side by side, shared alignments of copies, paired rows."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ WHOLE = SampleConfig(max_msa=6, max_extra=100)
 
 
 def chain(length: int, depth: int, seed: int, species: int = 0) -> RawExample:
-    """Return an example with atoms, whose rows are of `species` different organisms (0: unknown)."""
+    """Return an example with atoms and rows of `species` different organisms (0: unknown)."""
     rng = np.random.default_rng(seed)
     raw = example(length, depth, seed=seed)
     keys = rng.integers(1, species + 1, len(raw.msa)) if species else np.zeros(len(raw.msa))
@@ -49,7 +49,7 @@ def assembly(*chains: RawExample) -> Assembly:
 
 
 def table(features: dict[str, np.ndarray], index: int = 0) -> Batch:
-    """Return what one pass sees, the cluster features included."""
+    """Return the features of one pass, those of clusters included."""
     batch = at_pass(to_tensors(features), index)
     return {**batch, **cluster_features(batch)}
 
@@ -79,7 +79,7 @@ def test_features_fit_the_table_for_any_size(
     whole = assembly(*chains, *(chains[:1] if copies else []))
     config = SampleConfig(crop=crop, max_msa=sizes[0], max_extra=sizes[1], pad=pad, chain_rows=8)
     features = make_features(whole, config, 0, ("x", 3), 2, train)
-    batch = to_tensors(features)  # every axis agrees
+    batch = to_tensors(features)  # all sizes of an axis are equal
     residues = min(crop, whole.length) if train else whole.length
     assert int(batch["seq_mask"].sum()) == residues
     assert len(batch["aatype"]) == (max(crop, residues) if pad and train else residues)
@@ -106,7 +106,7 @@ def test_chains_are_numbered_and_copies_of_a_sequence_are_one_entity() -> None:
 
 def test_copies_have_the_alignment_of_the_first_even_where_it_is_not_in_the_crop() -> None:
     first, other, deeper = chain(20, 3, 1, species=2), chain(12, 8, 2, species=2), chain(20, 30, 3, species=2)
-    copy = replace(first, msa=deeper.msa, deletions=deeper.deletions, pairing=deeper.pairing)  # packed by its own name
+    copy = replace(first, msa=deeper.msa, deletions=deeper.deletions, pairing=deeper.pairing)  # under its own name
     for crops in ([0, 12, 20], [20, 12, 20]):
         residues = [np.arange(size) for size in crops]
         found, expected = (
@@ -144,7 +144,7 @@ def test_the_queries_are_the_only_certain_centre_and_draws_differ_between_passes
     rows, centres = features["alignment"], features["centre_rows"]
     for drawn, extra in zip(centres, features["extra_rows"]):
         assert drawn[0] == 0
-        assert len(np.union1d(drawn, extra)) == len(rows)  # max_extra has room for all
+        assert len(np.union1d(drawn, extra)) == len(rows)  # max_extra exceeds their number
         assert not np.intersect1d(drawn, extra).size
     assert np.bincount(centres.reshape(-1), minlength=len(rows))[1:].max() < len(centres)
     again = make_features(assembly(first, second), WHOLE, 0, ("x",), passes=40)
@@ -153,7 +153,7 @@ def test_the_queries_are_the_only_certain_centre_and_draws_differ_between_passes
 
 @pytest.mark.parametrize("half", [2, 5, 100])
 def test_rows_are_those_of_the_official_code(half: int) -> None:
-    """Pairs, then each entity's rows: those of no pair (before pairs are cut), as many as the crop leaves room for."""
+    """Paired rows come first, then the unpaired rows of each entity (before pairs are cut), up to the limit."""
     first, second, third = (chain(4, 60, seed, species=9) for seed in (3, 4, 5))
     assert first.pairing is not None
     first = replace(first, pairing=replace(first.pairing, unpaired=np.arange(len(first.msa)) < 30))
@@ -173,13 +173,13 @@ def test_rows_are_those_of_the_official_code(half: int) -> None:
 
 
 def serving_pairing_alone(raw: RawExample, rows: int, species: int) -> RawExample:
-    """Return an example of whose alignment the last `rows` rows serve pairing alone; they are of one species."""
+    """Return an example in which the last `rows` rows, of one species, are only for pairing."""
     keys = np.where(np.arange(len(raw.msa)) < len(raw.msa) - rows, 0, species).astype(np.uint64)
     return replace(raw, pairing=make_pairing(raw.msa, keys, keys == 0))
 
 
 def test_rows_that_serve_pairing_alone_stand_alone_where_their_entity_is_in_no_pair() -> None:
-    """A homomer, an entity without a partner, species that none of the others has: given rows are not lost."""
+    """In a homomer, an entity without a partner, or with species that no other has, the rows are used unpaired."""
     one, two, other = chain(9, 12, 0), chain(6, 12, 1), chain(7, 12, 2)
     served = serving_pairing_alone(one, 5, species=7)
     homomer = make_features(assembly(served, served), WHOLE, 0, ("x",))["alignment"]
@@ -187,7 +187,7 @@ def test_rows_that_serve_pairing_alone_stand_alone_where_their_entity_is_in_no_p
     for partner in (two, serving_pairing_alone(two, 4, species=8)):
         rows = make_features(assembly(served, partner), WHOLE, 0, ("x",))["alignment"]
         assert {tuple(row) for row in rows[:, :9]} == {tuple(row) for row in one.msa} | {(GAP,) * 9}
-    # The other two are paired; what does not pair of them is as official.
+    # The other two are paired; their unpaired rows are those of the official code.
     trio = assembly(served, serving_pairing_alone(two, 4, species=8), serving_pairing_alone(other, 1, species=8))
     rows = make_features(trio, WHOLE, 0, ("x",))["alignment"]
     there = [(rows[:, part] != GAP).any(1).sum() for part in (slice(9), slice(9, 15), slice(15, 22))]
@@ -221,7 +221,7 @@ def test_the_truth_of_every_copy_is_there_in_its_place_in_the_assembly() -> None
     assert first.positions is not None
     assert second.positions is not None
     assert first.mask is not None
-    for columns in (slice(0, 9), slice(15, 24)):  # both copies may have either's truth
+    for columns in (slice(0, 9), slice(15, 24)):  # each copy may have the truth of either
         for copy in range(2):
             seen = first.mask > 0
             assert (mask[copy, columns] == seen).all()
@@ -258,7 +258,7 @@ def test_contiguous_crops_are_spans_and_together_of_the_size(lengths: list[int],
 
 
 def test_a_chain_may_give_as_few_and_as_many_residues_as_the_crop_allows() -> None:
-    """The chain that is drawn first gives any number from none to the whole crop, each about as often."""
+    """The number of residues from the first chain is uniform from none to the whole crop."""
 
     class InOrder(np.random.Generator):
         def permutation(self, x: Any, axis: int = 0) -> Any:
@@ -298,7 +298,7 @@ def test_spatial_crops_are_the_residues_nearest_to_one_of_an_interface(count: in
 def test_every_residue_of_an_interface_is_drawn_equally_often() -> None:
     ca = np.zeros((100, 3))
     ca[:, 0] = np.arange(100) * 4.0
-    chains = (np.arange(100) >= 60).astype(int)  # two chains in a row: two residues of each are within 10 angstrom
+    chains = (np.arange(100) >= 60).astype(int)  # two chains in a line: two residues of each are within 10 angstrom
     draws = [draw_interface_residue(ca, np.ones(100, bool), chains, 10.0, keyed_rng(0, i)) for i in range(2000)]
     counts = [draws.count(residue) for residue in (58, 59, 60, 61)]
     assert sum(counts) == 2000

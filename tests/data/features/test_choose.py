@@ -1,4 +1,4 @@
-"""What is chosen of an example: distributions, equal chances for every row, and costs that follow from sizes."""
+"""Choose crops and rows of an example: distributions, equal chances of all rows, and costs by size."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ from warpfold.data.features.choose import (
 from warpfold.keyed import keyed_rng
 
 TRAIN = SampleConfig(crop=16, max_msa=8, max_extra=12)
-THIN = SampleConfig(max_msa=3, max_extra=7, max_cost=1e-9, blocks=0)  # the budget is its floor: 10 rows
+THIN = SampleConfig(max_msa=3, max_extra=7, max_cost=1e-9, blocks=0)  # the smallest budget: 10 rows
 
 
 def test_block_deletion_keeps_the_query_and_deletes_contiguous_blocks() -> None:
@@ -32,11 +32,12 @@ def test_block_deletion_keeps_the_query_and_deletes_contiguous_blocks() -> None:
     assert all(rows[0] == 0 for rows in kept)
     assert all((np.diff(rows) > 0).all() for rows in kept)
     assert max((np.diff(rows) > 1).sum() for rows in kept) <= 5
-    # Row r survives a block of 300 that starts in any of 1000 places with probability 1 - min(r + 1, 300) / 1000.
+    # With a deleted block of 300 rows that starts at any of 1000, row r is kept with probability
+    # 1 - min(r + 1, 300) / 1000.
     expected = np.mean((1 - np.minimum(np.arange(1000) + 1, 300) / 1000) ** 5)
     assert np.mean([len(rows) for rows in kept]) / 1000 == pytest.approx(expected, abs=0.03)
     np.testing.assert_array_equal(delete_blocks(1, config, keyed_rng(0)), [0])
-    np.testing.assert_array_equal(delete_blocks(3, config, keyed_rng(0)), [0, 1, 2])  # blocks of no rows
+    np.testing.assert_array_equal(delete_blocks(3, config, keyed_rng(0)), [0, 1, 2])  # empty blocks
 
 
 def test_crop_starts_are_uniform_when_clamped_and_lean_to_the_start_otherwise() -> None:
@@ -72,7 +73,7 @@ def test_every_row_is_left_out_with_the_same_probability(thin: str, depth: int) 
     share = (np.mean(sizes) - 1) / (depth - 1)
     assert share > 0.1
     deviation = (counts[1:] - draws * share) / np.sqrt(draws * share * (1 - share))
-    assert np.abs(deviation).max() < 4  # of 10 to 40 standard deviates, with a fixed seed
+    assert np.abs(deviation).max() < 4  # 10 to 40 standard deviates, with a fixed seed
     assert deviation.std() < 1.5
 
 
@@ -86,7 +87,7 @@ def test_runs_stay_whole_and_within_the_budget(depth: int, count: int, seed: int
     assert len(rows) <= count
     if count > 4 * RUN_ROWS:
         assert len(rows) > count - 2 * RUN_ROWS  # the budget is used
-        assert (np.diff(rows) > 3).sum() <= len(rows) / (RUN_ROWS / 2) + 2  # in few pieces
+        assert (np.diff(rows) > 3).sum() <= len(rows) / (RUN_ROWS / 2) + 2  # in few runs
 
 
 def test_a_prediction_uses_every_row_and_the_best_templates() -> None:
@@ -101,11 +102,11 @@ def test_training_uses_every_row_that_block_deletion_leaves_if_no_cost_is_set() 
     rows = select(30, 50_000, config, 0, ("x",), train=True).rows
     np.testing.assert_array_equal(rows, delete_blocks(50_000, config, keyed_rng(0, "x", "blocks")))
     clamped = [select(50, 5, TRAIN, i, ("x",), train=True).clamped for i in range(3000)]
-    assert np.mean(clamped) == pytest.approx(0.9, abs=0.02)  # one in ten is not
+    assert np.mean(clamped) == pytest.approx(0.9, abs=0.02)  # one in ten is uncropped
 
 
 def test_the_budget_leaves_what_the_model_sees_and_does_not_depend_on_where_the_crop_lies() -> None:
-    config = SampleConfig(max_cost=1e-9)  # its defaults are AlphaFold2's: 512 centres, 5,120 rows of the extra MSA
+    config = SampleConfig(max_cost=1e-9)  # the defaults of AlphaFold2: 512 cluster centres, 5,120 rows of the extra MSA
     assert (row_budget(256, config), row_budget(256, SampleConfig())) == (5632, None)
     assert row_budget(256, dataclasses.replace(config, max_cost=1e3)) > 5632
     config = dataclasses.replace(THIN, crop=10, blocks=5)
@@ -145,22 +146,22 @@ def test_the_predicted_cost_grows_with_the_work_and_stops_at_the_bound() -> None
         assert predicted_cost(length, depth + 5000, free) > cost
         assert predicted_cost(length, depth, config, passes=4) > 2 * cost - predicted_cost(1, 1, config)
     crop = dataclasses.replace(free, clustering="crop")
-    assert predicted_cost(1000, 1000, crop) == predicted_cost(256, 1000, crop)  # a crop is a crop
+    assert predicted_cost(1000, 1000, crop) == predicted_cost(256, 1000, crop)  # crops cost the same
     assert predicted_cost(256, 1000, crop) == predicted_cost(256, 1000, free)
-    # Clusters of the whole chain: reading and comparing grow with it, the rest does not.
+    # With clusters of the whole chain, reading and comparing grow with its length; the rest does not.
     chains = [predicted_cost(length, 1000, free, passes) for length in (1000, 2000, 3000) for passes in (1, 2)]
     assert chains[2] - chains[0] == pytest.approx(chains[4] - chains[2])
     assert chains[3] - chains[1] > chains[2] - chains[0] > 0
     bounded = predicted_cost(256, 200_000, config), predicted_cost(256, 50_000, config)
     twice = [predicted_cost(256, depth, config, passes=2) for depth in (200_000, 50_000)]
-    assert twice[0] - bounded[0] == pytest.approx(twice[1] - bounded[1])  # but for reading, a pass costs the same
+    assert twice[0] - bounded[0] == pytest.approx(twice[1] - bounded[1])  # except for reading, a pass costs the same
     assert predicted_cost(256, 200_000, free) > 3 * predicted_cost(256, 50_000, free)
     assert predicted_cost(300, 100, config, train=False) > predicted_cost(300, 100, config)
 
 
 def test_an_assembly_costs_what_a_chain_does_but_for_comparing_and_pairing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So much for one whose rows are all used; any more are only read, in the crop's columns of their entity."""
-    monkeypatch.setattr(choose, "COST_COMPARE", 0.0)  # which the model does in assemblies
+    """This holds if all rows are used. Further rows are only read, in the cropped columns of their entity."""
+    monkeypatch.setattr(choose, "COST_COMPARE", 0.0)  # the model compares rows of assemblies
     config = SampleConfig(crop=64, max_msa=8, max_extra=16, chain_rows=40, clustering="crop", blocks=0)
     for length, depth in [(50, 5), (50, 20), (64, 40), (200, 40)]:
         alone = predicted_assembly_cost([(length, depth)], config)

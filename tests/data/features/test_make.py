@@ -1,4 +1,4 @@
-"""The features of an example: they fit the table at any size, and the same draw is the same everywhere."""
+"""Make the features of an example: their shapes at any size, and equal results for equal draws."""
 
 import dataclasses
 import subprocess
@@ -42,7 +42,7 @@ def test_features_fit_the_table_for_any_size(
     raw = example(length, depth)
     config = SampleConfig(crop=crop, max_msa=max_msa, max_extra=max_extra, pad=pad)
     features = make_features(raw, config, 0, ("x", 3), passes, train)
-    batch = to_tensors(features)  # every axis agrees
+    batch = to_tensors(features)  # all sizes of an axis are equal
     residues = min(crop, length) if train else length
     assert features["seq_mask"].sum() == residues
     assert len(features["aatype"]) == (max(crop, residues) if pad and train else residues)
@@ -83,7 +83,7 @@ def test_centres_and_extra_rows_share_nothing_and_use_all_there_is() -> None:
     assert len(rows) == len(raw.msa)
 
 
-ASSEMBLIES = ("extra_rows", "masked_msa")  # arrays that chains alone do not have
+ASSEMBLIES = ("extra_rows", "masked_msa")  # arrays that only assemblies have
 MSA_FEATURES = [
     name for name in FEATURES if ("msa" in name or name.startswith(("bert", "extra"))) and name not in ASSEMBLIES
 ]
@@ -97,7 +97,7 @@ def test_clusters_are_those_of_the_whole_chain_then_cropped(max_msa: int) -> Non
     crop = make_features(raw, config, 0, ("x", 0), 2, train=True)
     start = crop["residue_index"][0]
     assert len(crop["residue_index"]) == 16
-    for name in MSA_FEATURES:  # rows, masks, clusters and profiles: one draw, bit for bit
+    for name in MSA_FEATURES:  # rows, masks, clusters and profiles of one draw are equal bit for bit
         np.testing.assert_array_equal(crop[name], whole[name][:, :, start : start + 16], err_msg=name)
 
 
@@ -119,11 +119,11 @@ def test_clusters_of_the_crop_alone_are_those_of_a_chain_that_ends_there() -> No
 def test_a_row_without_residues_in_the_crop_joins_the_cluster_that_it_has_elsewhere(clustering: str) -> None:
     raw = example(length=6, depth=3)
     raw.msa[1:] = GAP
-    raw.msa[1, 5] = raw.msa[0, 5]  # agrees with the query, outside the crop; row 2 is one of gaps
+    raw.msa[1, 5] = raw.msa[0, 5]  # equal to the query, outside the crop; row 2 has only gaps
     config = SampleConfig(crop=3, max_msa=1, masked_fraction=0.0, block_fraction=0.0, clustering=clustering)
     steps = (make_features(raw, config, 0, ("x", step), train=True) for step in range(20))
     features = next(found for found in steps if found["residue_index"][-1] < 5)
-    gaps = 0.5 if clustering == "chain" else 0.0  # the query and row 1, or the query alone
+    gaps = 0.5 if clustering == "chain" else 0.0  # the query and row 1, or only the query
     np.testing.assert_allclose(features["msa_feat"][0, 0, :, 25 + GAP], gaps, rtol=1e-6)
     assert features["extra_msa"].shape[1] == len(raw.msa) - 1
 
@@ -148,7 +148,7 @@ def test_keys_and_seeds_give_other_samples() -> None:
     }
     assert len(sums) == 4
     other = make_features(raw, dataclasses.replace(TRAIN, max_extra=3, masked_fraction=0.5), 0, ("x", 0), train=True)
-    for name in ("true_msa", "residue_index"):  # one purpose does not shift another
+    for name in ("true_msa", "residue_index"):  # draws for different purposes are independent
         np.testing.assert_array_equal(make_features(raw, TRAIN, 0, ("x", 0), train=True)[name], other[name])
     assert keyed_rng(0, "a", "b").random() != keyed_rng(0, "ab").random()
     assert keyed_rng(0, 1).random() != keyed_rng(0, "1").random()
@@ -164,7 +164,7 @@ def test_another_process_and_another_thread_make_the_same() -> None:
 
 
 def digest() -> str:
-    """One number for all features of one draw."""
+    """Return a checksum of all features of one draw."""
     import hashlib
 
     features = make_features(example(), TRAIN, 5, ("x", 9), 2, train=True)
@@ -228,7 +228,7 @@ def test_the_loss_is_clamped_in_as_many_examples_as_the_settings_say(share: floa
 
 
 def shapes_of(**sizes: int) -> dict[str, np.ndarray]:
-    """Return features that show the sizes of the axes, and no more."""
+    """Return features that show the sizes of the axes."""
     shapes = {
         "aatype": (sizes["res"],),
         "bert_mask": (1, sizes["seq"], sizes["res"]),
@@ -258,7 +258,7 @@ def test_a_training_has_few_sizes_of_every_axis() -> None:
 
 
 def test_a_padded_shape_has_multiples_that_kernels_serve() -> None:
-    """Of the rows of m, which are the alignment's and the templates'; a complex keeps its templates."""
+    """This includes the rows of m, of alignment and templates. A complex keeps its templates."""
     features = shapes_of(res=101, seq=124, extra=1024, tmpl=4)
     assert padded_shape(features, 16) == {"res": 112, "seq": 124, "extra": 1024, "tmpl": 4}
     features = shapes_of(res=96, seq=1, extra=1, tmpl=1)
@@ -278,7 +278,7 @@ def test_features_of_several_examples_are_padded_alike() -> None:
     assert pad_batch(features, 1) is features
 
 
-# What follows from residue types and atoms.
+# Features that are computed from residue types and atoms.
 LABELS = ["atom14_atom_exists", "atom37_atom_exists", *list(FEATURES)[list(FEATURES).index("pseudo_beta") :]]
 
 
@@ -297,7 +297,7 @@ def test_labels_are_the_official_ones(case: str) -> None:
     )
     ours = {name: x for name, x in features.items() if name in LABELS}
     assert len(ours) == len(LABELS)
-    undefined = {  # where the mask is 0 the value means nothing
+    undefined = {  # where the mask is 0, the value has no meaning
         "rigidgroups_gt_frames": "rigidgroups_gt_exists",
         "rigidgroups_alt_gt_frames": "rigidgroups_gt_exists",
         "backbone_affine_tensor": "backbone_affine_mask",

@@ -1,4 +1,4 @@
-"""The MSA features against the formulas of Supp. 1.2.7 and table 1, written as loops, and their distributions."""
+"""Compare MSA features with loops over the formulas of Supp. 1.2.7 and table 1, and check their distributions."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def test_nearest_cluster_counts_agreement_and_takes_the_first_of_equals(e: int, 
     np.testing.assert_array_equal(nearest_cluster(rows, centres[None])[0], agreement.argmax(1))
 
 
-@pytest.mark.parametrize(("name", "size"), [("TABLES", 1), ("TABLES", 200_000), ("ROWS", 16)])  # of one pass, of two
+@pytest.mark.parametrize(("name", "size"), [("TABLES", 1), ("TABLES", 200_000), ("ROWS", 16)])  # for one pass, for two
 def test_what_does_not_fit_together_follows_one_another(monkeypatch: pytest.MonkeyPatch, name: str, size: int) -> None:
     rng = np.random.default_rng(0)
     rows, centres = rng.integers(0, 22, (50, 300), np.uint8), rng.integers(0, 23, (5, 7, 300), np.uint8)
@@ -33,7 +33,7 @@ def test_what_does_not_fit_together_follows_one_another(monkeypatch: pytest.Monk
 
 def test_mask_kinds_come_in_their_proportions() -> None:
     raw = example(length=300, depth=400, labels=False)
-    msa = np.zeros_like(raw.msa)  # all alanine: what is changed shows
+    msa = np.zeros_like(raw.msa)  # all alanine, so that every change is seen
     profile = np.zeros_like(raw.profile)
     profile[:, [7, GAP]] = 0.5
     masked, chosen = mask_msa(msa, profile, SampleConfig(), keyed_rng(0, "test"))
@@ -42,9 +42,9 @@ def test_mask_kinds_come_in_their_proportions() -> None:
     assert (masked[~chosen] == 0).all()
     share = np.bincount(masked[chosen], minlength=23) / total
     assert share[MASK] == pytest.approx(0.7, abs=0.01)
-    assert share[GAP] == pytest.approx(0.05, abs=0.005)  # from the profile alone
+    assert share[GAP] == pytest.approx(0.05, abs=0.005)  # from the profile only
     assert share[7] == pytest.approx(0.05 + 0.005, abs=0.005)
-    assert share[0] == pytest.approx(0.1 + 0.005, abs=0.008)  # left as it was
+    assert share[0] == pytest.approx(0.1 + 0.005, abs=0.008)  # unchanged
     assert share[5] == pytest.approx(0.005, abs=0.003)
     assert share[20] == 0  # X is never drawn uniformly
 
@@ -58,7 +58,7 @@ def test_masking_is_uniform_over_columns_and_includes_the_query() -> None:
 
 
 def plain_features(raw, centres, masked, others, size):
-    """The supplement's formulas, one cell after the other: msa_feat [S, N, 49] and the extra features [E, N]."""
+    """Compute msa_feat [S, N, 49] and the extra features [E, N] cell by cell, by the formulas of the supplement."""
     length = raw.length
     clusters = [[(masked[s], raw.deletions[row])] for s, row in enumerate(centres)]
     for row in set(range(raw.depth)) - set(centres.tolist()):
@@ -93,10 +93,10 @@ def test_features_are_the_formulas_written_out(
     length: int, depth: int, max_msa: int, max_extra: int, seed: int
 ) -> None:
     raw = example(length, depth, seed)
-    raw.msa[1::7] = GAP  # rows that say nothing in this crop
+    raw.msa[1::7] = GAP  # rows with only gaps in this crop
     config = SampleConfig(max_msa=max_msa, max_extra=max_extra)
     features = {name: array[1] for name, array in msa_features(raw, config, seed, ("x",), passes=2).items()}
-    # what was drawn is seen from the numbers of the rows, written into the deletions of a copy
+    # a copy has row numbers as deletions, which show the drawn rows
     numbered = example(length, depth, seed)
     numbered.msa[1::7] = GAP
     numbered.deletions[:] = np.arange(raw.depth)[:, None]
@@ -123,11 +123,11 @@ def test_very_long_sequences_are_counted_without_error() -> None:
     centres = rng.integers(0, 4, (3, 5000)).astype(np.uint8)
     centres[2] = centres[1]
     centres[2, 4321] = 9
-    rows = np.stack([centres[2], centres[1]])  # one agreement in 5,000 decides
+    rows = np.stack([centres[2], centres[1]])  # one identical residue in 5,000 decides
     np.testing.assert_array_equal(nearest_cluster(rows, centres[None])[0], [2, 1])
     centres = np.stack([np.full(600, 3), np.full(600, 4)]).astype(np.uint8)
     rows = np.full((1, 600), 4, np.uint8)
-    rows[0, :256] = 3  # modulo 256 the first centre would have 0 or the second more
+    rows[0, :256] = 3  # modulo 256, the first centre would have 0, or the second more
     assert nearest_cluster(rows, centres[None])[0, 0] == 1
 
 

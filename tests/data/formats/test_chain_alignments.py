@@ -1,4 +1,4 @@
-"""Alignments of several chains: ColabFold's of a complex, parts with NUL between them, folders; whose they are."""
+"""Read alignments of several chains: ColabFold's of a complex, parts separated by NUL, folders; match chains."""
 
 from pathlib import Path
 
@@ -55,7 +55,7 @@ def test_the_alignment_of_a_complex(text: str) -> None:
     assert texts(b_pairs) == ["MKV", "MKL", "M-V"]
     assert (a.stands_alone, b.stands_alone, a_pairs.stands_alone, b_pairs.stands_alone) == (True, True, False, False)
     np.testing.assert_array_equal(a_pairs.deletions, [[0] * 4, [0, 0, 0, 1], [0] * 4])
-    np.testing.assert_array_equal(b_pairs.deletions[2], [1, 0, 0])  # inserted where the chains meet
+    np.testing.assert_array_equal(b_pairs.deletions[2], [1, 0, 0])  # inserted between the chains
     np.testing.assert_array_equal(a_pairs.pair_keys, b_pairs.pair_keys)
     assert len(set(a_pairs.pair_keys.tolist())) == 3  # type: ignore[union-attr]
     assert a_pairs.pair_keys[0] == 0  # type: ignore[index]
@@ -110,7 +110,7 @@ def kinds(found: ChainAlignments, sequence: str) -> list[tuple[str, bool]]:
 
 
 def test_a_folder_for_each_chain(tmp_path: Path) -> None:
-    """The layout of AlphaFold-Multimer, template hits included; files are stacked in its order."""
+    """AlphaFold-Multimer's layout, template hits included; files are stacked in its order."""
     for chain, query in {"A": "ACDE", "B": "MKVU"}.items():
         for name in ("uniprot_hits", "mgnify_hits", "uniref90_hits", "pdb_hits"):
             rows = f"{chain} {query}\n{name} {query}\n"
@@ -119,7 +119,7 @@ def test_a_folder_for_each_chain(tmp_path: Path) -> None:
     found = read_chain_alignments([tmp_path / "msas"], ["MKVU", "ACDE"], "q.fasta")
     expected = [("uniref90_hits", True), ("mgnify_hits", True), ("uniprot_hits", False)]
     assert kinds(found, "ACDE") == kinds(found, "MKVU") == expected
-    assert found.of("MKVC") == found.of("MKVU")  # in an alignment they are one
+    assert found.of("MKVC") == found.of("MKVU")  # in an alignment they are one sequence
     assert (found.of("GGGG"), found.unused) == ([], [])
 
 
@@ -138,10 +138,10 @@ def test_alignments_that_belong_to_no_chain(tmp_path: Path) -> None:
     write(tmp_path / "found/a.a3m", ">q\nACDE\n>r\nAC-E\n")
     other = write(tmp_path / "found/b.a3m", ">q\nGGGG\n>r\nGG-G\n")
     found = read_chain_alignments([tmp_path / "found"], ["ACDE", "MKV"], "q.fasta")
-    assert (kinds(found, "ACDE"), found.unused) == ([("r", True)], ["found/b.a3m"])  # nobody named it
+    assert (kinds(found, "ACDE"), found.unused) == ([("r", True)], ["found/b.a3m"])  # not named by the user
     with pytest.raises(UserError, match=r"b\.a3m: its first row is not the sequence of any record in q\.fasta; give"):
         read_chain_alignments([other], ["ACDE", "MKV"], "q.fasta")
-    with pytest.raises(UserError, match=r"differs from the query at 4 of 4 residues"):  # of one chain: exactly why
+    with pytest.raises(UserError, match=r"differs from the query at 4 of 4 residues"):  # the exact reason
         read_chain_alignments([other], ["ACDE", "ACDE"], "q.fasta")
 
 
@@ -149,7 +149,7 @@ def test_a_complex_among_the_alignments(tmp_path: Path) -> None:
     path = write(tmp_path / "x.a3m", COMPLEX)
     found = read_chain_alignments([path], ["MKV", "ACDE"], "q.fasta")
     assert [len(found.of(sequence)) for sequence in ("ACDE", "MKV")] == [2, 2]
-    (alone,) = read_chain_alignments([path], ["MKV"], "q.fasta").of("MKV")  # one protein, which has no pairs
+    (alone,) = read_chain_alignments([path], ["MKV"], "q.fasta").of("MKV")  # copies of one protein have no pairs
     assert texts(alone) == ["MKV", "MKL", "M-V", "MKV", "-KV"]
     assert alone.stands_alone
     with pytest.raises(UserError, match="none of them the query"):

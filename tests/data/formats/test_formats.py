@@ -1,4 +1,4 @@
-"""FASTA, A3M, A2M, Stockholm and plain rows: what they mean, what is refused, and that writing and reading agree."""
+"""Read FASTA, A3M, A2M, Stockholm and plain rows: content, refusals, and the same content after writing."""
 
 import gzip
 import time
@@ -45,7 +45,7 @@ PLAIN = [{}, {3: 2}, {0: 2}]
 
 
 def refusal(call: object, *arguments: object) -> str:
-    """The message of the UserError that a call raises: one line."""
+    """Return the message, of one line, of the UserError that a call raises."""
     with pytest.raises(UserError) as caught:
         call(*arguments)  # type: ignore[operator]
     assert "\n" not in str(caught.value)
@@ -90,7 +90,7 @@ def test_fasta_joins_lines_and_keeps_the_header() -> None:
         pytest.param(
             ">q\nMkv.LW\n>a\nM.va-W\n", "MKVLW", "q a", "MKVLW M-V-W", [{}, {3: 1}], id="the same of all of it"
         ),
-        # In Stockholm the name has the description, as in A3M: what pairs rows may be in it.
+        # In Stockholm as in A3M, the name includes the description, which may have the species for pairing.
         pytest.param(BLOCKS, None, "query hit/1-4_a_hit", "MKVLWAA MKV--A-", [{}, {2: 1}], id="Stockholm in blocks"),
         pytest.param(HITS, "MKVW", "query a b", "MKVW MKV- M-VW", [{}, {}, {2: 1}], id="of a profile"),
         pytest.param(
@@ -164,7 +164,7 @@ def test_fasta_refuses_what_is_no_sequence(text: str, said: str) -> None:
 def test_files_gz_crlf_and_byte_order_marks(tmp_path: Path) -> None:
     plain, packed = tmp_path / "a.a3m", tmp_path / "b.a3m"
     plain.write_bytes(b"\xef\xbb\xbf" + A3M.replace("\n", "\r\n").encode())
-    packed.write_bytes(gzip.compress(A3M.encode()))  # told by content, not by name
+    packed.write_bytes(gzip.compress(A3M.encode()))  # recognised by content, not by name
     for path in (plain, packed):
         assert read_alignment(path).deletions.tolist() == parse_a3m(A3M).deletions.tolist()
 
@@ -222,7 +222,7 @@ def test_a3m_round_trip(data: st.DataObject) -> None:
     assert back.names == alignment.names
 
 
-@example(b"\v", b"")  # blank, though neither a space nor a line end
+@example(b"\v", b"")  # white space other than spaces and line ends
 @given(st.binary(max_size=60), st.sampled_from([b"", b">", b"# STOCKHOLM 1.0\n", b"#3\t1\n>", b"MKV\n", b"\x1f\x8b"]))
 def test_no_input_is_a_bug(tail: bytes, head: bytes) -> None:
     for parse in (parse_alignment, parse_fasta):

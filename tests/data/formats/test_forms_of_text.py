@@ -1,4 +1,4 @@
-"""Sequences and alignments as other programs and people write them."""
+"""Read sequences and alignments in the forms that other programs and people write."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ A, B = "MSGMKKLYEYTVTTLDEFLGK", "EKLKEFILNTSKDKIYKLTITNRAD"
 
 
 def read(tmp_path: Path, name: str, text: str) -> list[tuple[str, tuple[str, ...], str]]:
-    """The queries of a file: name, sequences, error."""
+    """Return the queries of a file: name, sequences, error."""
     path = tmp_path / name
     path.write_text(text)
     return [(one.name, one.sequences, one.error) for one in read_query_files([path]).found]

@@ -1,4 +1,4 @@
-"""What pack reads: folders of every layout, alignment databases, and queries that are found without the rest."""
+"""List the files that pack reads: folders of every layout, alignment databases, and queries read from a prefix."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ def test_files_are_found_by_their_endings_and_named_below_what_was_given(tmp_pat
     assert [one.name for one in find([tmp_path / "a"], STRUCTURES, "structures")] == ["a/1.cif", "a/b/2.CIF.gz"]
     assert find([tmp_path / "linked"], STRUCTURES, "structures")[0].name == "linked/2.CIF.gz"
     named = find([tmp_path / "a/3.txt", tmp_path / "a", tmp_path / "a/1.cif"], STRUCTURES, "structures")
-    assert [one.name for one in named] == ["a/1.cif", "a/3.txt", "a/b/2.CIF.gz"]  # each once; what is named is taken
+    assert [one.name for one in named] == ["a/1.cif", "a/3.txt", "a/b/2.CIF.gz"]  # each once; named files are read
     (tmp_path / "c/a").mkdir(parents=True)
     (tmp_path / "c/a/1.cif").touch()
     both = find([tmp_path / "a", tmp_path / "c/a"], STRUCTURES, "structures")
@@ -77,8 +77,8 @@ def _stockholm(rows: list[tuple[str, str]], width: int) -> str:
         ("uniref90_hits.a3m", "bfd_uniclust_hits.a3m", "mgnify_hits.a3m", "a_hits.a3m"),  # OpenProteinSet
         ("uniref90_hits.sto", "bfd_uniref_hits.a3m", "mgnify_hits.sto", "uniprot_hits.sto"),  # AlphaFold2
         ("uniref90_hits.sto", "small_bfd_hits.sto", "mgy_clusters_hits.sto"),
-        ("UniRef90.a3m.gz", "BFD.a3m.gz", "MGnify.a3m.gz", "1bfd_A.a3m", "2mgy.a3m"),  # entries, not databases
-        ("bfd.mgnify30.metaeuk30.smag30.a3m", "uniref30.a3m"),  # ColabFold's: one place, by name
+        ("UniRef90.a3m.gz", "BFD.a3m.gz", "MGnify.a3m.gz", "1bfd_A.a3m", "2mgy.a3m"),  # no databases
+        ("bfd.mgnify30.metaeuk30.smag30.a3m", "uniref30.a3m"),  # ColabFold: one folder, by name
     ],
 )
 def test_alignments_are_stacked_as_officially_where_their_names_tell(tmp_path: Path, names: tuple[str, ...]) -> None:
@@ -138,7 +138,7 @@ def test_real_queries() -> None:
 
 
 def _database(folder: Path, members: dict[str, dict[str, bytes]], shard: str = "db_0") -> Path:
-    """An alignment database of one shard, or one more of a database; a shard has an index of its own."""
+    """Write a shard of an alignment database, with its own index."""
     data, whole, own = b"", folder / "super.index", {}
     for owner, files in members.items():
         listed = own[owner] = []
@@ -176,7 +176,7 @@ def test_every_kind_of_index_gives_every_file(tmp_path: Path) -> None:
 
 
 def test_a_shard_that_cannot_be_read(tmp_path: Path) -> None:
-    """It spares what comes before the damage; memory is not taken, and a pipe is not waited for."""
+    """Members before the damage are read. It takes no memory, and a pipe does not block."""
     shard = _database(tmp_path, MEMBERS) / "db_0.db"
     first, last = find([tmp_path / "super.index"], ALIGNMENTS, "alignments")
     with pytest.raises(UserError, match=r"a member has more than 1e-08 GB"):

@@ -21,7 +21,7 @@ from warpfold.data.store.store import Store
 from warpfold.engine.ready_maker import BatchMaker
 from warpfold.training.ledger import _follows
 
-EXAMPLES, STEPS = 6, 7  # of a step; of the run: six epochs of a store of seven
+EXAMPLES, STEPS = 6, 7  # per step; per run: six epochs of a store of seven
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 class AnyOrder:
-    """Workers that make examples without features, and end their jobs in any order; entries that are bad fail."""
+    """Make examples without features, and finish jobs in random order. Bad entries fail."""
 
     def __init__(self, random: Random, bad: set[str]) -> None:
         self._random, self._bad, self._jobs = random, bad, list[tuple[int, Sequence[Any]]]()
@@ -50,7 +50,7 @@ class AnyOrder:
 
     @contextmanager
     def _looked_at(self) -> Iterator[None]:
-        """End some jobs before somebody looks what has ended; none ends meanwhile."""
+        """Finish some jobs before the caller looks for results; none finishes meanwhile."""
         while self._jobs and self._random.random() < 0.6:
             self.wait()
         yield
@@ -65,17 +65,17 @@ class AnyOrder:
 
 
 class Run:
-    """A run that is stopped and killed as it may be: what it keeps on the disk, and what each step has used."""
+    """A run that is stopped and killed at random: its files, and the examples used by each step."""
 
     def __init__(self, store: Store, random: Random, bad: set[str], windows: Sequence[int]) -> None:
         self.order, self.random, self.bad, self.windows = Order([Source(store)], seed=3), random, bad, windows
-        self.checkpoint = 0, State()  # steps, and what they have used
+        self.checkpoint = 0, State()  # step -> examples used
         self.orders: dict[tuple[int, int], dict[int, Draw]] = {}  # ranks, rank: the lines of its order.txt
         self.aside: list[str] = []
-        self.steps: dict[int, tuple[int, set[tuple[int, str]]]] = {}  # as done last: on how many ranks, number and name
+        self.steps: dict[int, tuple[int, set[tuple[int, str]]]] = {}  # as repeated last: ranks, index and name
 
     def session(self) -> None:
-        """Continue from the checkpoint on some ranks, for some steps, saving some; then die in the middle of one."""
+        """Continue from the checkpoint on some ranks for some steps, save some, and die in the middle of one."""
         random, (begin, state) = self.random, self.checkpoint
         ranks, window = random.choice((1, 2, 3, 5, 6)), random.choice(self.windows)
         lines = [self.orders.setdefault((ranks, rank), {}) for rank in range(ranks)]
@@ -87,7 +87,7 @@ class Run:
         replay = replay if _follows(replay, state) else []
 
         def loader(rank: int) -> Loader:
-            """Return the examples of a rank; lines are written before their examples are used."""
+            """Yield the examples of a rank. Their lines are written before they are used."""
             places, schedule = count(begin * shares[rank]), (state, STEPS - begin, EXAMPLES, rank, ranks, cost, replay)
             order = RunOrder(
                 self.order, Schedule(*schedule),
@@ -103,7 +103,7 @@ class Run:
             now = {(sample.index, sample.name) for sample in used}
             assert len(now) == EXAMPLES
             if step < begin + repeated and self.steps.get(step, (0,))[0] == ranks:
-                assert self.steps[step][1] == now  # whatever window it was first done with
+                assert self.steps[step][1] == now  # whatever its first window was
             self.steps[step] = ranks, now
             if step + 1 == STEPS or random.random() < 0.4:
                 self.checkpoint = step + 1, loaders[0].order.state([one.order.exchanged() for one in loaders])
@@ -120,7 +120,7 @@ def cost(index: int) -> float:
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**32), st.sets(st.sampled_from(range(7)), max_size=3), st.booleans())
 def test_what_a_run_sees_follows_from_the_seed(store: Store, seed: int, bad: set[int], windowed: bool) -> None:
-    """On any ranks, stopped or killed at any time, with any entries damaged, in a window or in order."""
+    """For any number of ranks, any stops, kills and damaged entries, with a window and in order."""
     names, random = {f"e{i}" for i in bad}, Random(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("warpfold.engine.ready_maker.Workers", lambda *_: AnyOrder(random, names))
@@ -130,7 +130,7 @@ def test_what_a_run_sees_follows_from_the_seed(store: Store, seed: int, bad: set
     order = Order([Source(store)], seed=3)
 
     def name(number: int) -> str:
-        """Name the entry of a number: the first that is drawn and not damaged."""
+        """Return the entry of an index: the first one drawn that is not damaged."""
         return next(one for draw in count() if (one := order.entry(number, draw).name) not in names)
 
     assert run.checkpoint[1] == State(STEPS * EXAMPLES)

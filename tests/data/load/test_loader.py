@@ -1,4 +1,4 @@
-"""The loader: what comes is a function of the seed alone; who makes it, and when, changes the order within a window."""
+"""Load examples: they follow from the seed; workers and time change only their order within a window."""
 
 import signal
 import time
@@ -43,7 +43,7 @@ SCHEDULE = ("start", "examples", "rank", "ranks", "cost", "replay")
 
 
 class Loader(Ready):
-    """The loader of a run, as `warpfold.training.examples.load` makes it, as an iterator of samples."""
+    """Iterate over the samples of a loader, made as in `warpfold.training.examples.load`."""
 
     order: RunOrder
 
@@ -91,7 +91,7 @@ def test_workers_deliver_the_same_and_a_run_may_begin_anywhere(store: Store) -> 
         for name, tensor in a.features.items():
             torch.testing.assert_close(b.features[name], tensor, rtol=0, atol=0)
     starts = {int(sample.features["residue_index"][0]) for sample in here if sample.name == "e0"}
-    assert len(starts) == sum(sample.name == "e0" for sample in here)  # drawn anew in every epoch
+    assert len(starts) == sum(sample.name == "e0" for sample in here)  # drawn again in every epoch
     assert [len(sample.features["msa_feat"]) for sample in here[:3]] == [1, 2, 1]
 
 
@@ -117,7 +117,7 @@ def wait_for(condition: Any, seconds: float = 100) -> None:
 def test_ready_examples_pass_a_slow_one_but_not_for_ever(store: Store, tmp_path: Path) -> None:
     (tmp_path / "strict").mkdir()
     puppet = Puppet(tmp_path / "strict", waits=(2,))
-    with loader(store, puppet, workers=2, ahead=5) as examples:  # without a window it is waited for
+    with loader(store, puppet, workers=2, ahead=5) as examples:  # without a window, the loader waits for it
         first = [next(examples).index for _ in range(2)]
         wait_for(lambda: puppet.begun() >= 8)
         puppet.go(2)
@@ -126,9 +126,9 @@ def test_ready_examples_pass_a_slow_one_but_not_for_ever(store: Store, tmp_path:
     log: list[Draw] = []
     with loader(store, puppet, workers=2, ahead=5, window=3, used=log.append) as examples:
         first = [next(examples).index]
-        puppet.go(1)  # held back until now: two workers may finish 0 and 1 in either order
+        puppet.go(1)  # waiting until now: two workers may finish 0 and 1 in either order
         first += [next(examples).index for _ in range(4)]
-        assert first == [0, 1, 3, 4, 5]  # 6 is ready too, but four places behind
+        assert first == [0, 1, 3, 4, 5]  # 6 is ready too, but four positions later
         assert examples.order.exchanged() == ([2], [5])
         assert examples.order.state() == State(2, (3, 4, 5))
         wait_for(lambda: puppet.begun() == 10)
@@ -154,7 +154,7 @@ def test_an_order_is_followed_and_what_it_leaves_comes_after(store: Store, tmp_p
     log = [Draw(3), Draw(5), Draw(0), Draw(1)]
     with loader(store, puppet, workers=2, window=5, examples=2, steps=5, replay=[log]) as examples:
         first = next(examples)
-        puppet.go(5)  # not passed by, however slow
+        puppet.go(5)  # not skipped, however slow
         got = indices([first, *examples])
     assert got[:4] == [3, 5, 0, 1]
     assert sorted(got[4:]) == [2, 4, 6, 7, 8, 9]
@@ -172,7 +172,7 @@ def test_no_more_is_made_ahead_than_was_allowed(store: Store, tmp_path: Path) ->
 
 def test_large_arrays_need_no_shared_memory(store: Store, tmp_path: Path) -> None:
     def shared(process: int | str) -> set[str]:
-        """What the process has mapped of /dev/shm; nothing if it is gone."""
+        """Return the files of /dev/shm that the process has mapped; none if it has ended."""
         maps = Path(f"/proc/{process}/maps")
         lines = maps.read_text().splitlines() if maps.exists() else []
         return {line.split(maxsplit=5)[-1] for line in lines if "/dev/shm" in line}

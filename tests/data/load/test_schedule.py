@@ -1,4 +1,4 @@
-"""Order, state, schedule: pure functions; nothing is lost or comes twice, whatever the ranks do."""
+"""Compute order, state and schedule: no example is lost or repeated, whatever the ranks do."""
 
 from itertools import islice
 from pathlib import Path
@@ -51,13 +51,13 @@ def test_the_papers_weights_favour_long_chains_of_small_clusters(store: Store) -
     order = Order([Source(store)], seed=0, weights="paper")
     drawn = keys(order, range(8000))
     counts = np.array([drawn.count(key) for key in store.keys]) / 8000
-    weights = np.array([1 / 2] + [0.5 / 2] * 5 + [0.5])  # e0 is of 800 residues, e6 alone in its cluster
+    weights = np.array([1 / 2] + [0.5 / 2] * 5 + [0.5])  # e0 has 800 residues, e6 is alone in its cluster
     np.testing.assert_allclose(counts, weights / weights.sum(), atol=0.025)
 
 
 def test_a_mixture_has_its_weights_and_each_source_its_own_epochs(store: Store, other: Store) -> None:
     order = Order([Source(store, weight=1), Source(other, weight=3)], seed=1)
-    entries = [order.entry(index) for index in range(9000)]  # beyond the blocks in which sources are drawn
+    entries = [order.entry(index) for index in range(9000)]  # more than a block of the draw of sources
     assert np.mean([entry.source for entry in entries]) == pytest.approx(0.75, abs=0.02)
     for source, size in ((0, 7), (1, 5)):
         places = [entry.place for entry in entries if entry.source == source]
@@ -120,7 +120,7 @@ def test_a_state_is_the_set_of_what_was_used(first: int, early: set[int], number
 
 @given(st.lists(st.sampled_from([0.5, 1.0, 1.5, 7.0]), min_size=12, max_size=12), st.sampled_from([1, 3, 5, 12, 20]))
 def test_hands_are_those_of_the_rule(costs: list[float], ranks: int) -> None:
-    """Each goes to the rank with the smallest sum that is not full, of several to the first: as older runs did."""
+    """As in older runs, each goes to the first rank with the smallest sum that is not full."""
     sizes = [share_of(len(costs), ranks, rank) for rank in range(ranks)]
     hands: list[list[int]] = [[] for _ in range(ranks)]
     for place in sorted(range(len(costs)), key=lambda place: (-costs[place], place)):
@@ -133,13 +133,13 @@ def test_costs_are_those_of_making_and_of_computing(store: Store) -> None:
     order = Order([Source(store)], seed=3)
     cost = costs(order, SampleConfig(crop=100))
     found = {order.entry(index).name: cost(index) for index in range(7)}
-    assert found["e0"] > 1.5 * found["e1"]  # a whole crop of it
+    assert found["e0"] > 1.5 * found["e1"]  # a whole crop
     assert len({found[f"e{i}"] for i in range(1, 7)}) == 1
     assert sum(found.values()) == pytest.approx(14)  # twice the mean of 1
 
 
 def planned(start: State, steps: int, examples: int, ranks: int) -> list[list[int]]:
-    """What each rank is to use, step after step."""
+    """Return the examples of each rank in each step."""
     schedules = [
         Schedule(start, steps, examples, rank, ranks, cost=lambda index: 1 + index * 7 % 5) for rank in range(ranks)
     ]
@@ -172,7 +172,7 @@ def test_what_was_used_is_repeated_in_whole_steps_before_the_rest_is_dealt() -> 
 
 @pytest.fixture(scope="module")
 def complexes(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """Chains a to h in clusters of two, and assemblies of them."""
+    """Write a store with chains a to h in clusters of two, and assemblies of them."""
     path = tmp_path_factory.mktemp("schedule") / "complexes"
     groups = {"aab": ["a", "a", "b"], "ce": ["c", "e"], "just d": ["d"], "gh": ["g", "h"]}
     record = pack_record({"aatype": np.zeros(1, np.uint8)}, {})
@@ -190,28 +190,28 @@ def complexes(tmp_path_factory: pytest.TempPathFactory) -> Store:
 def test_a_source_has_chains_or_assemblies(complexes: Store, store: Store) -> None:
     assert Source(complexes).keys == list("abcdefgh")
     assert Source(complexes, assemblies=True).keys == ["aab", "ce", "just d", "gh"]
-    assert Source(store, assemblies=True).keys == store.keys  # of which each is an assembly of one
+    assert Source(store, assemblies=True).keys == store.keys  # each is an assembly of one chain
     assert (paper_weights(Source(store, assemblies=True)) == paper_weights(Source(store))).all()
 
 
 def test_an_assembly_is_drawn_as_often_as_its_chains(complexes: Store) -> None:
-    # Chains that are in no assembly, f, count for nothing: e is alone in its cluster.
+    # Chains in no assembly, such as f, do not count: e is alone in its cluster.
     weights = paper_weights(Source(complexes, assemblies=True))
     np.testing.assert_allclose(weights, [2 * 0.5 / 2, 0.5 / 2 + 0.5, 0.5 / 2, 2 * 1 / 2])
 
 
 def test_clusters_that_meet_in_an_assembly_are_held_out_together(complexes: Store) -> None:
-    assert joined_clusters(Source(complexes, assemblies=True)) == ["0", "1", "1", "3"]  # c and d are of one cluster
+    assert joined_clusters(Source(complexes, assemblies=True)) == ["0", "1", "1", "3"]  # c and d are in one cluster
     for seed in range(8):
         train, held = split_keys(complexes, 1, seed, assemblies=True)
         assert sorted([*train, *held]) == sorted(["aab", "ce", "just d", "gh"])
-        assert held in (["aab"], ["gh"])  # not two, as long as one can be had
+        assert held in (["aab"], ["gh"])  # not two while one remains
 
 
 def test_an_assembly_costs_what_its_chains_and_their_rows_cost(complexes: Store) -> None:
     source = Source(complexes, assemblies=True)
     cost = dict(zip(source.keys, feature_costs(source, SampleConfig(crop=100, max_msa=4, max_extra=4))))
-    assert cost["ce"] > cost["aab"] == cost["just d"]  # of copies as much is read as of one
+    assert cost["ce"] > cost["aab"] == cost["just d"]  # copies are read once
     many = SampleConfig(crop=100, max_msa=4, max_extra=4, pairing=False)
     assert dict(zip(source.keys, feature_costs(source, many)))["ce"] < cost["ce"]
     assert cost["just d"] == predicted_assembly_cost([(100, 9)], SampleConfig(crop=100, max_msa=4, max_extra=4))

@@ -1,4 +1,4 @@
-"""Files to pack, and the store that one undisturbed run makes of them."""
+"""Provide files to pack, and the store that an undisturbed run makes of them."""
 
 from pathlib import Path
 

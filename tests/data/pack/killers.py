@@ -1,4 +1,4 @@
-"""Jobs that kill the process that runs them, in a module that workers can import."""
+"""Run jobs that kill their process, in a module that workers can import."""
 
 import os
 import signal
@@ -17,14 +17,14 @@ def _die_of(name: str, word: str) -> None:
 
 
 def upper(names: list[str]) -> list[str]:
-    """Return the names in capitals; die of `kill`."""
+    """Return the names in capitals. The name `kill` kills the process."""
     for name in names:
         _die_of(name, "kill")
     return [name.upper() for name in names]
 
 
 def read_chains(job: "tuple[InputFile, PackOptions]") -> "ReadChains":
-    """Do as the original, but die of files called `readkill`."""
+    """Read chains, but die when a file is called `readkill`."""
     from warpfold.data.pack import build as pack_build
 
     _die_of(job[0].name, "readkill")
@@ -32,7 +32,7 @@ def read_chains(job: "tuple[InputFile, PackOptions]") -> "ReadChains":
 
 
 def build(job: "BuildJob") -> "BuiltChains":
-    """Do as the original, but die of files called `buildkill`."""
+    """Build entries, but die when a file is called `buildkill`."""
     from warpfold.data.pack import build as pack_build
 
     _die_of(job.file.name, "buildkill")
@@ -40,7 +40,7 @@ def build(job: "BuildJob") -> "BuiltChains":
 
 
 def read_queries(job: "tuple[Sequence[InputFile], int]") -> list[tuple[str, str]]:
-    """Do as the original, but die of files called `querykill`."""
+    """Read queries, but die when a file is called `querykill`."""
     from warpfold.data.pack import build as pack_build
 
     for source in job[0]:
@@ -49,7 +49,7 @@ def read_queries(job: "tuple[Sequence[InputFile], int]") -> list[tuple[str, str]
 
 
 class Here:
-    """Replace `bulk.IsolatedProcess` where no process dies, which is quicker."""
+    """Run jobs of `bulk.IsolatedProcess` in this process, which is quicker. No job may kill it."""
 
     def start(self, function: Callable[..., Any]) -> None:
         pass

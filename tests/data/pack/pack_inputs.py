@@ -1,4 +1,4 @@
-"""Small structures and alignments to pack, good and bad, made in code."""
+"""Write small structures and alignments to pack, good and bad."""
 
 import gzip
 from pathlib import Path
@@ -22,7 +22,7 @@ TWO = "GSWYQNTRAEEDIKHFMPVCLLGTASWNDR"
 
 
 def chain(name: str, sequence: str, resolved: int | None = None, shift: float = 0.0) -> Chain:
-    """A chain of random coordinates, 4 angstrom from residue to residue."""
+    """Return a chain of random coordinates, 4 angstrom between residues."""
     n = len(sequence)
     steps = np.arange(n)[:, None, None] * np.array([4.0, 0, 0])
     positions = steps + shift + np.random.default_rng(0).normal(size=(n, 37, 3)).round(3)
@@ -50,7 +50,7 @@ def alignment(path: Path, *rows: str) -> Path:
 
 
 def make_files(folder: Path) -> Path:
-    """`structures` and `msas` in `folder`, with one case of everything that is kept or dropped."""
+    """Write `structures` and `msas` into `folder`, with one case of everything that is kept or dropped."""
     structures, msas = folder / "structures", folder / "msas"
     structure(structures / "1one.cif", chain("A", ONE), chain("B", TWO), chain("C", ONE, shift=50.0))
     structure(structures / "deep/1two.cif", chain("A", "GGGGG" + TWO))
@@ -74,7 +74,7 @@ def make_files(folder: Path) -> Path:
 
 
 def packed(files: Path, name: str = "store", **options: Any) -> PackReport:
-    """The files of `make_files` packed into the store `name` beside them."""
+    """Pack the files of `make_files` into the store `name` next to them."""
     return pack([files / "structures"], [files / "msas"], files / name, **options)
 
 
@@ -84,7 +84,7 @@ def contents(store: Path) -> dict[str, bytes]:
 
 
 def stopped(files: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Path:
-    """The unfinished part of a run that was stopped just before its end."""
+    """Return the unfinished part of a run that was stopped just before its end."""
 
     def interrupt(_: PartWriter) -> None:
         raise KeyboardInterrupt
@@ -97,13 +97,13 @@ def stopped(files: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Pat
 
 
 def draft_of(files: Path) -> Path:
-    """The folder of the unfinished part of the store `store`."""
+    """Return the folder of the unfinished part of a store."""
     path = part_path(files / "store", JobPart(1, 1))
     return path.with_name(f"{path.name}.partial")
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """Exit code, stdout, stderr of `warpfold ARGUMENTS`."""
+    """Run `warpfold ARGUMENTS`, and return exit code, stdout and stderr."""
     with pytest.raises(SystemExit) as ended:
         cli.main([str(argument) for argument in arguments])
     out, err = capsys.readouterr()
@@ -111,7 +111,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 
 
 def refused(result: tuple[int, str, str]) -> str:
-    """The one line of an error that is the input's fault."""
+    """Check that a run refused its input, and return the line of the error."""
     code, out, err = result
     assert (code, out) == (2, "")
     assert err.startswith("error: ")

@@ -1,4 +1,4 @@
-"""Packing: files found, alignments and hits matched to chains, everything dropped named, copies stored once."""
+"""Pack: find files, match alignments and hits to chains, name everything dropped, and store copies once."""
 
 import json
 import shutil
@@ -31,10 +31,10 @@ def test_everything_is_kept_or_named_with_its_reason_in_the_report_and_in_the_st
     report = packed(files)
     kept = {entry.name: entry for entry in report.kept}
     assert {key: entry.alignments for key, entry in kept.items()} == {
-        "1one_A": ("msas/a.a3m",),  # of its very sequence
+        "1one_A": ("msas/a.a3m",),  # of exactly its sequence
         "1one_B": ("msas/1two/hits.a3m",),
         "1one_C": ("msas/a.a3m",),
-        "1two_A": ("msas/1two/hits.a3m",),  # by name, of all but a tag
+        "1two_A": ("msas/1two/hits.a3m",),  # by name, of all residues except a tag
         "1mut_A": ("msas/a.a3m",),  # the nearest
         "1non_A": (),
     }
@@ -144,7 +144,7 @@ def test_release_dates(tmp_path: Path) -> None:
 def test_an_alignment_that_turns_out_bad_is_left_out_and_named(tmp_path: Path) -> None:
     structure(tmp_path / "s/1one.cif", chain("A", ONE))
     alignment(tmp_path / "m/good.a3m", ONE, ONE[::-1])
-    alignment(tmp_path / "m/late.a3m", ONE, *[ONE] * 20, "ACD")  # what is wrong comes late in the file
+    alignment(tmp_path / "m/late.a3m", ONE, *[ONE] * 20, "ACD")  # the error is late in the file
     report = pack([tmp_path / "s"], [tmp_path / "m"], tmp_path / "store")
     (entry,) = report.kept
     assert (entry.alignments, entry.depth) == (("m/good.a3m",), 2)
@@ -191,7 +191,7 @@ def test_nothing_kept_leaves_nothing(files: Path) -> None:
     assert sorted(path.name for path in files.iterdir()) == ["msas", "structures"]
 
 
-# ---- what belongs to a chain
+# ---- the alignments of a chain
 
 
 def source(name: str) -> InputFile:
@@ -199,7 +199,7 @@ def source(name: str) -> InputFile:
 
 
 class Known(Queries):
-    """Queries that were read before."""
+    """Queries that have been read already."""
 
     def __init__(self, alignments: Sequence[tuple[InputFile, str]]) -> None:
         self.found = {source.name: (query, "") for source, query in alignments}
@@ -207,7 +207,7 @@ class Known(Queries):
 
 
 def matched(alignments: Sequence[tuple[InputFile, str]], key: str, sequence: str) -> tuple[list[InputFile], str]:
-    """The alignments of a chain and the note about them."""
+    """Return the alignments of a chain and the note about them."""
     job = Matcher(Known(alignments), [source for source, _ in alignments]).find(key, key[-1], sequence)
     return job.alignments, job.note
 
@@ -223,7 +223,7 @@ def test_the_matcher_takes_the_name_then_the_sequence_then_the_entry_then_the_ne
         (all_of_them, "9ABC_Z", ONE, [own]),
         (all_of_them, "9abc_A", ONE, [x]),
         (all_of_them[2:], "9abc_A", ONE, [entry]),
-        (all_of_them[3:], "9abc_A", ONE, [l1]),  # holds it, with the least else
+        (all_of_them[3:], "9abc_A", ONE, [l1]),  # has it, and the fewest others
         (all_of_them[3:5], "9abc_A", ONE, [n]),
         ([(f, far)], "1abc_A", ONE, []),
         ([], "1abc_A", ONE, []),
@@ -245,7 +245,7 @@ def test_hits_belong_by_name_or_stand_beside_the_alignments() -> None:
 
     assert found("9abc_z", (a, ONE)) == [hits[0]]
     assert found("1one_A", (a, ONE)) == [hits[0]]
-    assert found("1one_A", (c, ONE)) == [hits[2]]  # `flat` is of several sequences, `1` is not
+    assert found("1one_A", (c, ONE)) == [hits[2]]  # `flat` has several sequences, `1` does not
     assert found("1one_A") == []
 
 
@@ -267,7 +267,7 @@ def test_real_pairs(tmp_path: Path) -> None:
 
 @pytest.fixture
 def queries(tmp_path: Path) -> Path:
-    """A query, its alignment with hits beside it, and the structures that they name."""
+    """Write a query, its alignment, hits next to it, and the structures that the hits name."""
     structure(tmp_path / "s/1one.cif", chain("A", ONE), chain("B", ONE), released="2005-01-01")
     structure(tmp_path / "s/1old.cif", chain("A", "C" + ONE[1:], shift=7.0), released="2001-01-01")
     structure(tmp_path / "s/1new.cif", chain("A", "D" + ONE[1:]), released="2006-01-01")
@@ -277,7 +277,7 @@ def queries(tmp_path: Path) -> Path:
     ends["9xyz_A"] = "F" + ONE[1:]
     rows = "".join(f"{name}/1-{len(row.replace('-', ''))} {row}\n" for name, row in ends.items())
     text = f"# STOCKHOLM 1.0\n\n{rows}#=GC RF {'x' * len(ONE)}\n//\n"
-    (tmp_path / "m/1one_A/hmm_output.sto").write_text(text)  # as hmmsearch writes it
+    (tmp_path / "m/1one_A/hmm_output.sto").write_text(text)  # as in hmmsearch's output
     return tmp_path
 
 
@@ -294,12 +294,12 @@ def names_of_templates(store: Store) -> tuple[str, ...]:
 def test_templates_lie_in_the_store_and_the_report_counts_them(queries: Path) -> None:
     report, store = pack_queries(queries)
     entries = {entry.name: entry for entry in report.kept}
-    for name in ("1one_A", "1one_B"):  # the copy has them too, by the alignment that it shares
+    for name in ("1one_A", "1one_B"):  # the copy has them too, through the shared alignment
         raw = read_example(store, name)
         assert raw.templates is not None
         assert raw.templates.names == ("1old_A", "2old_A")
         truth = chain("A", "C" + ONE[1:], shift=7.0)
-        same = np.array([letter != "R" for letter in ONE])  # whose NH1 and NH2 the reader names by their geometry
+        same = np.array([letter != "R" for letter in ONE])  # the reader names NH1 and NH2 by geometry
         np.testing.assert_allclose(raw.templates.positions[0][same], truth.positions[same], atol=1e-3)
         assert raw.templates.mask[1, 25:].sum() == 0
         assert (entries[name].templates, entries[name].hits) == (2, ("m/1one_A/hmm_output.sto",))
@@ -314,10 +314,10 @@ def test_templates_lie_in_the_store_and_the_report_counts_them(queries: Path) ->
 
 
 def test_a_store_without_templates_says_why(queries: Path) -> None:
-    """Hits ask for them, but the folder is the wrong one."""
+    """There are hits, but the folder lacks their structures."""
     structure(queries / "elsewhere/3old.cif", chain("A", TWO))
     report, _ = pack_queries(queries, template_structures=[queries / "elsewhere"])
-    # 1one_A and its copy, five hits each: one of the query's own entry, four without a file
+    # 1one_A and its copy have five hits each: one of the query's own entry, four without a file
     assert report.summary().endswith(
         ", 0 of 10 templates used: 8 have no structure in the folders given (1new, 1old, 2old, ...); "
         "2 x is of the query's own entry"
@@ -349,7 +349,7 @@ def test_bad_hits_and_bad_structures_of_templates_stop_nothing(queries: Path) ->
 
 
 def test_files_that_carry_one_entry_id_are_named_by_their_files(tmp_path: Path) -> None:
-    """As gemmi, PyMOL and pipelines leave them: HEADER of the first structure in all."""
+    """gemmi, PyMOL and pipelines write the HEADER of the first structure into all files."""
     header = f"{'HEADER    HYDROLASE':<62}9ABC\n"
     for i, name in enumerate(("design_1.pdb", "design_2.pdb", "9abc.pdb", "deep/pdb9xyz.ent", "alone.pdb")):
         path = tmp_path / "structures" / name

@@ -1,4 +1,4 @@
-"""`pack --assemblies`: biological assemblies beside the chains that they are made of."""
+"""Pack biological assemblies with their chains: `pack --assemblies`."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ FIRST, ALL = PackOptions(assemblies=True), PackOptions(all_assemblies=True)
 
 
 def entry(path: Path, chains: Sequence[Chain], *generators: tuple[str, str, str]) -> Path:
-    """An entry of these chains, A, B ... for mmCIF, with these assemblies."""
+    """Return an entry of these chains, with label_asym_id A, B ..., and these assemblies."""
     structure(path, *chains)
     path.write_text(path.read_text() + assembly_text(generators))
     return path
@@ -59,7 +59,7 @@ def report_of(report: PackReport, name: str) -> str:
 
 @pytest.fixture
 def files(files: Path) -> Path:
-    """The files of the other tests, and entries with assemblies."""
+    """Write the files of the other tests, and entries with assemblies."""
     here = files / "structures"
     pair = [chain("H", ONE), chain("L", TWO)]
     entry(here / "2sym.cif", pair, ("1", "1,2", "A,B"), ("2", "1", "B"))
@@ -103,7 +103,7 @@ def test_what_is_left_out_is_reported(files: Path) -> None:
     assert report_of(report, "2abs-assembly1") == absent
     assert read_assembly(store, "2abs-assembly1").ids == ("A",)
     assert report_of(report, "2non-assembly1") == "dropped: none of its chains is kept"
-    assert {"2mis_H", "2big_L", "2non_A"} <= set(chain_keys(store))  # chains do without their assembly
+    assert {"2mis_H", "2big_L", "2non_A"} <= set(chain_keys(store))  # chains are kept without their assembly
     saved = PackReport.from_json(json.loads((files / "store/pack.json").read_text()))
     assert [entry.chains for entry in saved.assemblies] == [entry.chains for entry in report.assemblies]
     assert "2sym-assembly1\tkept" in (files / "store/pack.tsv").read_text()
@@ -158,7 +158,7 @@ def test_an_assembly_whose_chains_come_from_another_file_is_dropped(tmp_path: Pa
 
 
 def write_rows(path: Path, sequence: str, species: Sequence[str]) -> Path:
-    """An alignment whose rows differ from its query in one place each, of these organisms."""
+    """Write an alignment whose rows, of these organisms, differ from its query in one residue each."""
     rows = [("query", sequence)]
     for i, name in enumerate(species):
         rows.append((f"tr|A0A{i:03d}|A0A{i:03d}_{name}/1-30", sequence[:i] + "G" * 2 + sequence[i + 2 :]))
@@ -189,7 +189,7 @@ def test_what_pairs_rows_is_stored_and_copies_share_it(tmp_path: Path) -> None:
     part = stored.take(slice(3, 9), np.array([0, 2]))
     assert part.pairing is not None
     np.testing.assert_array_equal(part.pairing.species, raw.pairing.species[[0, 2]])
-    # Rows of an alignment that serves pairing alone come last, and a single chain's example is without them.
+    # Rows that are only for pairing come last, and examples of single chains lack them.
     both, alone = open_entry(store, "1abc-assembly1", True).chains[1], open_entry(store, "1abc_B", False)
     assert both.pairing is not None
     assert both.depth == 1 + 1 + 2
@@ -200,7 +200,7 @@ def test_what_pairs_rows_is_stored_and_copies_share_it(tmp_path: Path) -> None:
 
 
 def rewritten(store: Store, out: Path, key: str, without: str = "", **edits: Callable[[Any], Any]) -> Store:
-    """A copy of a store, in which some arrays or notes of one entry are others, and perhaps an entry is missing."""
+    """Copy a store with changed arrays or notes of one entry, and perhaps without an entry."""
     with StoreWriter(out) as writer:
         for place, name in enumerate(store.keys):
             record = store.record(name)
@@ -242,7 +242,7 @@ def test_records_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
 
 
 def stored_pairs(path: Path) -> Store:
-    """A store of an assembly of two chains and their copies, with what pairs them."""
+    """Write a store of an assembly of two chains and their copies, with alignments for pairing."""
     entry(path / "s/1abc.cif", [chain("A", ONE), chain("B", TWO)], ("1", "1,2", "A,B"))
     for name, sequence in (("A", ONE), ("B", TWO)):
         write_rows(path / f"m/1abc_{name}/hits.a3m", sequence, ["HUMAN", "MOUSE"])
@@ -259,7 +259,7 @@ def test_the_alignment_of_a_complex_gives_each_chain_its_rows_and_pairs(tmp_path
         ONE[:-1] + "F" + "-" * len(TWO),
     ]
     text = f"#{len(ONE)},{len(TWO)}\t2,2\n" + "".join(f">{place}\n{row}\n" for place, row in enumerate(rows))
-    for name in ("1abc", "other"):  # found by its name, or by what it begins with
+    for name in ("1abc", "other"):  # found by its name, or by the start of it
         for suffix, more in (("a3m", ""), ("wrong.a3m", "-")):
             (tmp_path / f"{name}-{suffix}").mkdir()
             (tmp_path / f"{name}-{suffix}/{name}.a3m").write_text(text + more)
@@ -337,7 +337,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Store:
 def test_haemoglobin_is_two_copies_of_two_chains(real: Store) -> None:
     whole, half = read_assembly(real, "2hhb-assembly1"), read_assembly(real, "1hho-assembly1")
     assert whole.ids == ("A", "B", "C", "D")
-    assert half.ids == ("A", "B", "A-2", "B-2")  # the other half by the crystal's symmetry
+    assert half.ids == ("A", "B", "A-2", "B-2")  # the other half, by crystal symmetry
     for assembly in (whole, half):
         assert assembly.entity_id.tolist() == [1, 2, 1, 2]
         assert [one.length for one in assembly.chains] == [141, 146, 141, 146]
@@ -346,9 +346,9 @@ def test_haemoglobin_is_two_copies_of_two_chains(real: Store) -> None:
         found = read_ca(assembly)
         assert found is not None
         ca = np.split(found[0], np.cumsum([141, 146, 141]))
-        for one, other in ((0, 1), (0, 3), (1, 2), (2, 3)):  # each alpha touches both betas
+        for one, other in ((0, 1), (0, 3), (1, 2), (2, 3)):  # each alpha chain touches both beta chains
             assert np.linalg.norm(ca[one][:, None] - ca[other], axis=-1).min() < 8
-        for k, own in enumerate(ca):  # and nobody overlaps
+        for k, own in enumerate(ca):  # and no chains overlap
             rest = np.concatenate(ca[:k] + ca[k + 1 :])
             assert np.linalg.norm(own[:, None] - rest, axis=-1).min() > 3
 
@@ -360,7 +360,7 @@ def test_rows_of_a_real_alignment_have_their_organisms(real: Store) -> None:
     apart = ~pairing.unpaired
     assert apart.any()  # of uniprot_hits.sto
     assert (pairing.species[apart] != 0).mean() > 0.9
-    assert not pairing.species[~apart].any()  # where there is an alignment for pairing, only that one pairs
+    assert not pairing.species[~apart].any()  # an alignment for pairing is the only one that is paired
 
 
 @realdata

@@ -1,4 +1,4 @@
-"""`warpfold pack` at the command line: parts, merging, verifying, reports; every misuse is one line."""
+"""Run `warpfold pack` at the command line: parts, merging, verifying, reports, and one line for each misuse."""
 
 import json
 import os
@@ -90,7 +90,7 @@ def test_misuse_is_one_line(
 def test_sigterm_is_a_stop_and_no_death(
     capsys: pytest.CaptureFixture[str], files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Schedulers send it before they kill; running jobs are not suspected of having killed the run."""
+    """Schedulers send it before they kill. Jobs that are running are not blamed for the end of the run."""
     read = packing.read_chains
 
     def interrupted(job: Any) -> Any:

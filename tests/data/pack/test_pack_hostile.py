@@ -1,4 +1,4 @@
-"""Files that are bombs, pipes or killers cost one entry each; the user's files stay."""
+"""Pack gzip bombs, pipes and files that kill workers: each costs one entry, and the user's files stay."""
 
 import gzip
 import json
@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Path:
-    """Structures of two proteins in `structures`, and an empty `msas`."""
+    """Write structures of two proteins into `structures`, and an empty `msas`."""
     structure(tmp_path / "structures/1one.cif", chain("A", ONE))
     structure(tmp_path / "structures/1two.cif", chain("A", TWO))
     (tmp_path / "msas").mkdir()
@@ -88,7 +88,7 @@ def test_pipes_and_devices_that_are_named_are_entries_too(tmp_path: Path) -> Non
 
 
 def test_names_that_are_no_text(tmp_path: Path) -> None:
-    """A file's name is bytes; a report is text."""
+    """File names are bytes, but reports are text."""
     folder = os.fsencode(tmp_path)
     structure(tmp_path / "s/1one.cif", chain("A", ONE))
     for name in (b"s/\xff.cif", b"s/bad\xff.cif"):
@@ -109,7 +109,7 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
 
 
 def starved_at(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, word: str) -> None:
-    """A function of which calls that name `word` ask for more memory than there is."""
+    """Return a function that asks for too much memory in calls that name `word`."""
     whole = getattr(module, name)
 
     def starved(*arguments: Any, **more: Any) -> Any:
@@ -138,7 +138,7 @@ def test_a_file_or_a_chain_for_which_the_memory_does_not_suffice_is_an_entry(
 
 
 def test_templates_are_as_limited_as_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A template that is too large, or needs too much memory, is lost alone, without the chains that ask for it."""
+    """Only a template that is too large, or needs too much memory, is dropped; its chains are kept."""
     structure(tmp_path / "s/1one.cif", chain("A", ONE))
     hits = alignment(tmp_path / "h/1one_A.hmmsearch.a3m")
     letters = {"9big": "C", "9eat": "D"}
@@ -161,7 +161,7 @@ def test_templates_are_as_limited_as_other_files(tmp_path: Path, monkeypatch: py
 
 
 def _writer(folder: Path) -> PartWriter:
-    """A part of no inputs."""
+    """Return the writer of a part without inputs."""
     return PartWriter(folder / "part", {"part": "1/1", "warpfold": "x", "options": {}, "inputs": {}, "clusters": None})
 
 
@@ -239,16 +239,16 @@ if __name__ == "__main__":
 """
     command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}
     ends = [subprocess.run(command, env=environment, check=False).returncode for _ in range(4)]
-    assert ends == [-signal.SIGKILL] * 3 + [0]  # once for each; the next run knows
+    assert ends == [-signal.SIGKILL] * 3 + [0]  # once for each; recorded for the next run
     assert contents(pair / "one") == contents(pair / "two")
 
 
 class Killed(BaseException):
-    """The end of a process, as far as a test in this one can have it."""
+    """Stands for the death of the process, which a test cannot have."""
 
 
 def dies(files: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, word: str) -> None:
-    """A run that a function kills when `word` is in its job: the lock is released, and nothing else is done."""
+    """Return a function that ends the run at a job with `word`: the lock is released, and nothing else happens."""
     whole = getattr(module, name)
 
     def killed(job: Any) -> Any:
@@ -264,7 +264,7 @@ def dies(files: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, w
 
 
 def test_a_job_that_no_run_outlives_is_given_up_untried(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On some machines a lack of memory ends the whole job, not just the worker."""
+    """On some machines, a lack of memory ends the whole run and not only the worker."""
 
     class Never(Here):
         def __call__(self, function: Callable[[Any], Any], job: Any) -> Any:
@@ -282,7 +282,7 @@ def test_a_job_that_no_run_outlives_is_given_up_untried(pair: Path, monkeypatch:
 def test_a_run_that_is_killed_before_a_job_is_tried_apart_blames_no_job(
     pair: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However often: it takes seconds until a process of its own runs, and a kill most likely comes then."""
+    """A separate process starts within seconds, and kills are most likely then, however many there are."""
 
     class Starting(Here):
         def start(self, function: Callable[..., Any]) -> None:
@@ -311,7 +311,7 @@ def test_what_a_stop_interrupted_is_no_suspect(pair: Path, monkeypatch: pytest.M
     assert len(packed(pair).kept) == 2
 
 
-# ---- what is the user's
+# ---- files of the user
 
 
 @pytest.mark.parametrize("name", ["store.part-1-of-1.partial", "store.partial"])
@@ -326,12 +326,12 @@ def test_folders_with_something_of_the_users_are_left_alone(tmp_path: Path, name
     (tmp_path / name / "thesis.tex").rename(tmp_path / "thesis.tex")
     pack([tmp_path / "s"], [], tmp_path / "store")
     (tmp_path / "store.part-1-of-1").mkdir()
-    (tmp_path / "store.part-1-of-1/thesis.tex").write_text("precious")  # while the store is there already
+    (tmp_path / "store.part-1-of-1/thesis.tex").write_text("precious")  # while the store exists already
     assert pack([tmp_path / "s"], [], tmp_path / "store").finished_before
     assert (tmp_path / "store.part-1-of-1/thesis.tex").read_text() == "precious"
 
 
 def test_a_file_that_appears_while_a_store_is_written_is_not_removed(tmp_path: Path) -> None:
-    with StoreWriter(tmp_path / "store") as writer:  # left before it is finished
+    with StoreWriter(tmp_path / "store") as writer:  # left unfinished
         (writer.folder / "thesis.tex").write_text("precious")
     assert [path.name for path in (tmp_path / "store.partial").iterdir()] == ["thesis.tex"]

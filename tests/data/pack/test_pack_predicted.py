@@ -1,4 +1,4 @@
-"""Predictions as examples: which files are taken, what is masked, what is dropped and why (Supp. 1.3)."""
+"""Pack predictions: which files are used, what is masked, and what is dropped and why (Supp. 1.3)."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ PLDDT = np.array([90.0] * 20 + [49.0, 50.0] + [30.0] * 8)  # of 30 residues; 9 a
 
 
 def prediction(path: Path, sequence: str, plddt: np.ndarray = PLDDT) -> Path:
-    """Write a structure with pLDDT in the B column, in the format that the name says."""
+    """Write a structure with pLDDT as B factors, in the format of its suffix."""
     path.parent.mkdir(parents=True, exist_ok=True)
     name, chains = path.name.split(".")[0], [chain("A", sequence)]
     if path.suffix == ".pdb":
@@ -133,7 +133,7 @@ def test_unsure_residues_are_masked_in_every_label_and_crops_of_alignments_are_d
         array = found[name].reshape(30, -1)
         assert not array[~sure].any(), name
         assert array[sure].any(), name
-    assert found["resolution"] == 0  # so that no confidence is learnt from it
+    assert found["resolution"] == 0  # so that the confidence heads do not learn from it
     every = make_features(example, SampleConfig(min_confidence=0), 0, ("x",))
     assert every["backbone_affine_mask"].all()
     assembly = make_features(read_assembly(store, "one-assembly1"), SampleConfig(), 0, ("x",))
@@ -150,7 +150,7 @@ def test_alignments_of_predictions_are_sampled_in_training() -> None:
 
 
 def test_the_kl_filter_is_the_papers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of each protein is as uncertain as the reference; the other half is sure of its distances."""
+    """Half of each protein is as uncertain as the reference; the other half has precise distances."""
     monkeypatch.setattr(predicted, "MIN_REFERENCE", 4)
     rng = np.random.default_rng(0)
     n, bins = 30, 8
@@ -225,4 +225,4 @@ def test_real_files(tmp_path: Path) -> None:
     assert kept["P29373_A"].pae is not None
     assert kept["PIGK_A"].pae is not None
     assert kept["Q5VSL9_A"].masked > 100
-    assert "experimental" in " ".join(reasons(report))  # its B column is no pLDDT
+    assert "experimental" in " ".join(reasons(report))  # its B factors are no pLDDT

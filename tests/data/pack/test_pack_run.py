@@ -1,4 +1,4 @@
-"""How packing runs changes nothing: workers, a cluster, parts, kills at any moment; what is finished stays."""
+"""Pack with workers, a cluster, parts and kills at any moment: the store is the same, and results are kept."""
 
 import errno
 import json
@@ -105,7 +105,7 @@ def test_a_damaged_part_is_not_merged(files: Path, whole: dict[str, bytes]) -> N
                     merge(parts, files / "store")
                 except UserError as error:
                     refused.append((part, str(error)))
-                else:  # the record is of a chain that is not kept, as another file has it too
+                else:  # the record is of a chain that is dropped, because another file has it too
                     assert path.name != "plan.json" or json.loads(path.read_bytes()) == json.loads(good)
                     assert contents(files / "store") == whole
                     shutil.rmtree(files / "store")
@@ -166,7 +166,7 @@ packed(Path({str(files)!r}), progress=progress)
 def test_whatever_a_kill_leaves_of_a_part_the_store_is_the_same(
     files: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pack_jobs, "IsolatedProcess", Here)  # a process for each is slow
+    monkeypatch.setattr(pack_jobs, "IsolatedProcess", Here)  # one process for each is slow
     part = stopped(files, monkeypatch)
     good, draw = contents(part), random.Random(0)
     results = sorted(name for name in good if name not in ("plan.json", "lock", "tried"))
@@ -215,7 +215,7 @@ def test_a_kill_while_the_store_is_written(
     monkeypatch.setattr(packing, "_run_jobs", lambda *_: pytest.fail("work was done again"))
     packed(files)
     assert contents(files / "store") == whole
-    part.mkdir()  # a kill after the store appeared, before the part went
+    part.mkdir()  # a kill after the store appeared, before the part was removed
     assert packed(files).finished_before
     assert not part.exists()
 
@@ -233,7 +233,7 @@ def test_the_program_of_the_clusters_is_said(files: Path, monkeypatch: pytest.Mo
 def test_an_unfinished_run_with_other_options_is_refused(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     part = draft_of(files)
     part.mkdir()
-    (part / "plan.json").write_text("killed here")  # before it did anything: it binds nobody
+    (part / "plan.json").write_text("killed here")  # before any work: other options are allowed
     stopped(files, monkeypatch)
     with pytest.raises(
         UserError, match=r"part-1-of-1: an unfinished run with other .*\(--max-single, structures files"
@@ -276,7 +276,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_lost(
 
 
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The structure files that are read from here on."""
+    """Return a list that collects the structure files that are read from now on."""
     read: list[str] = []
     whole = packing.read_chains
     monkeypatch.setattr(
@@ -308,7 +308,7 @@ def test_an_unfinished_run_and_a_finished_part_are_of_their_inputs_alone(
 
 @pytest.mark.parametrize("how", ["--cluster-identity", "--clusters"])
 def test_other_clusters_need_no_other_records(files: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """As where MMseqs2 is missing, which the merge says after hours of packing."""
+    """For example, the merge reports after hours of packing that MMseqs2 is missing."""
     more: dict[str, Any] = {"options": PackOptions(cluster_identity=1.0)}
     if how == "--clusters":
         (files / "clusters").write_text("1one_A 1two_A\n1mut_A\n")
@@ -327,15 +327,15 @@ def test_other_clusters_need_no_other_records(files: Path, monkeypatch: pytest.M
     assert contents(files / "store") == contents(files / "fresh")
 
 
-# ---- what parts share
+# ---- results shared by parts
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts bytes in Linux's /proc")
 @pytest.mark.parametrize("named", [True, False])
 def test_a_task_of_a_job_array_reads_its_share_of_the_alignments(tmp_path: Path, named: bool) -> None:
-    """Stockholm files, which must be read whole for their queries.  Where names do not tell whose they are, the first
-    of these tasks, which run one after another, reads them all, and the others find them read."""
-    count, sizes, overhead = 4, {}, 300_000  # bytes of plans, answers and modules
+    """The query of a Stockholm file is known after reading all of it. If file names do not name the chains, the first
+    of these tasks, which run one after another, reads all files, and the others use its results."""
+    count, sizes, overhead = 4, {}, 300_000  # bytes of plans, results and modules
     for number in range(16):
         sequence = ONE[number:] + TWO + ONE[:number]
         structure(tmp_path / f"structures/{number:02d}ab.cif", chain("A", sequence))
@@ -390,7 +390,7 @@ def test_a_file_of_the_users_with_that_name_is_left_alone(files: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in Linux's /proc")
 def test_parts_hold_no_file_open_and_may_be_many(files: Path) -> None:
-    """A thousand tasks have more parts than a process may have files."""
+    """A thousand tasks have more parts than a process may have open files."""
     packed(files, part=JobPart(1, 1))
     before = len(os.listdir("/proc/self/fd"))
     opened = [PartFolder(part_path(files / "store", JobPart(1, 1))) for _ in range(8)]
@@ -402,7 +402,7 @@ def test_parts_hold_no_file_open_and_may_be_many(files: Path) -> None:
 def test_records_beyond_what_one_read_gives_are_whole(
     files: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Linux reads at most 0x7ffff000 bytes at a time; here 100."""
+    """Linux reads at most 0x7ffff000 bytes at a time; here it is 100."""
     stopped(files, monkeypatch)
     capped = os.pread
     monkeypatch.setattr(os, "pread", lambda file, size, offset: capped(file, min(size, 100), offset))

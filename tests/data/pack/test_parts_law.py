@@ -1,4 +1,4 @@
-"""The law of parts: N merged parts are one run, byte for byte, whatever the alignments are called."""
+"""Check that N merged parts equal one run byte for byte, whatever the names of the alignments."""
 
 import shutil
 from pathlib import Path
@@ -16,13 +16,13 @@ from warpfold.data.pack.part import part_path
 
 THREE = ONE[::-1]
 QUERIES = [ONE, TWO, THREE, "MM" + ONE, TWO[3:], "C" + THREE[1:], "W" * 30, "AC1EF"]
-# Names of chains and of entries, other words and hashes.
+# Names of chains and entries, other words, and hashes.
 STEMS = ["1one_A", "1one_B", "1one", "1two_A", "1two", "2dup_A", "x", "0f3a9c", "bfd_hits", "uniref90_hits"]
 FOLDERS = ["", "1one_A/", "1two/", "0f3a9c/", "z/"]
 
 
 def write_inputs(folder: Path, draw: st.DataObject) -> None:
-    """Structures that share sequences and a name, and alignments of any name, format and content."""
+    """Write structures that share sequences and a name, and alignments of any name, format and content."""
     here = folder / "structures"
     structure(here / "1one.cif", chain("A", ONE), chain("B", TWO), chain("C", ONE, shift=50.0))
     structure(here / "1two.cif", chain("A", "GGGGG" + TWO))

@@ -1,4 +1,4 @@
-"""Kills and second writers at any moment: a store is whole or not there, and a finished one stays."""
+"""Kill writers and start second ones at any moment: a store is complete or absent, and finished stores stay."""
 
 import fcntl
 import os
@@ -23,7 +23,7 @@ from warpfold.data.pack.part import PartWriter
 from warpfold.data.store.store import Store, StoreWriter, pack_record
 from warpfold.errors import UserError
 
-# The calls by which a writer changes folders.
+# The calls with which a writer changes folders.
 EVENTS: list[tuple[Any, str]] = [
     (os, "fsync"), (os, "replace"), (Path, "rename"), (Path, "unlink"), (Path, "rmdir"), (Path, "mkdir"),
     (PartWriter, "add"), (PartWriter, "begin"), (StoreWriter, "add"),
@@ -31,7 +31,7 @@ EVENTS: list[tuple[Any, str]] = [
 
 
 def before_events(patch: pytest.MonkeyPatch, do: Callable[[], None]) -> None:
-    """Call a function before each of EVENTS."""
+    """Call a function before each call in EVENTS."""
 
     def watched(call: Callable[..., Any]) -> Callable[..., Any]:
         def event(*given: Any, **named: Any) -> Any:
@@ -51,7 +51,7 @@ def written(path: Path) -> StoreWriter:
 
 
 def killed_at(number: int, patch: pytest.MonkeyPatch, work: Callable[[], Any]) -> bool:
-    """Do `work` in a process that is killed before the event of this number; return whether it came so far."""
+    """Run `work` in a process that is killed before the event of an index. Returns whether it got so far."""
     child = os.fork()
     if child == 0:
         left = iter(range(number))
@@ -62,7 +62,7 @@ def killed_at(number: int, patch: pytest.MonkeyPatch, work: Callable[[], Any]) -
 
 
 def test_a_kill_before_any_event_changes_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack_jobs, "IsolatedProcess", Here)  # a process for each is slow
+    monkeypatch.setattr(pack_jobs, "IsolatedProcess", Here)  # one process for each is slow
     files, number, outcomes = tmp_path, 0, set()
     structure(files / "structures/1one.cif", chain("A", ONE), chain("B", TWO))
     structure(files / "structures/1two.cif", chain("A", TWO, shift=9.0))
@@ -75,7 +75,7 @@ def test_a_kill_before_any_event_changes_no_byte(tmp_path: Path, monkeypatch: py
         outcomes.add((files / "store").exists())
         report = packed(files)
         found = contents(files / "store")
-        # A kill between the last two events leaves the empty lock in the finished store.
+        # A kill between the last two events leaves an empty lock in the finished store.
         assert found.pop("lock", b"") == b""
         assert found == whole
         assert len(report.kept) == 3
@@ -114,7 +114,7 @@ def test_a_second_writer_at_any_event_of_the_first_is_refused(tmp_path: Path, mo
 
 
 def late(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], None]) -> None:
-    """Do something between the opening of the next lock file and its locking."""
+    """Call a function after the next lock file is opened, and before it is locked."""
     flock = fcntl.flock
 
     def locked(*given: Any) -> None:
@@ -145,7 +145,7 @@ def test_who_locks_a_folder_that_was_removed_makes_its_own(tmp_path: Path, monke
 
 
 def test_a_writer_that_fails_removes_nothing_of_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one may begin as soon as the lock is gone."""
+    """The next writer may begin as soon as the lock is released."""
     first, unlink = written(tmp_path / "s"), Path.unlink
     written_next: list[StoreWriter] = []
 
@@ -161,7 +161,7 @@ def test_a_writer_that_fails_removes_nothing_of_the_next_one(tmp_path: Path, mon
 
 
 def test_two_processes_that_merge_at_once_end_with_one_store(files: Path, whole: dict[str, bytes]) -> None:
-    """Each ends with a report, or with one line; a process that finds another one at work asks again."""
+    """Each ends with a report or one line. A process that finds the other at work tries again."""
     parts, deadline, trials = parts_of(files, 2), time.monotonic() + 4, 0
     while time.monotonic() < deadline and trials < 60:
         start = time.monotonic() + 0.02
@@ -202,7 +202,7 @@ def _merge_and_insist(parts: list[Path], out: Path, start: float) -> int:
 def test_processes_that_pack_at_once_and_are_killed_at_random_end_with_one_store(
     files: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pack_jobs, "IsolatedProcess", Here)  # a process for each is slow
+    monkeypatch.setattr(pack_jobs, "IsolatedProcess", Here)  # one process for each is slow
     draw, deadline, killed, refused = random.Random(0), time.monotonic() + 8, 0, 0
     for trial in range(40):
         children = []
@@ -228,7 +228,7 @@ def test_processes_that_pack_at_once_and_are_killed_at_random_end_with_one_store
 
 
 def _pack_once(files: Path) -> int:
-    """Return 0 for a report, 5 for the refusal of a second writer."""
+    """Pack. Returns 0 for a report, 5 if refused as the second writer."""
     try:
         return 0 if len(packed(files).kept) == 6 else 1
     except UserError as error:

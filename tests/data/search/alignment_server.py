@@ -1,4 +1,4 @@
-"""An alignment server of our own, in a thread: it speaks ColabFold's protocol, and misbehaves as it is told."""
+"""Serve alignments in a thread by ColabFold's protocol, with faults that a test sets."""
 
 import io
 import json
@@ -12,12 +12,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-# What is done instead of the next answers: an HTTP status with headers, a status of the ticket, or a fault.
+# What is sent instead of the next answers: an HTTP status with headers, a ticket status, or a fault.
 Fault = str | tuple[int, dict[str, str]]
 
 
 def packed(files: dict[str, str | bytes], links: Sequence[str] = ()) -> bytes:
-    """A tar.gz of these files, and of links of these names."""
+    """Return a tar.gz of these files, and of links with these names."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:gz") as archive:
         for name, text in files.items():
@@ -33,7 +33,7 @@ def packed(files: dict[str, str | bytes], links: Sequence[str] = ()) -> bytes:
 
 
 def msa_files(sequences: Sequence[str]) -> dict[str, str | bytes]:
-    """What the server finds for sequences: in each database a row with its first residue changed."""
+    """Return the server's alignments: in each database, a row with the first residue changed."""
     blocks = {
         name: "".join(f">{101 + i}\n{one}\n>{name}_{i}\t95\t0.5\nA{one[1:]}\n\0" for i, one in enumerate(sequences))
         for name in ("uniref", "bfd.mgnify30.metaeuk30.smag30")
@@ -43,17 +43,17 @@ def msa_files(sequences: Sequence[str]) -> dict[str, str | bytes]:
 
 
 def pair_files(sequences: Sequence[str]) -> dict[str, str | bytes]:
-    """Pairs: row by row the sequences with their last residue changed."""
+    """Return the paired alignments: rows of the sequences with the last residue changed."""
     return {"pair.a3m": "".join(f">{101 + i}\n{one}\n>p\n{one[:-1]}A\n\0" for i, one in enumerate(sequences))}
 
 
 @dataclass
 class Server:
-    """Its address, what it was asked, and the faults that come before its next proper answers, by path."""
+    """A server: its address, its requests, and the faults that it sends before its next answers, by path."""
 
     url: str = ""
     asked: list[tuple[str, str]] = field(default_factory=list)  # path, User-Agent
-    sequences: list[tuple[str, ...]] = field(default_factory=list)  # of each ticket that was asked for
+    sequences: list[tuple[str, ...]] = field(default_factory=list)  # of each ticket that was requested
     modes: list[str] = field(default_factory=list)
     tickets: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)  # id -> endpoint, sequences
     faults: dict[str, list[Fault]] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Server:
 
 @contextmanager
 def serving() -> Iterator[Server]:
-    """Give a server at work."""
+    """Run a server within the context."""
     server = Server()
 
     class Handler(BaseHTTPRequestHandler):
@@ -135,7 +135,7 @@ def serving() -> Iterator[Server]:
 
 @contextmanager
 def sending(*answers: bytes, pause: float = 0.0) -> Iterator[str]:
-    """Give the address of a server that answers each request with the next of these bytes, whatever it asks for.
+    """Run a server that answers requests with these bytes, one after another. Yields its address.
 
     pause: seconds after every byte of the last.
     """
@@ -144,9 +144,9 @@ def sending(*answers: bytes, pause: float = 0.0) -> Iterator[str]:
     def answer_all() -> None:
         for number, answer in enumerate(answers, 1):
             connection, _ = listener.accept()
-            with connection, suppress(OSError):  # the client has had enough
+            with connection, suppress(OSError):  # the client has closed the connection
                 asked = connection.makefile("rb")
-                head = b"".join(iter(asked.readline, b"\r\n")).lower()  # all of it, or closing resets the connection
+                head = b"".join(iter(asked.readline, b"\r\n")).lower()  # reset if closed before
                 asked.read(int((head.partition(b"content-length:")[2].split() or [b"0"])[0]))
                 step = 1 if pause and number == len(answers) else len(answer)
                 for place in range(0, len(answer), step):

@@ -1,4 +1,4 @@
-"""The identity with the nearest of some sequences."""
+"""Compute the identity to the most similar of some sequences."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""`warpfold search` as a whole: what it writes, keeps, continues and refuses."""
+"""Run `warpfold search`: what it writes, keeps, continues and refuses."""
 
 import gzip
 import json
@@ -29,13 +29,13 @@ needs_realdata = pytest.mark.skipif(not REALDATA.is_dir(), reason="../shared/rea
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
-    """A FASTA of three proteins, and a database with the families of all."""
+    """Write a FASTA file of three proteins, and a database with their families."""
     return queries(tmp_path / "queries.fasta", 0, 1, 2), database(tmp_path / "db.fasta", 0, 1, 2)
 
 
 @pytest.fixture
 def searched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The sequences that jackhmmer is asked to search for, as it is asked."""
+    """Return a list that collects the sequences that jackhmmer searches for."""
     asked: list[str] = []
     own = Jackhmmer.search
 
@@ -48,7 +48,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """The results in an output folder, by name."""
+    """Return the files in an output folder by name."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.glob("*/*.*")) if "cache" not in p.parts}
 
 
@@ -75,7 +75,7 @@ def test_every_protein_gets_its_family(files: tuple[Path, Path], tmp_path: Path)
 
 
 def test_the_same_protein_is_searched_once(files: tuple[Path, Path], tmp_path: Path, searched: list[str]) -> None:
-    """Under two names, in two files, in another run, in a database that was renamed or compressed."""
+    """This holds for two names, two files, another run, and a renamed or compressed database."""
     again = tmp_path / "again.fasta"
     again.write_text(write_fasta([("other", family(1)[0].lower()), ("p9", family(0)[0])]))
     cache = SearchOptions(cache=tmp_path / "kept")
@@ -159,7 +159,7 @@ def test_parts_and_processes_make_the_whole(
 def test_a_protein_that_cannot_be_searched_for_is_an_entry(
     files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So is one whose search fails, and it has no templates then; a folder of something else is left alone."""
+    """So is one whose search fails, which has no templates then. A folder with other files is not touched."""
     bad = tmp_path / "bad.fasta"
     bad.write_text(write_fasta([("unknown", "X" * 30), ("dna", "ACGT" * 9), ("long", "MK" * 50_001)]))
     report = search([bad, files[0]], [Database("db", files[1])], tmp_path / "out")
@@ -255,7 +255,7 @@ def test_the_command(files: tuple[Path, Path], tmp_path: Path, capsys: pytest.Ca
 def test_complexes_are_searched_for_chain_by_chain(
     files: tuple[Path, Path], tmp_path: Path, searched: list[str]
 ) -> None:
-    """Copies once; what is found is what `predict` pairs: whole headers, and a name that says what it is for."""
+    """Copies are searched once. The files suit pairing in `predict`: full headers, and a name that says so."""
     chains = [sequence for _, sequence in parse_fasta(files[0].read_bytes())]
     rows = [record.replace(">", ">tr|A0A000|A0A000_RAT ", 1) for record in re.split(r"(?=>)", files[1].read_text())[1:]]
     named = write(tmp_path / "named.fasta", "".join(rows))
@@ -277,12 +277,12 @@ def test_names_of_databases_and_proteins(tmp_path: Path) -> None:
         base = Database.parse(text, max_rows)
         return base.name, base.max_rows
 
-    # AlphaFold2's limits go by the name
+    # AlphaFold2's limits depend on the name
     assert named("a/uniref90.fasta.gz") == ("uniref90", 10_000)
     assert named("mgy_clusters_2022_05.fa") == ("mgy_clusters_2022_05", 501)
     assert named("MGnify=x.fa") == ("MGnify", 501)
     assert named("uniprot=x.fa") == ("uniprot", 50_000)
-    assert named("bfd=x.fa") == ("bfd", None)  # which has none
+    assert named("bfd=x.fa") == ("bfd", None)  # it has none
     assert named("mgnify=x.fa", {"": 7, "bfd": 9}) == ("mgnify", 7)
     assert named("bfd=x.fa", {"": 7, "bfd": 9}) == ("bfd", 9)
     assert Database.parse(f"x={tmp_path}/some.fa").path == tmp_path / "some.fa"
@@ -293,7 +293,7 @@ def test_names_of_databases_and_proteins(tmp_path: Path) -> None:
 
 @needs_realdata
 def test_real_families_are_recovered(tmp_path: Path) -> None:
-    """Targets whose alignments HMMER made of UniRef: the database holds up to 1,500 rows of each among all others'."""
+    """The database has up to 1,500 rows of each of the UniRef alignments that HMMER made for these targets."""
     union = REALDATA / "fastadb/msa_union_db.fasta.gz"
     targets = {"HBB": 0.99, "PDL1_B": 0.98}
     whole = gzip.decompress(union.read_bytes()).decode()

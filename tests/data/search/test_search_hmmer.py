@@ -1,4 +1,4 @@
-"""jackhmmer and hmmsearch in process: the same as HMMER's own, however the database is cut."""
+"""Run jackhmmer and hmmsearch in process: results equal HMMER's, however the database is cut."""
 
 import gzip
 from collections import Counter
@@ -35,7 +35,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("iterations", [1, 2, 3])
 def test_rows_are_those_of_hmmer(three: Path, iterations: int) -> None:
-    """pyhmmer's own iterations on the whole database in memory are the oracle."""
+    """Compare with pyhmmer's own iterations on the whole database in memory."""
     sequence = family(1)[0]
     with SequenceFile(three, digital=True, alphabet=AMINO) as file:
         targets: DigitalSequenceBlock = file.read_block()
@@ -83,7 +83,7 @@ def test_rows_are_on_the_query(three: Path) -> None:
 
 
 def test_targets_that_are_odd(three: Path, tmp_path: Path) -> None:
-    """Stop codons, unknown residues, an empty and a too long target: the others are found all the same."""
+    """There are stop codons, unknown residues, an empty and a too long target; the others are still found."""
     sequence = family(0)[0]
     half = len(sequence) // 2
     stopped = f"{sequence[:half]}*{sequence[half:]}"
@@ -109,7 +109,7 @@ def test_domains_are_rows_in_their_order(three: Path, tmp_path: Path) -> None:
     path = tmp_path / "twice.fasta"
     path.write_text(f">twice\nMK{sequence}{family(2)[0] * 3}{sequence}\n" + three.read_text())
     names = headers(found(Jackhmmer(), [SearchQuery(sequence)], path)[0])
-    second = 2 + len(sequence) + 3 * len(family(2)[0])  # residues before it; "3-..." would come after "1..." by name
+    second = 2 + len(sequence) + 3 * len(family(2)[0])  # residues before it; as text, "3-..." would follow "1..."
     assert second >= 100
     assert names[:2] == [f"twice/{start + 1}-{start + len(sequence)}" for start in (2, second)]
 
@@ -145,7 +145,7 @@ def test_one_query_that_fails_leaves_the_others(three: Path, monkeypatch: pytest
 def test_template_hits_are_on_the_query(tmp_path: Path) -> None:
     sequence, relatives = family(3)
     seqres = "".join(f">{i}abc_A mol:protein length:{len(row)}  X\n{row}\n" for i, (_, row) in enumerate(relatives[:9]))
-    nucleic = ">9dna_A mol:na length:12  DNA\nACGTTGCA0123\n"  # pdb_seqres has letters in these that no protein has
+    nucleic = ">9dna_A mol:na length:12  DNA\nACGTTGCA0123\n"  # with letters that are no amino acids
     path = tmp_path / "seqres.txt"
     path.write_text(nucleic + seqres)
     rows = found(Jackhmmer(), [SearchQuery(sequence)], database(tmp_path / "db.fasta", 3))[0]
@@ -163,7 +163,7 @@ def test_template_hits_are_on_the_query(tmp_path: Path) -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.lists(st.sampled_from(["", "a", "wy"]), min_size=7, max_size=7), min_size=6, max_size=9))
 def test_a_profile_has_a_state_for_each_residue_of_the_query_whatever_rows_insert(insertions: list[list[str]]) -> None:
-    """Before each column and behind the last; where the rows have a W the profile has it too."""
+    """Rows have insertions before each column and after the last. Where the rows have a W, so has the profile."""
     rows = [before[0] + "".join(a + b for a, b in zip("MKWAYG", before[1:])) for before in insertions]
     text = "".join(f">{i} x\n{row}\n" for i, row in enumerate(rows))
     profile = search_hmmer._alignment_profile(SearchQuery("MKTAYG", text))

@@ -1,4 +1,4 @@
-"""MMseqs2 and hhblits through programs that stand in for them: they check how they are called, and answer."""
+"""Search with stand-ins for MMseqs2 and hhblits, which check their arguments and write results."""
 
 import os
 import stat
@@ -15,7 +15,7 @@ from warpfold.errors import UserError
 
 SEQUENCES = ("MKTAYIAKQRQISFVKSHFS", "GSHMWWLKDEYPRNQTV")
 
-# createdb keeps the FASTA; search and result2msa hand it on; unpackdb writes an A3M each, in another order
+# createdb keeps the FASTA file; search and result2msa pass it on; unpackdb writes an A3M of each, in another order
 MMSEQS = """
     options = dict(zip(rest, rest[1:]))
     if command == "version":
@@ -60,7 +60,7 @@ HHBLITS = """
 
 
 def install(folder: Path, name: str, body: str) -> None:
-    """A program of Python that runs `body` with its first argument as `command`, the others as `rest`."""
+    """Install a Python program that runs `body` with its first argument as `command` and the others as `rest`."""
     program = folder / name
     lines = ["import sys", "from pathlib import Path", "command, *rest = sys.argv[1:]", textwrap.dedent(body)]
     program.write_text(f"#!{sys.executable}\n" + "\n".join(lines))
@@ -88,7 +88,7 @@ def test_mmseqs(programs: Path) -> None:
     results = found(MMseqs2(), programs.parent / "db")
     for sequence, result in zip(SEQUENCES, results):
         row = f"{sequence[:5]}ll{sequence[5:-1]}-"
-        assert result == f">hit0/3-{len(row) + 1}\n{row}\n>hit1/3-{len(row) + 1}\n{row}\n"  # of 5, beside the query 2
+        assert result == f">hit0/3-{len(row) + 1}\n{row}\n>hit1/3-{len(row) + 1}\n{row}\n"  # of 5; with the query, 2
     assert MMseqs2().identity()["program"] == "14-test"
 
 

@@ -1,4 +1,4 @@
-"""The alignment server that a user names: what is asked, how politely, what is kept, and what is believed."""
+"""Ask the alignment server that a user names: requests, their rate, the cache, and checks of answers."""
 
 import gzip
 import json
@@ -26,7 +26,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 class Clock:
-    """Does not sleep, but knows for how long."""
+    """Records the waits of a client instead of sleeping."""
 
     def __init__(self) -> None:
         self.waits: list[float] = []
@@ -52,10 +52,10 @@ def test_an_alignment_is_asked_for_once_and_kept(host: Server, tmp_path: Path) -
     assert clock.client(host, tmp_path).alignments(ONE) == files
     assert len(host.asked) == 6
     clock.waits.clear()
-    clock.client(host, tmp_path / "other", between=60.0).alignments(ONE)  # not faster than allowed
+    clock.client(host, tmp_path / "other", between=60.0).alignments(ONE)  # not more often than allowed
     assert len(clock.waits) == 2
     assert all(59 < wait <= 60 for wait in clock.waits)
-    odd = ONE.replace("Y", "U")  # whose place an X may take
+    odd = ONE.replace("Y", "U")  # may be replaced by X
     host.answer = lambda *_: packed({"uniref.a3m": f">101\n{odd.replace('U', 'X')}\n>a\n{odd}\n"})
     (file,) = Clock().client(host, tmp_path).alignments(odd)
     assert read_alignment(file, odd).query == ONE.replace("Y", "C")
@@ -109,7 +109,7 @@ def test_what_does_not_pass_is_one_line(
     assert "\n" not in str(found.value)
     assert str(found.value).startswith(host.url)
     host.faults.clear()
-    assert len(Clock().client(host, tmp_path).alignments(ONE)) == 3  # the next run is not harmed
+    assert len(Clock().client(host, tmp_path).alignments(ONE)) == 3  # the next run succeeds
 
 
 def test_an_address_where_nobody_answers_is_given_up_soon(tmp_path: Path) -> None:
@@ -135,14 +135,14 @@ def test_a_killed_run_goes_on_with_its_ticket(host: Server, tmp_path: Path) -> N
     with pytest.raises(Killed):
         client.alignments(ONE)
     assert Clock().client(host, tmp_path).alignments(ONE)
-    assert host.sequences == [(ONE,)]  # not asked for again
+    assert host.sequences == [(ONE,)]  # not requested again
     host.tickets.clear()
     (tmp_path / "other").mkdir()
     client = Clock().client(host, tmp_path / "other")
     host.faults["ticket"], client.wait = ["RUNNING"], kill
     with pytest.raises(Killed):
         client.alignments(ONE)
-    host.tickets.clear()  # a server that has forgotten it
+    host.tickets.clear()  # the server has forgotten it
     assert Clock().client(host, tmp_path / "other").alignments(ONE)
     assert len(host.sequences) == 3
 
@@ -177,7 +177,7 @@ def test_a_ticket_that_does_not_end_is_given_up_and_kept(host: Server, tmp_path:
         (b"", "is not a complete tar.gz"),
         (bytes(range(256)) * 8, "has more than 0.002 MB"),
     ],
-    ids=map(str, range(13)),  # not the bytes: gzip's have a date, and xdist wants the same names twice
+    ids=map(str, range(13)),  # no bytes: gzip writes a date, and xdist needs the same test names twice
 )
 def test_nothing_of_an_answer_is_believed(host: Server, tmp_path: Path, data: bytes, said: str) -> None:
     host.answer = lambda endpoint, sequences: data
@@ -209,7 +209,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 def test_a_server_that_answers_byte_by_byte_is_given_up(
     before: tuple[bytes, ...], slow: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every byte comes within the limit, but all of them do not."""
+    """Each byte arrives within the limit, but all bytes together do not."""
     monkeypatch.setenv("no_proxy", "*")
     limits = ServerLimits(between=0.0, request=0.5, download=0.5, tries=1)
     says = r"sends no complete answer within 0\.5 s"
@@ -218,7 +218,7 @@ def test_a_server_that_answers_byte_by_byte_is_given_up(
 
 
 def tar(name: str, size: int, kind: bytes = tarfile.REGTYPE, pax: dict[str, str] | None = None) -> bytes:
-    """A tar.gz of a member that says that it has so many bytes, and has 512."""
+    """Return a tar.gz of a member of 512 bytes whose header says `size`."""
     member = tarfile.TarInfo(name)
     member.size, member.type, member.pax_headers = size, kind, pax or {}
     return http(gzip.compress(member.tobuf(tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT) + bytes(512), mtime=0))
@@ -299,7 +299,7 @@ def test_several_proteins_are_asked_for_one_after_another(host: Server, tmp_path
     assert found.failures["one"].endswith("or try later")
     assert "nucleic" in found.failures["rna"]
     assert found.failures["both_A"] == found.failures["one"]
-    assert host.sequences == [(ONE,), (TWO,), (ONE, TWO)]  # the RNA stays here
+    assert host.sequences == [(ONE,), (TWO,), (ONE, TWO)]  # the RNA is not sent
     assert clock.said[0] == f"sending 2 sequences to {host.url} (one, both_B, both); answers are kept in {tmp_path}"
 
 
@@ -318,8 +318,7 @@ def test_a_search_writes_what_predict_reads(host: Server, tmp_path: Path) -> Non
 
 
 def test_nothing_is_sent_unasked(tmp_path: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No socket is opened by `predict`, whatever is missing, unless a server is named."""
-
+    """`predict` opens no socket, whatever is missing, unless a server is named."""
     from warpfold import predict
 
     def refuse(*_: object, **__: object) -> None:

@@ -1,4 +1,4 @@
-"""Clusters: similar sequences together and no others, whatever their order and who works; cluster files."""
+"""Cluster similar sequences, and no others, in any order and with any number of workers; read cluster files."""
 
 import gzip
 import shutil
@@ -25,7 +25,7 @@ def random_sequence(rng: np.random.Generator, length: int) -> str:
 
 
 def mutated(rng: np.random.Generator, sequence: str, identity: float, gap: int = 0) -> str:
-    """A share `identity` of the residues kept, the others exchanged; then `gap` residues cut out of the middle."""
+    """Keep a fraction `identity` of the residues, exchange the others, and cut `gap` residues out of the middle."""
     letters = np.array(list(sequence))
     places = rng.permutation(len(letters))[: round((1 - identity) * len(letters))]
     old = (letters[places][:, None] == LETTERS).argmax(1)
@@ -35,7 +35,7 @@ def mutated(rng: np.random.Generator, sequence: str, identity: float, gap: int =
 
 
 def families(seed: int = 0, lengths: tuple[int, ...] = (60, 120, 121, 300)) -> list[str]:
-    """Of each length an ancestor, and descendants of 95 to 70 % identity to it, one of them with a gap."""
+    """Return an ancestor of each length and its descendants of 95 to 70 % identity, one of them with a gap."""
     rng = np.random.default_rng(seed)
     found = []
     for length in lengths:
@@ -46,7 +46,7 @@ def families(seed: int = 0, lengths: tuple[int, ...] = (60, 120, 121, 300)) -> l
 
 
 def named(sequences: list[str]) -> dict[str, str]:
-    """Sequence -> the sequence that represents it."""
+    """Return sequence -> the sequence that represents it."""
     found = cluster_sequences(sequences)
     return {sequence: sequences[index] for sequence, index in zip(sequences, found)}
 
@@ -71,7 +71,7 @@ def test_blocks_and_workers_make_the_same_clusters(executor: bool, monkeypatch: 
     whole = cluster_sequences(sequences)
     assert [len(set(whole[start : start + 5])) for start in range(0, len(whole), 5)] == [1] * 4
     assert len(set(whole)) == 4
-    monkeypatch.setattr(clusters, "BLOCK", 6)  # so that families lie across blocks and jobs
+    monkeypatch.setattr(clusters, "BLOCK", 6)  # so that families span blocks and jobs
     monkeypatch.setattr(clusters, "JOB", 2)
     with ThreadPoolExecutor(3) as threads:
         assert cluster_sequences(sequences, executor=threads if executor else None) == whole
@@ -102,7 +102,7 @@ def test_coverage_is_of_either_chain() -> None:
 
 
 def test_short_chains_need_more_in_common() -> None:
-    """Rost's curve, 100 % up to 11 residues, 19.5 % beyond 450, in one line."""
+    """Compare with Rost's curve: 100 % up to 11 residues, 19.5 % beyond 450."""
     assert rost_identity(11) == 1.0
     assert rost_identity(100) == pytest.approx(0.29, abs=0.001)
     assert rost_identity(450) == pytest.approx(rost_identity(451), abs=0.001)
@@ -148,7 +148,7 @@ ENTITIES = {"1abc_A": "1abc_1", "1abc_B": "1abc_1", "1abc_1": "1abc_2"}
             "1ABC_1 2DEF_2\n1ABC_2\n",
             ENTITIES,
             "1abc_A:1ABC_1 1abc_B:1ABC_1 1abc_1:1ABC_2",
-        ),  # a chain called 1 is no entity
+        ),  # a chain called 1 is not an entity
     ],
 )
 def test_files_of_clusters(tmp_path: Path, text: str, entities: dict[str, str], found: str) -> None:
@@ -176,11 +176,11 @@ def test_bad_cluster_files(tmp_path: Path, data: bytes | None, message: str) -> 
 
 
 def handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have more than 10 sequences clustered by MMseqs2."""
+    """Let MMseqs2 cluster more than 10 sequences."""
     monkeypatch.setattr(clusters, "MAX_SEQUENCES", 10)
 
 
-@pytest.mark.slow  # MMseqs2 fills tables of half a gigabyte, whatever it clusters
+@pytest.mark.slow  # MMseqs2 allocates half a gigabyte for any input
 @pytest.mark.skipif(shutil.which("mmseqs") is None, reason="MMseqs2 is not installed")
 def test_many_sequences_are_clustered_by_mmseqs2_whatever_their_order_and_its_threads(
     monkeypatch: pytest.MonkeyPatch,
@@ -197,7 +197,7 @@ def test_many_sequences_are_clustered_by_mmseqs2_whatever_their_order_and_its_th
     assert {sequences[i]: sequences[order[j]] for i, j in zip(order, found)} == here
 
 
-# createdb keeps the FASTA; cluster puts nothing together; createtsv writes a line for each.
+# createdb keeps the FASTA file; cluster joins no sequences; createtsv writes a line for each.
 MMSEQS = """
     if command == "version":
         print("14-test")

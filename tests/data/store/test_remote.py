@@ -1,4 +1,4 @@
-"""Stores at an address: the bytes of a folder's store, whatever fails for a moment, and one line for the rest."""
+"""Read remote stores: the bytes of the local store despite passing failures, and one line for other failures."""
 
 import os
 import subprocess
@@ -41,13 +41,13 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
-    """A server of the store `pdb`, the cache, and short pauses."""
+    """Run a server of the store `pdb`, with a cache and short pauses."""
     monkeypatch.setenv("WARPFOLD_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setattr(remote, "PAUSES", (0.01, 0.02))
     monkeypatch.setattr(remote, "READ_TIMEOUT", 0.5)
     (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))  # without another test's copy of the index
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))  # without the copy of the index from other tests
     with serving({f"pdb/{file.name}": file.read_bytes() for file in folder.iterdir()}) as found:
         yield found
 
@@ -72,11 +72,11 @@ def test_a_store_at_an_address_has_the_bytes_of_one_in_a_folder(server: FileServ
     for name in ("store.json", "index.wfi", "pack.json", *(name for name, _ in here.index.shards)):
         assert there.storage.whole(name) == here.storage.whole(name)
     same(ForkingPickler.loads(ForkingPickler.dumps(there)), here)
-    same(Store(Path(f"{server.url}/pdb")), here)  # a pathlib.Path has lost the second slash
+    same(Store(Path(f"{server.url}/pdb")), here)  # a pathlib.Path drops the second slash
 
 
 def test_a_store_in_a_bucket(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The only test against a server of S3's protocol: moto's."""
+    """The only test with a server of S3's protocol, moto."""
     moto = pytest.importorskip("moto.server", reason="needs moto: pip install 'moto[s3]' flask flask-cors")
     pytest.importorskip("s3fs", "2024", reason="needs pip install '.[remote]'")
     import boto3
@@ -137,7 +137,7 @@ def test_what_does_not_pass_is_one_line(server: FileServer, fault: Fault, says: 
     with pytest.raises(StorageError, match=rf"^{server.url}/pdb/shard-00000.wfs: {says}") as found:
         store.record("entry_0").read("msa")
     assert str(found.value).isprintable()
-    assert len(server.faults) >= 100 - 2 * 3  # aiohttp itself asks again if a connection is closed without an answer
+    assert len(server.faults) >= 100 - 2 * 3  # aiohttp repeats requests without an answer
     server.faulty = "store.json"
     with pytest.raises(StorageError, match=rf"^{server.url}/pdb/store.json: {says}"):
         Store(f"{server.url}/pdb")
@@ -183,7 +183,7 @@ def test_damage_is_fetched_again_and_then_named(server: FileServer, folder: Path
     assert not server.faults
     data = bytearray(server.files["pdb/shard-00000.wfs"])
     data[len(data) // 2] ^= 1
-    server.files["pdb/shard-00000.wfs"] = bytes(data)  # and so it has another ETag
+    server.files["pdb/shard-00000.wfs"] = bytes(data)  # so its ETag differs
     (found,) = Store(f"{server.url}/pdb").verify()
     assert found.startswith(f"{server.url}/pdb/shard-00000.wfs: ")
     assert "damaged (checksum" in found
@@ -319,7 +319,7 @@ def test_no_cache_is_a_choice(
 
 
 def test_no_home_folder_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In a container the user may be unknown to passwd, without HOME."""
+    """In a container, passwd may lack the user, and HOME may be unset."""
     for name in ("HOME", "XDG_CACHE_HOME", "WARPFOLD_CACHE", "WARPFOLD_CACHE_GB"):
         monkeypatch.delenv(name, raising=False)
 

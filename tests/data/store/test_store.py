@@ -1,4 +1,4 @@
-"""The packed store: what goes in comes out, in parts too; damage is named; a store exists whole or not at all."""
+"""Write and read stores: equal arrays, slices too; damage is reported; a store is complete or absent."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def write(path: Path, count: int = 3, **options: int) -> Path:
 
 
 def flip(path: Path, place: int) -> Store:
-    """The store with a changed byte in its first shard."""
+    """Change a byte in the first shard of a store, and open it."""
     shard = path / "shard-00000.wfs"
     data = bytearray(shard.read_bytes())
     data[place] ^= 0x10
@@ -57,7 +57,7 @@ def flip(path: Path, place: int) -> Store:
 
 
 def sign(path: Path) -> None:
-    """Make store.json fit a changed index, as its checksum does not protect it from people."""
+    """Update store.json for a changed index: anyone can compute the checksum."""
     index, top = (path / "index.wfi").read_bytes(), json.loads((path / "store.json").read_text())
     top["index"] = {"bytes": len(index), "blake2b": digest_of(index)}
     (path / "store.json").write_text(json.dumps(top))
@@ -147,7 +147,7 @@ def test_arrays_in_common_are_stored_once(tmp_path: Path) -> None:
     np.testing.assert_array_equal(record.read("x"), np.arange(4))
     assert list(store.verify()) == []
     damaged = flip(tmp_path / "s", record.arrays["msa"].starts[0] + 5)
-    (line,) = damaged.verify()  # once, where it lies
+    (line,) = damaged.verify()  # once, at its place
     assert "shard-00000.wfs: a, msa: damaged" in line
     with pytest.raises(UserError, match=r"a, msa: damaged"):
         damaged.record("b").read("msa")
@@ -184,7 +184,7 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             Store(path)
     later = bytearray(whole)
-    later[8] += 1  # its version
+    later[8] += 1  # its format version
     index.write_bytes(later)
     sign(path)
     with pytest.raises(UserError, match=r"index of version 2, newer than this WarpFold. Update"):
@@ -201,7 +201,7 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
 
 
 def hostile_store(path: Path) -> Path:
-    """A store with every kind of column, and an array that two records share."""
+    """Write a store with every kind of column, and an array that two records share."""
     with StoreWriter(path, shard_bytes=100) as writer:
         for i, key in enumerate(("a", "bé", "c")):
             record = pack_record({"x": np.arange(9 + i)}, {"n": i}, {"y": "a"} if i == 2 else None)
@@ -218,7 +218,7 @@ def hostile_store(path: Path) -> Path:
 def test_an_index_that_was_changed_and_signed_again_is_one_line(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """It reads as some store, or it is refused; and reading stays within the files."""
+    """It is read as a store or refused, and nothing outside the files is read."""
     path = hostile_store(tmp_path_factory.mktemp("hostile") / "s")
     index = bytearray((path / "index.wfi").read_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
@@ -278,7 +278,7 @@ def test_on_a_network_file_system_the_index_is_copied_once_per_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "s")
-    assert is_local(Path("/proc")) is False  # of no disk
+    assert is_local(Path("/proc")) is False  # not on a disk
     monkeypatch.setattr(local, "is_local", lambda path: False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()
@@ -288,7 +288,7 @@ def test_on_a_network_file_system_the_index_is_copied_once_per_machine(
     os.utime(copy, (0, 0))
     index = path / "index.wfi"
     data = index.read_bytes()
-    index.write_bytes(bytes(len(data)))  # what others do to it there does not reach those that read
+    index.write_bytes(bytes(len(data)))  # changes by others do not affect processes that have opened it
     np.testing.assert_array_equal(Store(path).record("entry_1").read("msa"), arrays(1)["msa"])
     assert store.keys == ["entry_0", "entry_1", "entry_2"]
     assert copy.stat().st_ino == before
@@ -347,7 +347,7 @@ def test_a_store_is_not_touched_by_another_writer(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "s") as writer:
         with pytest.raises(UserError, match="another process is writing"):
             StoreWriter(tmp_path / "s")
-        writer.add("a", pack_record(arrays(), {}), {})  # the first goes on undisturbed
+        writer.add("a", pack_record(arrays(), {}), {})  # the first one continues
         writer.finish()
     for path, message in (
         (tmp_path / "s", "exists already"),
@@ -385,7 +385,7 @@ def test_threads_forks_and_pickles_read_the_same(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         reads = list(pool.map(lambda _: store.record("entry_1").read("msa"), range(12)))
     assert all(np.array_equal(read, expected) for read in reads)
-    again = ForkingPickler.loads(ForkingPickler.dumps(store))  # as worker processes are sent it
+    again = ForkingPickler.loads(ForkingPickler.dumps(store))  # as for worker processes
     np.testing.assert_array_equal(again.record("entry_1").read("msa"), expected)
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""Examples in a store: the same as in memory, of which only what is chosen is read."""
+"""Read examples from a store: equal to those in memory, and only chosen rows are read."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +46,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def differences(a: RawExample, b: RawExample) -> list[str]:
-    """The fields in which two examples differ, a template's own ones included."""
+    """Return the fields in which two examples differ, those of templates included."""
     one, two = ({**vars(x), "templates": None} for x in (a, b))
     for fields, x in ((one, a), (two, b)):
         if x.templates is not None:
@@ -96,7 +96,7 @@ def test_features_from_the_store_are_those_from_memory(store: Store, clustering:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How many rows of each stored array have been read."""
+    """Count the rows read from each stored array."""
     found: dict[str, int] = {}
     whole = Record.read
 
@@ -129,13 +129,13 @@ def test_only_what_is_chosen_is_read(store: Store, reads: dict[str, int]) -> Non
     assert (stored.length, stored.depth, stored.templates_count) == (300, EXAMPLES["long"].depth, 5)
     assert not reads
     stored.take(slice(50), np.arange(10), np.array([3]))
-    assert reads["msa"] == 10  # of one tile
+    assert reads["msa"] == 10  # one tile
     assert reads["positions"] == reads["aatype"] == 50
     assert reads["template_positions"] == 1
     assert reads["deletion_rows"] == np.count_nonzero(EXAMPLES["long"].deletions[:, :50])
     reads.clear()
     stored.take(slice(90, 110), np.arange(10), np.array([], np.int64))
-    assert reads["msa"] == 20  # of two
+    assert reads["msa"] == 20  # two tiles
     assert "template_positions" not in reads
 
 
@@ -182,7 +182,7 @@ def test_tiles_and_sparse_columns_hold_what_is_there() -> None:
 def test_an_example_asks_its_storage_a_few_times(
     store: Store, monkeypatch: pytest.MonkeyPatch, key: str, clustering: Literal["chain", "crop"], most: int
 ) -> None:
-    """Each is a wait of its own, 20 ms where the store is in another building: header, rows, the rest, deletions."""
+    """Each request is a wait, 20 ms for a remote store: header, rows, other arrays, deletions."""
     asked: list[str] = []
     read = store.storage.read
     monkeypatch.setattr(store.storage, "read", lambda name, ranges: (asked.append(name), read(name, ranges))[1])

@@ -1,4 +1,4 @@
-"""Biological assemblies: which chains a file puts together, and where it moves them."""
+"""Read biological assemblies: their chains, and the motions of the chains."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +19,7 @@ from warpfold.errors import UserError
 
 
 def entry(generators: Sequence[tuple[str, str, str]], more: str = "", **options: Mapping) -> Structure:
-    chains = [random_chain("L", "AGWHK"), random_chain("H", "GGSTA", seed=1)]  # A and B for mmCIF
+    chains = [random_chain("L", "AGWHK"), random_chain("H", "GGSTA", seed=1)]  # label_asym_id A and B
     return parse_structure(write_mmcif("1abc", chains) + assembly_text(generators, **options) + more, "1abc.cif")
 
 
@@ -42,7 +42,7 @@ def test_of_a_product_the_right_operator_comes_first() -> None:
     moved = operator[:, :3] @ x + operator[:, 3]
     np.testing.assert_allclose(moved, [5 - 2, 1, 3 + 7])  # shifted along z, then turned
     both = entry([("1", "(1,X0)(1-3)", "A")]).assembly().chains
-    assert len(both) == 5  # (1)(2) and (X0)(1) are the same place
+    assert len(both) == 5  # (1)(2) and (X0)(1) are the same motion
 
 
 def test_the_first_assembly_is_the_default_and_others_have_names() -> None:
@@ -100,7 +100,7 @@ def test_other_molecules_are_left_out_and_named() -> None:
 )
 def test_operators_that_make_no_sense_are_refused(expression: str, operators: Mapping, message: str) -> None:
     structure = entry([("1", expression, "A")], operators=operators)
-    assert list(structure.chains) == ["L", "H"]  # whoever does not ask for assemblies is not bothered
+    assert list(structure.chains) == ["L", "H"]  # without assemblies, the file is read
     with pytest.raises(UserError, match=rf"1abc\.cif: .*{message}") as error:
         structure.assembly()
     assert len(str(error.value)) < 200
@@ -128,6 +128,6 @@ def test_a_pdb_file_has_those_of_its_remarks() -> None:
 
 
 def test_an_operator_turns_before_it_moves() -> None:
-    """A quarter turn about z: its transpose would turn the other way."""
+    """It is a quarter turn about z. Its transpose would turn the other way."""
     operator = np.array([[0.0, -1, 0, 1], [1, 0, 0, 2], [0, 0, 1, 3]])
     assert apply_operator(operator, np.array([[1.0, 0, 0]], np.float32)).tolist() == [[1, 3, 3]]

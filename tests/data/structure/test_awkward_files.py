@@ -1,4 +1,4 @@
-"""Structure files that are legal and awkward: the chains that were written are read, or their residues are counted."""
+"""Read legal but unusual structure files: chains are read as written, or their lost residues are counted."""
 
 from dataclasses import dataclass, replace
 
@@ -15,13 +15,13 @@ from warpfold.geometry.residue import RESTYPE_3, RESTYPES
 
 THREE = dict(zip(RESTYPES, RESTYPE_3))
 ALIASES = {three: [alias for alias, name in FORCE_FIELD_NAMES.items() if name == three] for three in RESTYPE_3[:20]}
-# N, CA, C, O of a residue of an extended chain, in angstrom; the next one is 3.8 further: C to N is 1.33.
+# N, CA, C, O of a residue of an extended chain, in angstrom. The next is 3.8 further, so that C to N is 1.33.
 BACKBONE = {"N": (0.0, 0.0, 0.5), "CA": (1.24, 0.77, 0.5), "C": (2.47, 0.0, 0.5), "O": (2.47, -1.23, 0.5)}
 
 
 @dataclass(frozen=True)
 class Written:
-    """A chain of a file: its sequence, where it starts, the number and code of each residue."""
+    """A chain of a file: sequence, start, number and insertion code of each residue."""
 
     sequence: str
     origin: tuple[float, float, float]
@@ -54,7 +54,7 @@ class Atom:
         return f"{text}{number:>4}{code or ' '}   {position}  1.00  0.00      {self.segment:<4}{self.name[0]:>2}"
 
     def row(self, model: int) -> str:
-        """The atom in mmCIF."""
+        """Return the row of mmCIF."""
         values = (self.record, 1, self.name[0], self.name, self.altloc or ".", self.residue,
                   self.segment or ".", self.chain or "?", self.number[0],
                   self.number[1] or "?", *self.xyz, model)  # fmt: skip
@@ -70,7 +70,7 @@ MMCIF = "data_x\nloop_\n" + "".join(
 
 
 def atoms_of(chain: Written, name: str, segment: str, draw: st.DrawFn) -> list[list[Atom]]:
-    """The atoms of each residue, some under a force field's name, some in two places."""
+    """Return the atoms of each residue, some under a force field's name, some in two positions."""
     residues = []
     for i, (letter, number) in enumerate(zip(chain.sequence, chain.numbers)):
         three = THREE[letter]
@@ -91,7 +91,7 @@ def atoms_of(chain: Written, name: str, segment: str, draw: st.DrawFn) -> list[l
 
 @st.composite
 def awkward_file(draw: st.DrawFn) -> tuple[str, list[Written]]:
-    """A PDB file of one to three chains, and the chains."""
+    """Draw a PDB file of one to three chains, and the chains."""
     count = draw(st.integers(1, 3))
     names = draw(st.sampled_from(["different", "blank", "repeated", "case"]))
     has_segments = draw(st.booleans())
@@ -108,7 +108,7 @@ def awkward_file(draw: st.DrawFn) -> tuple[str, list[Written]]:
         first = first if restarts else n
         chains.append(Written(sequence, (0.5, 0.5 + 40.0 * k, 0.5), tuple(numbers)))
     chain_names = {"different": "ABC", "blank": "   ", "repeated": "AAA", "case": "aAb"}[names]
-    # A file has to say somehow where a chain ends: by its name, by TER, by its segment, or by numbers that start again.
+    # The end of a chain must be seen from its name, TER, its segment, or residue numbers that start again.
     is_told_apart = names in ("different", "case") or separator or has_segments or restarts
     assume(is_told_apart or count == 1)
     residues = [
@@ -117,7 +117,7 @@ def awkward_file(draw: st.DrawFn) -> tuple[str, list[Written]]:
     ]
     pieces = residues
     if count > 1 and names in ("different", "case") and separator != "MODEL" and draw(st.booleans()):
-        # The first chain comes in two places of the file.
+        # The first chain is split in the file.
         cut = draw(st.integers(1, len(residues[0]) - 1))
         pieces = [residues[0][:cut], residues[1], residues[0][cut:], *residues[2:]]
     lines, rows, serial = [], [], 0
@@ -139,7 +139,7 @@ def awkward_file(draw: st.DrawFn) -> tuple[str, list[Written]]:
 
 
 def as_read(structure: Structure) -> list[tuple[str, tuple[str, ...], bytes]]:
-    """Of each chain its sequence without gaps, the numbers, and the CA."""
+    """Return sequence without gaps, residue numbers and CA of each chain."""
     found = []
     for chain in structure.chains.values():
         seen = chain.mask[:, 1] > 0
@@ -168,7 +168,7 @@ def test_the_chains_that_were_written_are_read(file: tuple[str, list[Written]]) 
 
 
 def pdb_chain(chain: Written, name: str, segment: str = "", residues: dict[int, str] | None = None) -> str:
-    """The lines of a chain; residues: other residue names by place."""
+    """Return the lines of a chain. residues: position -> another residue name."""
     lines = []
     for i, (letter, number) in enumerate(zip(chain.sequence, chain.numbers)):
         for atom, offset in BACKBONE.items():
@@ -241,7 +241,7 @@ def test_unknown_residues_are_named() -> None:
 
 
 def test_residues_outside_the_sequence_are_counted() -> None:
-    """SEQRES has four residues, and none of them is the fifth."""
+    """SEQRES has four residues, and the atoms have a fifth."""
     seqres = "SEQRES   1 A    4  GLY ALA SER THR\n"
     structure = parse_structure(seqres + pdb_chain(plain("GASTW"), "A") + "TER\nEND\n")
     assert structure.unplaced == ("TRP 5 of chain A",)

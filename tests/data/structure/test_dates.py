@@ -1,4 +1,4 @@
-"""Dates: one day is one day however it is spelled, and is never compared as text."""
+"""Compare dates as days, in every spelling, and never as text."""
 
 from datetime import date
 
@@ -20,7 +20,7 @@ SPELLINGS = (
     lambda day: "{:04d}-W{:02d}-{:d}".format(*day.isocalendar()),
     lambda day: "{:04d}W{:02d}{:d}".format(*day.isocalendar()),
 )
-DAYS = st.dates(date(1000, 1, 5), date(9998, 12, 31))  # ISO years of four digits
+DAYS = st.dates(date(1000, 1, 5), date(9998, 12, 31))  # ISO years have four digits
 SPELLED = st.tuples(DAYS, st.sampled_from(SPELLINGS)).map(lambda pair: (pair[0], pair[1](pair[0])))
 
 

@@ -1,4 +1,4 @@
-"""Reading structures: what each rule of mmCIF and PDB means for a chain, and what is refused."""
+"""Read structures: how each rule of mmCIF and PDB affects a chain, and what is refused."""
 
 import gzip
 import random
@@ -40,7 +40,7 @@ def refusal(text: str | bytes) -> str:
 
 
 def test_modified_residues_are_their_parents() -> None:
-    """Nucleotides are none of a protein's: DA is no alanine, U no cysteine."""
+    """Nucleotides are no residues of proteins: DA is not alanine, and U is not cysteine."""
     sequence = ["MSE", "PTR", "SEC", "PYL", "XYZ9", "ALA", "DA", "U", "C"]
     atoms = [row for i, name in enumerate(sequence) for row in backbone(name, i + 1)]
     atoms += [atom("SE", "MSE", 1, 9.0, group_PDB="HETATM"), atom("OH", "PTR", 2), atom("P", "PTR", 2)]
@@ -52,7 +52,7 @@ def test_modified_residues_are_their_parents() -> None:
 
 
 def mixture(*residues: tuple[str, str, float], chain: str = "A") -> list[Atom]:
-    """Residue 2 in several forms, (name, alternative, occupancy), each 10 angstrom on from the one before."""
+    """Write residue 2 in several forms (name, alternative, occupancy), each 10 angstrom from the one before."""
     return [
         row | {"Cartn_x": 10.0 * number + i}
         for number, (name, altloc, occupancy) in enumerate(residues)
@@ -61,7 +61,7 @@ def mixture(*residues: tuple[str, str, float], chain: str = "A") -> list[Atom]:
 
 
 def test_of_a_mixture_the_residue_of_largest_occupancy_counts() -> None:
-    """Supp. 1.2.1; sequence and atoms are of the same residue, and each chain has its own."""
+    """Supp. 1.2.1. Sequence and atoms are those of the same residue, chosen for each chain."""
     first, second = (("SER", "A", 0.4), ("THR", "B", 0.6)), (("SER", "A", 0.7), ("THR", "B", 0.3))
     atoms = backbone("GLY", 1) + mixture(*first) + [atom("OG1", "THR", 2, 7.0, altloc="B", occupancy=0.6)]
     atoms += [row | {"label_asym_id": "B", "auth_asym_id": "B"} for row in backbone("GLY", 1)]
@@ -71,7 +71,7 @@ def test_of_a_mixture_the_residue_of_largest_occupancy_counts() -> None:
     assert position(chains["A"], 1, "N")[0] == 10.0
     assert position(chains["A"], 1, "OG1")[0] == 7.0
     assert position(chains["B"], 1, "N")[0] == 0.0
-    assert chains["B"].mask[1].sum() == 4  # no OG1 of the other residue
+    assert chains["B"].mask[1].sum() == 4  # without OG1 of the other residue
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_of_a_mixture_the_residue_of_largest_occupancy_counts() -> None:
     [
         ((("SER", "A", 0.5), ("THR", "B", 0.5)), "S"),  # the first among equals
         ((("SER", "A", 0.3), ("SER", "B", 0.3), ("THR", "C", 0.4)), "T"),  # the largest conformation, not the sum
-        ((("THR", "A", 0.1),), "T"),  # the other was not seen
-        ((), "S"),  # neither was
-        ((("SER", "A", 0.2), ("MSE", "B", 0.8)), "S"),  # MSE is none of the sequence's: see the refusal below
+        ((("THR", "A", 0.1),), "T"),  # the other is unresolved
+        ((), "S"),  # both are unresolved
+        ((("SER", "A", 0.2), ("MSE", "B", 0.8)), "S"),  # the sequence lacks MSE: see the refusal below
     ],
 )
 def test_mixtures_of_any_kind(residues: tuple[tuple[str, str, float], ...], letter: str) -> None:
@@ -96,7 +96,7 @@ def test_mixtures_of_any_kind(residues: tuple[tuple[str, str, float], ...], lett
 
 @pytest.mark.parametrize("seqres", [True, False])
 def test_mixtures_in_pdb_files(seqres: bool) -> None:
-    """SEQRES names one of the residues at most; they used to be refused as a contradiction."""
+    """SEQRES names at most one of the residues. Such files used to be refused."""
     lines = "SEQRES   1 A    3  GLY SER ALA\n" if seqres else ""
     for place, residues in (
         (1, [("GLY", " ", 1.0)]),
@@ -133,7 +133,7 @@ CANONICAL = "_entity_poly.pdbx_seq_one_letter_code_can\n;{}\n;\n"
         ("XYZ9", "", "G\nKA", "GKA"),  # lines
         ("XYZ9", "", "GXA", "GXA"),
         ("XYZ9", "", "WKA", "GKA"),  # our table first
-        ("XYZ9", "", "GTYGA", "GXA"),  # several letters for one place: none is known
+        ("XYZ9", "", "GTYGA", "GXA"),  # several letters for one residue: unknown
     ],
 )
 def test_parents_that_the_file_names(name: str, more: str, canonical: str, sequence: str) -> None:
@@ -162,7 +162,7 @@ def test_the_conformation_of_higher_occupancy_is_taken_whole() -> None:
         atom("O", "SER", 2, 6.0, altloc="B", occupancy=0.6),
         atom("CB", "SER", 2, 5.0, altloc="A", occupancy=0.4),
         atom("CB", "SER", 2, 6.0, altloc="B", occupancy=0.6),
-        atom("OG", "SER", 2, 5.0, altloc="A", occupancy=0.4),  # B has no OG: better than none
+        atom("OG", "SER", 2, 5.0, altloc="A", occupancy=0.4),  # B has no OG, which is better than no atoms
     ]
     chain = only_chain(entry(backbone("GLY", 1) + serine, ["GLY", "SER"]))
     assert [position(chain, 1, name)[0] for name in ("O", "CB", "OG")] == [6.0, 6.0, 5.0]
@@ -282,7 +282,7 @@ def test_every_chain_has_a_name_and_those_without_coordinates_are_named() -> Non
 
 
 def test_sequence_from_coordinates_with_gaps_as_unknown() -> None:
-    # Residues are 3.8 angstrom apart along z, so none is bonded to the next by distance of C and N.
+    # Residues are 3.8 angstrom apart along z, so C and N are too far apart for a bond.
     atoms = backbone("SER", 5) + backbone("ALA", 6) + backbone("GLY", 9)
     chain = only_chain(entry(atoms, []))
     assert chain.sequence == "SAXXG"
@@ -301,7 +301,7 @@ def test_bonded_residues_have_no_gap_whatever_their_numbers() -> None:
 
 
 def test_pdb_models_and_repeats() -> None:
-    """Of several models the first; residues are placed by their numbers rather than by alignment."""
+    """The first of several models is read, and residues are placed by number, not by alignment."""
     chain = random_chain("A", "GGGGSGGGGSGGGG", missing=[0, 1, 5, 9, 13])
     head, *body, end = re.split(r"(?=^ATOM|^TER)", write_pdb("x", [chain]), flags=re.MULTILINE)
     moved = "".join(f"{line[:30]}{500.0:8.3f}{line[38:]}" for line in body)

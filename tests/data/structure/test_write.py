@@ -1,4 +1,4 @@
-"""Writing structures: gemmi and our own reader find what was written."""
+"""Write structures: gemmi and our own reader read what was written."""
 
 import gemmi
 import numpy as np
@@ -45,12 +45,12 @@ def test_any_number_of_chains_is_read_back() -> None:
         [random_chain(n, ("GAS", "WHGK")[i % 2], i) for i, n in enumerate(names)] for names in (ids, PDB_CHAINS)
     )
     text = write_mmcif("1abc", chains)
-    back, of_pdb = parse_structure(text), parse_structure(write_pdb("1abc", small))  # as many as PDB files can have
+    back, of_pdb = parse_structure(text), parse_structure(write_pdb("1abc", small))  # the most of a PDB file
     assert (list(back.chains), list(of_pdb.chains)) == (ids, list(PDB_CHAINS))
     for found, written in ((back, chains), (of_pdb, small)):
         for chain in written:
             assert_same(found.chains[chain.id], chain)
-    assert len({chain.entity for chain in back.chains.values()}) == 2  # one per sequence
+    assert len({chain.entity for chain in back.chains.values()}) == 2  # one for each sequence
     assert [chain for chain, _ in back.assembly().chains] == ids
     assert len(gemmi.make_structure_from_block(gemmi.cif.read_string(text)[0])[0]) == len(ids)
 

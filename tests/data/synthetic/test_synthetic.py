@@ -1,4 +1,4 @@
-"""Sample proteins and dimers: chemistry, packing, what alignments tell, files."""
+"""Make sample proteins and dimers: geometry, packing, covariation in alignments, files."""
 
 from functools import cache
 from pathlib import Path
@@ -43,19 +43,19 @@ def angle(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def off(a: np.ndarray, b: np.ndarray | float) -> float:
-    """Largest difference of angles in degrees."""
+    """Return the largest difference of angles in degrees."""
     return float(np.abs((a - b + 180.0) % 360.0 - 180.0).max())
 
 
 def heavy_atoms(protein: Protein) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Positions, residues and names of all atoms."""
+    """Return positions, residues and names of all atoms."""
     types = [RESTYPE_ORDER[letter] for letter in protein.sequence]
     residue, slot = np.nonzero(ATOM14_MASK[types])
     return protein.atoms[residue, slot], residue, [ATOM14_NAMES[types[i]][k] for i, k in zip(residue, slot)]
 
 
 def test_backbones_are_ideal() -> None:
-    """Lengths within 0.01 A and angles within 1 degree of Engh & Huber."""
+    """Lengths are within 0.01 A and angles within 1 degree of Engh & Huber."""
     for protein in proteins():
         n, ca, c, o = np.moveaxis(protein.atoms[:, :4], 1, 0)
         for a, b, length in ((n, ca, 1.459), (ca, c, 1.525), (c, o, 1.231), (c[:-1], n[1:], 1.329)):
@@ -78,15 +78,15 @@ def test_rotamers_have_their_chi_angles() -> None:
         placed = rotamers(letter)
         assert len(placed) == len(table)
         for atoms, chis in zip(placed, table):
-            if chis:  # N, CA, CB, and the first atom past it
+            if chis:  # N, CA, CB, and the first atom after it
                 assert off(dihedral(atoms[0], atoms[1], atoms[4], atoms[5]), float(chis[0])) < 0.1
 
 
 def test_no_clashes() -> None:
-    """Atoms of residues that are not neighbours keep 3.0 A, or 2.6 A if both are N or O, as hydrogen bonds do.
+    """Atoms of residues that are not neighbours are 3.0 A apart, or 2.6 A if both are N or O, as in hydrogen bonds.
 
-    Tolerance 0.01 A for CB, which stands a little differently in each residue type.  Neighbours, and the next but one,
-    are near by their torsions: those keep 2.6 A wherever more than three bonds lie between.
+    The tolerance is 0.01 A, as CB differs a little between residue types. Neighbours, and residues two positions apart,
+    are close because of their torsions: they are 2.6 A apart if more than three bonds separate the atoms.
     """
     for protein in proteins():
         positions, residue, names = heavy_atoms(protein)
@@ -102,7 +102,7 @@ def test_no_clashes() -> None:
 
 
 def test_proteins_are_compact() -> None:
-    """Radius of gyration from 25 % below to 15 % above 2.2 N^0.38; every helix and sheet touches others."""
+    """The radius of gyration is 25 % below to 15 % above 2.2 N^0.38; every helix and sheet touches others."""
     for protein in proteins():
         ca = protein.atoms[:, 1]
         radius = np.sqrt(((ca - ca.mean(0)) ** 2).sum(-1).mean())
@@ -141,7 +141,7 @@ def test_relatives_are_spread() -> None:
 
 
 def test_contacts_covary() -> None:
-    """Corrected mutual information between columns is higher for contacts (CB within 8 A, six or more apart)."""
+    """Corrected mutual information of columns is higher for contacts (CB within 8 A, six or more residues apart)."""
     ahead, precision, chance = [], [], []
     for protein in proteins():
         rows = protein.alignment.rows
@@ -160,7 +160,7 @@ def test_contacts_covary() -> None:
 
 
 def mutual_information(rows: np.ndarray) -> np.ndarray:
-    """Between all columns, less the average product that depth and entropy alone give (Dunn et al. 2008)."""
+    """Return it for all pairs of columns, less the average product correction (Dunn et al. 2008)."""
     one_hot = np.eye(22)[rows]
     alone = one_hot.mean(0)
     joint = np.einsum("ria,rjb->ijab", one_hot, one_hot, optimize=True) / len(rows)
@@ -182,13 +182,13 @@ def dimers() -> list[tuple[Protein, Protein]]:
 
 
 def beta(protein: Protein) -> np.ndarray:
-    """CB of each residue, CA of glycine: [N, 3]."""
+    """Return CB of each residue, CA of glycine: [N, 3]."""
     slot = np.array([1 if letter == "G" else 4 for letter in protein.sequence])
     return protein.atoms[np.arange(len(slot)), slot]
 
 
 def organisms(protein: Protein) -> dict[str, np.ndarray]:
-    """Rows of the relatives by the organism that their names tell."""
+    """Return the rows of relatives by the organism in their names."""
     names = protein.alignment.names[1:]
     found = {name.split("|")[2].split("_")[1]: row for name, row in zip(names, protein.alignment.rows[1:])}
     assert len(found) == len(names), "one row of each"
@@ -196,7 +196,7 @@ def organisms(protein: Protein) -> dict[str, np.ndarray]:
 
 
 def information(x: np.ndarray, y: np.ndarray) -> float:
-    """Mutual information of two columns of codes, nats."""
+    """Return the mutual information of two columns of codes, in nats."""
     joint = np.zeros((22, 22))
     np.add.at(joint, (x, y), 1 / len(x))
     alone = joint.sum(1)[:, None] * joint.sum(0)
@@ -205,7 +205,7 @@ def information(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def test_chains_touch_and_do_not_clash() -> None:
-    """Atoms of two chains keep the distances that atoms within one keep (0.01 A, as CB of residue types differ)."""
+    """Atoms of two chains are as far apart as those within one (0.01 A, as CB differs between residue types)."""
     for index, (a, b) in enumerate(dimers()):
         assert (a.sequence == b.sequence) == (index % 2 == 0)
         (xyz, _, names), (others, _, other_names) = heavy_atoms(a), heavy_atoms(b)
@@ -217,7 +217,7 @@ def test_chains_touch_and_do_not_clash() -> None:
 
 
 def test_homodimers_have_c2_symmetry() -> None:
-    """What moves A onto B moves B onto A, and turns by 180 degrees; of all atoms, to rounding."""
+    """The motion of A onto B also moves B onto A, and turns by 180 degrees, for all atoms up to rounding."""
     for dimer in dimers()[::2]:
         a, b = (heavy_atoms(protein)[0] for protein in dimer)
         u, _, v = np.linalg.svd((a - a.mean(0)).T @ (b - b.mean(0)))
@@ -228,7 +228,7 @@ def test_homodimers_have_c2_symmetry() -> None:
 
 
 def test_interfaces_covary_in_rows_of_one_organism_alone() -> None:
-    """Mutual information across the interface: rows that are paired by organism against rows in the files' order."""
+    """Compare mutual information across the interface of rows paired by organism and of rows in file order."""
     by_organism, by_place = [], []
     for dimer in dimers()[1::2]:
         a, b = dimer
