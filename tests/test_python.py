@@ -174,7 +174,7 @@ WRONG: dict[str, tuple[Callable[[Predictor, Path], Any], str]] = {
         lambda p, path: warpfold.search(ONE, "db.fasta", "out", msa_server="http://host"),
         "^database: has no effect with msa_server",
     ),
-    "no database": (lambda p, path: warpfold.search(ONE, out="out"), "database is missing\. .* with msa_server"),
+    "no database": (lambda p, path: warpfold.search(ONE, out="out"), r"database is missing\. .* with msa_server"),
     "name of a database": (lambda p, path: warpfold.search(ONE, ["a b="], "out"), "^database a b=: "),
     "team": (lambda p, path: load(path, "cpu", team=2), "team = 2: it must be a Team"),
     "no letters": (lambda p, path: p.fold(" "), "has no residues; give a letter for each"),

@@ -66,12 +66,13 @@ class GuessStructure(Mapping[str, Chain]):
         own_lengths = dict(zip(names, map(len, self.sequences)))
         lengths = {id: len(sequence) for id, sequence in sequences.items()}
         if own_lengths != lengths:
-            own, expected = (
+            present, expected = (
                 listed([f"{id} ({length})" for id, length in chains.items()], most=8)
                 for chains in (own_lengths, lengths)
             )
             raise UserError(
-                f"{self.source}: has other chains (residues) than {name}: {own}, not {expected}. Pass a structure of it"
+                f"{self.source}: has other chains (residues) than {name}: {present}, not {expected}. Pass a structure "
+                "of it"
             )
         return replace(self, names=names)
 

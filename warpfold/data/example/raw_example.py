@@ -362,7 +362,7 @@ def stack_for_pairing(
     for pairing are also used unpaired if there is no other row, which cannot happen in the official code.
     Returns rows, deletions, and the pairing. It is None if no row can be paired; all alignments are then merged.
     """
-    groups = [[i for i, one in enumerate(alignments) if one.stands_alone == alone] for alone in (True, False)]
+    groups = [[i for i, a in enumerate(alignments) if a.stands_alone == alone] for alone in (True, False)]
     stacked, keys = [], []
     for group in groups:
         stacking_keys = [None if alignments[i].stands_alone else alignments[i].pair_keys for i in group]

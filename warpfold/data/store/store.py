@@ -83,7 +83,8 @@ def pack_record(
         blobs += compressed
         table.append([name, dtype.str, array.shape, rows, [[len(blob), zlib.crc32(blob)] for blob in compressed]])
     (holder,) = set((shared or {}).values()) or {""}
-    header = compress(_json({"notes": dict(notes), "arrays": table, "shared": dict(shared or {})}))
+    content = {"notes": dict(notes), "arrays": table, "shared": dict(shared or {})}
+    header = compress(json.dumps(content, separators=(",", ":"), allow_nan=False).encode())
     return Packed(b"".join([header, *blobs]), len(header), zlib.crc32(header), holder)
 
 
@@ -489,8 +490,3 @@ def _decompress(data: bytes, what: str, limit: int = LARGEST) -> bytes:
 def _is_valid(data: bytes, begin: int, end: int, crc: int | None) -> bool:
     """Return whether bytes have the expected size and checksum."""
     return len(data) == end - begin and crc in (None, zlib.crc32(data))
-
-
-def _json(value: Any) -> bytes:
-    """Encode a value as compact JSON."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()

@@ -181,7 +181,8 @@ def separate_chains(residues: Sequence[Residue], segments_are_chains: bool) -> l
             if (chain.model, chain.source) == (first.model, first.chain)
             and (bool(first.chain) or chain.segment == first.segment)
         ]
-        is_ligand = not polymer or (all(r.hetero for r in polymer) and same and not any(_bonds(polymer)))
+        bonds = itertools.starmap(_is_bonded, itertools.pairwise(polymer))
+        is_ligand = not polymer or (all(r.hetero for r in polymer) and same and not any(bonds))
         if is_ligand:
             target = same[0] if same else None
         else:
@@ -254,11 +255,6 @@ def _is_bonded(before: Residue, after: Residue) -> bool:
         a in before.atoms and b in after.atoms and 0 < float(np.linalg.norm(before.atoms[a] - after.atoms[b])) < BOND
         for a, b in LINKS.items()
     )
-
-
-def _bonds(polymer: Sequence[Residue]) -> Iterable[bool]:
-    """Yield for each pair of consecutive residues whether they are bonded."""
-    return (_is_bonded(a, b) for a, b in itertools.pairwise(polymer))
 
 
 def _name(chains: Sequence[SeparatedChain]) -> None:
