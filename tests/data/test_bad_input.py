@@ -194,7 +194,7 @@ def test_a_locked_folder_is_not_passed_over(
 
     monkeypatch.setattr(os, "scandir", locked)  # root, who may run this, ignores modes
     message = refused(run(capsys, "pack", "--structures", odd, "--out", odd.parent / "store"))
-    assert f"{odd / 'a b'}: cannot be read (Permission denied); check its permissions" in message
+    assert f"{odd / 'a b'}: cannot be read (Permission denied). Check its permissions" in message
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")

@@ -196,7 +196,7 @@ def test_the_command_scores_a_folder_of_designs(
     given += "--fixed-chains", "A"
     code, _, said = run_cli(capsys, *given, "--initial-guess", guesses)
     assert code == 1
-    assert "three.cif: has other chains (residues) than three: A (18), B (11), not A (18), B (12); give a" in said
+    assert "three.cif: has other chains (residues) than three: A (18), B (11), not A (18), B (12). Pass a" in said
     assert "placed at the origin: 3 (A 4, A 5, A 6)" in " ".join(said.split())
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert [one["name"] for one in summary["failures"]] == ["three"]
@@ -255,9 +255,9 @@ BAD = {  # the chains of the file, what else is given, and what is said
     "a chain less": (
         {"A": TARGET},
         {},
-        "one.cif: has other chains (residues) than query: A (18), not A (18), B (11); ",
+        "one.cif: has other chains (residues) than query: A (18), not A (18), B (11). ",
     ),
-    "a residue less": (SHORT, {}, "A (18), B (10), not A (18), B (11); give a structure of it"),
+    "a residue less": (SHORT, {}, "A (18), B (10), not A (18), B (11). Pass a structure of it"),
     "other names": (RENAMED, {}, "A (18), X (11), not A (18), B (11)"),
     "a chain that is not there": (DIMER, {"fixed": "C"}, "query: has no chain C to be fixed; its chains are A, B"),
     "no names of chains": (DIMER, {"fixed": 3}, "fixed 3: names of chains are needed"),
@@ -303,7 +303,7 @@ def test_bad_folders_and_parameters_are_refused(tmp_path: Path, params: dict[str
     (path.parent / "two").mkdir()
     shutil.copy(path, path.parent / "two/other.cif")
     code, _, said = run_cli(capsys, *given, "--initial-guess", path.parent / "two")
-    assert (code, "two: has no structure of one; add one.pdb or one.cif" in " ".join(said.split())) == (2, True), said
+    assert (code, "two: has no structure of one. Add one.pdb or one.cif" in " ".join(said.split())) == (2, True), said
 
 
 def test_a_file_that_changed_since_is_refused(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_nothing_found_and_numbers_of_thousands_of_digits() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (stockholm(ROWS, RF).removesuffix("//\n"), "cut short"),
+        (stockholm(ROWS, RF).removesuffix("//\n"), "truncated"),
         (stockholm(ROWS, "..xx..xx."), "4 match columns, the query 5 residues"),
         (stockholm([("1abc_A/3-7", "", "..MK-TAYV")], RF), "6 residues, not those of its range"),
         (stockholm(ROWS, RF).replace("#=GC RF", "#=GC XX"), "no #=GC RF"),
@@ -195,7 +195,7 @@ def test_nothing_found_and_numbers_of_thousands_of_digits() -> None:
             "announces 10 aligned columns and has 0",
         ),
         ("101\t4g3x_A\t1.000\t166\t0\t0\t1\t166\t1\t166\t5.8E-61\t209\t166M\n", "MMseqs2"),
-        ("#!/bin/sh\n", "not a list of template hits"),
+        ("#!/bin/sh\n", "not a supported list of template hits"),
     ],
 )
 def test_bad_hits_are_refused_in_one_line(text: str, message: str) -> None:

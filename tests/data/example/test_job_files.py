@@ -288,10 +288,10 @@ WRONG = [
     ("a.json", "\udcff".encode(errors="surrogateescape"), "line 1 is not UTF-8 text"),
     ("a.json", "[]", "is an empty list. Pass Boltz's YAML"),
     ("a.json", '{"iptm": 0.8, "ptm": 0.9}', "looks like scores of a prediction. Pass Boltz's YAML, AlphaFold 3's JSON"),
-    ("a.json", '{"queries": {"x": {"chains": []}}}', "looks like OpenFold 3's queries; give"),
-    ("a.json", '{"name": "x"}', "has no sequences, so it is no job; give"),
+    ("a.json", '{"queries": {"x": {"chains": []}}}', "looks like OpenFold 3's queries. Pass"),
+    ("a.json", '{"name": "x"}', "has no sequences, so it is not a job. Pass"),
     ("a.json", "3", "is neither a job nor a list of jobs. Pass"),
-    ("b.yaml", "entities:\n  - protein: {}\n", "looks like a design for BoltzGen; give"),
+    ("b.yaml", "entities:\n  - protein: {}\n", "looks like a design for BoltzGen. Pass"),
     ("b.yaml", "sequences: [\n", "b.yaml: line 2 is not YAML ("),
     ("b.yaml", "a: 1\n--- \nb: 2\n", "is not YAML (but found another document)"),
     ("b.yaml", "sequences: " + "[" * 100_000, "b.yaml: is nested too deep"),
@@ -300,19 +300,19 @@ WRONG = [
     ("b.yaml", MERGED + "sequences: *b\n", "has an alias (*) or a tag (!), which are not read"),
     ("b.yaml", "sequences: !!python/object/apply:os.system [true]\n", "has an alias (*) or a tag (!)"),
     ("b.yaml", boltz(ID) + "# " + "x" * 300_000, "has more than 300,000 characters"),
-    ("b.yaml", boltz(ID).replace("1", "2026-13-40"), "its version, '2026-13-40', is not known"),
+    ("b.yaml", boltz(ID).replace("1", "2026-13-40"), "its version, '2026-13-40', is unknown"),
     ("b.yaml", boltz(ID) + "\x01", "has a character or a number that is not valid YAML"),
     ("b.yaml", boltz(ID + f"\n    {ID}"), "has 'protein' twice in one entry. Begin each entry with a dash"),
     ("b.yaml", "version: 1\nsequences:\n", "its sequences are not a list, or empty"),
     ("b.yaml", "sequences:\n  protein: {id: A}\n", "its sequences are not a list, or empty"),
     ("b.yaml", boltz(ID).replace("1", "2"), "its version, 2, is unknown. Use version 1"),
-    ("a.json", af3({}, version=5), "its version, 5, is not known; versions 1 to 4 are read"),
-    ("a.json", af3({}, version=True), "its version, True, is not known"),
-    ("a.json", af3({}, dialect="alphafold4"), "its dialect, 'alphafold4', is not known"),
-    ("a.json", af3({}, dialect=["x"]), "its dialect, a list, is not known"),
+    ("a.json", af3({}, version=5), "its version, 5, is unknown. Use"),
+    ("a.json", af3({}, version=True), "its version, True, is unknown"),
+    ("a.json", af3({}, dialect="alphafold4"), "its dialect, 'alphafold4', is unknown"),
+    ("a.json", af3({}, dialect=["x"]), "its dialect, a list, is unknown"),
     ("a.json", af3({}, name=7), "its name, 7, is not text"),
-    ("a.json", af3({}, bonds=[1]), "has 'bonds', which is not known. Correct or remove it"),
-    ("a.json", af3({"sequnce": ONE}), "entry 1: has 'sequnce', which is not known"),
+    ("a.json", af3({}, bonds=[1]), "has 'bonds', which is unknown. Correct or remove it"),
+    ("a.json", af3({"sequnce": ONE}), "entry 1: has 'sequnce', which is unknown"),
     ("a.json", af3({"sequence": None}), "entry 1: has no sequence"),
     ("b.yaml", boltz("protein: {id: A}"), "entry 1: has no sequence"),
     ("b.yaml", boltz(of_boltz("A", "1234")), "entry 1: has no sequence"),
@@ -368,7 +368,7 @@ def test_a_job_that_cannot_be_folded_says_why_and_costs_itself(
     assert not bad.sequences
     assert said in bad.error
     assert bad.error.startswith(f"{tmp_path / name}: ")
-    assert "; " in bad.error
+    assert ". " in bad.error
     assert bad.error.isprintable()
     assert len(bad.error) < 600
 
@@ -474,4 +474,4 @@ def test_a_damaged_job_is_read_or_refused_in_one_line(
             assemble(query)
     except UserError as error:
         refused = str(error)
-    assert not refused or ("; " in refused and "\n" not in refused)
+    assert not refused or (". " in refused and "\n" not in refused)

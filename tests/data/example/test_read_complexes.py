@@ -183,7 +183,7 @@ def test_bad_input(tmp_path: Path, text: str, name: str, said: str) -> None:
     with pytest.raises(UserError) as error:
         read_complexes(write(tmp_path / name, text), as_one=True)
     assert said in str(error.value)
-    assert "; " in str(error.value)
+    assert ". " in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -252,7 +252,7 @@ def test_any_fasta_is_read_or_refused(tmp_path_factory, records: list[tuple[str,
     except UserError as error:
         refused = str(error)
     if refused:
-        assert "; " in refused
+        assert ". " in refused
         return
     chains = [sequence for one in found for sequence in one.sequences]
     letters = "".join("".join(text.split()) for _, text in records).upper()
@@ -282,4 +282,4 @@ def test_a_damaged_file_is_read_or_refused_in_one_line(
             assemble(query, read_chain_alignments([path], query.sequences, "x") if name == "x.a3m" else None)
     except UserError as error:
         refused = str(error)
-    assert not refused or ("; " in refused and "\n" not in refused)
+    assert not refused or (". " in refused and "\n" not in refused)

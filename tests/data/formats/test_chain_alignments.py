@@ -38,7 +38,7 @@ def refusal(data: str, *args: object) -> str:
     with pytest.raises(UserError) as error:
         parse_chain_alignments(data.encode(), "x.a3m", *args)  # type: ignore[arg-type]
     assert str(error.value).startswith("x.a3m: ")
-    assert "; " in str(error.value)
+    assert ". " in str(error.value)
     return str(error.value)
 
 
@@ -139,7 +139,7 @@ def test_alignments_that_belong_to_no_chain(tmp_path: Path) -> None:
     other = write(tmp_path / "found/b.a3m", ">q\nGGGG\n>r\nGG-G\n")
     found = read_chain_alignments([tmp_path / "found"], ["ACDE", "MKV"], "q.fasta")
     assert (kinds(found, "ACDE"), found.unused) == ([("r", True)], ["found/b.a3m"])  # not named by the user
-    with pytest.raises(UserError, match=r"b\.a3m: its first row is not the sequence of any record in q\.fasta; give"):
+    with pytest.raises(UserError, match=r"b\.a3m: its first row is not the sequence of any record in q\.fasta. Pass"):
         read_chain_alignments([other], ["ACDE", "MKV"], "q.fasta")
     with pytest.raises(UserError, match=r"differs from the query at 4 of 4 residues"):  # the exact reason
         read_chain_alignments([other], ["ACDE", "ACDE"], "q.fasta")

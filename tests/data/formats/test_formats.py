@@ -127,7 +127,7 @@ def test_alignments_of_every_format(
         (MMSEQS, "AAA", "none or several"),
         (HITS, None, "no row of the query"),
         (HITS, "MKVWW", "none of its 2 rows"),
-        (f"{STO}a MKV\n", None, "cut short"),
+        (f"{STO}a MKV\n", None, "truncated"),
         (f"{STO}a MKV\n//\n{STO}a MKV\n//\n", None, "several alignments"),
         (f"{STO}a MKV\nb MK\n//\n", None, "row 2, 'b', has 2 columns"),
         (f"{STO}a MKV x\n//\n", None, "line 2"),

@@ -638,7 +638,7 @@ def stockholm_rows(data: bytes, source: str) -> tuple[list[tuple[str, str, bytes
     """
     body, end, remainder = data.partition(b"\n//")
     if not end:
-        raise UserError(f"{source}: is truncated: it does not end with '//'. Fetch or make it again")
+        raise UserError(f"{source}: is truncated (it does not end with '//'). Fetch or make it again")
     if remainder.strip():
         raise UserError(f"{source}: holds several alignments. Write one file for each")
     # The letters of each block, by name and occurrence of the name in the block.

@@ -136,7 +136,7 @@ def _read_mmcif(data: bytes, source: str) -> Reading:
     last = data[-1000:].rstrip().rpartition(b"\n")[2]
     # Most programs write '#' after each category. If this file does so, it must end with one.
     if not last.startswith(b"#") and data.count(b"\n#") >= 5:
-        raise UserError(f"{source}: is truncated: it ends in the middle of a category. Fetch the file again")
+        raise UserError(f"{source}: is truncated (it ends in the middle of a category). Fetch the file again")
     blocks = [block for block in cif.read_string(data) if len(block.find_values("_atom_site.Cartn_x"))]
     if not blocks:
         raise UserError(f"{source}: has no atoms (_atom_site.Cartn_x). Pass a file with coordinates")

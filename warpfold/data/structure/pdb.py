@@ -42,10 +42,10 @@ def read(data: bytes, source: str) -> Reading:
     last = data.rstrip(b"\n").rpartition(b"\n")[2]
     # The coordinates of an atom end at column 54.
     if last.startswith((b"ATOM  ", b"HETATM")) and len(last.rstrip()) < 54:
-        raise UserError(f"{source}: is truncated: it ends in the middle of an atom. Fetch the file again")
+        raise UserError(f"{source}: is truncated (it ends in the middle of an atom). Fetch the file again")
     if re.search(rb"^SEQRES", data, re.MULTILINE) and not re.search(rb"^END", data, re.MULTILINE):
         raise UserError(
-            f"{source}: is truncated: it has SEQRES but no END. Fetch it again, or add END if it is complete"
+            f"{source}: is truncated (it has SEQRES but no END). Fetch it again, or add END if it is complete"
         )
     lines = [line.rstrip() for line in data.decode("latin-1").split("\n")]
     sections = _sections(lines)
