@@ -22,7 +22,9 @@ def test_nearest_cluster_counts_agreement_and_takes_the_first_of_equals(e: int, 
     np.testing.assert_array_equal(nearest_cluster(rows, centres[None])[0], agreement.argmax(1))
 
 
-@pytest.mark.parametrize(("name", "size"), [("TABLES", 1), ("TABLES", 200_000), ("ROWS", 16)])  # for one pass, for two
+@pytest.mark.parametrize(
+    ("name", "size"), [("TABLE_BYTES", 1), ("TABLE_BYTES", 200_000), ("BLOCK_ROWS", 16)]
+)  # for one pass, for two
 def test_what_does_not_fit_together_follows_one_another(monkeypatch: pytest.MonkeyPatch, name: str, size: int) -> None:
     rng = np.random.default_rng(0)
     rows, centres = rng.integers(0, 22, (50, 300), np.uint8), rng.integers(0, 23, (5, 7, 300), np.uint8)

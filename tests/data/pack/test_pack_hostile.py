@@ -109,7 +109,7 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
 
 
 def starved_at(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, word: str) -> None:
-    """Return a function that asks for too much memory in calls that name `word`."""
+    """Make calls of a function that name `word` ask for too much memory."""
     whole = getattr(module, name)
 
     def starved(*arguments: Any, **more: Any) -> Any:

@@ -218,7 +218,7 @@ MMSEQS = """
         (
             "pass",
             'sys.exit("Cannot close\\nPrefilter died")',
-            "failed .1.: Cannot close / Prefilter died; .*: set TMPDIR",
+            "failed .1.: Cannot close / Prefilter died. .*: set TMPDIR",
         ),
         ("[::2]", "[2::2]", "does not put each sequence into one cluster"),
         ("[::2]", "[::2] * 2", "does not put each sequence into one cluster"),

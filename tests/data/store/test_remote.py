@@ -161,7 +161,7 @@ def test_wrong_addresses_are_one_line(server: FileServer, monkeypatch: pytest.Mo
         raise ImportError
 
     monkeypatch.setattr("fsspec.filesystem", missing)
-    with pytest.raises(UserError, match=r"the package s3fs is missing\. Install it: pip install 'warpfold\[remote\]'"):
+    with pytest.raises(UserError, match=r"the package s3fs is missing\. Install it: pip install '\.\[remote\]'"):
         Store("s3://bucket/pdb")
 
 
