@@ -95,9 +95,9 @@ def test_training_goes_on_without_a_damaged_entry(capsys: pytest.CaptureFixture[
 
 
 def test_long_chains_and_deep_alignments_train(capsys: pytest.CaptureFixture[str], packed: Path) -> None:
-    found = Store(packed)
-    assert dict(zip(found.keys, found.column("length")))["5big_A"] == LONG
-    assert dict(zip(found.keys, found.column("depth")))["6one_A"] == DEEP + 1
+    opened = Store(packed)
+    assert dict(zip(opened.keys, opened.column("length")))["5big_A"] == LONG
+    assert dict(zip(opened.keys, opened.column("depth")))["6one_A"] == DEEP + 1
     code, _, err = train(capsys, packed, steps=6)
     assert (code, [line for line in err.splitlines() if "  step " not in line]) == (0, [])  # progress, no warnings
     lines = [json.loads(line) for line in (packed.parent / "run/metrics.jsonl").read_text().splitlines()]

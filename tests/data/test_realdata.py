@@ -142,7 +142,7 @@ def test_entries_survive_being_written(name: str) -> None:
     text = write_mmcif(structure.id, chains, method=structure.method, resolution=structure.resolution)
     back = parse_structure(text)
     assert (back.id, back.method, back.resolution) == (structure.id, structure.method, structure.resolution)
-    for found, chain in zip(back.chains.values(), chains):
-        assert (found.id, found.sequence, found.author_numbers) == (chain.id, chain.sequence, chain.author_numbers)
-        assert np.array_equal(found.mask, chain.mask)
-        assert np.abs(found.positions - chain.positions).max() < 6e-4
+    for actual, chain in zip(back.chains.values(), chains):
+        assert (actual.id, actual.sequence, actual.author_numbers) == (chain.id, chain.sequence, chain.author_numbers)
+        assert np.array_equal(actual.mask, chain.mask)
+        assert np.abs(actual.positions - chain.positions).max() < 6e-4

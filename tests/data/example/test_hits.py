@@ -56,12 +56,12 @@ def pairs(hit: Hit) -> list[tuple[int, str, int, str]]:
 
 
 def expected(q: int, top: str, t: int, below: str) -> list[tuple[int, str, int, str]]:
-    found = []
+    columns = []
     for a, b in zip(top, below):
         if a != "-" != b:
-            found.append((q, a, t, b))
+            columns.append((q, a, t, b))
         q, t = q + (a != "-"), t + (b != "-")
-    return found
+    return columns
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -145,8 +145,8 @@ def test_hmmsearch_as_a3m_is_the_same() -> None:
         for name, note, letters in ROWS
     ]
     a3m = "".join(f">{name} {note}\n{letters}\n" for name, note, letters in records)
-    for one, other in zip(parse_hits(stockholm(ROWS, RF), QUERY_5), parse_hits(a3m, QUERY_5), strict=True):
-        assert (one.name, one.sequence, pairs(one)) == (other.name, other.sequence, pairs(other))
+    for hit, other in zip(parse_hits(stockholm(ROWS, RF), QUERY_5), parse_hits(a3m, QUERY_5), strict=True):
+        assert (hit.name, hit.sequence, pairs(hit)) == (other.name, other.sequence, pairs(other))
 
 
 def test_a_row_that_is_the_query_says_which_columns_are_its_own() -> None:

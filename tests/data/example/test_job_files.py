@@ -28,7 +28,7 @@ def a3m(sequence: str, *rows: str, header: str = "r") -> str:
 
 
 def af3(*proteins: dict[str, Any], **more: Any) -> str:
-    listed = [{"protein": {"id": id, "sequence": ONE} | one} for id, one in zip("ABCD", proteins)]
+    listed = [{"protein": {"id": id, "sequence": ONE} | protein} for id, protein in zip("ABCD", proteins)]
     job = {"name": "x", "modelSeeds": [], "sequences": listed, "dialect": "alphafold3", "version": 4}
     return json.dumps(job | more)
 
@@ -53,14 +53,14 @@ def chain(sequence: str, count: int = 1, **more: Any) -> dict[str, Any]:
 def pairs_of(query: Complex) -> set[tuple[str, ...]]:
     """Return the paired rows of the chains, without the queries."""
     chains = assemble(query)[0].chains
-    rows = pair_rows([one.pairing for one in chains])[1:]
+    rows = pair_rows([chain.pairing for chain in chains])[1:]
     return {
-        tuple("" if at < 0 else decode(one.whole_rows(at[None])[0]) for one, at in zip(chains, row)) for row in rows
+        tuple("" if at < 0 else decode(chain.whole_rows(at[None])[0]) for chain, at in zip(chains, row)) for row in rows
     }
 
 
 def depths(query: Complex) -> list[int]:
-    return [one.depth for one in assemble(query)[0].chains]
+    return [chain.depth for chain in assemble(query)[0].chains]
 
 
 def altered(sequence: str, letter: str) -> str:
@@ -106,15 +106,15 @@ def test_several_jobs_in_one_file_and_one_that_cannot_be_folded(tmp_path: Path) 
         f"{tmp_path}/s.json: Job_2: has a ligand (ATP), which AlphaFold2 cannot fold. Remove it to fold only the "
         "proteins"
     )
-    found = read_query_files(write(tmp_path / "n.json", json.dumps([3, *json.loads(text)[:1]]))).found
-    assert [query.error for query in found] == [
+    queries = read_query_files(write(tmp_path / "n.json", json.dumps([3, *json.loads(text)[:1]]))).found
+    assert [query.error for query in queries] == [
         f"{tmp_path}/n.json: n_1: is not an object with sequences. Correct or remove it",
         "",
     ]
     same = json.loads(text)[:1] * 2
-    named = [one | {"name": name} for one, name in zip([*same, *same], ("β", "α", "", None))]
-    found = read_complexes(write(tmp_path / "n.json", json.dumps(named)))
-    assert [query.name for query in found] == ["_", "__2", "n_3", "n_4"]
+    named = [job | {"name": name} for job, name in zip([*same, *same], ("β", "α", "", None))]
+    queries = read_complexes(write(tmp_path / "n.json", json.dumps(named)))
+    assert [query.name for query in queries] == ["_", "__2", "n_3", "n_4"]
     with pytest.raises(UserError, match=r"n\.json: a record is called Job_1 twice. Give each protein a unique name"):
         read_complexes(write(tmp_path / "n.json", json.dumps(same)))
 
@@ -130,9 +130,9 @@ def test_what_is_left_out_without_harm_is_noted(tmp_path: Path) -> None:
     )
     (query,) = read_complexes(write(tmp_path / "b.yaml", boltz(ID, more="templates:\n  - cif: x.cif\n")))
     assert query.notes == ("templates in the file are not used: pass their structures with --template",)
-    given = [chain(ONE, useStructureTemplate=False), chain(ONE, maxTemplateDate="2018-01-20")]
-    for one, noted in zip(given, (0, 1)):
-        (query,) = read_complexes(write(tmp_path / "s.json", server([one])))
+    proteins = [chain(ONE, useStructureTemplate=False), chain(ONE, maxTemplateDate="2018-01-20")]
+    for protein, noted in zip(proteins, (0, 1)):
+        (query,) = read_complexes(write(tmp_path / "s.json", server([protein])))
         assert len(query.notes) == noted
     read = read_given(tmp_path / "b.yaml", [])
     assert "templates in the file" in read.queries[0].notices[0].text
@@ -178,7 +178,7 @@ def test_what_is_to_be_folded_without_alignment_lacks_none(tmp_path: Path, name:
 
     read = read_given(path, [], fetch=fetch)
     assert asked == ([ONE] if lacks else [])
-    assert [one.kind for one in read.queries[0].notices] == ["no_alignment" if lacks else "one_row"]
+    assert [notice.kind for notice in read.queries[0].notices] == ["no_alignment" if lacks else "one_row"]
 
 
 def test_rows_of_one_key_are_paired_as_boltz_pairs_them(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_paired_msas_of_alphafold_3_pair_by_organism_else_by_place(tmp_path: Pat
     by_place = read(a3m(ONE, a, b), a3m(TWO, e, f))
     assert pairs_of(by_place) == {(a, e), (b, f)}
     assert by_place.notes == ("rows of pairedMsa are paired by index, the second with the second and so on",)
-    assert not any(one.stands_alone for one in by_place.alignments)
+    assert not any(alignment.stands_alone for alignment in by_place.alignments)
     unequal = read(a3m(ONE, a, b), a3m(TWO, e))
     assert pairs_of(unequal) == set()
     assert "no rows are paired" in assemble(unequal)[1][0]
@@ -385,9 +385,9 @@ def test_other_json_and_yaml_in_a_folder_is_left_alone(tmp_path: Path) -> None:
         "x_model.cif": "data_", "model.cif": "data_", "fold_x_model_0.cif": "data_", "pred.model_idx_0.cif": "data_",
     }.items():  # fmt: skip
         write(tmp_path / "in" / name, text)
-    found = read_query_files(tmp_path / "in")
-    assert [query.name for query in found.found] == ["x"]
-    assert len(found.predicted) == 4
+    read = read_query_files(tmp_path / "in")
+    assert [query.name for query in read.found] == ["x"]
+    assert len(read.predicted) == 4
     write(tmp_path / "in/b.yaml", "sequences: [\n")  # read as a job
     assert [query.name for query in read_query_files(tmp_path / "in").found if query.error] == ["b"]
     (tmp_path / "in/a.json").unlink()
@@ -408,8 +408,8 @@ def test_files_that_jobs_name_are_no_queries(tmp_path: Path) -> None:
     listed = [{"protein": {"id": "A", "sequence": ONE, "unpairedMsaPath": "msa/short.csv"}}, {"ligand": {"id": "B"}}]
     write(tmp_path / "in/b.json", af3(sequences=listed))
     write(tmp_path / "in/c.yaml", boltz(of_boltz("A", TWO, "msa/more.csv")))
-    found = read_query_files(tmp_path / "in").found
-    assert [(query.name, bool(query.error)) for query in found] == [
+    queries = read_query_files(tmp_path / "in").found
+    assert [(query.name, bool(query.error)) for query in queries] == [
         ("a", False), ("x", True), ("c", True), ("one", False), ("z", True),
     ]  # fmt: skip
 
@@ -439,9 +439,16 @@ def test_jobs_are_folded_and_a_bad_one_is_listed(
     assert "parameters for single chains, but Job_2 is a complex" in said
     assert f"failed Job_3: {path}: Job_3: has DNA, which AlphaFold2 cannot fold" in said
     summary = json.loads((out / "summary.json").read_text())
-    assert {one["name"]: one["msa_depth"] for one in summary["predictions"]} == {"Job_1": 1, "b": 2}
-    found = load(tiny_params, "cpu").fold_many(path, recycles=0)
-    assert [(one.name, bool(one.prediction)) for one in found] == [("Job_1", True), ("Job_2", False), ("Job_3", False)]
+    assert {prediction["name"]: prediction["msa_depth"] for prediction in summary["predictions"]} == {
+        "Job_1": 1,
+        "b": 2,
+    }
+    results = load(tiny_params, "cpu").fold_many(path, recycles=0)
+    assert [(prediction.name, bool(prediction.prediction)) for prediction in results] == [
+        ("Job_1", True),
+        ("Job_2", False),
+        ("Job_3", False),
+    ]
     code, _, said = run(capsys, "plan", path, "--params", tiny_params)
     assert (code, "has DNA" in said) == (2, True)
 

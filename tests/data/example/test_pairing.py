@@ -95,23 +95,23 @@ def test_a_species_with_too_many_rows_is_not_paired() -> None:
 def reference(pairings: Sequence[Pairing]) -> list[tuple[int, ...]]:
     """Pair rows one by one, by the rules of section 2.4 and of the official code."""
     rows_of: list[dict[int, list[int]]] = [{} for _ in pairings]
-    for one, rows in zip(pairings, rows_of):
-        for row, species in enumerate(one.species.tolist()):
+    for pairing, rows in zip(pairings, rows_of):
+        for row, species in enumerate(pairing.species.tolist()):
             rows.setdefault(species, []).append(row)
-    found = []
+    pairs = []
     for species in sorted(set().union(*rows_of) - {0}):
-        own = [rows.get(species, []) for rows in rows_of]
-        have = [rows for rows in own if rows]
+        candidates = [rows.get(species, []) for rows in rows_of]
+        have = [rows for rows in candidates if rows]
         if len(have) < 2 or max(map(len, have)) > MAX_SPECIES_ROWS:
             continue
-        ranked = [sorted(rows, key=lambda row: -one.identity[row]) for one, rows in zip(pairings, own)]
-        found += [
+        ranked = [sorted(rows, key=lambda row: -pairing.identity[row]) for pairing, rows in zip(pairings, candidates)]
+        pairs += [
             tuple(rows[place] if rows else -1 for rows in ranked) for place in range(min(map(len, have)))
         ]  # fmt: skip
-    found.sort(key=lambda rows: (sum(row < 0 for row in rows), abs(np.prod(rows, dtype=float)), rows))
+    pairs.sort(key=lambda rows: (sum(row < 0 for row in rows), abs(np.prod(rows, dtype=float)), rows))
     unique: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for rows in [(0,) * len(pairings), *found]:
-        letters = tuple(-1 if row < 0 else int(one.digest[row]) for row, one in zip(rows, pairings))
+    for rows in [(0,) * len(pairings), *pairs]:
+        letters = tuple(-1 if row < 0 else int(pairing.digest[row]) for row, pairing in zip(rows, pairings))
         unique.setdefault(letters, rows)
     return list(unique.values())
 

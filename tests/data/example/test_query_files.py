@@ -15,9 +15,9 @@ from warpfold.errors import UserError
 ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGLIEVQ"
 
 
-def named(found: QueryFiles) -> dict[str, tuple[tuple[str, ...], int]]:
+def named(read: QueryFiles) -> dict[str, tuple[tuple[str, ...], int]]:
     """Return name -> sequences and the number of their alignments."""
-    return {query.name: (query.sequences, len(query.alignments)) for query in found.found}
+    return {query.name: (query.sequences, len(query.alignments)) for query in read.found}
 
 
 def a3m(sequence: str, *more: str) -> str:
@@ -89,8 +89,8 @@ def test_several_files_and_alignments_beside_their_records(tmp_path: Path) -> No
         ("q.fasta", f">one\n{ONE}\n"), ("b.a3m", a3m(TWO, TWO)), ("mgnify.a3m", a3m(ONE, ONE)),
         ("c.csv", f"id,sequence\nx,{TWO}:{ONE}\n"),
     )]  # fmt: skip
-    found = read_query_files(files)
-    assert named(found) == {"one": ((ONE,), 1), "x": ((TWO, ONE), 2)}
+    read = read_query_files(files)
+    assert named(read) == {"one": ((ONE,), 1), "x": ((TWO, ONE), 2)}
     assert named(read_query_files([files[1], files[2]])) == {
         "b": ((TWO,), 1), tmp_path.name.lstrip(".-"): ((ONE,), 1)
     }  # fmt: skip
@@ -121,10 +121,14 @@ def test_folders_as_openproteinset_has_them(tmp_path: Path) -> None:
         for file, first in (("mgnify_hits", "M"), ("uniref90_hits", "W"), ("bfd_uniclust_hits", "D")):
             write(tmp_path / f"set/{name}/a3m/{file}.a3m", a3m(sequence, first + sequence[1:]))
         write(tmp_path / f"set/{name}/hhr/pdb70_hits.hhr", "Query x\n")
-    found = read_query_files(tmp_path / "set")
-    assert named(found) == {"1abc_A": ((ONE,), 3), "2xyz_B": ((TWO,), 3)}
-    assert [decode(one.rows[1])[0] for one in found.found[0].alignments] == ["W", "D", "M"]  # the official order
-    assert found.hits == ["set/1abc_A/hhr/pdb70_hits.hhr", "set/2xyz_B/hhr/pdb70_hits.hhr"]
+    read = read_query_files(tmp_path / "set")
+    assert named(read) == {"1abc_A": ((ONE,), 3), "2xyz_B": ((TWO,), 3)}
+    assert [decode(alignment.rows[1])[0] for alignment in read.found[0].alignments] == [
+        "W",
+        "D",
+        "M",
+    ]  # the official order
+    assert read.hits == ["set/1abc_A/hhr/pdb70_hits.hhr", "set/2xyz_B/hhr/pdb70_hits.hhr"]
 
 
 def test_folders_as_colabfold_leaves_them(tmp_path: Path) -> None:
@@ -137,12 +141,12 @@ def test_folders_as_colabfold_leaves_them(tmp_path: Path) -> None:
     write(tmp_path / "out/dimer_unrelaxed_rank_001_alphafold2_ptm_model_1_seed_000.pdb", "ATOM\n")
     write(tmp_path / "out/one_all/uniref.a3m", a3m(ONE, ONE))
     write(tmp_path / "out/two.a3m", a3m(TWO, TWO))
-    found = read_query_files(tmp_path / "out")
-    assert named(found) == {"dimer": ((ONE, ONE, TWO), 4), "one": ((ONE,), 1), "two": ((TWO,), 1)}
-    assert len(found.predicted) == 1
+    read = read_query_files(tmp_path / "out")
+    assert named(read) == {"dimer": ((ONE, ONE, TWO), 4), "one": ((ONE,), 1), "two": ((TWO,), 1)}
+    assert len(read.predicted) == 1
     (tmp_path / "out/dimer.a3m").unlink()
     (dimer,) = (query for query in read_complexes(tmp_path / "out") if query.name == "dimer")
-    assert (dimer.sequences, [one.stands_alone for one in dimer.alignments]) == (
+    assert (dimer.sequences, [alignment.stands_alone for alignment in dimer.alignments]) == (
         (ONE, TWO),
         [True, True, True, True, False, False],
     )
@@ -156,11 +160,11 @@ def test_folders_as_alphafold_multimer_leaves_them(tmp_path: Path) -> None:
             write(tmp_path / f"af/target/msas/{id}/{name}.a3m", a3m(sequence, sequence))
         write(tmp_path / f"af/target/msas/{id}/pdb_hits.sto", "# STOCKHOLM 1.0\n//\n")
     write(tmp_path / "af/target/ranked_0.pdb", "ATOM\n")
-    found = read_query_files(tmp_path / "af")
-    (query,) = found.found
+    read = read_query_files(tmp_path / "af")
+    (query,) = read.found
     assert (query.name, query.ids, query.sequences) == ("target", ("A", "B", "C"), (ONE, TWO, ONE))
-    assert [one.stands_alone for one in query.alignments] == [True, True, False, False]
-    assert (len(found.hits), found.predicted) == (2, ["af/target/ranked_0.pdb"])
+    assert [alignment.stands_alone for alignment in query.alignments] == [True, True, False, False]
+    assert (len(read.hits), read.predicted) == (2, ["af/target/ranked_0.pdb"])
     write(tmp_path / "af/target/msas/chain_id_map.json", "[]")
     with pytest.raises(UserError, match=r"chain_id_map\.json: is not AlphaFold-Multimer's list of chains"):
         read_complexes(tmp_path / "af")
@@ -182,8 +186,8 @@ def test_what_is_not_to_be_folded_is_named(tmp_path: Path, name: str, text: str,
 
 def test_names_that_files_cannot_have_stay_different(tmp_path: Path) -> None:
     text = f">\u03b21\n{ONE}\n>\u03b11\n{TWO}\n>_1_2\n{ONE}\n>\u03b31\n{TWO}\n"
-    found = read_complexes(write(tmp_path / "a.fasta", text))
-    assert [query.name for query in found] == ["_1", "_1_3", "_1_2", "_1_4"]
+    queries = read_complexes(write(tmp_path / "a.fasta", text))
+    assert [query.name for query in queries] == ["_1", "_1_3", "_1_2", "_1_4"]
     with pytest.raises(UserError, match="a record is called _1 twice"):
         read_complexes(write(tmp_path / "b.csv", f"id,sequence\n\u03b21,{ONE}\n\u03b21,{TWO}\n"))
 

@@ -64,19 +64,21 @@ def test_records_are_proteins_or_complexes(
     tmp_path: Path, name: str, text: str | bytes, as_one: bool, expected: list[tuple]
 ) -> None:
     (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    found = read_complexes(tmp_path / name, as_one=as_one)
-    assert [(one.name, one.ids, one.sequences) for one in found] == expected
-    for one in found:
-        entities = assemble(one)[0].entity_id.tolist()
-        assert [one.sequences.index(sequence) for sequence in one.sequences] == [entities.index(n) for n in entities]
+    queries = read_complexes(tmp_path / name, as_one=as_one)
+    assert [(query.name, query.ids, query.sequences) for query in queries] == expected
+    for query in queries:
+        entities = assemble(query)[0].entity_id.tolist()
+        assert [query.sequences.index(sequence) for sequence in query.sequences] == [
+            entities.index(n) for n in entities
+        ]
 
 
 def test_a_folder_of_files(tmp_path: Path) -> None:
     write(tmp_path / "in/b.fasta", ">A\nACDE\n>B\nMKV\n")
     write(tmp_path / "in/a.csv", "id,sequence\nx,GG:GG\n")
     write(tmp_path / "in/notes.txt", "not a query")
-    found = read_complexes(tmp_path / "in", as_one=True)
-    assert [(one.name, one.ids) for one in found] == [("x", ("A", "B")), ("b", ("A", "B"))]
+    queries = read_complexes(tmp_path / "in", as_one=True)
+    assert [(query.name, query.ids) for query in queries] == [("x", ("A", "B")), ("b", ("A", "B"))]
     write(tmp_path / "in/c.fasta", ">X\nACDE\n")
     with pytest.raises(
         UserError, match=r"c\.fasta: a record is called X in .*a\.csv too. Give each protein a unique name"
@@ -155,8 +157,8 @@ def test_what_cannot_be_paired_is_said(tmp_path: Path) -> None:
     # A single chain or copies of one chain have no pairs.
     assert assemble(Complex("y", ("A",), ("ACDEF",)))[1] == []
     dimer = Complex("y", ("A", "B"), ("ACDEF", "ACDEF"), notes=("DNA is left out",))
-    given = read_chain_alignments(alignments(tmp_path, a=a.format("r")), dimer.sequences, "x")
-    assert assemble(dimer, given)[1] == ["DNA is left out"]
+    alignments_of_a = read_chain_alignments(alignments(tmp_path, a=a.format("r")), dimer.sequences, "x")
+    assert assemble(dimer, alignments_of_a)[1] == ["DNA is left out"]
 
 
 @pytest.mark.parametrize(
@@ -246,19 +248,19 @@ words = st.text(st.characters(codec="utf-8", exclude_characters="\n\r"), max_siz
 def test_any_fasta_is_read_or_refused(tmp_path_factory, records: list[tuple[str, str]], as_one: bool) -> None:
     path = tmp_path_factory.getbasetemp() / "any.fasta"
     path.write_bytes("".join(f">{name}\n{text}\n" for name, text in records).encode())
-    refused, found = "", []
+    refused, queries = "", []
     try:
-        found = read_complexes(path, as_one=as_one)
+        queries = read_complexes(path, as_one=as_one)
     except UserError as error:
         refused = str(error)
     if refused:
         assert ". " in refused
         return
-    chains = [sequence for one in found for sequence in one.sequences]
+    chains = [sequence for query in queries for sequence in query.sequences]
     letters = "".join("".join(text.split()) for _, text in records).upper()
     assert "".join(chains) == letters.replace(":", "")
-    assert all(len(set(one.ids)) == len(one.ids) == len(one.sequences) for one in found)
-    assert len({one.name.lower() for one in found}) == len(found)
+    assert all(len(set(query.ids)) == len(query.ids) == len(query.sequences) for query in queries)
+    assert len({query.name.lower() for query in queries}) == len(queries)
 
 
 DAMAGED = {

@@ -27,13 +27,15 @@ def test_alignments_and_species_are_those_of_the_official_features() -> None:
     """Compare unpaired rows and the species of each with AlphaFold-Multimer's features of A0A024R1R8."""
     official = np.load(REALDATA / "features/alphapulldown_A0A024R1R8.npz", allow_pickle=False)
     query, folders = real("A0A024R1R8")
-    given = read_chain_alignments(folders, query.sequences, "real")
-    (raw,) = assemble(query, given)[0].chains
+    alignments = read_chain_alignments(folders, query.sequences, "real")
+    (raw,) = assemble(query, alignments)[0].chains
     assert raw.pairing is not None
     alone = raw.whole_rows(np.flatnonzero(raw.pairing.unpaired))
     codes = np.array([HHBLITS.index(chr(letter)) for letter in CODE_LETTERS])
     np.testing.assert_array_equal(codes[alone], official["msa"])
-    headers = {name for one in given.of(query.sequences[0]) if one.stands_alone for name in one.names}
+    headers = {
+        name for alignment in alignments.of(query.sequences[0]) if alignment.stands_alone for name in alignment.names
+    }
     ours = {species_of(name) for name in headers}
     theirs = {name.decode() for name in official["msa_species_identifiers"]} - {""}
     assert len(theirs) > 100

@@ -52,16 +52,16 @@ def hit(name: str = "1abc_A", sequence: str = OTHER[10:60], start: int = 10, **c
     return replace(Hit(name, "", letters, query_index, sequence, hit_index, start, 20.0), **changes)
 
 
-def one(found: tuple[Templates | None, list[TemplateOutcome]]) -> Templates:
+def one(result: tuple[Templates | None, list[TemplateOutcome]]) -> Templates:
     """Return the only template."""
-    templates, outcomes = found
+    templates, outcomes = result
     assert templates is not None, outcomes
     assert len(templates) == 1
     return templates
 
 
-def refusal(found: tuple[Templates | None, list[TemplateOutcome]]) -> str:
-    templates, outcomes = found
+def refusal(result: tuple[Templates | None, list[TemplateOutcome]]) -> str:
+    templates, outcomes = result
     assert templates is None
     assert [outcome.used for outcome in outcomes] == [False]
     return outcomes[0].note
@@ -100,8 +100,8 @@ def test_the_sequence_is_found_where_the_hit_says_or_else_where_it_is(tmp_path: 
     assert_on(one(templates_from_hits(QUERY, [repeat], Library(tmp_path))), repeated, np.arange(25), np.arange(25, 50))
     chain = random_chain("A", "GSHM" + OTHER)
     put(tmp_path, "1abc.cif", chain)
-    found = templates_from_hits(QUERY, [hit()], Library(tmp_path))
-    assert_on(one(found), chain, hit().query_index, hit().hit_index + 14)
+    result = templates_from_hits(QUERY, [hit()], Library(tmp_path))
+    assert_on(one(result), chain, hit().query_index, hit().hit_index + 14)
     unknown = hit(sequence="X" + OTHER[11:59] + "X")
     assert_on(
         one(templates_from_hits(QUERY, [unknown], Library(tmp_path))),
@@ -203,11 +203,11 @@ def test_a_jump_in_the_chain_is_refused_as_the_official_code_does(
 ) -> None:
     """As `_check_residue_distances`: resolved neighbours, aligned or not, are at most 150 angstrom apart."""
     path = put(tmp_path, "1abc.cif", with_jump(distance, unseen))
-    found = templates_from_hits(QUERY, [hit()], Library(tmp_path))  # aligns residues 13 to 57
+    result = templates_from_hits(QUERY, [hit()], Library(tmp_path))  # aligns residues 13 to 57
     if not refused:
-        assert len(one(found)) == len(template_from_file(QUERY, path)[0]) == 1
+        assert len(one(result)) == len(template_from_file(QUERY, path)[0]) == 1
         return
-    assert f"residues 70 and 71 of its sequence are {distance:.0f} angstrom apart (150 at most)" in refusal(found)
+    assert f"residues 70 and 71 of its sequence are {distance:.0f} angstrom apart (150 at most)" in refusal(result)
     with pytest.raises(UserError, match=r"1abc\.cif: .* apart \(150 at most\). Choose another") as caught:
         template_from_file(QUERY, path)
     assert "\n" not in str(caught.value)
@@ -222,13 +222,17 @@ def test_obsolete_entries_are_replaced_or_refused(tmp_path: Path) -> None:
     lines = ["    LIST OF OBSOLETE COORDINATE ENTRIES", "OBSLTE    26-SEP-06 1OLD     2NEW 9NEW"]
     lines += ["OBSLTE    31-JUL-94 3OLD     2NEW", "OBSLTE    06-NOV-19 4GONE"]
     hits = [hit(f"{name}_A") for name in ("1old", "3old", "4gone")]
-    assert [one.used for one in templates_from_hits(QUERY, hits, Library(folder))[1]] == [False, True, True]
+    assert [outcome.used for outcome in templates_from_hits(QUERY, hits, Library(folder))[1]] == [False, True, True]
     (tmp_path / "obsolete.dat").write_text("\n".join(lines) + "\n")
     library = Library(folder)
     templates, outcomes = templates_from_hits(QUERY, hits, library)
     assert templates is not None
     assert templates.names == ("2new_A", "3old_A")
-    assert [one.note for one in outcomes] == ["of 2new, which replaced 1old", "", "its entry was removed from the PDB"]
+    assert [outcome.note for outcome in outcomes] == [
+        "of 2new, which replaced 1old",
+        "",
+        "its entry was removed from the PDB",
+    ]
     assert "is of the query's own entry" in refusal(templates_from_hits(QUERY, hits[:1], library, exclude=["2new"]))
 
 

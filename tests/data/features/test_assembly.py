@@ -109,20 +109,20 @@ def test_copies_have_the_alignment_of_the_first_even_where_it_is_not_in_the_crop
     copy = replace(first, msa=deeper.msa, deletions=deeper.deletions, pairing=deeper.pairing)  # under its own name
     for crops in ([0, 12, 20], [20, 12, 20]):
         residues = [np.arange(size) for size in crops]
-        found, expected = (
+        actual, expected = (
             read_entities(assembly(first, other, second), residues, WHOLE, 0, ("x",), train=False)
             for second in (copy, first)
         )
-        for one, two in zip(found, expected):
+        for one, two in zip(actual, expected):
             for name in ("paired", "alone"):
                 np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
             np.testing.assert_array_equal(one.raw.msa, two.raw.msa)
 
 
 def test_copies_of_one_entity_are_not_paired() -> None:
-    one = chain(9, 12, 0, species=4)
-    features = make_features(assembly(one, one), WHOLE, 0, ("x",))
-    assert (features["alignment"] == np.concatenate([one.msa, one.msa], 1)).all()
+    single = chain(9, 12, 0, species=4)
+    features = make_features(assembly(single, single), WHOLE, 0, ("x",))
+    assert (features["alignment"] == np.concatenate([single.msa, single.msa], 1)).all()
 
 
 def test_without_pairing_only_the_queries_stand_side_by_side() -> None:
@@ -158,14 +158,16 @@ def test_rows_are_those_of_the_official_code(half: int) -> None:
     assert first.pairing is not None
     first = replace(first, pairing=replace(first.pairing, unpaired=np.arange(len(first.msa)) < 30))
     chains = (first, second, first, third)
-    pairs = pair_rows([one.pairing for one in chains])
+    pairs = pair_rows([c.pairing for c in chains])
     kept = pairs[:half]
-    expected = [[one.msa[row] if row >= 0 else [GAP] * 4 for one, row in zip(chains, rows)] for rows in kept]
+    expected = [[c.msa[row] if row >= 0 else [GAP] * 4 for c, row in zip(chains, rows)] for rows in kept]
     for entity in ([0, 2], [1], [3]):
-        own = chains[entity[0]]
-        in_pairs = {tuple(own.msa[row]) for row in pairs[:, entity[0]] if row >= 0}
-        assert own.pairing is not None
-        alone = [row for row, may in zip(own.msa, own.pairing.unpaired) if may and tuple(row) not in in_pairs]
+        first_copy = chains[entity[0]]
+        in_pairs = {tuple(first_copy.msa[row]) for row in pairs[:, entity[0]] if row >= 0}
+        assert first_copy.pairing is not None
+        alone = [
+            row for row, may in zip(first_copy.msa, first_copy.pairing.unpaired) if may and tuple(row) not in in_pairs
+        ]
         room = 2 * half - int((kept[:, entity[0]] >= 0).sum())
         expected += [[row if place in entity else [GAP] * 4 for place in range(4)] for row in alone[:room]]
     found = make_features(assembly(*chains), replace(WHOLE, chain_rows=2 * half), 0, ("x",))["alignment"]
@@ -180,18 +182,18 @@ def serving_pairing_alone(raw: RawExample, rows: int, species: int) -> RawExampl
 
 def test_rows_that_serve_pairing_alone_stand_alone_where_their_entity_is_in_no_pair() -> None:
     """In a homomer, an entity without a partner, or with species that no other has, the rows are used unpaired."""
-    one, two, other = chain(9, 12, 0), chain(6, 12, 1), chain(7, 12, 2)
-    served = serving_pairing_alone(one, 5, species=7)
+    a, two, other = chain(9, 12, 0), chain(6, 12, 1), chain(7, 12, 2)
+    served = serving_pairing_alone(a, 5, species=7)
     homomer = make_features(assembly(served, served), WHOLE, 0, ("x",))["alignment"]
-    assert (homomer == np.concatenate([one.msa, one.msa], 1)).all()
+    assert (homomer == np.concatenate([a.msa, a.msa], 1)).all()
     for partner in (two, serving_pairing_alone(two, 4, species=8)):
         rows = make_features(assembly(served, partner), WHOLE, 0, ("x",))["alignment"]
-        assert {tuple(row) for row in rows[:, :9]} == {tuple(row) for row in one.msa} | {(GAP,) * 9}
+        assert {tuple(row) for row in rows[:, :9]} == {tuple(row) for row in a.msa} | {(GAP,) * 9}
     # The other two are paired; their unpaired rows are those of the official code.
     trio = assembly(served, serving_pairing_alone(two, 4, species=8), serving_pairing_alone(other, 1, species=8))
     rows = make_features(trio, WHOLE, 0, ("x",))["alignment"]
     there = [(rows[:, part] != GAP).any(1).sum() for part in (slice(9), slice(9, 15), slice(15, 22))]
-    assert there == [len(one.msa), len(two.msa) - 3, len(other.msa)]
+    assert there == [len(a.msa), len(two.msa) - 3, len(other.msa)]
 
 
 def test_masked_positions_to_restore_are_residues_of_the_rows_own_entity() -> None:
@@ -311,5 +313,5 @@ def test_crops_of_assemblies_are_of_the_kind_that_the_settings_want(fraction: fl
     config = replace(TRAIN, spatial_fraction=fraction, interface_distance=30.0)
     crops = [crop_assembly(whole, config, keyed_rng(0, "crop", draw)) for draw in range(10)]
     assert all(sum(map(len, crop)) == 24 for crop in crops)
-    spans = [all((np.diff(one) == 1).all() for one in crop) for crop in crops]
+    spans = [all((np.diff(indices) == 1).all() for indices in crop) for crop in crops]
     assert all(spans) if fraction == 0 else not any(spans)

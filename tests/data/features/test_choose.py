@@ -111,7 +111,7 @@ def test_the_budget_leaves_what_the_model_sees_and_does_not_depend_on_where_the_
     assert row_budget(256, dataclasses.replace(config, max_cost=1e3)) > 5632
     config = dataclasses.replace(THIN, crop=10, blocks=5)
     chosen = [select(40, 400, config, 0, ("x", step), train=True) for step in range(30)]
-    assert {len(one.rows) for one in chosen} == {10}
+    assert {len(choice.rows) for choice in chosen} == {10}
     whole = select(40, 400, dataclasses.replace(config, crop=None), 0, ("x", 0), train=True)
     np.testing.assert_array_equal(whole.rows, chosen[0].rows)
 
@@ -120,12 +120,12 @@ def test_the_budget_bounds_the_cost_of_a_pass_whatever_clusters_are_made_over() 
     config = SampleConfig(crop=256, max_msa=128, max_extra=1024, max_cost=20)
     budgets = {}
     for clustering in ("chain", "crop"):
-        one = dataclasses.replace(config, clustering=clustering, blocks=0)
-        most = row_budget(600, one)
+        clustered = dataclasses.replace(config, clustering=clustering, blocks=0)
+        most = row_budget(600, clustered)
         assert most is not None
         budgets[clustering] = most
-        assert predicted_cost(600, most, one) <= 20
-        assert predicted_cost(600, most + 1, dataclasses.replace(one, max_cost=0)) == pytest.approx(20, rel=1e-3)
+        assert predicted_cost(600, most, clustered) <= 20
+        assert predicted_cost(600, most + 1, dataclasses.replace(clustered, max_cost=0)) == pytest.approx(20, rel=1e-3)
     assert budgets["crop"] > 1.5 * budgets["chain"] > 1.5 * 1152
 
 

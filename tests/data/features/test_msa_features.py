@@ -72,12 +72,12 @@ def plain_features(raw, centres, masked, others, size):
     feat = np.zeros((size, length, 49))
     for s, members in enumerate(clusters):
         for n in range(length):
-            own = int(raw.deletions[centres[s], n])
+            deletion = int(raw.deletions[centres[s], n])
             codes = [int(codes[n]) for codes, _ in members]
             mean = sum(int(deletions[n]) for _, deletions in members) / (len(members) + 1e-6)
             one_hot = [float(code == masked[s, n]) for code in range(23)]
             profile = [codes.count(code) / (len(members) + 1e-6) for code in range(23)]
-            feat[s, n] = [*one_hot, min(own, 1), squeeze(own), *profile, squeeze(mean)]
+            feat[s, n] = [*one_hot, min(deletion, 1), squeeze(deletion), *profile, squeeze(mean)]
     has = np.array([[min(int(d), 1) for d in raw.deletions[row]] for row in others]).reshape(-1, length)
     value = np.array([[squeeze(int(d)) for d in raw.deletions[row]] for row in others]).reshape(-1, length)
     return feat, has, value

@@ -62,14 +62,14 @@ def test_the_alignment_of_a_complex(text: str) -> None:
 
 
 def test_pairs_of_two_files_are_not_mixed() -> None:
-    one = parse_chain_alignments(COMPLEX.encode(), "x.a3m")[1].pair_keys
+    first = parse_chain_alignments(COMPLEX.encode(), "x.a3m")[1].pair_keys
     other = parse_chain_alignments(COMPLEX.replace("MKL", "MRL").encode(), "x.a3m")[1].pair_keys
-    assert not set(one[1:].tolist()) & set(other[1:].tolist())  # type: ignore[index]
+    assert not set(first[1:].tolist()) & set(other[1:].tolist())  # type: ignore[index]
 
 
 def test_a_row_across_some_of_the_chains_is_a_pair_of_these() -> None:
-    found = parse_chain_alignments(b"#2,2,2\t1,1,1\n>q\nACDEFG\n>r\nA---FG\n>s\n--DE--\n", "x.a3m")
-    assert [(texts(one), one.stands_alone) for one in found] == [
+    alignments = parse_chain_alignments(b"#2,2,2\t1,1,1\n>q\nACDEFG\n>r\nA---FG\n>s\n--DE--\n", "x.a3m")
+    assert [(texts(alignment), alignment.stands_alone) for alignment in alignments] == [
         (["AC"], True), (["AC", "A-"], False), (["DE", "DE"], True), (["FG"], True), (["FG", "FG"], False)
     ]  # fmt: skip
 
@@ -89,13 +89,13 @@ def test_wrong_first_lines_are_refused() -> None:
 
 def test_alignments_with_nul_between_them() -> None:
     text = b">101\nACDE\n>a\nCCDE\n\0>102\nMKV\n>b\nM-V\n\0"
-    one, two = parse_chain_alignments(text, "x.a3m")
-    assert (texts(one), texts(two)) == (["ACDE", "CCDE"], ["MKV", "M-V"])
-    assert one.stands_alone
-    assert one.pair_keys is None
-    one, two = parse_chain_alignments(text, "pair.a3m", row_by_row=True)
-    np.testing.assert_array_equal(one.pair_keys, two.pair_keys)
-    assert (one.stands_alone, two.stands_alone) == (False, False)
+    first, two = parse_chain_alignments(text, "x.a3m")
+    assert (texts(first), texts(two)) == (["ACDE", "CCDE"], ["MKV", "M-V"])
+    assert first.stands_alone
+    assert first.pair_keys is None
+    first, two = parse_chain_alignments(text, "pair.a3m", row_by_row=True)
+    np.testing.assert_array_equal(first.pair_keys, two.pair_keys)
+    assert (first.stands_alone, two.stands_alone) == (False, False)
     assert "have 2, 1 rows" in refusal(text.decode().replace(">b\nM-V\n", ""), None, True)
 
 
@@ -105,8 +105,8 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def kinds(found: ChainAlignments, sequence: str) -> list[tuple[str, bool]]:
-    return [(one.names[1], one.stands_alone) for one in found.of(sequence)]
+def kinds(alignments: ChainAlignments, sequence: str) -> list[tuple[str, bool]]:
+    return [(alignment.names[1], alignment.stands_alone) for alignment in alignments.of(sequence)]
 
 
 def test_a_folder_for_each_chain(tmp_path: Path) -> None:
@@ -116,11 +116,11 @@ def test_a_folder_for_each_chain(tmp_path: Path) -> None:
             rows = f"{chain} {query}\n{name} {query}\n"
             write(tmp_path / f"msas/{chain}/{name}.sto", f"# STOCKHOLM 1.0\n\n{rows}//\n")
     write(tmp_path / "msas/chain_id_map.json", "{}")
-    found = read_chain_alignments([tmp_path / "msas"], ["MKVU", "ACDE"], "q.fasta")
+    alignments = read_chain_alignments([tmp_path / "msas"], ["MKVU", "ACDE"], "q.fasta")
     expected = [("uniref90_hits", True), ("mgnify_hits", True), ("uniprot_hits", False)]
-    assert kinds(found, "ACDE") == kinds(found, "MKVU") == expected
-    assert found.of("MKVC") == found.of("MKVU")  # in an alignment they are one sequence
-    assert (found.of("GGGG"), found.unused) == ([], [])
+    assert kinds(alignments, "ACDE") == kinds(alignments, "MKVU") == expected
+    assert alignments.of("MKVC") == alignments.of("MKVU")  # in an alignment they are one sequence
+    assert (alignments.of("GGGG"), alignments.unused) == ([], [])
 
 
 def test_files_as_alphafold_writes_them_are_cut_as_it_cuts_them(tmp_path: Path) -> None:
@@ -128,17 +128,17 @@ def test_files_as_alphafold_writes_them_are_cut_as_it_cuts_them(tmp_path: Path) 
     for name in ("mgnify_hits.sto", "mgnify.sto"):
         write(tmp_path / name, f"# STOCKHOLM 1.0\n\nq ACDE\n{rows}//\n")
     write(tmp_path / "mgnify_hits.a3m", ">q\nACDE\n" + "".join(f">{row[:-6]}\nACDE\n" for row in rows.splitlines()))
-    found = read_chain_alignments([tmp_path], ["ACDE"], "q.fasta")
-    assert sorted(map(len, found.of("ACDE"))) == [501, 601, 601]
-    (note,) = found.notes
+    alignments = read_chain_alignments([tmp_path], ["ACDE"], "q.fasta")
+    assert sorted(map(len, alignments.of("ACDE"))) == [501, 601, 601]
+    (note,) = alignments.notes
     assert note.startswith(f"{tmp_path.name}/mgnify_hits.sto: the first 501 of 601 rows are used, as in AlphaFold. ")
 
 
 def test_alignments_that_belong_to_no_chain(tmp_path: Path) -> None:
     write(tmp_path / "found/a.a3m", ">q\nACDE\n>r\nAC-E\n")
     other = write(tmp_path / "found/b.a3m", ">q\nGGGG\n>r\nGG-G\n")
-    found = read_chain_alignments([tmp_path / "found"], ["ACDE", "MKV"], "q.fasta")
-    assert (kinds(found, "ACDE"), found.unused) == ([("r", True)], ["found/b.a3m"])  # not named by the user
+    alignments = read_chain_alignments([tmp_path / "found"], ["ACDE", "MKV"], "q.fasta")
+    assert (kinds(alignments, "ACDE"), alignments.unused) == ([("r", True)], ["found/b.a3m"])  # not named by the user
     with pytest.raises(UserError, match=r"b\.a3m: its first row is not the sequence of any record in q\.fasta. Pass"):
         read_chain_alignments([other], ["ACDE", "MKV"], "q.fasta")
     with pytest.raises(UserError, match=r"differs from the query at 4 of 4 residues"):  # the exact reason
@@ -147,8 +147,8 @@ def test_alignments_that_belong_to_no_chain(tmp_path: Path) -> None:
 
 def test_a_complex_among_the_alignments(tmp_path: Path) -> None:
     path = write(tmp_path / "x.a3m", COMPLEX)
-    found = read_chain_alignments([path], ["MKV", "ACDE"], "q.fasta")
-    assert [len(found.of(sequence)) for sequence in ("ACDE", "MKV")] == [2, 2]
+    alignments = read_chain_alignments([path], ["MKV", "ACDE"], "q.fasta")
+    assert [len(alignments.of(sequence)) for sequence in ("ACDE", "MKV")] == [2, 2]
     (alone,) = read_chain_alignments([path], ["MKV"], "q.fasta").of("MKV")  # copies of one protein have no pairs
     assert texts(alone) == ["MKV", "MKL", "M-V", "MKV", "-KV"]
     assert alone.stands_alone
@@ -167,10 +167,10 @@ def test_no_residue_of_a_complex_is_lost(data: st.DataObject, lengths: list[int]
     rows = ["".join(data.draw(cells) for _ in query) for _ in range(depth)]
     announced = f"#{','.join(map(str, lengths))}\t{','.join('1' * len(lengths))}\n"
     text = announced + f">q\n{query}\n" + "".join(f">r{i}\n{row}\n" for i, row in enumerate(rows))
-    found = parse_chain_alignments(text.encode(), "x.a3m")
+    alignments = parse_chain_alignments(text.encode(), "x.a3m")
     sequences = [query[sum(lengths[:k]) : sum(lengths[: k + 1])] for k in range(len(lengths))]
-    assert "".join(one.query for one in found if one.stands_alone) == "".join(sequences)
+    assert "".join(alignment.query for alignment in alignments if alignment.stands_alone) == "".join(sequences)
     residues = sum(letter in "AC" for row in rows for letter in row)
-    below = [row for one in found for row in one.rows[1:]]
+    below = [row for alignment in alignments for row in alignment.rows[1:]]
     assert sum(int((row != 21).sum()) for row in below) == residues
     assert all((row != 21).any() for row in below)

@@ -103,11 +103,11 @@ def test_fasta_joins_lines_and_keeps_the_header() -> None:
 def test_alignments_of_every_format(
     text: str, query: str | None, names: str, rows: str, deletions: list[dict[int, int]]
 ) -> None:
-    found = parse_alignment(text, query=query)
-    assert [name.replace(" ", "_") for name in found.names] == names.split(" ")
-    assert [decode(row) for row in found.rows] == rows.split(" ")
-    assert [{i: n for i, n in enumerate(row) if n} for row in found.deletions.tolist()] == deletions
-    assert (found.rows.dtype, found.deletions.dtype) == (np.uint8, np.int32)
+    alignment = parse_alignment(text, query=query)
+    assert [name.replace(" ", "_") for name in alignment.names] == names.split(" ")
+    assert [decode(row) for row in alignment.rows] == rows.split(" ")
+    assert [{i: n for i, n in enumerate(row) if n} for row in alignment.deletions.tolist()] == deletions
+    assert (alignment.rows.dtype, alignment.deletions.dtype) == (np.uint8, np.int32)
 
 
 @pytest.mark.parametrize(

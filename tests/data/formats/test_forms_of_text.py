@@ -17,7 +17,7 @@ def read(tmp_path: Path, name: str, text: str) -> list[tuple[str, tuple[str, ...
     """Return the queries of a file: name, sequences, error."""
     path = tmp_path / name
     path.write_text(text)
-    return [(one.name, one.sequences, one.error) for one in read_query_files([path]).found]
+    return [(query.name, query.sequences, query.error) for query in read_query_files([path]).found]
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ def test_equal_first_words_are_numbered(tmp_path: Path) -> None:
 
 
 def test_a_stop_at_the_end_is_left_out_and_one_inside_is_refused(tmp_path: Path) -> None:
-    found = read(tmp_path, "x.faa", f">a\n{A}*\n>b\n{A}*:{B}*\n>c\n{A[:3]}*{A[3:]}\n")
-    assert [s for _, s, _ in found] == [(A,), (A, B), ()]
-    assert "'*'" in found[2][2]
+    queries = read(tmp_path, "x.faa", f">a\n{A}*\n>b\n{A}*:{B}*\n>c\n{A[:3]}*{A[3:]}\n")
+    assert [s for _, s, _ in queries] == [(A,), (A, B), ()]
+    assert "'*'" in queries[2][2]
     assert parse_a3m(f">q\n{A}*\n>h\n{A}*\n").query == A
 
 

@@ -25,14 +25,18 @@ def test_files_are_found_by_their_endings_and_named_below_what_was_given(tmp_pat
         (tmp_path / name).touch()
     (tmp_path / "linked").symlink_to(tmp_path / "a/b")
     (tmp_path / "a/b/loop").symlink_to(tmp_path / "a")
-    assert [one.name for one in find([tmp_path / "a"], STRUCTURES, "structures")] == ["a/1.cif", "a/b/2.CIF.gz"]
+    assert [source.name for source in find([tmp_path / "a"], STRUCTURES, "structures")] == ["a/1.cif", "a/b/2.CIF.gz"]
     assert find([tmp_path / "linked"], STRUCTURES, "structures")[0].name == "linked/2.CIF.gz"
     named = find([tmp_path / "a/3.txt", tmp_path / "a", tmp_path / "a/1.cif"], STRUCTURES, "structures")
-    assert [one.name for one in named] == ["a/1.cif", "a/3.txt", "a/b/2.CIF.gz"]  # each once; named files are read
+    assert [source.name for source in named] == [
+        "a/1.cif",
+        "a/3.txt",
+        "a/b/2.CIF.gz",
+    ]  # each once; named files are read
     (tmp_path / "c/a").mkdir(parents=True)
     (tmp_path / "c/a/1.cif").touch()
     both = find([tmp_path / "a", tmp_path / "c/a"], STRUCTURES, "structures")
-    assert len({one.name for one in both}) == len(both) == 3
+    assert len({source.name for source in both}) == len(both) == 3
     with pytest.raises(UserError, match="nowhere: no such file"):
         find([tmp_path / "nowhere"], STRUCTURES, "structures")
     with pytest.raises(UserError, match=r"no alignments found\. Pass files that end in"):
@@ -82,8 +86,8 @@ def _stockholm(rows: list[tuple[str, str]], width: int) -> str:
     ],
 )
 def test_alignments_are_stacked_as_officially_where_their_names_tell(tmp_path: Path, names: tuple[str, ...]) -> None:
-    found = [InputFile(f"msas/1one_A/{name}", tmp_path / name) for name in sorted(names, reverse=True)]
-    assert [one.file for one in stacked(found)] == list(names)
+    sources = [InputFile(f"msas/1one_A/{name}", tmp_path / name) for name in sorted(names, reverse=True)]
+    assert [source.file for source in stacked(sources)] == list(names)
 
 
 def test_the_query_is_what_reading_the_whole_gives(tmp_path: Path) -> None:
@@ -139,17 +143,19 @@ def test_real_queries() -> None:
 
 def _database(folder: Path, members: dict[str, dict[str, bytes]], shard: str = "db_0") -> Path:
     """Write a shard of an alignment database, with its own index."""
-    data, whole, own = b"", folder / "super.index", {}
+    data, whole, indices = b"", folder / "super.index", {}
     for owner, files in members.items():
-        listed = own[owner] = []
+        listed = indices[owner] = []
         for name, content in files.items():
             listed.append([name, len(data), len(content)])
             data += content
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{shard}.db").write_bytes(data)
-    (folder / f"{shard}.one").write_text(json.dumps(own))
+    (folder / f"{shard}.one").write_text(json.dumps(indices))
     known = json.loads(whole.read_text()) if whole.exists() else {}
-    whole.write_text(json.dumps(known | {owner: {"db": f"{shard}.db", "files": files} for owner, files in own.items()}))
+    whole.write_text(
+        json.dumps(known | {owner: {"db": f"{shard}.db", "files": files} for owner, files in indices.items()})
+    )
     return folder
 
 
@@ -161,10 +167,10 @@ MORE = {"1abc_A": {"mgnify_hits.sto": b"# STOCKHOLM 1.0\n"}}
 
 
 def contents(index: Path) -> dict[str, dict[str, bytes]]:
-    found: dict[str, dict[str, bytes]] = {}
-    for one in find([index], (*ALIGNMENTS, ".hhr"), "files"):
-        found.setdefault(one.chain, {})[one.member] = one.read_bytes()
-    return found
+    members: dict[str, dict[str, bytes]] = {}
+    for source in find([index], (*ALIGNMENTS, ".hhr"), "files"):
+        members.setdefault(source.chain, {})[source.member] = source.read_bytes()
+    return members
 
 
 def test_every_kind_of_index_gives_every_file(tmp_path: Path) -> None:

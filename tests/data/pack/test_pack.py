@@ -69,15 +69,15 @@ def test_everything_is_kept_or_named_with_its_reason_in_the_report_and_in_the_st
     header, *rows = [line.split("\t") for line in (files / "store/pack.tsv").read_text().splitlines()]
     table = [dict(zip(header, row, strict=True)) for row in rows]
     assert len(table) == len(report.entries) + len(report.unused)
-    (one,) = [row for row in table if row["name"] == "1one_A" and row["status"] == "kept"]
-    assert (one["length"], one["depth"], one["file"]) == ("30", "3", "structures/1one.cif")
+    (kept,) = [row for row in table if row["name"] == "1one_A" and row["status"] == "kept"]
+    assert (kept["length"], kept["depth"], kept["file"]) == ("30", "3", "structures/1one.cif")
     assert {row["status"] for row in table} == {"kept", "dropped", "unused alignment"}
 
-    found = summarize_store(Store(files / "store"))
-    assert (found["entries"], found["alone"], found["shards"], found["residues"]) == (6, 1, 1, 5 * 30 + 35)
-    assert found["depth"] == {"min": 1, "25%": 2, "median": 2, "75%": 3, "max": 3}
-    assert found["packed"]["inputs"]["structures"]["files"] == 10
-    text = store_summary_text(found)
+    summary = summarize_store(Store(files / "store"))
+    assert (summary["entries"], summary["alone"], summary["shards"], summary["residues"]) == (6, 1, 1, 5 * 30 + 35)
+    assert summary["depth"] == {"min": 1, "25%": 2, "median": 2, "75%": 3, "max": 3}
+    assert summary["packed"]["inputs"]["structures"]["files"] == 10
+    text = store_summary_text(summary)
     assert "6 in 3 clusters, 185 residues" in text
     assert "10 structures" in text
 
@@ -177,10 +177,10 @@ def test_clusters_of_equal_sequences_of_similar_ones_or_of_a_file(files: Path) -
         report = packed(files, name, **options)
         store = Store(files / name)
         assert dict(zip(store.keys, store.column("cluster"))) == {e.name: e.cluster for e in report.kept}
-        found = [entry.cluster for entry in sorted(report.kept, key=lambda entry: entry.name)]
-        sides = {tuple(sorted(i for i, c in enumerate(found) if c == one)) for one in found}
+        clusters = [entry.cluster for entry in sorted(report.kept, key=lambda entry: entry.name)]
+        sides = {tuple(sorted(i for i, c in enumerate(clusters) if c == cluster)) for cluster in clusters}
         wanted = expected.split()
-        assert sides == {tuple(sorted(i for i, c in enumerate(wanted) if c == one)) for one in wanted}, name
+        assert sides == {tuple(sorted(i for i, c in enumerate(wanted) if c == cluster)) for cluster in wanted}, name
 
 
 def test_nothing_kept_leaves_nothing(files: Path) -> None:
@@ -215,12 +215,20 @@ def matched(alignments: Sequence[tuple[InputFile, str]], key: str, sequence: str
 def test_the_matcher_takes_the_name_then_the_sequence_then_the_entry_then_the_nearest() -> None:
     near, far = "C" + ONE[1:], ONE[:20] + "WWWWWWWWWW"
     longer, longest = "MM" + ONE, "MMMM" + ONE + "KK"
-    x, own, entry, n, f, l1, l2 = map(
+    x, same_chain, entry, n, f, l1, l2 = map(
         source, ("m/x.a3m", "9abc_Z/y.a3m", "m/9abc.a3m", "m/n.a3m", "m/f.a3m", "m/l1.a3m", "m/l2.a3m")
     )
-    all_of_them = [(x, ONE), (own, "CC" + ONE[2:]), (entry, ONE[:25]), (n, near), (f, far), (l1, longer), (l2, longest)]
+    all_of_them = [
+        (x, ONE),
+        (same_chain, "CC" + ONE[2:]),
+        (entry, ONE[:25]),
+        (n, near),
+        (f, far),
+        (l1, longer),
+        (l2, longest),
+    ]
     for known, key, sequence, wanted in (
-        (all_of_them, "9ABC_Z", ONE, [own]),
+        (all_of_them, "9ABC_Z", ONE, [same_chain]),
         (all_of_them, "9abc_A", ONE, [x]),
         (all_of_them[2:], "9abc_A", ONE, [entry]),
         (all_of_them[3:], "9abc_A", ONE, [l1]),  # has it, and the fewest others
@@ -230,8 +238,8 @@ def test_the_matcher_takes_the_name_then_the_sequence_then_the_entry_then_the_ne
         ([(x, ONE)], "1abc_A", "ACD", []),
     ):
         assert matched(known, key, sequence) == (wanted, ""), (key, sequence, wanted)
-    found, note = matched([(own, far)], "9abc_Z", ONE)
-    assert found == []
+    alignments, note = matched([(same_chain, far)], "9abc_Z", ONE)
+    assert alignments == []
     assert note.startswith("9abc_Z/y.a3m: its query is another protein")
 
 
@@ -287,8 +295,8 @@ def pack_queries(files: Path, name: str = "store", **more: object) -> tuple[Pack
 
 
 def names_of_templates(store: Store) -> tuple[str, ...]:
-    found = read_example(store, "1one_A").templates
-    return () if found is None else found.names
+    templates = read_example(store, "1one_A").templates
+    return () if templates is None else templates.names
 
 
 def test_templates_lie_in_the_store_and_the_report_counts_them(queries: Path) -> None:
@@ -326,8 +334,8 @@ def test_a_store_without_templates_says_why(queries: Path) -> None:
 
 
 def test_templates_are_as_old_as_asked_for_and_may_lie_elsewhere(queries: Path) -> None:
-    for name, day, found in (("a", "2002-01-01", ("1old_A",)), ("b", "1999-01-01", ())):
-        assert names_of_templates(pack_queries(queries, name, options=PackOptions(max_template_date=day))[1]) == found
+    for name, day, names in (("a", "2002-01-01", ("1old_A",)), ("b", "1999-01-01", ())):
+        assert names_of_templates(pack_queries(queries, name, options=PackOptions(max_template_date=day))[1]) == names
     for name in ("x/1old", "y/2old"):
         (queries / name).parent.mkdir()
         shutil.move(queries / f"s/{name[2:]}.cif", queries / f"{name}.cif")

@@ -53,8 +53,8 @@ def entry(path: Path, chains: Sequence[Chain], *generators: tuple[str, str, str]
 
 
 def report_of(report: PackReport, name: str) -> str:
-    found = next(one for one in report.entries if one.name == name)
-    return f"{'kept' if found.kept else 'dropped'}: {found.reason}"
+    entry = next(e for e in report.entries if e.name == name)
+    return f"{'kept' if entry.kept else 'dropped'}: {entry.reason}"
 
 
 @pytest.fixture
@@ -82,10 +82,10 @@ def test_assemblies_are_packed_with_their_chains_and_operators(files: Path) -> N
     np.testing.assert_array_equal(assembly.operators.reshape(4, 12), [IDENTITY, IDENTITY, TURN, TURN])
     assert assembly.entity_id.tolist() == [1, 2, 1, 2]
     assert assembly.sym_id.tolist() == [1, 1, 2, 2]
-    assert [one.sequence for one in assembly.chains] == [ONE, TWO] * 2
+    assert [c.sequence for c in assembly.chains] == [ONE, TWO] * 2
     assert assembly.chains[0] is assembly.chains[2]
-    one = read_assembly(store, "1one-assembly1")
-    assert (one.ids, one.operators, one.entity_id.tolist()) == (("A", "B", "C"), None, [1, 2, 1])
+    first = read_assembly(store, "1one-assembly1")
+    assert (first.ids, first.operators, first.entity_id.tolist()) == (("A", "B", "C"), None, [1, 2, 1])
     meta = {name: dict(zip(store.keys, store.column(name)))["2sym-assembly1"] for name in store.columns}
     assert (meta["length"], meta["chains"], meta["cluster"]) == (120, ["2sym_H", "2sym_L"] * 2, None)
     assert len(report.chains) == len(chain_keys(store))
@@ -114,11 +114,11 @@ def test_what_is_left_out_is_reported(files: Path) -> None:
     limited = packed(files, "other", options=PackOptions(assemblies=True, max_residues=119))
     assert report_of(limited, "2sym-assembly1") == "dropped: 120 residues, more than 119"
     packed(files, "plain")
-    found, plain = (summarize_store(Store(files / name)) for name in ("store", "plain"))
+    summary, plain = (summarize_store(Store(files / name)) for name in ("store", "plain"))
     same = ("entries", "residues", "length", "depth", "clusters", "alone")
-    assert {name: found[name] for name in same} == {name: plain[name] for name in same}
-    assert (found["assemblies"], plain["assemblies"], found["assembly_chains"]["max"]) == (6, 0, 4)
-    assert "assemblies      6; chains: min 1" in store_summary_text(found)
+    assert {name: summary[name] for name in same} == {name: plain[name] for name in same}
+    assert (summary["assemblies"], plain["assemblies"], summary["assembly_chains"]["max"]) == (6, 0, 4)
+    assert "assemblies      6; chains: min 1" in store_summary_text(summary)
     assert "assemblies" not in store_summary_text(plain)
 
 
@@ -267,8 +267,8 @@ def test_the_alignment_of_a_complex_gives_each_chain_its_rows_and_pairs(tmp_path
         report = pack([tmp_path / "s"], [tmp_path / f"{name}-a3m"], out, FIRST)
         assert not report.unused
         assembly = read_assembly(Store(out), "1abc-assembly1")
-        assert [one.depth for one in assembly.chains] == [3, 3, 3, 3]
-        pairs = pair_rows([one.pairing for one in assembly.chains[:2]])
+        assert [c.depth for c in assembly.chains] == [3, 3, 3, 3]
+        pairs = pair_rows([c.pairing for c in assembly.chains[:2]])
         assert pairs.tolist() == [[0, 0], [2, 2]]
         for example, end in zip(assembly.chains, "WW"):
             assert decode(example.whole_rows(np.array([2]))[0])[-1] == end
@@ -281,21 +281,21 @@ def test_features_from_the_store_are_those_from_memory(files: Path, spatial: flo
     packed(files, options=FIRST)
     store = Store(files / "store")
     stored = read_assembly(store, "2sym-assembly1")
-    for one in stored.chains:
-        found, raw = one.ca_positions(), one.take(slice(None))
-        assert found is not None
+    for member in stored.chains:
+        ca, raw = member.ca_positions(), member.take(slice(None))
+        assert ca is not None
         assert raw.positions is not None
         assert "ca" in store.record(raw.name).arrays
-        np.testing.assert_array_equal(found[0], raw.positions[:, ATOM_ORDER["CA"]])
+        np.testing.assert_array_equal(ca[0], raw.positions[:, ATOM_ORDER["CA"]])
     memory = Assembly(
         stored.name, stored.ids, tuple(chain.take(slice(None)) for chain in stored.chains), stored.operators
     )
     config = SampleConfig(crop=40, max_msa=4, max_extra=4, spatial_fraction=spatial, interface_distance=100.0)
     for step in range(3):
-        one, other = (make_features(x, config, 0, ("2sym", step), 2, True) for x in (stored, memory))
-        assert one.keys() == other.keys()
-        for name, array in one.items():
-            np.testing.assert_array_equal(array, other[name], err_msg=name)
+        actual, expected = (make_features(x, config, 0, ("2sym", step), 2, True) for x in (stored, memory))
+        assert actual.keys() == expected.keys()
+        for name, array in actual.items():
+            np.testing.assert_array_equal(array, expected[name], err_msg=name)
 
 
 @pytest.mark.parametrize("assemblies", [True, False])
@@ -340,17 +340,17 @@ def test_haemoglobin_is_two_copies_of_two_chains(real: Store) -> None:
     assert half.ids == ("A", "B", "A-2", "B-2")  # the other half, by crystal symmetry
     for assembly in (whole, half):
         assert assembly.entity_id.tolist() == [1, 2, 1, 2]
-        assert [one.length for one in assembly.chains] == [141, 146, 141, 146]
-        assert len({one.depth for one in assembly.chains[::2]}) == 1  # copies share the alignment
+        assert [c.length for c in assembly.chains] == [141, 146, 141, 146]
+        assert len({c.depth for c in assembly.chains[::2]}) == 1  # copies share the alignment
         assert assembly.chains[0].depth > 1000
-        found = read_ca(assembly)
-        assert found is not None
-        ca = np.split(found[0], np.cumsum([141, 146, 141]))
-        for one, other in ((0, 1), (0, 3), (1, 2), (2, 3)):  # each alpha chain touches both beta chains
-            assert np.linalg.norm(ca[one][:, None] - ca[other], axis=-1).min() < 8
-        for k, own in enumerate(ca):  # and no chains overlap
+        ca_of_all = read_ca(assembly)
+        assert ca_of_all is not None
+        ca = np.split(ca_of_all[0], np.cumsum([141, 146, 141]))
+        for alpha, beta in ((0, 1), (0, 3), (1, 2), (2, 3)):  # each alpha chain touches both beta chains
+            assert np.linalg.norm(ca[alpha][:, None] - ca[beta], axis=-1).min() < 8
+        for k, positions in enumerate(ca):  # and no chains overlap
             rest = np.concatenate(ca[:k] + ca[k + 1 :])
-            assert np.linalg.norm(own[:, None] - rest, axis=-1).min() > 3
+            assert np.linalg.norm(positions[:, None] - rest, axis=-1).min() > 3
 
 
 @realdata

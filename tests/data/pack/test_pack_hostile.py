@@ -180,9 +180,9 @@ def test_jobs_that_kill_their_process_are_found_out_and_the_others_done(tmp_path
     writer = _writer(tmp_path)
     with pool(2) as executor:
         done = JobRunner(writer, executor, 4).run(_jobs(batches))
-        found = {name: result for job, result in done for name in job.call[1]}
-    assert {name for name, result in found.items() if result is None} == {"kill1", "kill2"}
-    assert set(found) == {*names, "kill1", "kill2"}
+        results = {name: result for job, result in done for name in job.call[1]}
+    assert {name for name, result in results.items() if result is None} == {"kill1", "kill2"}
+    assert set(results) == {*names, "kill1", "kill2"}
     writer.close()
 
 
@@ -202,8 +202,8 @@ def test_a_job_that_a_cluster_gives_up_is_dropped_alone(tmp_path: Path, monkeypa
 
     writer = _writer(tmp_path)
     jobs = _jobs([["job1"], ["kill"], ["job2"]])
-    found = {job.name: result for job, result in JobRunner(writer, Cluster(), 2).run(jobs)}
-    assert found == {"kill": None, "job1": ["JOB1"], "job2": ["JOB2"]}
+    results = {job.name: result for job, result in JobRunner(writer, Cluster(), 2).run(jobs)}
+    assert results == {"kill": None, "job1": ["JOB1"], "job2": ["JOB2"]}
     writer.close()
 
 

@@ -86,10 +86,10 @@ def test_the_best_file_of_each_prediction_is_packed_and_the_others_say_why_not(t
     data = json.loads((tmp_path / "store/pack.json").read_text())
     assert data == report.to_json()
     assert PackReport.from_json(data).entries == report.entries
-    found = summarize_store(Store(tmp_path / "store"))
-    assert found["packed"]["inputs"]["predicted"]["files"] == 15  # 13 structures and 2 PAE
-    assert found["resolution"] is None
-    assert "15 predicted" in store_summary_text(found)
+    summary = summarize_store(Store(tmp_path / "store"))
+    assert summary["packed"]["inputs"]["predicted"]["files"] == 15  # 13 structures and 2 PAE
+    assert summary["resolution"] is None
+    assert "15 predicted" in store_summary_text(summary)
 
 
 def test_what_is_dropped(tmp_path: Path) -> None:
@@ -104,9 +104,9 @@ def test_what_is_dropped(tmp_path: Path) -> None:
         (p / f"{name}/{name}_pae.json").write_text(json.dumps({"pae": pae.tolist()}))
     prediction(p / "damaged/damaged.cif", TWO)
     (p / "damaged/damaged_scores.json").write_text('{"plddt": [')
-    found = reasons(packed(tmp_path, max_pae=10.0))
-    assert found.pop("damaged.cif").startswith("damaged_scores.json: no PAE in a supported layout")
-    assert found == {
+    dropped = reasons(packed(tmp_path, max_pae=10.0))
+    assert dropped.pop("damaged.cif").startswith("damaged_scores.json: no PAE in a supported layout")
+    assert dropped == {
         "good.cif": "no file with its PAE",
         "low.cif": "mean pLDDT 35.0, below 50",
         "crystal.cif": "p/crystal.cif: its B column holds numbers from 10 to 120, not pLDDT (0 to 100). "
@@ -128,12 +128,12 @@ def test_unsure_residues_are_masked_in_every_label_and_crops_of_alignments_are_d
     assert example.is_predicted
     np.testing.assert_array_equal(example.take(slice(18, 23)).confidence, PLDDT[18:23])
     sure = PLDDT >= 50
-    found = make_features(example, SampleConfig(), 0, ("x",))
+    features = make_features(example, SampleConfig(), 0, ("x",))
     for name in ("all_atom_mask", "backbone_affine_mask", "pseudo_beta_mask", "atom14_gt_exists", "chi_mask"):
-        array = found[name].reshape(30, -1)
+        array = features[name].reshape(30, -1)
         assert not array[~sure].any(), name
         assert array[sure].any(), name
-    assert found["resolution"] == 0  # so that the confidence heads do not learn from it
+    assert features["resolution"] == 0  # so that the confidence heads do not learn from it
     every = make_features(example, SampleConfig(min_confidence=0), 0, ("x",))
     assert every["backbone_affine_mask"].all()
     assembly = make_features(read_assembly(store, "one-assembly1"), SampleConfig(), 0, ("x",))

@@ -66,17 +66,17 @@ def test_parts_make_the_same_store_and_report_what_they_did(files: Path, whole: 
 
 
 def test_parts_that_do_not_belong_together(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = parts_of(files, 2)
+    first, two = parts_of(files, 2)
     other = parts_of(files, 2, "other", options=PackOptions(min_length=12, require_msa=True))
     (third,) = parts_of(files, 1, "third")
     stopped(files, monkeypatch)
     unfinished = part_path(files / "store", JobPart(1, 1))
     for parts, message in (
-        ([one], r"of 2 parts, 2 is missing. Pass all"),
-        ([one, one], r"part 1/2, and so is .*part-1-of-2. Pass every part once"),
-        ([one, other[1]], r"belongs to another store than .*\(it differs in --min-length, --require-msa\)"),
-        ([one, two, third], r"is part 1/1, .* is 1/2. Pass the parts of one run"),
-        ([one, files / "msas"], r"msas: not a part of a store"),
+        ([first], r"of 2 parts, 2 is missing. Pass all"),
+        ([first, first], r"part 1/2, and so is .*part-1-of-2. Pass every part once"),
+        ([first, other[1]], r"belongs to another store than .*\(it differs in --min-length, --require-msa\)"),
+        ([first, two, third], r"is part 1/1, .* is 1/2. Pass the parts of one run"),
+        ([first, files / "msas"], r"msas: not a part of a store"),
         (
             [unfinished],
             r"store.part-1-of-1: is unfinished. Repeat its command",
@@ -85,7 +85,7 @@ def test_parts_that_do_not_belong_together(files: Path, monkeypatch: pytest.Monk
         with pytest.raises(UserError, match=message):
             merge(parts, files / "store")
     assert not (files / "store").exists()
-    merge([one, two], files / "store")
+    merge([first, two], files / "store")
     with pytest.raises(UserError, match=r"store: exists already, packed from other inputs or options \(--min-length"):
         merge(other, files / "store")
 
@@ -358,11 +358,11 @@ def test_a_task_of_a_job_array_reads_its_share_of_the_alignments(tmp_path: Path,
     total = sum(sizes.values())
     assert sum(share) == total
     if named:  # for its query, and to be packed
-        assert all(2 * own <= by <= 2 * own + overhead for own, by in zip(share, read)), (share, read)
+        assert all(2 * size <= by <= 2 * size + overhead for size, by in zip(share, read)), (share, read)
     else:
         assert sum(read) <= 2 * total + count * overhead
         assert read[0] <= total + share[0] + overhead
-        assert all(by <= own + overhead for own, by in zip(share[1:], read[1:])), (share, read)
+        assert all(by <= size + overhead for size, by in zip(share[1:], read[1:])), (share, read)
     merge([part_path(tmp_path / "store", JobPart(n, count)) for n in range(1, count + 1)], tmp_path / "store")
     assert contents(tmp_path / "store") == contents(tmp_path / "whole")
 

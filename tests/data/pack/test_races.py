@@ -34,9 +34,9 @@ def before_events(patch: pytest.MonkeyPatch, do: Callable[[], None]) -> None:
     """Call a function before each call in EVENTS."""
 
     def watched(call: Callable[..., Any]) -> Callable[..., Any]:
-        def event(*given: Any, **named: Any) -> Any:
+        def event(*arguments: Any, **named: Any) -> Any:
             do()
-            return call(*given, **named)
+            return call(*arguments, **named)
 
         return event
 
@@ -74,10 +74,10 @@ def test_a_kill_before_any_event_changes_no_byte(tmp_path: Path, monkeypatch: py
         killed = killed_at(number, monkeypatch, lambda: packed(files))
         outcomes.add((files / "store").exists())
         report = packed(files)
-        found = contents(files / "store")
+        bytes_after = contents(files / "store")
         # A kill between the last two events leaves an empty lock in the finished store.
-        assert found.pop("lock", b"") == b""
-        assert found == whole
+        assert bytes_after.pop("lock", b"") == b""
+        assert bytes_after == whole
         assert len(report.kept) == 3
         assert sorted(path.name for path in files.glob("store*")) == ["store"]
         if not killed:
@@ -117,10 +117,10 @@ def late(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], None]) -> None
     """Call a function after the next lock file is opened, and before it is locked."""
     flock = fcntl.flock
 
-    def locked(*given: Any) -> None:
+    def locked(*arguments: Any) -> None:
         monkeypatch.setattr(files_module.fcntl, "flock", flock)
         meanwhile()
-        flock(*given)
+        flock(*arguments)
 
     monkeypatch.setattr(files_module.fcntl, "flock", locked)
 

@@ -35,7 +35,9 @@ def packed(files: dict[str, str | bytes], links: Sequence[str] = ()) -> bytes:
 def msa_files(sequences: Sequence[str]) -> dict[str, str | bytes]:
     """Return the server's alignments: in each database, a row with the first residue changed."""
     blocks = {
-        name: "".join(f">{101 + i}\n{one}\n>{name}_{i}\t95\t0.5\nA{one[1:]}\n\0" for i, one in enumerate(sequences))
+        name: "".join(
+            f">{101 + i}\n{sequence}\n>{name}_{i}\t95\t0.5\nA{sequence[1:]}\n\0" for i, sequence in enumerate(sequences)
+        )
         for name in ("uniref", "bfd.mgnify30.metaeuk30.smag30")
     }
     hits = "".join(f"{101 + i}\t1abc_A\t0.9\t18\t1\t0\t1\t18\t1\t18\t1e-9\t99\t18M\n" for i in range(len(sequences)))
@@ -44,7 +46,9 @@ def msa_files(sequences: Sequence[str]) -> dict[str, str | bytes]:
 
 def pair_files(sequences: Sequence[str]) -> dict[str, str | bytes]:
     """Return the paired alignments: rows of the sequences with the last residue changed."""
-    return {"pair.a3m": "".join(f">{101 + i}\n{one}\n>p\n{one[:-1]}A\n\0" for i, one in enumerate(sequences))}
+    return {
+        "pair.a3m": "".join(f">{101 + i}\n{sequence}\n>p\n{sequence[:-1]}A\n\0" for i, sequence in enumerate(sequences))
+    }
 
 
 @dataclass

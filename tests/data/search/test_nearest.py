@@ -19,11 +19,11 @@ def test_identities_are_those_that_were_made() -> None:
     same = sum(a == b for a, b in zip(mutated, known[5])) / 150
     cut = known[7][:70] + known[7][90:]
     half = known[9][:75] + made(random, 75)
-    found = nearest_identities([known[3], mutated, cut, half, made(random, 150), known[11][20:29]], known)
-    assert found[0] == 1
-    assert found[1] == pytest.approx(same, abs=0.03)
-    assert found[2] == pytest.approx(1, abs=0.03)
-    assert found[3] == pytest.approx(0.5, abs=0.1)
-    assert found[4] < 0.3
-    assert found[5] == 1  # too short for an E-value, but contained
+    identities = nearest_identities([known[3], mutated, cut, half, made(random, 150), known[11][20:29]], known)
+    assert identities[0] == 1
+    assert identities[1] == pytest.approx(same, abs=0.03)
+    assert identities[2] == pytest.approx(1, abs=0.03)
+    assert identities[3] == pytest.approx(0.5, abs=0.1)
+    assert identities[4] < 0.3
+    assert identities[5] == 1  # too short for an E-value, but contained
     assert nearest_identities(["ACDEFGH"], []) == [0]

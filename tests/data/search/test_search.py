@@ -37,11 +37,11 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 def searched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that collects the sequences that jackhmmer searches for."""
     asked: list[str] = []
-    own = Jackhmmer.search
+    original = Jackhmmer.search
 
-    def search(self, found, *rest):
-        asked.extend(query.sequence for query in found)
-        return own(self, found, *rest)
+    def search(self, proteins, *rest):
+        asked.extend(query.sequence for query in proteins)
+        return original(self, proteins, *rest)
 
     monkeypatch.setattr(Jackhmmer, "search", search)
     return asked
@@ -82,8 +82,8 @@ def test_the_same_protein_is_searched_once(files: tuple[Path, Path], tmp_path: P
     report = search([files[0], again], [Database("db", files[1])], tmp_path / "out", options=cache)
     assert sorted(searched) == sorted(family(i)[0] for i in range(3))
     assert len(report["proteins"]) == 5
-    one, other = ((tmp_path / "out" / name / "db.a3m").read_text() for name in ("p1", "other"))
-    assert other.split("\n", 1) == [">other", one.split("\n", 1)[1]]
+    first, other = ((tmp_path / "out" / name / "db.a3m").read_text() for name in ("p1", "other"))
+    assert other.split("\n", 1) == [">other", first.split("\n", 1)[1]]
 
     packed = tmp_path / "renamed.fasta.gz"
     packed.write_bytes(gzip.compress(files[1].read_bytes()))
@@ -170,7 +170,7 @@ def test_a_protein_that_cannot_be_searched_for_is_an_entry(
     assert "nucleic" in reasons["dna"]
     assert "100002 residues" in reasons["long"]
     assert len(report["proteins"]) == 3
-    monkeypatch.setattr(Jackhmmer, "search", lambda self, found, *rest: [UserError("no room") for _ in found])
+    monkeypatch.setattr(Jackhmmer, "search", lambda self, batch, *rest: [UserError("no room") for _ in batch])
     report = search([files[0]], [Database("db", files[1])], tmp_path / "none", templates=files[1])
     assert [(f["name"], f["database"]) for f in report["failures"]][:4:3] == [("p0", "db"), ("p0", "templates")]
     assert len(report["failures"]) == 6
@@ -261,7 +261,7 @@ def test_complexes_are_searched_for_chain_by_chain(
     named = write(tmp_path / "named.fasta", "".join(rows))
     table = write(tmp_path / "q.csv", f"id,sequence\nx,{chains[0]}:{chains[1]}:{chains[0]}\n")
     report = search([table, files[0]], [Database("uniprot", named)], tmp_path / "out")
-    assert [one["name"] for one in report["proteins"]] == ["x_A", "x_B", "p0", "p1", "p2"]
+    assert [protein["name"] for protein in report["proteins"]] == ["x_A", "x_B", "p0", "p1", "p2"]
     assert sorted(searched) == sorted(chains)
     (query,) = read_complexes(table)
     folders = [tmp_path / "out/x_A", tmp_path / "out/x_B"]
@@ -310,5 +310,5 @@ def test_real_families_are_recovered(tmp_path: Path) -> None:
         assert sum(row.partition("|")[0] == name for row in rows) >= share * whole.count(f">{name}|")
     assert report["proteins"][0]["databases"]["globins"]["hits"] == 45
     assert report["proteins"][1]["databases"]["globins"]["hits"] == 0
-    found = (tmp_path / "out/HBB/templates.sto").read_text()
-    assert all(f"{chain}/" in found for chain in ("2hhb_A", "2hhb_B", "1hho_B"))
+    hits = (tmp_path / "out/HBB/templates.sto").read_text()
+    assert all(f"{chain}/" in hits for chain in ("2hhb_A", "2hhb_B", "1hho_B"))

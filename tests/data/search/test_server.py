@@ -104,10 +104,10 @@ def test_what_does_not_pass_is_one_line(
     host: Server, tmp_path: Path, where: str, faults: list[Fault], error: type[UserError], said: str
 ) -> None:
     host.faults[where] = [*faults]
-    with pytest.raises(error, match=said) as found:
+    with pytest.raises(error, match=said) as caught:
         Clock().client(host, tmp_path).alignments(ONE)
-    assert "\n" not in str(found.value)
-    assert str(found.value).startswith(host.url)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(host.url)
     host.faults.clear()
     assert len(Clock().client(host, tmp_path).alignments(ONE)) == 3  # the next run succeeds
 
@@ -181,11 +181,11 @@ def test_a_ticket_that_does_not_end_is_given_up_and_kept(host: Server, tmp_path:
 )
 def test_nothing_of_an_answer_is_believed(host: Server, tmp_path: Path, data: bytes, said: str) -> None:
     host.answer = lambda endpoint, sequences: data
-    with pytest.raises(NoAnswer, match=said) as found:
+    with pytest.raises(NoAnswer, match=said) as caught:
         Clock().client(
             host, tmp_path / "cache", packed=2000, unpacked=4000 if "unpacked" in said else 10**6
         ).alignments(ONE)
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(caught.value)
     assert {file.name for file in tmp_path.rglob("*") if file.is_file()} <= {"lock", "ticket.json"}
 
 
@@ -248,9 +248,9 @@ def test_what_a_hostile_server_sends_is_one_line(
     answers: list[bytes], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("no_proxy", "*")
-    with sending(*answers) as url, pytest.raises(UserError, match=said) as found:
+    with sending(*answers) as url, pytest.raises(UserError, match=said) as caught:
         AlignmentServer(url, tmp_path, ServerLimits(between=0.0, tries=1)).alignments(ONE)
-    assert str(found.value).isprintable()
+    assert str(caught.value).isprintable()
 
 
 def test_pairs_are_of_all_chains_row_by_row(host: Server, tmp_path: Path) -> None:
@@ -293,12 +293,12 @@ def test_several_proteins_are_asked_for_one_after_another(host: Server, tmp_path
         ServerRequest("both", {"both_A": ONE, "both_B": TWO}, paired=True),
         ServerRequest("rna", {"rna": "ACGUACGUACGUACGU"}),
     ]
-    found = fetch(clock.client(host, tmp_path), wanted)
-    assert list(found.alignments) == [TWO]
-    assert list(found.pairs) == ["both"]
-    assert found.failures["one"].endswith("or try later")
-    assert "nucleic" in found.failures["rna"]
-    assert found.failures["both_A"] == found.failures["one"]
+    answers = fetch(clock.client(host, tmp_path), wanted)
+    assert list(answers.alignments) == [TWO]
+    assert list(answers.pairs) == ["both"]
+    assert answers.failures["one"].endswith("or try later")
+    assert "nucleic" in answers.failures["rna"]
+    assert answers.failures["both_A"] == answers.failures["one"]
     assert host.sequences == [(ONE,), (TWO,), (ONE, TWO)]  # the RNA is not sent
     assert clock.said[0] == f"sending 2 sequences to {host.url} (one, both_B, both); answers are kept in {tmp_path}"
 

@@ -37,18 +37,18 @@ def mutated(rng: np.random.Generator, sequence: str, identity: float, gap: int =
 def families(seed: int = 0, lengths: tuple[int, ...] = (60, 120, 121, 300)) -> list[str]:
     """Return an ancestor of each length and its descendants of 95 to 70 % identity, one of them with a gap."""
     rng = np.random.default_rng(seed)
-    found = []
+    members = []
     for length in lengths:
         ancestor = random_sequence(rng, length)
-        found += [ancestor, *(mutated(rng, ancestor, identity) for identity in (0.95, 0.85, 0.7))]
-        found.append(mutated(rng, ancestor, 0.8, gap=length // 10))
-    return found
+        members += [ancestor, *(mutated(rng, ancestor, identity) for identity in (0.95, 0.85, 0.7))]
+        members.append(mutated(rng, ancestor, 0.8, gap=length // 10))
+    return members
 
 
 def named(sequences: list[str]) -> dict[str, str]:
     """Return sequence -> the sequence that represents it."""
-    found = cluster_sequences(sequences)
-    return {sequence: sequences[index] for sequence, index in zip(sequences, found)}
+    clusters = cluster_sequences(sequences)
+    return {sequence: sequences[index] for sequence, index in zip(sequences, clusters)}
 
 
 @settings(max_examples=10, deadline=None)
@@ -127,9 +127,9 @@ def test_a_common_tag_hides_no_relative() -> None:
     ancestor = random_sequence(rng, 150)
     crowd = [TAG + random_sequence(rng, 150) for _ in range(60)]
     sequences = [*crowd, TAG + ancestor, TAG + mutated(rng, ancestor, 0.45)]
-    found = cluster_sequences(sequences)
-    assert found[60] == found[61]
-    assert len(set(found)) == 61
+    clusters = cluster_sequences(sequences)
+    assert clusters[60] == clusters[61]
+    assert len(set(clusters)) == 61
 
 
 ENTITIES = {"1abc_A": "1abc_1", "1abc_B": "1abc_1", "1abc_1": "1abc_2"}
@@ -193,8 +193,8 @@ def test_many_sequences_are_clustered_by_mmseqs2_whatever_their_order_and_its_th
     assert named(sequences) == here
     rng = np.random.default_rng(0)
     order = [*rng.permutation(len(sequences)), 3]
-    found = cluster_sequences([sequences[i] for i in order], threads=2)
-    assert {sequences[i]: sequences[order[j]] for i, j in zip(order, found)} == here
+    clusters = cluster_sequences([sequences[i] for i in order], threads=2)
+    assert {sequences[i]: sequences[order[j]] for i, j in zip(order, clusters)} == here
 
 
 # createdb keeps the FASTA file; cluster joins no sequences; createtsv writes a line for each.

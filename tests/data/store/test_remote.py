@@ -48,14 +48,14 @@ def server(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(remote, "READ_TIMEOUT", 0.5)
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))  # without the copy of the index from other tests
-    with serving({f"pdb/{file.name}": file.read_bytes() for file in folder.iterdir()}) as found:
-        yield found
+    with serving({f"pdb/{file.name}": file.read_bytes() for file in folder.iterdir()}) as running:
+        yield running
 
 
-def same(one: Store, other: Store) -> None:
-    assert list(one.keys) == list(other.keys)
-    for key in one.keys:
-        here, there = one.record(key), other.record(key)
+def same(store: Store, other: Store) -> None:
+    assert list(store.keys) == list(other.keys)
+    for key in store.keys:
+        here, there = store.record(key), other.record(key)
         assert here.notes == there.notes
         for name in here.arrays:
             np.testing.assert_array_equal(here.read(name), there.read(name))
@@ -134,9 +134,9 @@ def test_what_fails_for_a_moment_is_tried_again(
 def test_what_does_not_pass_is_one_line(server: FileServer, fault: Fault, says: str) -> None:
     store = Store(f"{server.url}/pdb")
     server.faults, server.faulty = [fault] * 100, "shard"
-    with pytest.raises(StorageError, match=rf"^{server.url}/pdb/shard-00000.wfs: {says}") as found:
+    with pytest.raises(StorageError, match=rf"^{server.url}/pdb/shard-00000.wfs: {says}") as caught:
         store.record("entry_0").read("msa")
-    assert str(found.value).isprintable()
+    assert str(caught.value).isprintable()
     assert len(server.faults) >= 100 - 2 * 3  # aiohttp repeats requests without an answer
     server.faulty = "store.json"
     with pytest.raises(StorageError, match=rf"^{server.url}/pdb/store.json: {says}"):
@@ -184,9 +184,9 @@ def test_damage_is_fetched_again_and_then_named(server: FileServer, folder: Path
     data = bytearray(server.files["pdb/shard-00000.wfs"])
     data[len(data) // 2] ^= 1
     server.files["pdb/shard-00000.wfs"] = bytes(data)  # so its ETag differs
-    (found,) = Store(f"{server.url}/pdb").verify()
-    assert found.startswith(f"{server.url}/pdb/shard-00000.wfs: ")
-    assert "damaged (checksum" in found
+    (line,) = Store(f"{server.url}/pdb").verify()
+    assert line.startswith(f"{server.url}/pdb/shard-00000.wfs: ")
+    assert "damaged (checksum" in line
 
 
 def test_commands_take_the_address_of_a_store(server: FileServer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,25 +238,25 @@ def test_forks_threads_and_new_processes_read_the_same(server: FileServer, folde
             os._exit(code)
     store.storage._lock.release()  # type: ignore[attr-defined]
     assert os.waitpid(child, 0)[1] == 0
-    found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(store.record("entry_1").read("msa"))) for _ in range(4)]
+    arrays: list[Any] = []
+    threads = [threading.Thread(target=lambda: arrays.append(store.record("entry_1").read("msa"))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 4
-    assert all(np.array_equal(one, wanted) for one in found)
+    assert len(arrays) == 4
+    assert all(np.array_equal(array, wanted) for array in arrays)
 
 
 def test_blocks_are_bounded_and_only_blocks_are_removed(tmp_path: Path) -> None:
     blocks = BlockCache(tmp_path, limit=20 * 1000)
-    own = tmp_path / "ab" / "somebody's file"
-    own.parent.mkdir()
-    own.write_text("precious")
+    foreign = tmp_path / "ab" / "somebody's file"
+    foreign.parent.mkdir()
+    foreign.write_text("precious")
     for i in range(100):
         blocks.put(f"{i:032x}", bytes(1000))
         assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= 1.1 * 20 * 1000
-    assert own.read_text() == "precious"
+    assert foreign.read_text() == "precious"
     assert blocks.get(f"{99:032x}") == bytes(1000)
     assert blocks.get(f"{0:032x}") is None
 
@@ -294,7 +294,7 @@ def test_many_processes_share_the_room(tmp_path: Path) -> None:
         "for i in range(300): blocks.put(f'{int(sys.argv[2]) * 1000 + i:032x}', bytes(1000))\n"
     )
     running = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(i)]) for i in range(3)]
-    assert [one.wait() for one in running] == [0, 0, 0]
+    assert [process.wait() for process in running] == [0, 0, 0]
     assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= 1.2 * 50_000
 
 
@@ -304,7 +304,7 @@ def test_a_full_disk_is_said_once_and_reading_goes_on(
     (tmp_path / "taken").write_text("a file")
     monkeypatch.setenv("WARPFOLD_CACHE", str(tmp_path / "taken"))
     same(Store(f"{server.url}/pdb"), Store(folder))
-    assert sum("objects are read without a cache" in one.message for one in caplog.records) == 1
+    assert sum("objects are read without a cache" in record.message for record in caplog.records) == 1
 
 
 def test_no_cache_is_a_choice(

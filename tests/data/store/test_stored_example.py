@@ -47,13 +47,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 def differences(a: RawExample, b: RawExample) -> list[str]:
     """Return the fields in which two examples differ, those of templates included."""
-    one, two = ({**vars(x), "templates": None} for x in (a, b))
-    for fields, x in ((one, a), (two, b)):
+    first, two = ({**vars(x), "templates": None} for x in (a, b))
+    for fields, x in ((first, a), (two, b)):
         if x.templates is not None:
             fields |= {f"templates.{name}": value for name, value in vars(x.templates).items()}
-    wrong = [name for name in one.keys() ^ two.keys()]
-    for name in one.keys() & two.keys():
-        x, y = np.asarray(one[name]), np.asarray(two[name])
+    wrong = [name for name in first.keys() ^ two.keys()]
+    for name in first.keys() & two.keys():
+        x, y = np.asarray(first[name]), np.asarray(two[name])
         if x.dtype != y.dtype or not np.array_equal(x, y):
             wrong.append(name)
     return wrong
@@ -97,16 +97,16 @@ def test_features_from_the_store_are_those_from_memory(store: Store, clustering:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Count the rows read from each stored array."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     whole = Record.read
 
     def counted(self: Record, name: str, rows: np.ndarray | None = None) -> np.ndarray:
         array = whole(self, name, rows)
-        found[name] = found.get(name, 0) + len(array)
+        counts[name] = counts.get(name, 0) + len(array)
         return array
 
     monkeypatch.setattr(Record, "read", counted)
-    return found
+    return counts
 
 
 @pytest.mark.parametrize(("clustering", "tiles"), [("chain", 3), ("crop", 1)])

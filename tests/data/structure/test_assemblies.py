@@ -32,8 +32,8 @@ def placed(structure: Structure, name: str | None = None) -> list[tuple[str, lis
     [("1", [ONE]), ("3,1", [SHIFT, ONE]), ("(1-3)", [ONE, TURN, SHIFT]), ("(1,3)", [ONE, SHIFT]), ("X0", [TURN])],
 )
 def test_chains_are_put_where_the_operators_move_them(expression: str, operators: list[tuple[float, ...]]) -> None:
-    found = placed(entry([("1", expression, "A,B")]))
-    assert found == [(chain, list(operator)) for operator in operators for chain in "LH"]
+    chains = placed(entry([("1", expression, "A,B")]))
+    assert chains == [(chain, list(operator)) for operator in operators for chain in "LH"]
 
 
 def test_of_a_product_the_right_operator_comes_first() -> None:
@@ -73,10 +73,10 @@ def test_other_molecules_are_left_out_and_named() -> None:
     text = text.replace("B 2\n#\n", "B 2\nC 3\nD 4\nE 5\n#\n", 1)
     text += loop("pdbx_entity_nonpoly", ["entity_id", "comp_id"], [["3", "HEM"], ["4", "HOH"]])
     structure = parse_structure(text + assembly_text([("1", "1", "A,B,C,D,E,Z")]))
-    found = structure.assembly()
-    assert [chain for chain, _ in found.chains] == ["L"]
+    assembly = structure.assembly()
+    assert [chain for chain, _ in assembly.chains] == ["L"]
     left_out = {"H": "polyribonucleotide", "HEM": "not a polymer", "a branched molecule": "not a polymer"}
-    assert found.left_out == left_out | {"Z": "is not in the file"}
+    assert assembly.left_out == left_out | {"Z": "is not in the file"}
 
 
 @pytest.mark.parametrize(

@@ -140,13 +140,13 @@ def awkward_file(draw: st.DrawFn) -> tuple[str, list[Written]]:
 
 def as_read(structure: Structure) -> list[tuple[str, tuple[str, ...], bytes]]:
     """Return sequence without gaps, residue numbers and CA of each chain."""
-    found = []
+    chains = []
     for chain in structure.chains.values():
         seen = chain.mask[:, 1] > 0
         letters = "".join(letter for letter, here in zip(chain.sequence, seen) if here)
         numbers = tuple(number for number, here in zip(chain.author_numbers, seen) if here)
-        found.append((letters, numbers, np.round(chain.positions[seen, 1], 3).tobytes()))
-    return sorted(found)
+        chains.append((letters, numbers, np.round(chain.positions[seen, 1], 3).tobytes()))
+    return sorted(chains)
 
 
 @given(awkward_file())

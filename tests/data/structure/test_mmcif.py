@@ -190,8 +190,8 @@ def test_only_the_first_model_is_read_and_paid_for() -> None:
     assert set(chain.positions[chain.mask > 0][:, 1].tolist()) == {3.0}
     mixed = [row | {"pdbx_PDB_model_num": m, "Cartn_y": float(m)} for row in PEPTIDE for m in (1, 2)]
     assert np.array_equal(only_chain(entry(mixed, SEQUENCE)).mask, chain.mask)
-    twenty, one = (_seconds(entry(models[: count * len(PEPTIDE)], SEQUENCE)) for count in (20, 1))
-    assert twenty < 20 * one
+    twenty, single = (_seconds(entry(models[: count * len(PEPTIDE)], SEQUENCE)) for count in (20, 1))
+    assert twenty < 20 * single
 
 
 def _seconds(text: str) -> float:
@@ -305,9 +305,9 @@ def test_pdb_models_and_repeats() -> None:
     chain = random_chain("A", "GGGGSGGGGSGGGG", missing=[0, 1, 5, 9, 13])
     head, *body, end = re.split(r"(?=^ATOM|^TER)", write_pdb("x", [chain]), flags=re.MULTILINE)
     moved = "".join(f"{line[:30]}{500.0:8.3f}{line[38:]}" for line in body)
-    found = only_chain(f"{head}MODEL        1\n{''.join(body)}ENDMDL\nMODEL        2\n{moved}ENDMDL\n{end}")
-    assert np.array_equal(found.mask, chain.mask)
-    assert found.positions.max() < 100
+    read = only_chain(f"{head}MODEL        1\n{''.join(body)}ENDMDL\nMODEL        2\n{moved}ENDMDL\n{end}")
+    assert np.array_equal(read.mask, chain.mask)
+    assert read.positions.max() < 100
 
 
 def test_pdb_with_seqres_numbers_and_header() -> None:

@@ -14,11 +14,11 @@ from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPES
 
 
-def assert_same(found: Chain, wanted: Chain) -> None:
-    assert (found.id, found.sequence, found.author_numbers) == (wanted.id, wanted.sequence, wanted.author_numbers)
-    assert np.array_equal(found.mask, wanted.mask)
-    assert np.abs(found.positions - wanted.positions).max() < 6e-4
-    assert np.array_equal(found.residue_index, wanted.residue_index)
+def assert_same(actual: Chain, wanted: Chain) -> None:
+    assert (actual.id, actual.sequence, actual.author_numbers) == (wanted.id, wanted.sequence, wanted.author_numbers)
+    assert np.array_equal(actual.mask, wanted.mask)
+    assert np.abs(actual.positions - wanted.positions).max() < 6e-4
+    assert np.array_equal(actual.residue_index, wanted.residue_index)
 
 
 @given(
@@ -47,9 +47,9 @@ def test_any_number_of_chains_is_read_back() -> None:
     text = write_mmcif("1abc", chains)
     back, of_pdb = parse_structure(text), parse_structure(write_pdb("1abc", small))  # the most of a PDB file
     assert (list(back.chains), list(of_pdb.chains)) == (ids, list(PDB_CHAINS))
-    for found, written in ((back, chains), (of_pdb, small)):
+    for actual, written in ((back, chains), (of_pdb, small)):
         for chain in written:
-            assert_same(found.chains[chain.id], chain)
+            assert_same(actual.chains[chain.id], chain)
     assert len({chain.entity for chain in back.chains.values()}) == 2  # one for each sequence
     assert [chain for chain, _ in back.assembly().chains] == ids
     assert len(gemmi.make_structure_from_block(gemmi.cif.read_string(text)[0])[0]) == len(ids)

@@ -190,9 +190,9 @@ def beta(protein: Protein) -> np.ndarray:
 def organisms(protein: Protein) -> dict[str, np.ndarray]:
     """Return the rows of relatives by the organism in their names."""
     names = protein.alignment.names[1:]
-    found = {name.split("|")[2].split("_")[1]: row for name, row in zip(names, protein.alignment.rows[1:])}
-    assert len(found) == len(names), "one row of each"
-    return found
+    rows = {name.split("|")[2].split("_")[1]: row for name, row in zip(names, protein.alignment.rows[1:])}
+    assert len(rows) == len(names), "one row of each"
+    return rows
 
 
 def information(x: np.ndarray, y: np.ndarray) -> float:
