@@ -60,7 +60,7 @@ class PackCommand(PackOptions):
         from warpfold.data.pack import pack as packing
 
         if self.out is None:
-            raise UserError("pack: --out is missing. Pass the folder of the new store")
+            raise UserError("pack: --out is missing. Pass the folder of the new store.")
         if sum(paths is not None for paths in (self.structures, self.predicted, self.merge)) != 1:
             raise UserError("pack: pass exactly one of structures, predicted structures, and parts to merge")
         out, tell = arguments.path("out", self.out), progress_of(self.progress)
@@ -97,7 +97,7 @@ def pack_in_shell(
     modes |= {"--verify": verify, "--info": info}
     chosen = [name for name, value in modes.items() if value]
     if len(chosen) != 1:
-        raise UserError(f"pack: {' and '.join(chosen) or 'no mode'} given. Pass one of {', '.join(modes)}")
+        raise UserError(f"pack: {' and '.join(chosen) or 'no mode'} given. Pass one of {', '.join(modes)}.")
     if verify is not None:
         return _verify(verify)
     if info is not None:

@@ -83,7 +83,7 @@ class FetchParamsCommand(Checked):
         from warpfold.prediction.published import fetch_params as fetching
 
         if self.name is None:
-            raise UserError("fetch_params: name is missing. List the names with `warpfold params fetch`")
+            raise UserError("fetch_params: name is missing. List the names with `warpfold params fetch`.")
         return fetching(self.name, arguments.path("out", self.out), self.source, progress_of(self.progress))
 
 

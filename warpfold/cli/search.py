@@ -74,7 +74,7 @@ class SearchCommand(Checked):
         mapping of names to rows. Raises UserError for invalid queries or arguments, and if `out` has other files.
         """
         if self.out is None:
-            raise UserError("search: --out is missing. Pass a folder for the results")
+            raise UserError("search: --out is missing. Pass a folder for the results.")
         queries, out = arguments.queries("queries", self.queries), Path(self.out)
         tell = arguments.progress_of(self.progress)
         if self.msa_server is not None:
@@ -83,12 +83,12 @@ class SearchCommand(Checked):
 
             local = "database", "template_database", "iterations", "e_value", "max_hits", "cluster", "shard"
             for name in (name for name in local if getattr(self, name)):
-                raise UserError(f"--{name.replace('_', '-')}: has no effect with --msa-server. Remove one of them")
+                raise UserError(f"--{name.replace('_', '-')}: has no effect with --msa-server. Remove one of them.")
             server = server_of(self.msa_server, self.cache, out / "cache")
             assert server is not None
             return search_by_server(queries, server, out, tell)
         if not self.database:
-            raise UserError("search: --database is missing. Pass a local database, or a server with --msa-server")
+            raise UserError("search: --database is missing. Pass a local database, or a server with --msa-server.")
         from warpfold.data.search import search as searching
         from warpfold.data.search.database import Database, parse_max_hits
 

@@ -104,11 +104,11 @@ def test_several_jobs_in_one_file_and_one_that_cannot_be_folded(tmp_path: Path) 
     (error,) = read.errors.values()
     assert str(error) == (
         f"{tmp_path}/s.json: Job_2: has a ligand (ATP), which AlphaFold2 cannot fold. Remove it to fold only the "
-        "proteins"
+        "proteins."
     )
     queries = read_query_files(write(tmp_path / "n.json", json.dumps([3, *json.loads(text)[:1]]))).found
     assert [query.error for query in queries] == [
-        f"{tmp_path}/n.json: n_1: is not an object with sequences. Correct or remove it",
+        f"{tmp_path}/n.json: n_1: is not an object with sequences. Correct or remove it.",
         "",
     ]
     same = json.loads(text)[:1] * 2

@@ -209,7 +209,7 @@ def test_names_that_mmcif_cannot_hold_are_made_so_or_refused(tmp_path: Path) -> 
     (query,) = read_complexes(write(tmp_path / "q.fasta", text), as_one=True)
     assert query.ids == ("x" * 100, "_", "b__c", "sp|P1|X_Y")
     for name in ("é", "a b", "", ".", "?", "x" * 101, "'"):
-        with pytest.raises(UserError, match=r"^x: .* cannot be a chain name in mmCIF. Use letters and digits$"):
+        with pytest.raises(UserError, match=r"^x: .* cannot be a chain name in mmCIF. Use letters and digits\.$"):
             Complex("x", ("A", name), ("ACDE", "MKV"))
 
 

@@ -244,7 +244,7 @@ def test_refusals_are_counted_by_kind(tmp_path: Path) -> None:
     _, outcomes = templates_from_hits(QUERY, hits, Library(tmp_path), max_date=day(2000, 1, 1))
     assert [outcome.missing for outcome in outcomes] == [True] * 3 + [False] * 3
     assert count_refusals(outcomes) == {
-        "has no N.cif or N.cif.gz. Add it, or do without": 3,
+        "has no N.cif or N.cif.gz. Add it, or do without.": 3,
         "released N, after N": 3,
     }
     _, outcomes = templates_from_hits(QUERY, hits, Library(tmp_path))

@@ -314,7 +314,7 @@ def test_templates_lie_in_the_store_and_the_report_counts_them(queries: Path) ->
         assert entries[name].templates_refused == {
             "is of the query's own entry": 1,
             "released N, after N": 1,
-            "has no N.cif or N.cif.gz. Add it, or do without": 1,
+            "has no N.cif or N.cif.gz. Add it, or do without.": 1,
         }
     assert dict(zip(store.keys, store.column("templates")))["1one_A"] == 2
     assert report.unused_hits == {}

@@ -110,13 +110,13 @@ def test_what_is_dropped(tmp_path: Path) -> None:
         "good.cif": "no file with its PAE",
         "low.cif": "mean pLDDT 35.0, below 50",
         "crystal.cif": "p/crystal.cif: its B column holds numbers from 10 to 120, not pLDDT (0 to 100). "
-        "Pass predicted structures",
+        "Pass predicted structures.",
         "share.cif": "p/share.cif: its B column holds numbers from 0.1 to 0.9, not pLDDT (0 to 100). "
-        "Pass predicted structures",
+        "Pass predicted structures.",
         "flat.cif": "p/flat.cif: its B column holds numbers from 70 to 70, not pLDDT (0 to 100). "
-        "Pass predicted structures",
+        "Pass predicted structures.",
         "wide.cif": "mean PAE 20.0 Å, over 10",
-        "small.cif": "small_pae.json: has PAE of shape [29, 29], but the structure has 30 residues. Remove one",
+        "small.cif": "small_pae.json: has PAE of shape [29, 29], but the structure has 30 residues. Remove one.",
     }
 
 
@@ -183,7 +183,7 @@ def test_the_kl_filter_is_the_papers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert {entry.masked for entry in without.kept} == {0}
     np.save(tmp_path / "p/1/p1_distogram.npy", np.zeros((3, 3, bins)))
     broken = pack([tmp_path / "p"], [], tmp_path / "broken", PackOptions(), predicted=True)
-    assert reasons(broken) == {"p1.cif": "p1_distogram.npy: a distogram of shape [3, 3, 8]. Predict it again"}
+    assert reasons(broken) == {"p1.cif": "p1_distogram.npy: a distogram of shape [3, 3, 8]. Predict it again."}
 
 
 def test_a_stopped_run_is_of_its_pae_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

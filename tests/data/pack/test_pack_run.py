@@ -131,12 +131,12 @@ def test_a_finished_store_and_what_is_none_are_left_as_they_are(files: Path, mon
         (lambda: pack([files / "structures/1one.cif"], [files / "msas"], files / "store"), "structures files"),
         (lambda: os.utime(files / "structures/1one.cif", ns=(1, 1)) or packed(files), "structures files"),
     ):
-        with pytest.raises(UserError, match=rf"exists already, packed from other .*\({message}\); remove it"):
+        with pytest.raises(UserError, match=rf"exists already, packed from other .*\({message}\)\. Remove it"):
             change()
     assert contents(files / "store") == before
     (files / "other").mkdir()
     (files / "other/precious").touch()
-    with pytest.raises(UserError, match=r"other: exists already; remove it, or choose another name"):
+    with pytest.raises(UserError, match=r"other: exists already. Remove it, or choose another name"):
         packed(files, "other")
     assert [file.name for file in (files / "other").iterdir()] == ["precious"]
 
@@ -301,7 +301,7 @@ def test_an_unfinished_run_and_a_finished_part_are_of_their_inputs_alone(
     CHANGES[what](files)
     with pytest.raises(UserError, match=rf"an unfinished run with other inputs .*\({what} files\).*\.partial to start"):
         packed(files)
-    with pytest.raises(UserError, match=rf"-1-of-2: packed from other inputs or options \({what} files\); remove it"):
+    with pytest.raises(UserError, match=rf"-1-of-2: packed from other inputs or options \({what} files\)\. Remove it"):
         packed(files, part=JobPart(1, 2))
     assert contents(part) == before
 

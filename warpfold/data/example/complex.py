@@ -45,9 +45,11 @@ class Complex:
 
     def __post_init__(self) -> None:
         if invalid := [name for name in self.ids if not _ID.fullmatch(name)]:
-            raise UserError(f"{self.name}: {invalid[0][:40]!r} cannot be a chain name in mmCIF. Use letters and digits")
+            raise UserError(
+                f"{self.name}: {invalid[0][:40]!r} cannot be a chain name in mmCIF. Use letters and digits."
+            )
         if repeated := [name for name, times in Counter(self.ids).items() if times > 1]:
-            raise UserError(f"{self.name}: has two chains called {repeated[0]}. Give each chain a unique name")
+            raise UserError(f"{self.name}: has two chains called {repeated[0]}. Give each chain a unique name.")
 
     @property
     def rows(self) -> set[str]:

@@ -72,7 +72,7 @@ class GuessStructure(Mapping[str, Chain]):
             )
             raise UserError(
                 f"{self.source}: has other chains (residues) than {name}: {present}, not {expected}. Pass a structure "
-                "of it"
+                "of it."
             )
         return replace(self, names=names)
 
@@ -119,7 +119,7 @@ def _read_chains(source: str, digest: str) -> tuple[Chain, ...]:
     """Read the chains of a file again. Raises UserError if the file is missing or has changed."""
     data = read_file(source)
     if digest_of(data) != digest:
-        raise UserError(f"{source}: has changed since the run began. Restore the original file, or start a new run")
+        raise UserError(f"{source}: has changed since the run began. Restore the original file, or start a new run.")
     return tuple(_place_chains(parse_structure(data, source)).values())
 
 
@@ -161,7 +161,7 @@ def as_guess(guess: GuessLike, name: str, sequences: Mapping[str, str]) -> Guess
         seen = (mask > 0).astype(np.float32)
         positions = np.where(seen[..., None] > 0, positions, 0.0).astype(np.float32)
         if not np.isfinite(positions).all():
-            raise UserError(f"initial_guess[{id!r}]: has positions that are not finite. Mask these atoms")
+            raise UserError(f"initial_guess[{id!r}]: has positions that are not finite. Mask these atoms.")
         digest.update(positions.tobytes() + seen.tobytes())
         numbers = tuple(str(i + 1) for i in range(n))
         sequence = sequences.get(id, "")
@@ -194,15 +194,15 @@ class GuessFiles:
             if Path(file.name.removesuffix(".gz")).suffix.lower() in STRUCTURES and file.is_file():
                 name = file_name(file.name.split(".")[0])
                 if other := self._named.get(name):
-                    raise UserError(f"{file}: is a structure of {name}, as {other.name} is. Remove one of them")
+                    raise UserError(f"{file}: is a structure of {name}, as {other.name} is. Remove one of them.")
                 self._named[name] = file
         if path.is_dir() and not self._named:
-            raise UserError(f"{path}: has no structures. Pass a folder of NAME.pdb or NAME.cif")
+            raise UserError(f"{path}: has no structures. Pass a folder of NAME.pdb or NAME.cif.")
 
     def of(self, name: str) -> Path:
         """Return the file of a query. Raises UserError if the folder has none."""
         if not self.path.is_dir():
             return self.path
         if name not in self._named:
-            raise UserError(f"{self.path}: has no structure of {name}. Add {name}.pdb or {name}.cif")
+            raise UserError(f"{self.path}: has no structure of {name}. Add {name}.pdb or {name}.cif.")
         return self._named[name]

@@ -69,7 +69,7 @@ def read_hits(path: str | Path, query: str) -> list[Hit]:
     try:
         text = data.decode()
     except UnicodeDecodeError:
-        raise UserError(f"{path}: is not text. Pass the output of HHsearch (.hhr) or hmmsearch (.sto, .a3m)") from None
+        raise UserError(f"{path}: is not text. Pass the output of HHsearch (.hhr) or hmmsearch (.sto, .a3m).") from None
     return parse_hits(text, query, str(path))
 
 
@@ -86,7 +86,7 @@ def parse_hits(text: str, query: str, source: str = "<hits>") -> list[Hit]:
         kind = "a table of MMseqs2 or BLAST hits, which has no alignments"
     else:
         kind = "not a supported list of template hits"
-    raise UserError(f"{source}: is {kind}. Pass the output of HHsearch (.hhr) or hmmsearch (.sto, .a3m)")
+    raise UserError(f"{source}: is {kind}. Pass the output of HHsearch (.hhr) or hmmsearch (.sto, .a3m).")
 
 
 def _check_query(hits: list[Hit], query: str, source: str) -> None:
@@ -100,7 +100,7 @@ def _check_query(hits: list[Hit], query: str, source: str) -> None:
                 continue
         raise UserError(
             f"{source}: its hits are of another sequence than the query of {len(query)} residues (hit {hit.name} has "
-            f"{hit.query[:10]} at residue {hit.query_index[0] + 1}). Pass the hits of this one"
+            f"{hit.query[:10]} at residue {hit.query_index[0] + 1}). Pass the hits of this one."
         )
 
 
@@ -114,12 +114,12 @@ def parse_hhr(text: str, source: str = "<hhr>") -> list[Hit]:
     head, *blocks = re.split(r"^No \d+[ \t]*$", text.replace("\r\n", "\n"), flags=re.MULTILINE)
     _, titled, table = head.partition("\n No Hit ")
     if not titled or "\n" not in table:
-        raise UserError(f"{source}: has no list of hits (' No Hit ...'), so it is cut short. Make it again")
+        raise UserError(f"{source}: has no list of hits (' No Hit ...'), so it is cut short. Make it again.")
     announced = sum(1 for line in table.split("\n")[1:] if re.match(r" *\d+ ", line))
     if len(blocks) < announced:
         raise UserError(
             f"{source}: lists {announced} hits and aligns {len(blocks)}, so it is cut short (or was made with -B below "
-            "-Z). Make it again"
+            "-Z). Make it again."
         )
     return [_hhr_hit(block, f"{source}: hit {number + 1}") for number, block in enumerate(blocks)]
 
@@ -129,7 +129,7 @@ def _hhr_hit(block: str, where: str) -> Hit:
     title = re.search(r"^>(\S+)[ \t]*(.*)$", block, re.MULTILINE)
     aligned, sum_probs = _ALIGNED.search(block), _SUM_PROBS.search(block)
     if title is None or aligned is None:
-        raise UserError(f"{where} has no name or no scores, so it is cut short. Make the file again")
+        raise UserError(f"{where} has no name or no scores, so it is cut short. Make the file again.")
     segments: dict[str, list[str]] = {"Q": [], "T": []}
     first: dict[str, int] = {}
     for line in block.split("\n"):
@@ -145,7 +145,7 @@ def _hhr_hit(block: str, where: str) -> Hit:
     if both.sum() != int(aligned[1]) and not is_empty:
         raise UserError(
             f"{where}, {title[1]}, announces {aligned[1]} aligned columns and has {both.sum()}, so it is cut short or "
-            "damaged. Make the file again"
+            "damaged. Make the file again."
         )
     index = {side: np.cumsum(is_letter)[both] - 1 for side, is_letter in letters.items()}
     return Hit(
@@ -174,13 +174,13 @@ def parse_hmmsearch(text: str, query: str, source: str = "<hmmsearch>") -> list[
         records, reference = stockholm_rows(text.encode(), source)
         if records and not reference:
             raise UserError(
-                f"{source}: has no #=GC RF line, so its match columns are unknown. Pass hmmsearch's original file"
+                f"{source}: has no #=GC RF line, so its match columns are unknown. Pass hmmsearch's original file."
             )
         match = np.array([letter not in b"-._~" for letter in reference], bool)
         for name, note, columns in records:
             if len(columns) != len(match):
                 raise UserError(
-                    f"{source}: {name} has {len(columns)} columns, #=GC RF {len(match)}. Make the file again"
+                    f"{source}: {name} has {len(columns)} columns, #=GC RF {len(match)}. Make the file again."
                 )
             rows.append((name, note, columns.decode("ascii", "replace").replace(".", "-"), match))
     else:
@@ -195,7 +195,7 @@ def parse_hmmsearch(text: str, query: str, source: str = "<hmmsearch>") -> list[
         rows = [(name, note, letters, np.ones(len(letters), bool)) for name, note, letters, _ in rows]
         widths = {len(rows[0][2])}
     if len(widths) > 1:
-        raise UserError(f"{source}: its rows have {min(widths)} to {max(widths)} match columns. Make the file again")
+        raise UserError(f"{source}: its rows have {min(widths)} to {max(widths)} match columns. Make the file again.")
     width = widths.pop() if widths else len(query)
     # The query's residue in each match column, -1 for none.
     residues = np.arange(width)
@@ -209,7 +209,7 @@ def parse_hmmsearch(text: str, query: str, source: str = "<hmmsearch>") -> list[
     if residues.max(initial=-1) + 1 != len(query) and rows:
         raise UserError(
             f"{source}: has {width} match columns, the query {len(query)} residues. Pass the hits of this query, "
-            "searched with a profile in which each of its residues is a match column (hmmbuild --hand)"
+            "searched with a profile in which each of its residues is a match column (hmmbuild --hand)."
         )
     hits = []
     for name, note, row, match in rows:
@@ -219,7 +219,7 @@ def parse_hmmsearch(text: str, query: str, source: str = "<hmmsearch>") -> list[
         sequence = "".join(letter for letter in row.upper() if letter.isalpha())
         if parts[2] and int(parts[3]) - int(parts[2]) + 1 != len(sequence):
             raise UserError(
-                f"{source}: {name} has {len(sequence)} residues, not those of its range. Make the file again"
+                f"{source}: {name} has {len(sequence)} residues, not those of its range. Make the file again."
             )
         residue = np.full(len(row), -1)
         residue[match] = residues

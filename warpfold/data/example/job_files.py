@@ -40,7 +40,7 @@ MAX_YAML_CHARACTERS = 300_000
 MAX_DIGITS = 40  # of an integer
 MAX_YAML_DEPTH = 20
 MAX_COPIES = 1000  # of a protein, by `count`
-_REMEDY = "Pass Boltz's YAML, AlphaFold 3's JSON or its server's, or FASTA"
+_REMEDY = "Pass Boltz's YAML, AlphaFold 3's JSON or its server's, or FASTA."
 
 # Kinds of molecules in `sequences`, in lower case. `proteinChain` and `dnaSequence` are names of AlphaFold's server.
 _PROTEINS = ("protein", "proteinchain")
@@ -152,17 +152,17 @@ def _parse_json(text: str, source: str) -> Any:
         result = dict(pairs)
         if len(result) < len(pairs):
             repeated = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
-            raise UserError(f"{source}: has {_shown(repeated)} twice in one object. Write two objects, or remove one")
+            raise UserError(f"{source}: has {_shown(repeated)} twice in one object. Write two objects, or remove one.")
         return result
 
     try:
         return json.loads(text, object_pairs_hook=object_from_pairs)
     except json.JSONDecodeError as error:
-        raise UserError(f"{source}: line {error.lineno} is not JSON ({error.msg}). Correct it") from None
+        raise UserError(f"{source}: line {error.lineno} is not JSON ({error.msg}). Correct it.") from None
     except RecursionError:
-        raise UserError(f"{source}: is nested too deeply. Write it as its program describes it") from None
+        raise UserError(f"{source}: is nested too deeply. Write it as its program describes it.") from None
     except ValueError:
-        raise UserError(f"{source}: has a number of thousands of digits. Correct it") from None
+        raise UserError(f"{source}: has a number of thousands of digits. Correct it.") from None
 
 
 def _parse_yaml(text: str, source: str) -> Any:
@@ -174,32 +174,32 @@ def _parse_yaml(text: str, source: str) -> Any:
 
     if len(text) > MAX_YAML_CHARACTERS:
         raise UserError(
-            f"{source}: has more than {MAX_YAML_CHARACTERS:,} characters. Pass alignments as files of their own"
+            f"{source}: has more than {MAX_YAML_CHARACTERS:,} characters. Pass alignments as files of their own."
         )
     try:
         # For each open collection: its keys so far, and whether the next node is a key.
         opened: list[tuple[set[str], Iterator[bool]]] = []
         for event in yaml.parse(text, yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None):
-                raise UserError(f"{source}: has an alias (*) or a tag (!), which are not read. Write the value itself")
+                raise UserError(f"{source}: has an alias (*) or a tag (!), which are not read. Write the value itself.")
             if isinstance(event, yaml.NodeEvent) and opened and next(opened[-1][1]):
                 key, keys = getattr(event, "value", ""), opened[-1][0]
                 if key and key in keys:
-                    raise UserError(f"{source}: has {_shown(key)} twice in one entry. Begin each entry with a dash")
+                    raise UserError(f"{source}: has {_shown(key)} twice in one entry. Begin each entry with a dash.")
                 keys.add(key)
             if isinstance(event, yaml.CollectionStartEvent):
                 is_mapping = isinstance(event, yaml.MappingStartEvent)
                 opened.append((set(), itertools.cycle((is_mapping, False))))
                 if len(opened) > MAX_YAML_DEPTH:
-                    raise UserError(f"{source}: is nested too deeply. Write it as its program describes it")
+                    raise UserError(f"{source}: is nested too deeply. Write it as its program describes it.")
             elif isinstance(event, yaml.CollectionEndEvent):
                 opened.pop()
         return yaml.load(text, _core_loader())
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise UserError(f"{source}: line {line} is not YAML ({error.problem}). Correct it") from None
+        raise UserError(f"{source}: line {line} is not YAML ({error.problem}). Correct it.") from None
     except (yaml.YAMLError, ValueError):
-        raise UserError(f"{source}: has a character or a number that is not valid YAML. Correct it") from None
+        raise UserError(f"{source}: has a character or a number that is not valid YAML. Correct it.") from None
 
 
 @cache
@@ -245,7 +245,7 @@ def _read_job(job: Any, name: str, where: str, here: Path) -> Complex:
     uses = _referenced_files(job, here)
     try:
         if not isinstance(job, dict):
-            raise UserError(f"{where}: is not an object with sequences. Correct or remove it")
+            raise UserError(f"{where}: is not an object with sequences. Correct or remove it.")
         proteins, notes = _read_proteins(job, where)
         alignments, pairing_notes = _pair_alignments(_read_alignments(proteins, where, here))
         ids = tuple(id for protein in proteins for id in protein.ids)
@@ -288,11 +288,11 @@ def _read_proteins(job: Mapping[str, Any], where: str) -> tuple[list[_Protein], 
     newest = _VERSIONS[dialect]
     if version is not None and (type(version) is not int or not 1 <= version <= newest):
         supported = "version 1" if newest == 1 else f"versions 1 to {newest}"
-        raise UserError(f"{where}: its version, {_shown(version)}, is unknown. Use {supported}")
+        raise UserError(f"{where}: its version, {_shown(version)}, is unknown. Use {supported}.")
     if not isinstance(job.get("name"), str | None):
-        raise UserError(f"{where}: its name, {_shown(job['name'])}, is not text. Put it in quotes")
+        raise UserError(f"{where}: its name, {_shown(job['name'])}, is not text. Put it in quotes.")
     if not isinstance(items, list) or not items:
-        raise UserError(f"{where}: its sequences are not a list, or empty. List the proteins there")
+        raise UserError(f"{where}: its sequences are not a list, or empty. List the proteins there.")
     proteins: list[_Protein] = []
     counts: list[int] = []
     unsupported: list[str] = []
@@ -300,11 +300,11 @@ def _read_proteins(job: Mapping[str, Any], where: str) -> tuple[list[_Protein], 
         kind, entry = next(iter(item.items())) if isinstance(item, dict) and len(item) == 1 else (None, None)
         entry_name, lower = f"{where}: entry {number}", str(kind).lower()
         if not isinstance(entry, dict) or lower not in (*_PROTEINS, *_OTHERS):
-            raise UserError(f"{entry_name}: is not a known molecule, such as `protein: ...`. Correct or remove it")
+            raise UserError(f"{entry_name}: is not a known molecule, such as `protein: ...`. Correct or remove it.")
         ids = _texts(entry.get("id"))
         if ids is None or (not ids and entry.get("id") is not None):
             raise UserError(
-                f"{entry_name}: its id, {_shown(entry['id'])}, is neither text nor a list of texts. Put it in quotes"
+                f"{entry_name}: its id, {_shown(entry['id'])}, is neither text nor a list of texts. Put it in quotes."
             )
         if lower in _OTHERS:
             codes = next(filter(None, (_texts(entry.get(key)) for key in ("ccd", "ccdCodes", "ligand", "ion"))), [])
@@ -314,14 +314,14 @@ def _read_proteins(job: Mapping[str, Any], where: str) -> tuple[list[_Protein], 
         _check_keys(entry, (*_PROTEIN_KEYS, *_MSAS, *_CHANGES), entry_name)
         sequence = entry.get("sequence")
         if not isinstance(sequence, str) or not sequence.split():
-            raise UserError(f"{entry_name}: has no sequence. Write its residues as letters")
+            raise UserError(f"{entry_name}: has no sequence. Write its residues as letters.")
         sequence = plain_sequence(sequence)
         # This raises an error for letters that are not residues.
         encode(sequence, entry_name)
         count = entry.get("count", 1)
         if type(count) is not int or not 1 <= count <= MAX_COPIES:
             raise UserError(
-                f"{entry_name}: its count, {_shown(count)}, is not an integer from 1 to {MAX_COPIES}. Correct it"
+                f"{entry_name}: its count, {_shown(count)}, is not an integer from 1 to {MAX_COPIES}. Correct it."
             )
         changes = [change for key, change in _CHANGES.items() if entry.get(key)]
         unsupported += [f"{change} ({_listed(ids) or f'entry {number}'})" for change in changes]
@@ -329,7 +329,7 @@ def _read_proteins(job: Mapping[str, Any], where: str) -> tuple[list[_Protein], 
         counts.append(0 if ids else count)
     unsupported += dict.fromkeys(name for key, name in _BONDS.items() if job.get(key))
     if unsupported:
-        remedy = "Remove it to fold only the proteins" if proteins else "Add a protein: the job has none"
+        remedy = "Remove it to fold only the proteins." if proteins else "Add a protein: the job has none."
         raise UserError(f"{where}: has {_listed(unsupported)}, which AlphaFold2 cannot fold. {remedy}")
     taken = {id for protein in proteins for id in protein.ids}
     free = (id for id in chain_ids(len(taken) + sum(counts)) if id not in taken)
@@ -362,12 +362,12 @@ def _read_alignments(proteins: Sequence[_Protein], where: str, here: Path) -> li
         for field in fields:
             text, kind = entry[field], field.removesuffix("Path")
             if not isinstance(text, str) or (field != kind and kind in fields):
-                raise UserError(f"{chain}: its {field} is not text, or it has {kind} too. Keep one of them")
+                raise UserError(f"{chain}: its {field} is not text, or it has {kind} too. Keep one of them.")
             path = _find(text, here) if field in _PATHS else None
             if path is None and field in _PATHS:
                 raise UserError(
                     f"{chain}: its {field}, {_shown(text)}, does not exist. Correct the path, relative to the file's "
-                    "folder or the working directory, or remove it and pass alignments with --msa"
+                    "folder or the working directory, or remove it and pass alignments with --msa."
                 )
             if (key := (sequence, kind, path or text)) in alignments:
                 continue
@@ -391,7 +391,7 @@ def _parse_keyed_table(data: bytes, source: str, sequence: str) -> tuple[Alignme
     -1, or NaN.
     """
     if b"\0" in data:
-        raise UserError(f"{source}: has NUL bytes, so it is not a table. Export it again")
+        raise UserError(f"{source}: has NUL bytes, so it is not a table. Export it again.")
     rows = table_rows(data, source, ("key", "sequence"))
     text = "".join(f">row {number}\n{row}\n" for number, (_, row) in enumerate(rows, 1))
     alignment = parse_alignment(text, source, sequence)
@@ -448,7 +448,7 @@ def _check_keys(entry: Mapping[Any, Any], known_keys: Collection[str], where: st
     """Raise UserError for an unknown key with a value that is not empty."""
     for key, value in entry.items():
         if key not in known_keys and value:
-            raise UserError(f"{where}: has {_shown(key)}, which is unknown. Correct or remove it")
+            raise UserError(f"{where}: has {_shown(key)}, which is unknown. Correct or remove it.")
 
 
 def _texts(value: Any) -> list[str] | None:

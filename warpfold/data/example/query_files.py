@@ -213,7 +213,7 @@ def read_query_files(sources: Given | Sequence[Given], as_one: bool = False) -> 
         queries += [query for file in files for query in read.get(file.name, ())]
     if not queries:
         raise UserError(
-            f"{inputs[0]}: has no queries, only predictions, template hits or other files. Pass other files"
+            f"{inputs[0]}: has no queries, only predictions, template hits or other files. Pass other files."
         )
     queries = _merge_alignments(queries)
     source_of: dict[str, str] = {}
@@ -221,7 +221,9 @@ def read_query_files(sources: Given | Sequence[Given], as_one: bool = False) -> 
         # Some file systems ignore case.
         if (key := query.name.lower()) in source_of:
             where = "twice" if source_of[key] == query.source else f"in {source_of[key]} too"
-            raise UserError(f"{query.source}: a record is called {query.name} {where}. Give each protein a unique name")
+            raise UserError(
+                f"{query.source}: a record is called {query.name} {where}. Give each protein a unique name."
+            )
         source_of[key] = query.source
     return QueryFiles(queries, hits, predicted)
 
@@ -247,7 +249,7 @@ def sequences_to_search(sources: Sequence[Given]) -> dict[str, str]:
         for sequence, name in search_names(query.name, dict(zip(query.ids, query.sequences))).items():
             if name.lower() in taken:
                 raise UserError(
-                    f"{query.source}: another sequence is called {name} too. Give each protein a unique name"
+                    f"{query.source}: another sequence is called {name} too. Give each protein a unique name."
                 )
             taken.add(name.lower())
             sequence_of[name] = sequence
@@ -259,23 +261,23 @@ def check_path(source: Given) -> None:
     text, letters = str(source), {*RESTYPES, "X", ":"}
     if text == "-":
         if not (is_given_pipe(STDIN) or STDIN.is_file()):
-            raise UserError("-: nothing is piped in. Write `command | warpfold predict - ...`, or `< file`")
+            raise UserError("-: nothing is piped in. Write `command | warpfold predict - ...`, or `< file`.")
         return
     if Path(text[:200]).exists():
         return
     short = text if len(text) <= 40 else f"{text[:37]}..."
     if len(text) >= MIN_SEQUENCE_LETTERS and text != text.upper() and set(text.upper()) <= letters:
-        raise UserError(f"{short}: no such file. If it is a sequence, write it in capitals")
+        raise UserError(f"{short}: no such file. If it is a sequence, write it in capitals.")
     if re.fullmatch(r"[A-Z0-9:*-]+", text):
         invalid = sorted(set(text) - letters)
         if invalid and len(text) >= 2 * MIN_SEQUENCE_LETTERS:
             raise UserError(
-                f"{short}: no such file, and not a sequence: has {invalid[0]!r}. Write it as FASTA, or correct it"
+                f"{short}: no such file, and not a sequence: has {invalid[0]!r}. Write it as FASTA, or correct it."
             )
         if not invalid:
             raise UserError(
                 f"{text}: no such file. A sequence on the command line needs at least {MIN_SEQUENCE_LETTERS} residues: "
-                "write shorter ones as FASTA"
+                "write shorter ones as FASTA."
             )
 
 
@@ -380,7 +382,7 @@ def _read(file: InputFile, data: bytes, as_one: bool) -> list[Complex]:
         structure.check_placed(source)
         placed = structure.assembly()
         if not placed.chains:
-            raise UserError(f"{source}: its first assembly has no protein chain. Pass a file with proteins")
+            raise UserError(f"{source}: its first assembly has no protein chain. Pass a file with proteins.")
         notes = (*structure.notes, *(f"{name} is left out: {reason}" for name, reason in placed.left_out.items()))
         sequences = tuple(structure.chains[chain].sequence for chain, _ in placed.chains)
         guess = guess_from_structure(structure, data, path if path != STDIN and path.is_file() else None, source)
@@ -392,7 +394,7 @@ def _read(file: InputFile, data: bytes, as_one: bool) -> list[Complex]:
             text = "".join(f">{id}\n{sequence}\n" for id, sequence in chains.items())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UserError(
-                f"{source}: is not AlphaFold-Multimer's list of chains. Write it again, or remove it"
+                f"{source}: is not AlphaFold-Multimer's list of chains. Write it again, or remove it."
             ) from None
         queries = [Complex(name, tuple(chains), tuple(sequence for _, sequence in parse_fasta(text, source)))]
     elif kind in ALIGNMENTS:
@@ -422,7 +424,7 @@ def _parse_table(data: bytes, source: str) -> list[Complex]:
     if not letters or not all(letters):
         return queries
     if repeated := [letter for letter in letters if letters.count(letter) > 1]:
-        raise UserError(f"{source}: has two columns of chain {repeated[0]}. Keep one column for each chain")
+        raise UserError(f"{source}: has two columns of chain {repeated[0]}. Keep one column for each chain.")
     named = list[Complex]()
     for query, (_, row) in zip(queries, cells):
         ids = tuple(letter for letter, cell in zip(letters, row) if cell)
@@ -445,7 +447,7 @@ def _parse_fasta(data: bytes, name: str, source: str, as_one: bool, here: Path) 
     if any(FOREIGN_HEADER.match(header) for header, *_ in records):
         return [read_fasta_job([r[0] for r in records], [r[1] for r in records], source, here, name)]
     if len({len(text) for _, text, _ in records}) == 1 and sum("-" in text for _, text, _ in records) > 1:
-        raise UserError(f"{source}: has gaps in records of one length, so it is an alignment. Rename it to .a3m")
+        raise UserError(f"{source}: has gaps in records of one length, so it is an alignment. Rename it to .a3m.")
     # The chain names of each record: its first word, or all chains in the PDB's header.
     ids = []
     for header, *_ in records:

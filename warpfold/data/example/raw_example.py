@@ -269,9 +269,9 @@ def from_sequence(
     """
     aatype, row = encode_residues(sequence, name), encode(sequence, name)
     if not len(aatype):
-        raise UserError(f"{name}: no residues. Pass an amino acid sequence")
+        raise UserError(f"{name}: no residues. Pass an amino acid sequence.")
     if alignments and (row == UNKNOWN).all():
-        raise UserError(f"{name}: every residue is unknown (X), so nothing can be aligned. Pass an amino acid sequence")
+        raise UserError(f"{name}: every residue is unknown (X), so it cannot be aligned. Pass an amino acid sequence.")
     placed = [place_alignment(alignment, decode(row)) for alignment in alignments]
     index = np.arange(len(aatype), dtype=np.int32)
     if not pairing:
@@ -317,7 +317,7 @@ def place_alignment(alignment: Alignment, sequence: str) -> Placed:
         return alignment.rows, np.minimum(alignment.deletions, MAX_DELETIONS).astype(np.uint16)
     column, identity = column_map(alignment.query, sequence)
     if error := check_map(column, identity):
-        raise UserError(f"alignment: {error}. Pass the alignment of this protein")
+        raise UserError(f"alignment: {error}. Pass the alignment of this protein.")
     covered = np.flatnonzero(column >= 0)
     rows = np.full((len(alignment.rows), len(sequence)), GAP, np.uint8)
     deletions = np.zeros(rows.shape, np.uint16)

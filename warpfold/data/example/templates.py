@@ -176,7 +176,7 @@ def _locate(hit: Hit, structure: Structure) -> tuple[Chain, np.ndarray, str]:
     if min(identity, aligned) < MIN_IDENTITY:
         raise UserError(
             f"{structure.id}: chain {chain.id} has another sequence than the hit: {aligned:.0%} aligned, "
-            f"{identity:.0%} identical ({MIN_IDENTITY:.0%} are needed). Fetch the current file of the entry"
+            f"{identity:.0%} identical ({MIN_IDENTITY:.0%} are needed). Fetch the current file of the entry."
         )
     return chain, residues, f"realigned to chain {chain.id}, {identity:.0%} identical"
 
@@ -194,7 +194,7 @@ def template_from_file(query: str, path: str | Path, chain: str | None = None) -
         why = structure.dropped.get(chain)
         raise UserError(
             f"{path}: {f'chain {chain} cannot be used ({why})' if why else f'has no protein chain {chain}'}. "
-            f"Choose from {', '.join(structure.chains)}"
+            f"Choose from {', '.join(structure.chains)}."
         )
     chains = structure.chains.values() if chain is None else [structure.chains[chain]]
     maps = [(candidate, column_map(candidate.sequence, query, homologs=True)) for candidate in chains]
@@ -237,7 +237,7 @@ def _make_template(
         i = int(jumps.argmax())
         raise UserError(
             f"{name}: the CA of residues {i + 1} and {i + 2} of its sequence are {jumps[i]:.0f} angstrom apart "
-            f"({MAX_CA_DISTANCE:.0f} at most). Choose another template"
+            f"({MAX_CA_DISTANCE:.0f} at most). Choose another template."
         )
     aatype = np.full((1, length), GAP, np.uint8)
     positions = np.zeros((1, length, 37, 3), np.float32)
@@ -248,6 +248,6 @@ def _make_template(
     if mask.sum() < MIN_ATOMS:
         raise UserError(
             f"{name}: {len(residues)} of its residues are aligned, with fewer than {MIN_ATOMS} atoms. Choose another "
-            "template"
+            "template."
         )
     return Templates(aatype, positions, mask, (name,), np.array([sum_probs], np.float32))

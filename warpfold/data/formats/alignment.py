@@ -103,12 +103,12 @@ class Alignment:
         """
         row = self.rows[0]
         if not row.size:
-            raise UserError(f"{source}: the query has no residues. Put the query's own sequence first")
+            raise UserError(f"{source}: the query has no residues. Put the query's own sequence first.")
         if is_nucleic(self.query if sequence is None else sequence):
-            raise UserError(f"{source}: looks like nucleic acid (only A, C, G, T, U, N). WarpFold folds proteins")
+            raise UserError(f"{source}: looks like nucleic acid (only A, C, G, T, U, N). WarpFold folds proteins.")
         if sequence is None:
             return self
-        query, remedy = encode(sequence, source="query"), "Pass the alignment that was made for this query"
+        query, remedy = encode(sequence, source="query"), "Pass the alignment that was made for this query."
         if len(query) != len(row):
             raise UserError(f"{source}: its first row has {len(row)} residues, the query has {len(query)}. {remedy}")
         differ = np.flatnonzero(query != row)
@@ -132,7 +132,7 @@ def encode(sequence: str, source: str = "sequence") -> np.ndarray:
         position = upper(sequence).index(error.args[0]) + 1
         raise UserError(
             f"{source}: has {_quoted(error.args[0])} at position {position}, which is not an amino acid. Correct or "
-            "remove it"
+            "remove it."
         ) from None
 
 
@@ -229,12 +229,12 @@ def plain_text(data: bytes | str, source: str) -> bytes:
     if isinstance(data, str):
         data = data.encode()
     if kind := document_kind(data):
-        raise UserError(f"{source}: is {kind}, not sequences or an alignment. Pass these as plain text")
+        raise UserError(f"{source}: is {kind}, not sequences or an alignment. Pass these as plain text.")
     try:
         data.decode()
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise UserError(f"{source}: line {line} is not UTF-8 text. Save the file as UTF-8") from None
+        raise UserError(f"{source}: line {line} is not UTF-8 text. Save the file as UTF-8.") from None
     return data.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
 
@@ -273,19 +273,19 @@ def table_rows(data: bytes | str, source: str, columns: Sequence[str]) -> list[t
         titles = _titles(lines)
         rows = [(lines.line_num, line) for line in lines if any(cell.strip() for cell in line)]
     except csv.Error as error:
-        raise UserError(f"{source}: line {lines.line_num}: {error}. Correct the table") from None
+        raise UserError(f"{source}: line {lines.line_num}: {error}. Correct the table.") from None
     if not set(columns) <= set(titles):
         both = " and ".join(columns)
         raise UserError(
             f"{source}: has no columns {both}, but {listed(titles, 6)}. Its first line must name them: "
-            f"{','.join(columns)}"
+            f"{','.join(columns)}."
         )
     if not rows:
-        raise UserError(f"{source}: has no records below its first line. Pass {' and '.join(columns)} in each")
+        raise UserError(f"{source}: has no records below its first line. Pass {' and '.join(columns)} in each.")
     indices = [titles.index(column) for column in columns]
     for number, line in rows:
         if len(line) <= max(indices):
-            raise UserError(f"{source}: line {number} has no {' or no '.join(columns)}. Complete it")
+            raise UserError(f"{source}: line {number} has no {' or no '.join(columns)}. Complete it.")
     return [tuple(" ".join(line[i].split()) for i in indices) for _, line in rows]
 
 
@@ -311,7 +311,7 @@ def fasta_records(data: bytes | str, source: str, chains: bool = False) -> list[
     """
     data = plain_text(data, source)
     if b"\0" in data:
-        raise UserError(f"{source}: has NUL bytes, so it is not FASTA text. Export it again")
+        raise UserError(f"{source}: has NUL bytes, so it is not FASTA text. Export it again.")
     names, sequences = _records(data, source)
     if chains:
         sequences = [sequence.replace(b"/", b":").replace(b"*:", b":") for sequence in sequences]
@@ -369,7 +369,7 @@ def parse_alignment(data: bytes | str, source: str = "<alignment>", query: str |
     """Parse an alignment in memory as `read_alignment` does. source: its name in errors."""
     data = plain_text(data, source).lstrip(b"\n")
     if not data.strip(b"\0" + _BLANKS):
-        raise UserError(f"{source}: is empty. Pass an alignment with at least the query's row")
+        raise UserError(f"{source}: is empty. Pass an alignment with at least the query's row.")
     if data.startswith(b"# STOCKHOLM"):
         return parse_stockholm(data, source, query)
     if data[:1] in b">#":
@@ -378,7 +378,7 @@ def parse_alignment(data: bytes | str, source: str = "<alignment>", query: str |
     sequences = data.split()
     if b"\0" in data or any(not re.fullmatch(rb"[A-Za-z.\-]+", s) for s in sequences[:2]) or b" " in data.strip():
         kind = "a CLUSTAL file" if data.startswith(b"CLUSTAL") else "not an alignment that WarpFold knows"
-        raise UserError(f"{source}: is {kind}. Pass A3M, Stockholm or aligned FASTA")
+        raise UserError(f"{source}: is {kind}. Pass A3M, Stockholm or aligned FASTA.")
     alignment = _in_columns([f"row {i + 1}" for i in range(len(sequences))], sequences, source)
     return _project(alignment, alignment.rows[0] != GAP).check_query(query, source)
 
@@ -404,12 +404,12 @@ def parse_a3m(data: bytes | str, source: str = "<a3m>", query: str | None = None
             raise UserError(
                 f"{source}: is the alignment of a complex of {len(lengths)} chains "
                 f"({', '.join(map(str, lengths))} residues){', none of them the query' if query else ''}. Pass the "
-                "alignment of one chain"
+                "alignment of one chain."
             )
         alignment = chain.select((chain.rows != GAP).any(1))
     if (alignment.rows[0] == GAP).any():
         if alignment.deletions.any():
-            raise UserError(f"{source}: its first row, the query, has gaps. Put the query's own sequence first")
+            raise UserError(f"{source}: its first row, the query, has gaps. Put the query's own sequence first.")
         alignment = _project(alignment, alignment.rows[0] != GAP)
     return alignment.check_query(query, source)
 
@@ -444,7 +444,7 @@ def announced(data: bytes, source: str) -> tuple[list[int], list[int], bytes]:
             is_valid = all(len(n) <= digits and int(n) for part, digits in zip(both, _MAX_DIGITS) for n in part)
             if not is_valid or not both[0] or len(both[0]) != len(both[1]):
                 raise UserError(
-                    f"{source}: its first line announces impossible lengths or copies. Make the alignment again"
+                    f"{source}: its first line announces impossible lengths or copies. Make the alignment again."
                 )
             lengths, copies = ([int(n) for n in part] for part in both)
         elif _NUMBERS.fullmatch(line):
@@ -463,10 +463,10 @@ def parse_complex_a3m(data: bytes | str, source: str = "<a3m>") -> list[list[Ali
     """
     lengths, _, data = announced(plain_text(data, source).replace(b"\0", b"").lstrip(b"\n"), source)
     if not lengths:
-        raise UserError(f"{source}: its first line is not #lengths<TAB>copies, such as #120,88<TAB>1,2. Correct it")
+        raise UserError(f"{source}: its first line is not #lengths<TAB>copies, such as #120,88<TAB>1,2. Correct it.")
     alignment = _match_columns(*_sequences(data, source), lengths, source)
     if (alignment.rows[0] == GAP).any():
-        raise UserError(f"{source}: its first row, the chains' own sequences, has gaps. Make the alignment again")
+        raise UserError(f"{source}: its first row, the chains' own sequences, has gaps. Make the alignment again.")
     chains = _split_chains(alignment, lengths)
     present = np.stack([(chain.rows != GAP).any(1) for chain in chains], axis=1)
     paired = present.sum(1) > 1
@@ -504,7 +504,7 @@ def parse_chain_alignments(
         if len(set(counts)) > 1:
             raise UserError(
                 f"{source}: is named as pairs, but its {len(blocks)} alignments have {', '.join(map(str, counts))} "
-                "rows. Write paired rows in the same order, or rename the file"
+                "rows. Write paired rows in the same order, or rename the file."
             )
         keys = _unique_pair_keys(blocks)
         return [replace(block, pair_keys=keys, stands_alone=False) for block in blocks]
@@ -543,7 +543,7 @@ def _sequences(data: bytes, source: str, query: str | None = None) -> tuple[list
         if not is_annotation or every[0][1].upper() == expected:
             records.insert(0, every[0])
     if not records:
-        raise UserError(f"{source}: holds no sequence. Pass an alignment with at least the query's row")
+        raise UserError(f"{source}: holds no sequence. Pass an alignment with at least the query's row.")
     return [name for name, _ in records], [sequence for _, sequence in records]
 
 
@@ -551,7 +551,7 @@ def _records(data: bytes, source: str) -> tuple[list[str], list[bytes]]:
     """Split FASTA-like text into header lines without >, and sequences without blanks and a final `*`."""
     data = data.lstrip()
     if not data.startswith(b">"):
-        raise UserError(f"{source}: does not start with a '>' header line. Pass FASTA or an alignment")
+        raise UserError(f"{source}: does not start with a '>' header line. Pass FASTA or an alignment.")
     names, sequences = [], []
     for record in data[1:].split(b"\n>"):
         name, _, sequence = record.partition(b"\n")
@@ -588,7 +588,7 @@ def _match_columns(names: list[str], sequences: list[bytes], lengths: Sequence[i
     if lengths and sum(lengths) != width:
         raise UserError(
             f"{source}: its first line announces {sum(lengths)} columns, the rows have {width}. Make the alignment "
-            "again"
+            "again."
         )
     deletions = np.zeros((len(names), width), np.int32)
     for block in _blocks(len(names), width):
@@ -624,7 +624,7 @@ def _entry_of_query(data: bytes, source: str, query: str | None) -> bytes:
             return matching[0]
     raise UserError(
         f"{source}: holds {len(entries)} alignments with NUL bytes between them (an MMseqs2 database), "
-        f"{'none or several of them' if query else 'and it is unknown which is'} of the query. Write one file per query"
+        f"{'none or several of them' if query else 'and it is unknown which is'} of the query. Write a file per query."
     )
 
 
@@ -638,9 +638,9 @@ def stockholm_rows(data: bytes, source: str) -> tuple[list[tuple[str, str, bytes
     """
     body, end, remainder = data.partition(b"\n//")
     if not end:
-        raise UserError(f"{source}: is truncated (it does not end with '//'). Fetch or make it again")
+        raise UserError(f"{source}: is truncated (it does not end with '//'). Fetch or make it again.")
     if remainder.strip():
-        raise UserError(f"{source}: holds several alignments. Write one file for each")
+        raise UserError(f"{source}: holds several alignments. Write one file for each.")
     # The letters of each block, by name and occurrence of the name in the block.
     segments: dict[tuple[str, int], list[bytes]] = {}
     descriptions: dict[str, list[str]] = {}
@@ -660,7 +660,7 @@ def stockholm_rows(data: bytes, source: str) -> tuple[list[tuple[str, str, bytes
                 lines += [] if note[3] in lines else [note[3]]
         elif not line.startswith(b"#"):
             if len(words) != 2:
-                raise UserError(f"{source}: line {number} is not a name and a row. Make the file again")
+                raise UserError(f"{source}: line {number} is not a name and a row. Make the file again.")
             name = words[0].decode()
             segments.setdefault((name, occurrences[name]), []).append(words[1])
             occurrences[name] += 1
@@ -678,19 +678,19 @@ def parse_stockholm(data: bytes | str, source: str = "<stockholm>", query: str |
     """
     records, reference = stockholm_rows(plain_text(data, source), source)
     if not records:
-        raise UserError(f"{source}: holds no rows. Pass an alignment with at least the query's row")
+        raise UserError(f"{source}: holds no rows. Pass an alignment with at least the query's row.")
     names = [f"{name} {note}".rstrip() for name, note, _ in records]
     sequences = [letters for *_, letters in records]
     alignment = _in_columns(names, sequences, source)
     rows = alignment.rows
     match = np.isin(np.frombuffer(reference, dtype=np.uint8), list(_GAPS), invert=True)
     if reference and len(match) != rows.shape[1]:
-        raise UserError(f"{source}: #=GC RF has {len(match)} columns, the rows {rows.shape[1]}. Make the file again")
+        raise UserError(f"{source}: #=GC RF has {len(match)} columns, the rows {rows.shape[1]}. Make the file again.")
     if query is None:
         if reference and not np.array_equal(match, rows[0] != GAP):
             raise UserError(
                 f"{source}: has no row of the query: the first row, {_short(names[0])}, does not fill the match "
-                "columns. Pass the query's sequence too"
+                "columns. Pass the query's sequence too."
             )
         return _project(alignment, rows[0] != GAP).check_query(None, source)
     codes = encode(query, source="query")
@@ -706,7 +706,7 @@ def parse_stockholm(data: bytes | str, source: str = "<stockholm>", query: str |
         return Alignment(stacked, deletions, top.names + projected.names).check_query(query, source)
     raise UserError(
         f"{source}: none of its {len(rows)} rows is the query ({len(codes)} residues), and its match columns are "
-        f"{int(match.sum()) if reference else 'not marked'}. Pass the alignment that was made for this query"
+        f"{int(match.sum()) if reference else 'not marked'}. Pass the alignment that was made for this query."
     )
 
 
@@ -759,7 +759,7 @@ def _refuse_widths(widths: np.ndarray, names: Sequence[str], source: str, unit: 
         i = int(other[0])
         raise UserError(
             f"{source}: row {i + 1}, {_short(names[i])}, has {widths[i]} {unit}, the first row {widths[0]}. "
-            "Align all rows to the query"
+            "Align all rows to the query."
         )
 
 

@@ -38,7 +38,7 @@ HITS = (".hhr", ".sto", ".a3m")
 DATABASE = ".index"
 # Larger offsets, in bytes, mean a damaged index. They might be too large to print or divide.
 _MAX_OFFSET = 10**30
-_EXPECTED = 'The expected form is {CHAIN: {"db": FILE, "files": [[NAME, START, SIZE], ...]}, ...}'
+_EXPECTED = 'The expected form is {CHAIN: {"db": FILE, "files": [[NAME, START, SIZE], ...]}, ...}.'
 
 LAYOUT = ("a3m", "hhr", "sto")  # OpenProteinSet's subfolders
 # Names of template hits among alignments in AlphaFold2, OpenFold, ColabFold and `warpfold search`.
@@ -196,20 +196,20 @@ class InputFile:
             shard = open_regular(self.shard)
         except OSError as error:
             raise UserError(
-                f"{self.shard}: cannot be read: {error.strerror}. Keep it in the folder of its index"
+                f"{self.shard}: cannot be read: {error.strerror}. Keep it in the folder of its index."
             ) from None
         try:
             end, length = self.start + self.size, os.fstat(shard).st_size
             if end > length:
                 raise UserError(
                     f"{self.shard}: has {length} bytes, but its index refers to {end}: it is cut short, or of another "
-                    "index. Fetch it again"
+                    "index. Fetch it again."
                 )
             size = min(size, self.size - begin)
             if size > limit:
                 raise UserError(
                     f"{self.shard}: a member has more than {limit / 1e9:g} GB. Remove it, or raise the limit (pack "
-                    "--max-file-gb)"
+                    "--max-file-gb)."
                 )
             return pread(shard, size, self.start + begin)
         finally:
@@ -267,7 +267,7 @@ def find(paths: Sequence[Path], suffixes: Sequence[str], what: str) -> list[Inpu
     if not sources:
         raise UserError(
             f"{', '.join(map(str, paths))}: no {what} found. Pass files that end in {', '.join(suffixes)}, or these "
-            "with .gz"
+            "with .gz."
         )
     times = Counter(source.name for source in sources.values())
 
@@ -295,7 +295,7 @@ def _members(index: InputFile, suffixes: Sequence[str]) -> Iterator[InputFile]:
     try:
         entries = json.loads(read_file(index.path))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{index.path}: damaged, or not JSON ({error}). Fetch or make the index again") from None
+        raise UserError(f"{index.path}: damaged, or not JSON ({error}). Fetch or make the index again.") from None
     if not isinstance(entries, dict):
         raise UserError(f"{index.path}: is not an index of an alignment database. {_EXPECTED}")
     for chain, entry in sorted(entries.items()):
@@ -314,7 +314,7 @@ def _members(index: InputFile, suffixes: Sequence[str]) -> Iterator[InputFile]:
             raise UserError(f"{index.path}: {chain} {problem}. {_EXPECTED}") from None
         if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
             raise UserError(
-                f"{index.path}: the shard of {chain}, {name}, is outside of the index's folder. Move it there"
+                f"{index.path}: the shard of {chain}, {name}, is outside of the index's folder. Move it there."
             )
         for member, (start, size) in selected.items():
             text = _text(f"{index.name}:{chain}/{member}")
@@ -325,7 +325,7 @@ def walk(folder: Path, endings: Sequence[str]) -> Iterator[Path]:
     """Yield the files below a folder that end in `endings` or are databases. Follows links; visits each folder once."""
 
     def refuse(error: OSError) -> None:
-        raise UserError(f"{error.filename}: cannot be read ({error.strerror}). Check its permissions") from None
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror}). Check its permissions.") from None
 
     seen: set[tuple[int, int]] = set()
     for here, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
@@ -388,7 +388,7 @@ def read_chain_alignments(
         matching = [alignment for alignment in every if alignment.query in by_row]
         if not matching and not in_folder and are_all:
             raise UserError(
-                f"{file.name}: its first row is not the sequence of any record in {queries}. Pass alignments of these"
+                f"{file.name}: its first row is not the sequence of any record in {queries}. Pass alignments of these."
             )
         result.unused.extend([] if matching else [file.name])
         for alignment in matching:

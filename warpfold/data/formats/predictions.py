@@ -124,10 +124,12 @@ def read_pae(path: Path, seen: np.ndarray, limit: int = LARGEST) -> np.ndarray:
             pae = pae.reshape(-1, round(pae.size**0.5)) if "distance" in values else pae
     except (*DAMAGED_ARRAYS, KeyError, TypeError, IndexError, StopIteration, OverflowError) as error:
         why = str(error) or "no matrix in it"
-        raise UserError(f"{path.name}: no PAE in a supported layout ({why}). Fetch it again, or remove it") from None
+        raise UserError(f"{path.name}: no PAE in a supported layout ({why}). Fetch it again, or remove it.") from None
     if pae.shape not in ((residues, residues), (seen.sum(), seen.sum())) or not np.isfinite(pae).all():
         shape = list(pae.shape)
-        raise UserError(f"{path.name}: has PAE of shape {shape}, but the structure has {residues} residues. Remove one")
+        raise UserError(
+            f"{path.name}: has PAE of shape {shape}, but the structure has {residues} residues. Remove one."
+        )
     if len(pae) < residues:
         whole = np.full((residues, residues), np.nan, np.float32)
         whole[np.ix_(seen, seen)] = pae

@@ -68,7 +68,7 @@ class Quarantine:
         if len(self.names) > self.limit:
             raise UserError(
                 f"entries that cannot be used: {len(self.names)}, the last one {name}: {reason}; more than "
-                f"{self.limit} stop a run (train.quarantine). See quarantine.jsonl, and repair or pack the data again"
+                f"{self.limit} stop a run (train.quarantine). See quarantine.jsonl, and repair or pack the data again."
             )
 
 

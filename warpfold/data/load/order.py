@@ -47,11 +47,11 @@ class Source:
                 next(chain for chain in store.column(CHAINS)[store.index.row(entry)] if chain not in store)
             )
         if not 0 < weight < float("inf"):
-            raise UserError(f"{store.path}: weight {weight}. Pass a positive number")
+            raise UserError(f"{store.path}: weight {weight}. Pass a positive number.")
 
     def _missing(self, key: str) -> UserError:
         """Return the error for a key that the store lacks."""
-        return UserError(f"{self.store.path}: has no entry {key!r}. Pack the store again, or name other entries")
+        return UserError(f"{self.store.path}: has no entry {key!r}. Pack the store again, or name other entries.")
 
     def column(self, name: str) -> Column:
         """Return a column of the index for `keys`."""
@@ -199,7 +199,7 @@ def split_keys(
     held = np.isin(groups, drawn[held_before < held_out])
     if held.all():
         raise UserError(
-            f"{store.path}: holding out {held_out} of {len(groups)} leaves no training entries. Hold out fewer"
+            f"{store.path}: holding out {held_out} of {len(groups)} leaves no training entries. Hold out fewer."
         )
     return source.keys.take(np.flatnonzero(~held)), source.keys.take(np.flatnonzero(held))
 

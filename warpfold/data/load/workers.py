@@ -241,7 +241,7 @@ class Workers:
         if not worker.ready:
             self._failed_starts += 1
             if self._failed_starts > len(self._workers):
-                raise UserError(f"each loader process {how} when it started. Use fewer workers")
+                raise UserError(f"each loader process {how} when it started. Use fewer workers.")
         worker.pipe.close()
         with self.changed:
             self._workers[self._workers.index(worker)] = self._start()

@@ -241,7 +241,7 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: BuiltChains) 
             notes += row_notes
             used.append(source.name)
     model = _begin_entry(structure, group[0].chain, job.file)
-    model.reason, model.length = "; ".join(notes), len(first.sequence)
+    model.reason, model.length = "; ".join(note.rstrip(".") for note in notes), len(first.sequence)
     model.hits = [source.name for source in group[0].hits]
     todo, confidence = [chain.chain for chain in group], {chain.chain: chain.confidence for chain in group}
     try:

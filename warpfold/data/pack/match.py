@@ -95,7 +95,7 @@ class Queries:
             file.seek(0)
             text = file.read()
             if text and not text.startswith('{"made_of":'):
-                raise UserError(f"{self.shared}: exists already, and holds no queries. Move it away")
+                raise UserError(f"{self.shared}: exists already, and holds no queries. Move it away.")
             if not self._load(text):
                 self.read(self.alignments, progress)
                 file.truncate(0)

@@ -31,11 +31,11 @@ def finished_report(out: Path, manifest: Manifest) -> PackReport | None:
         report = PackReport.from_json(json.loads(read_file(out / "pack.json")))
         changes = differences(origin, manifest)
     except (UserError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UserError(f"{out}: exists already. Remove it, or choose another name") from None
+        raise UserError(f"{out}: exists already. Remove it, or choose another name.") from None
     if changes:
         raise UserError(
             f"{out}: exists already, packed from other inputs or options ({', '.join(changes)}). Remove it, or "
-            "choose another name"
+            "choose another name."
         )
     return report
 

@@ -176,7 +176,7 @@ def pack(
     options = options or PackOptions()
     if predicted and hits and not template_structures:
         raise UserError(
-            "pack: --hits with --predicted needs --template-structures: predictions are not templates. Pass it too"
+            "pack: --hits with --predicted needs --template-structures: predictions are not templates. Pass it too."
         )
     min_kl = options.min_kl if predicted else None
     inputs = find_inputs(structures, msas, hits, template_structures, clusters, min_kl)
@@ -212,7 +212,7 @@ def _open_part(path: Path, manifest: Manifest, ignored: Sequence[str] = ()) -> P
     part = PartFolder(path)
     if changes := differences(part.manifest, manifest, ignored):
         raise UserError(
-            f"{path}: packed from other inputs or options ({', '.join(changes)}). Remove it, or choose another name"
+            f"{path}: packed from other inputs or options ({', '.join(changes)}). Remove it, or choose another name."
         )
     return part
 

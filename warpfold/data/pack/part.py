@@ -48,7 +48,7 @@ class JobResult(NamedTuple):
 def part_path(out: Path, part: JobPart) -> Path:
     """Return the path of a part of the store `out`. Raises UserError for a path without a name, such as "."."""
     if out.name in ("", ".."):
-        raise UserError(f"--out {out}: not a name for a store. Pass a folder that does not exist yet")
+        raise UserError(f"--out {out}: not a name for a store. Pass a folder that does not exist yet.")
     return out.with_name(f"{out.name}.part-{part.number}-of-{part.count}")
 
 
@@ -91,7 +91,7 @@ class PartFolder:
 
     def __init__(self, path: Path) -> None:
         if not path.exists() and path.with_name(f"{path.name}.partial").exists():
-            raise UserError(f"{path}: is unfinished. Repeat its command to finish it")
+            raise UserError(f"{path}: is unfinished. Repeat its command to finish it.")
         self.path, self.manifest = path, _read_manifest(path)
         self.part = JobPart.parse(self.manifest["part"])
         self._jobs: list[str] = self.manifest.pop("jobs", [])  # sorted
@@ -115,11 +115,11 @@ class PartFolder:
         except (FileNotFoundError, ValueError, TypeError):
             raise self._damaged(result_name(job)) from None
         except OSError as error:
-            raise UserError(f"{self.path}: cannot be read: {error.strerror}. Copy the part again") from error
+            raise UserError(f"{self.path}: cannot be read: {error.strerror}. Copy the part again.") from error
 
     def _damaged(self, name: str) -> UserError:
         """Return the error for a damaged or missing file."""
-        return UserError(f"{self.path}: {name} is damaged or missing. Copy the part again, or remove and pack it again")
+        return UserError(f"{self.path}: {name} is damaged or missing. Copy the part again, or remove and repeat it.")
 
 
 class PartWriter:
@@ -164,7 +164,7 @@ class PartWriter:
                 if changes:
                     raise UserError(
                         f"{self.path}: an unfinished run with other inputs or options ({', '.join(changes)}). Repeat "
-                        f"its command to finish it, or remove {self.path.name}.partial to start over"
+                        f"its command to finish it, or remove {self.path.name}.partial to start over."
                     )
             write_atomically(self.folder / "plan.json", json.dumps(self.manifest, indent=1) + "\n")
             for path in self.folder.iterdir():
@@ -256,9 +256,9 @@ def _read_manifest(path: Path) -> Manifest:
     except (OSError, ValueError, KeyError, TypeError, RecursionError, UserError):
         is_complete = is_current = False
     if not is_complete:
-        raise UserError(f"{path}: not a part of a store. Make parts with `warpfold pack --shard I/N`")
+        raise UserError(f"{path}: not a part of a store. Make parts with `warpfold pack --shard I/N`.")
     if not is_current:
-        raise UserError(f"{path}: a part of another version of WarpFold. Remove it and pack it again")
+        raise UserError(f"{path}: a part of another version of WarpFold. Remove it and pack it again.")
     return dict(manifest)
 
 
@@ -270,17 +270,17 @@ def check_parts(parts: Sequence[PartFolder]) -> None:
         if changes := differences(first.manifest, part.manifest):
             raise UserError(
                 f"{part.path}: belongs to another store than {first.path} (it differs in {', '.join(changes)}). Pack "
-                "both with the same inputs and options"
+                "both with the same inputs and options."
             )
         if part.part.count != first.part.count:
             raise UserError(
-                f"{part.path}: is part {part.part}, {first.path} is {first.part}. Pass the parts of one run"
+                f"{part.path}: is part {part.part}, {first.path} is {first.part}. Pass the parts of one run."
             )
         if (other := by_number.setdefault(part.part.number, part)) is not part:
-            raise UserError(f"{part.path}: is part {part.part}, and so is {other.path}. Pass every part once")
+            raise UserError(f"{part.path}: is part {part.part}, and so is {other.path}. Pass every part once.")
     missing = [str(n) for n in range(1, first.part.count + 1) if n not in by_number]
     if missing:
         raise UserError(
             f"{first.path}: of {first.part.count} parts, {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} "
-            "missing. Pass all parts, made with --shard"
+            "missing. Pass all parts, made with --shard."
         )

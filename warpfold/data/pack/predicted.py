@@ -99,7 +99,7 @@ def with_confidence(
     values = plddt[np.isfinite(plddt)]
     if not len(values) or not 0 <= values.min() <= values.max() <= 100 or values.max() <= 1 or np.ptp(values) == 0:
         content = f"numbers from {values.min():g} to {values.max():g}" if len(values) else "nothing"
-        raise UserError(f"{file.name}: its B column holds {content}, not pLDDT (0 to 100). Pass predicted structures")
+        raise UserError(f"{file.name}: its B column holds {content}, not pLDDT (0 to 100). Pass predicted structures.")
     confidence = np.nan_to_num(plddt, nan=0.0)
     pae, kl = None, None
     if predicted.pae is not None:
@@ -108,7 +108,7 @@ def with_confidence(
         distogram = read_distogram(predicted.distogram, len(plddt))
         if distogram.shape[-1] != (bins := predicted.reference.shape[-1]):
             raise UserError(
-                f"{file.name}: its distogram has {distogram.shape[-1]} bins, others {bins}. Use one model for all"
+                f"{file.name}: its distogram has {distogram.shape[-1]} bins, others {bins}. Use one model for all."
             )
         kl = divergences(distogram, predicted.reference)
         confidence = np.where(kl < options.min_kl, 0, confidence)
@@ -133,12 +133,12 @@ def read_distogram(path: Path, length: int | None = None) -> np.ndarray:
     try:
         distogram = np.load(path, mmap_mode="r", allow_pickle=False)
     except DAMAGED_ARRAYS as error:
-        raise UserError(f"{path.name}: not a distogram ({error}). Predict it again") from None
+        raise UserError(f"{path.name}: not a distogram ({error}). Predict it again.") from None
     n = distogram.shape[0] if length is None and distogram.ndim == 3 else length
     if distogram.dtype.kind == "f" and distogram.size and not 0 <= distogram.min() <= distogram.max() <= 1:
-        raise UserError(f"{path.name}: a distogram with values that are not probabilities. Predict it again")
+        raise UserError(f"{path.name}: a distogram with values that are not probabilities. Predict it again.")
     if distogram.dtype.kind != "f" or distogram.ndim != 3 or distogram.shape[:2] != (n, n):
-        raise UserError(f"{path.name}: a distogram of shape {list(distogram.shape)}. Predict it again")
+        raise UserError(f"{path.name}: a distogram of shape {list(distogram.shape)}. Predict it again.")
     return distogram
 
 

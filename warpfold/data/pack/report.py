@@ -157,7 +157,7 @@ class PackReport:
         """Yield a header and tab-separated lines for each entry and each unused file."""
         yield "\t".join(TABLE) + "\n"
         for entry in self.entries:
-            refused = "; ".join(f"{n} x {why}" for why, n in entry.templates_refused.items())
+            refused = "; ".join(f"{n} x {why.rstrip('.')}" for why, n in entry.templates_refused.items())
             other: dict[str, Any] = {"status": "kept" if entry.kept else "dropped", "templates_refused": refused}
             other |= {"masked": None} if entry.plddt is None else {}
             row = (other[name] if name in other else getattr(entry, name) for name in TABLE)

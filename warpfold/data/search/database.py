@@ -52,7 +52,7 @@ class Database:
             file = text
             name = re.sub(r"(\.(fasta|fas|fa|faa|fsa|txt|gz))+$", "", Path(text).name, flags=re.IGNORECASE)
         if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name, re.ASCII):
-            raise UserError(f"--database {text}: {name!r} is not valid as a file name. Pass another one: NAME={file}")
+            raise UserError(f"--database {text}: {name!r} is not valid as a file name. Pass another one: NAME={file}.")
         defaults = (rows for start, rows in MAX_ROWS.items() if name.lower().startswith(start))
         overrides = max_rows or {}
         return cls(name, Path(file), overrides.get(name, overrides.get("", next(defaults, None))))
@@ -64,7 +64,7 @@ def parse_max_hits(texts: Sequence[str]) -> dict[str, int]:
     for text in texts:
         name, _, count = text.rpartition("=")
         if not count.isdecimal() or int(count) < 2:
-            raise UserError(f"--max-hits {text}: not N or NAME=N. Pass a number from 2 on, which includes the query")
+            raise UserError(f"--max-hits {text}: not N or NAME=N. Pass a number from 2 on, which includes the query.")
         rows[name] = int(count)
     return rows
 
@@ -128,10 +128,10 @@ def check_output(out: Path) -> None:
         return isinstance(report, dict) and report.get("format") == REPORT_FORMAT
 
     if out.exists() and not out.is_dir():
-        raise UserError(f"{out}: is a file. Pass a folder for the output")
+        raise UserError(f"{out}: is a file. Pass a folder for the output.")
     names = {path.name for path in out.iterdir() if not path.name.startswith(".")} if out.is_dir() else set()
     if names - {"cache"} and not any(map(is_report, out.glob("search*.json"))):
-        raise UserError(f"{out}: contains other files. Pass a new or an empty folder")
+        raise UserError(f"{out}: contains other files. Pass a new or an empty folder.")
 
 
 def unsearchable_reason(sequence: str, longest: int | None = None) -> str | None:
@@ -154,9 +154,9 @@ def read_chunks(path: Path, size: int = CHUNK) -> Iterator[bytes]:
     with opened(path) as file:
         buffer = file.read(size).removeprefix(b"\xef\xbb\xbf").lstrip()
         if not buffer:
-            raise UserError(f"{path}: is empty. Pass a FASTA database")
+            raise UserError(f"{path}: is empty. Pass a FASTA database.")
         if not buffer.startswith(b">"):
-            raise UserError(f"{path}: does not start with a '>' header line. Pass a FASTA database")
+            raise UserError(f"{path}: does not start with a '>' header line. Pass a FASTA database.")
         while more := file.read(size):
             buffer += more
             # Keep the last record, which may be incomplete.
@@ -186,9 +186,9 @@ def survey_fasta(path: Path, tell: Tell = lambda done, total: None) -> Survey:
         records, residues = records + count, residues + len(letters)
         tell(records, 0)
     if not residues:
-        raise UserError(f"{path}: has no sequences. Fetch the file again")
+        raise UserError(f"{path}: has no sequences. Fetch the file again.")
     if not is_protein:
-        raise UserError(f"{path}: looks like nucleic acids (only A, C, G, T, U, N). Pass a protein database")
+        raise UserError(f"{path}: looks like nucleic acids (only A, C, G, T, U, N). Pass a protein database.")
     return Survey(digest.hexdigest(), records, residues)
 
 

@@ -169,7 +169,7 @@ def fetch_alignments(
         also = "" if count == 1 else f" ({', '.join(list(fetched.failures)[1:4])}{' ...' if count > 4 else ''} too)"
         raise UserError(
             f"{name}: {why}{also}. Pass alignments of these with --msa, remove them, or try again; other answers are "
-            f"kept in {server.cache}"
+            f"kept in {server.cache}."
         )
     every = [file for files in (*fetched.alignments.values(), *fetched.pairs.values()) for file in files]
     # The other files are template hits.

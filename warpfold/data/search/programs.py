@@ -41,7 +41,7 @@ class MMseqs2(Engine):
         return {"engine": self.name, "program": run_program([program, "version"]).strip(), **asdict(self)}
 
     def survey(self, path: Path, tell: Tell) -> Survey:
-        return _survey(path, ".dbtype", f"Make one with `mmseqs createdb {path} DATABASE`, and pass that")
+        return _survey(path, ".dbtype", f"Make one with `mmseqs createdb {path} DATABASE`, and pass that.")
 
     def search(
         self, queries: Sequence[SearchQuery], path: Path, survey: Survey, max_rows: int | None, threads: int, tell: Tell
@@ -93,7 +93,7 @@ class HHblits(Engine):
         return {"engine": self.name, "program": run_program([program, "-h"]).partition(":")[0].strip(), **asdict(self)}
 
     def survey(self, path: Path, tell: Tell) -> Survey:
-        return _survey(path, "_a3m.ffdata", "Pass an HH-suite database without this ending")
+        return _survey(path, "_a3m.ffdata", "Pass an HH-suite database without this ending.")
 
     def search(
         self, queries: Sequence[SearchQuery], path: Path, survey: Survey, max_rows: int | None, threads: int, tell: Tell
@@ -119,7 +119,7 @@ def _program(program: str, engine: str, installation: str) -> str:
     """Return the path of a program. Raises UserError if it is not on PATH."""
     path = shutil.which(program)
     if path is None:
-        raise UserError(f"--engine {engine}: `{program}` is not on PATH. Install it ({installation}), or use jackhmmer")
+        raise UserError(f"--engine {engine}: `{program}` is not on PATH. Install it ({installation}) or use jackhmmer.")
     return path
 
 

@@ -87,9 +87,9 @@ def search(
     names = [database.name.lower() for database, _ in targets]
     for database in databases:
         if names.count(database.name.lower()) > 1:
-            raise UserError(f"--database {database.path}: another is called {database.name} too. Use NAME=FILE")
+            raise UserError(f"--database {database.path}: another is called {database.name} too. Use NAME=FILE.")
     if templates is not None and not templates.exists():
-        raise UserError(f"{templates}: no such file. Pass a FASTA file like pdb_seqres, or remove the option")
+        raise UserError(f"{templates}: no such file. Pass a FASTA file like pdb_seqres, or remove the option.")
     proteins = sequences_to_search(queries)
     report = out / ("search.json" if options.part is None else f"search-{options.part}.json".replace("/", "-of-"))
     check_output(out)

@@ -163,7 +163,7 @@ class AlignmentServer:
                 return [folder / name for name in texts]
             # The server has forgotten the ticket.
             ticket = ""
-        raise ServerGone(f"{self.url}: forgets its tickets repeatedly. Try later")
+        raise ServerGone(f"{self.url}: forgets its tickets repeatedly. Try later.")
 
     def _save_ticket(self, folder: Path, ticket: str) -> None:
         """Cache the id of a ticket."""
@@ -176,7 +176,7 @@ class AlignmentServer:
         ticket = status.get("id")
         if not isinstance(ticket, str) or not _ID.fullmatch(ticket):
             raise ServerGone(
-                f"{self.url}: returns no ticket ({str(status)[:100]}). Check that this is an alignment server"
+                f"{self.url}: returns no ticket ({str(status)[:100]}). Check that this is an alignment server."
             )
         return ticket
 
@@ -194,7 +194,7 @@ class AlignmentServer:
         if time.monotonic() > end:
             raise ServerGone(
                 f"{self.url}: has no answer after {self.limits.ticket / 60:.0f} min ({status}). Repeat the command "
-                "later to continue: the ticket is kept"
+                "later to continue: the ticket is kept."
             )
 
     def _status(self, path: str, form: dict[str, str] | None, end: float) -> dict[str, Any]:
@@ -207,9 +207,9 @@ class AlignmentServer:
             answer = self._request(path, form, _read_status, 1 << 20, self.limits.request) or {"status": "UNKNOWN"}
             status = answer["status"]
             if status == "ERROR":
-                raise NoAnswer(f"{self.url}: answers ERROR. Check that these are protein sequences, or try later")
+                raise NoAnswer(f"{self.url}: answers ERROR. Check that these are protein sequences, or try later.")
             if status == "MAINTENANCE":
-                raise ServerGone(f"{self.url}: is under maintenance. Try later: earlier answers are kept")
+                raise ServerGone(f"{self.url}: is under maintenance. Try later: earlier answers are kept.")
             if status != "RATELIMIT":
                 return answer
             self._check_time(end, status)
@@ -231,7 +231,7 @@ class AlignmentServer:
         try:
             return self._request(path, None, read, limits.packed, limits.download, min(3, limits.tries))
         except DamagedAnswer as error:
-            raise NoAnswer(f"{self.url}: its answer cannot be used: it {error}. Try later") from None
+            raise NoAnswer(f"{self.url}: its answer cannot be used: it {error}. Try later.") from None
 
     def _request(
         self,

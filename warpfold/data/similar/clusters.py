@@ -101,7 +101,7 @@ def clustering_program(sequences: Iterable[str]) -> str:
         raise UserError(
             f"clusters of {count:,} sequences: more than {MAX_SEQUENCES:,} need MMseqs2, and `mmseqs` is not on PATH. "
             "Install it (apt install mmseqs2, or conda install -c bioconda mmseqs2), pass a file with --clusters, or "
-            "cluster only equal sequences (--cluster-identity 1)"
+            "cluster only equal sequences (--cluster-identity 1)."
         )
     return f"MMseqs2 {run_program(['mmseqs', 'version']).strip()}"
 
@@ -125,7 +125,7 @@ def read_clusters(path: Path | str, keys: Iterable[str], entities: Mapping[str, 
     for number, line in enumerate(read_file(path).decode("utf-8", "replace").splitlines(), 1):
         for name in (names := line.split()):
             if clusters.setdefault(normalise(name), names[0]) != names[0]:
-                raise UserError(f"{path}: line {number}: {name} is in two clusters. Remove it from one")
+                raise UserError(f"{path}: line {number}: {name} is in two clusters. Remove it from one.")
     keys = list(keys)
     by_key = {key: normalise(key) for key in keys}
     by_entity = {key: normalise(name) for key, name in (entities or {}).items()}
@@ -136,7 +136,7 @@ def read_clusters(path: Path | str, keys: Iterable[str], entities: Mapping[str, 
         example = next(iter(clusters), "none")
         raise UserError(
             f"{path}: names none of the {len(keys)} chains; its names are like {example}, the chains' like {keys[0]}. "
-            "Pass a file with names of chains, or none: pack can compute clusters"
+            "Pass a file with names of chains, or none: pack can compute clusters."
         )
     return max(matches, key=len)
 
@@ -162,7 +162,7 @@ def _join_by_mmseqs(sequences: Sequence[str], min_identity: float, threads: int)
             free = shutil.disk_usage(folder).free / 1e9
             raise UserError(
                 f"{error}. It needs memory, and space in {tempfile.gettempdir()} ({free:.1f} GB are free): set TMPDIR "
-                "to a folder with more space, and repeat the command"
+                "to a folder with more space, and repeat the command."
             ) from None
     joined = [-1] * len(sequences)
     try:
@@ -175,7 +175,7 @@ def _join_by_mmseqs(sequences: Sequence[str], min_identity: float, threads: int)
     if not is_complete:
         raise UserError(
             "`mmseqs cluster`: its table does not put each sequence into one cluster. Install another version of "
-            "MMseqs2 (14 works), or pass a file with --clusters"
+            "MMseqs2 (14 works), or pass a file with --clusters."
         )
     return joined
 

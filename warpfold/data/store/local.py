@@ -107,7 +107,7 @@ class Folder:
             return local_copy(self, name, size, digest, checked)
         view = map_file(self.path / name, size)
         if not checked and digest_of(view) != digest:
-            raise UserError(f"{self.path / name}: damaged (checksum). Copy it again")
+            raise UserError(f"{self.path / name}: damaged (checksum). Copy it again.")
         return view
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ def map_file(path: Path, size: int) -> memoryview:
     try:
         actual = os.fstat(file).st_size
         if actual != size:
-            raise UserError(f"{path}: {actual} bytes, {size} expected: cut short or not this store's. Copy it again")
+            raise UserError(f"{path}: {actual} bytes, {size} expected: cut short or not this store's. Copy it again.")
         return memoryview(mmap.mmap(file, size, prot=mmap.PROT_READ))
     finally:
         os.close(file)
@@ -166,11 +166,11 @@ def local_copy(storage: Storage, name: str, size: int, digest: str, checked: boo
     if not path.exists():
         data = storage.whole(name)
         if len(data) != size or digest_of(data) != digest:
-            raise UserError(f"{name}: {len(data)} bytes, damaged or cut short. Copy the store again")
+            raise UserError(f"{name}: {len(data)} bytes, damaged or cut short. Copy the store again.")
         try:
             write_atomically(path, data, sync=False)
         except UserError as error:
-            raise UserError(f"{error}. Set TMPDIR to a folder of this machine with {size / 1e6:.0f} MB free") from None
+            raise UserError(f"{error}. Set TMPDIR to a folder of this machine with {size / 1e6:.0f} MB free.") from None
         # A copy that is mapped stays readable after its removal.
         for old in folder.glob("*.wfi"):
             if time.time() - old.stat().st_mtime > COPY_LIFETIME:
@@ -186,5 +186,5 @@ def copies_folder() -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise UserError(f"{folder}: is not a private folder of yours. Remove it, or set TMPDIR to another folder")
+        raise UserError(f"{folder}: is not a private folder of yours. Remove it, or set TMPDIR to another folder.")
     return folder

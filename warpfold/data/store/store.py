@@ -214,7 +214,7 @@ class Store:
             unless_open.pop_all()
         self.keys = Keys(self.index)  # in writing order
         if not self.keys:
-            raise UserError(f"{self.path}: an empty store. Pack it again")
+            raise UserError(f"{self.path}: an empty store. Pack it again.")
 
     def __repr__(self) -> str:
         return f"<Store {self.path}: {len(self)} entries>"
@@ -258,7 +258,7 @@ class Store:
         """Return the row of `key`. Raises KeyError, and UserError if the index is damaged."""
         if (row := self.index.row(key)) < 0:
             if any(key == listed for listed in self.keys):
-                raise UserError(f"{self.path / INDEX}: damaged ({key} is not found). Copy or pack the store again")
+                raise UserError(f"{self.path / INDEX}: damaged ({key} is not found). Copy or pack the store again.")
             raise KeyError(key)
         return row
 
@@ -270,7 +270,7 @@ class Store:
             holder, holder_row = next(iter(shared.values())), int(self.index.where["holder"][row])
             held = self._header(holder_row, holder)[1] if holder_row >= 0 else {}
             if missing := [name for name in shared if name not in held]:
-                raise UserError(f"{self.path}: {key}: {missing[0]} is not in {holder}. Copy or pack the store again")
+                raise UserError(f"{self.path}: {key}: {missing[0]} is not in {holder}. Copy or pack the store again.")
             arrays |= {name: held[name] for name in shared}
         return Record(self, key, notes, arrays)
 
@@ -332,41 +332,41 @@ class Store:
             is_store, version = top["format"] == FORMAT, int(top["version"])
         except OSError as error:
             raise UserError(
-                f"{self.path}: not a store (store.json: {error.strerror}). Make one with `warpfold pack`"
+                f"{self.path}: not a store (store.json: {error.strerror}). Make one with `warpfold pack`."
             ) from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UserError(f"{file}: damaged, or not a store's. Pack it again") from error
+            raise UserError(f"{file}: damaged, or not a store's. Pack it again.") from error
         if not is_store:
-            raise UserError(f"{file}: not of a WarpFold store. Pass the folder of a store")
+            raise UserError(f"{file}: not of a WarpFold store. Pass the folder of a store.")
         if version != VERSION:
-            remedy = "Update WarpFold" if version > VERSION else "Pack it again"
+            remedy = "Update WarpFold." if version > VERSION else "Pack it again."
             raise UserError(f"{self.path}: a store of format {version}, this WarpFold reads {VERSION}. {remedy}")
         try:
             size, digest = int(top["index"]["bytes"]), str(top["index"]["blake2b"])
             checksums = {str(name): int(crc) for name, crc in top["files"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{file}: damaged. Copy the store again") from error
+            raise UserError(f"{file}: damaged. Copy the store again.") from error
         file = self.path / INDEX
         try:
             index = Index(self.storage.view(INDEX, size, digest, checked))
             if not checked:
                 index.check()
         except OSError as error:
-            raise UserError(f"{file}: cannot be read: {error.strerror}. Copy the store again") from error
+            raise UserError(f"{file}: cannot be read: {error.strerror}. Copy the store again.") from error
         except NotImplementedError as error:
-            raise UserError(f"{file}: an index of version {error}, newer than this WarpFold. Update WarpFold") from None
+            raise UserError(f"{file}: an index of version {error}, too new for this WarpFold. Update it.") from None
         except (ValueError, KeyError, TypeError, IndexError, RecursionError, struct.error) as error:
-            raise UserError(f"{file}: damaged ({error}). Copy the store again") from error
+            raise UserError(f"{file}: damaged ({error}). Copy the store again.") from error
         for shard, expected in () if checked else index.shards:
             try:
                 size = self.storage.size(shard)
             except OSError as error:
                 path = self.path / shard
-                raise UserError(f"{path}: cannot be read: {error.strerror}. Copy the store again") from error
+                raise UserError(f"{path}: cannot be read: {error.strerror}. Copy the store again.") from error
             if size < expected:
                 raise UserError(
                     f"{self.path / shard}: {size} bytes, {expected} expected: truncated or not this store's. Copy the "
-                    "store again"
+                    "store again."
                 )
         return checksums, index
 
@@ -383,9 +383,9 @@ class Store:
                     # A cached copy was damaged.
                     (blobs[i],) = self.storage.read(name, [(begin, end)])
                 if not _is_valid(blobs[i], begin, end, crc):
-                    raise UserError(f"{what}: damaged (checksum at byte {begin}). Copy or pack the store again")
+                    raise UserError(f"{what}: damaged (checksum at byte {begin}). Copy or pack the store again.")
         except OSError as error:
-            raise UserError(f"{spans[0][3]}: cannot be read: {error.strerror}. Copy the store again") from error
+            raise UserError(f"{spans[0][3]}: cannot be read: {error.strerror}. Copy the store again.") from error
         return blobs
 
 
@@ -481,10 +481,10 @@ def _decompress(data: bytes, what: str, limit: int = LARGEST) -> bytes:
         _THREAD.decompressor = zstandard.ZstdDecompressor()
     try:
         if not 0 <= zstandard.frame_content_size(data) <= limit:
-            raise UserError(f"{what}: damaged (unexpected size). Pack the store again")
+            raise UserError(f"{what}: damaged (unexpected size). Pack the store again.")
         return bytes(_THREAD.decompressor.decompress(data))
     except zstandard.ZstdError as error:
-        raise UserError(f"{what}: damaged ({error}). Pack the store again") from error
+        raise UserError(f"{what}: damaged ({error}). Pack the store again.") from error
 
 
 def _is_valid(data: bytes, begin: int, end: int, crc: int | None) -> bool:

@@ -107,9 +107,9 @@ class StoredExample:
         """The checked record."""
         record = self.store.record(self.key)
         if missing := [name for name in REQUIRED if name not in record.arrays]:
-            raise UserError(f"{self.store.path}: {self.key}: lacks {', '.join(missing)}. Pack the store again")
+            raise UserError(f"{self.store.path}: {self.key}: lacks {', '.join(missing)}. Pack the store again.")
         if misfits := _misfits(record):
-            raise UserError(f"{self.store.path}: {self.key}: {', '.join(misfits)} do not fit. Pack the store again")
+            raise UserError(f"{self.store.path}: {self.key}: {', '.join(misfits)} do not fit. Pack the store again.")
         return record
 
     @cached_property
@@ -339,12 +339,12 @@ def read_assembly(store: Store, key: str) -> Assembly:
         return Assembly(key, (key,), (StoredExample(store, key, pairing=False),))
     notes, keys = record.notes, record.notes[CHAINS]
     if missing := [chain for chain in keys if chain not in store]:
-        raise UserError(f"{store.path}: {key}: its chain {missing[0]} is not in the store. Pack the store again")
+        raise UserError(f"{store.path}: {key}: its chain {missing[0]} is not in the store. Pack the store again.")
     chains = {chain: StoredExample(store, chain) for chain in dict.fromkeys(keys)}
     operators = record.read("operators") if "operators" in record.arrays else None
     fits = len(notes["ids"]) == len(notes["entities"]) == len(keys) > 0
     if not fits or (operators is not None and (operators.shape != (len(keys), 3, 4) or not is_rigid(operators))):
-        raise UserError(f"{store.path}: {key}: its chains and operators do not fit. Pack the store again")
+        raise UserError(f"{store.path}: {key}: its chains and operators do not fit. Pack the store again.")
     placed = tuple(chains[chain] for chain in keys)
     return Assembly(notes["name"], tuple(notes["ids"]), placed, operators, tuple(notes["entities"]))
 

@@ -123,7 +123,7 @@ class AssemblyTable:
                     placed |= {(chain, key): PlacedChain(chain, operator) for chain in chains}
                     if len(placed) > MAX_CHAINS:
                         raise UserError(
-                            f"{self.source}: assembly {name} has more than {MAX_CHAINS} chains. Correct the file"
+                            f"{self.source}: assembly {name} has more than {MAX_CHAINS} chains. Correct the file."
                         )
         return PlacedChains(tuple(placed.values()), left_out)
 
@@ -135,17 +135,17 @@ class AssemblyTable:
         text = "".join(expression.split())
         terms = [match[0] for match in _TERM.finditer(text)]
         if not terms or ",".join(terms) != text:
-            raise UserError(f"{self.source}: {text[:40]!r} names no operators of an assembly. Correct the file")
+            raise UserError(f"{self.source}: {text[:40]!r} names no operators of an assembly. Correct the file.")
         expanded: list[np.ndarray] = []
         for term in terms:
             products = [np.eye(4)]
             for group in term.strip("()").split(")("):
                 names = self._items(group)
                 if not names:
-                    raise UserError(f"{self.source}: {term[:40]!r} names no operators of an assembly. Correct the file")
+                    raise UserError(f"{self.source}: {term[:40]!r} names no operators of assemblies. Correct the file.")
                 if len(expanded) + len(products) * len(names) > MAX_OPERATORS:
                     raise UserError(
-                        f"{self.source}: {text[:40]} are more than {MAX_OPERATORS} operators. Correct the file"
+                        f"{self.source}: {text[:40]} are more than {MAX_OPERATORS} operators. Correct the file."
                     )
                 operators = [self._operator(name) for name in names]
                 products = [left @ right for left in products for right in operators]
@@ -169,14 +169,14 @@ class AssemblyTable:
         """Parse an operator into a homogeneous matrix, float64 [4, 4]."""
         if name not in self.operators:
             raise UserError(
-                f"{self.source}: an assembly needs operator {name[:40]}, which is missing. Fetch the file again"
+                f"{self.source}: an assembly needs operator {name[:40]}, which is missing. Fetch the file again."
             )
         try:
             rows = np.array(self.operators[name], np.float64).reshape(3, 4)
         except ValueError:
             rows = np.full((3, 4), np.nan)
         if not is_rigid(rows):
-            raise UserError(f"{self.source}: operator {name} of an assembly is no rigid motion. Fetch the file again")
+            raise UserError(f"{self.source}: operator {name} of an assembly is no rigid motion. Fetch the file again.")
         return np.concatenate([rows, [[0.0, 0.0, 0.0, 1.0]]])
 
 

@@ -110,5 +110,5 @@ def parse_date_option(text: str | None, option: str) -> date | None:
     """Parse a date that the user passed as `option`; None stays None. Raises UserError if it is not a date."""
     day = parse_date(text)
     if text is not None and day is None:
-        raise UserError(f"{option} {text}: is not a date. Write it as YYYY-MM-DD, for example 2018-04-30")
+        raise UserError(f"{option} {text}: is not a date. Write it as YYYY-MM-DD, for example 2018-04-30.")
     return day

@@ -35,7 +35,7 @@ class Library:
         self.folders, self.keep, self.limit = tuple(map(Path, folders)), keep, limit
         for folder in self.folders:
             if not folder.is_dir():
-                raise UserError(f"{folder}: is not a folder. Pass the folder of the templates' mmCIF files")
+                raise UserError(f"{folder}: is not a folder. Pass the folder of the templates' mmCIF files.")
         # The files of each folder by id.
         self._listed: dict[Path, dict[str, Path]] = {}
         self._structures: OrderedDict[str, Structure | UserError] = OrderedDict()
@@ -75,7 +75,7 @@ class Library:
         if (new := self._obsolete.get(pdb_id)) and (path := self._find_file(new)):
             return path
         where = ", ".join(map(str, self.folders))
-        raise MissingStructure(f"{where}: has no {pdb_id}.cif or {pdb_id}.cif.gz. Add it, or do without")
+        raise MissingStructure(f"{where}: has no {pdb_id}.cif or {pdb_id}.cif.gz. Add it, or do without.")
 
     def _find_file(self, pdb_id: str) -> Path | None:
         return next(filter(None, (self._find_in(folder, pdb_id) for folder in self.folders)), None)

@@ -89,7 +89,7 @@ def parse_structure(data: bytes | str, source: str = "<structure>", ca_only: boo
     """Parse a structure in memory as `read_structure` does. source: its name in errors."""
     data = data.encode() if isinstance(data, str) else data
     if kind := document_kind(data):
-        raise UserError(f"{source}: is {kind}, not a structure. Pass an mmCIF or PDB file")
+        raise UserError(f"{source}: is {kind}, not a structure. Pass an mmCIF or PDB file.")
     elif b"_atom_site." not in data and re.search(rb"^(ATOM  |HETATM|HEADER    )", data, re.MULTILINE):
         read = pdb.read
     else:
@@ -104,10 +104,10 @@ def _gemmi_errors(source: str) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError:
-        raise UserError(f"{source}: is damaged: it has names that are not text. Fetch the file again") from None
+        raise UserError(f"{source}: is damaged: it has names that are not text. Fetch the file again.") from None
     except (ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"{source}: is truncated, or not valid mmCIF or PDB ({reason}). Fetch it again") from error
+        raise UserError(f"{source}: is truncated, or not valid mmCIF or PDB ({reason}). Fetch it again.") from error
 
 
 def read_release_date(path: str | Path, limit: int = LARGEST) -> date | None:
@@ -132,14 +132,14 @@ def _read_mmcif(data: bytes, source: str) -> Reading:
     """
     if b"_atom_site." not in data:
         problem = "has no atoms" if b"data_" in data else "is not a structure file"
-        raise UserError(f"{source}: {problem}. Pass an mmCIF or PDB file with coordinates")
+        raise UserError(f"{source}: {problem}. Pass an mmCIF or PDB file with coordinates.")
     last = data[-1000:].rstrip().rpartition(b"\n")[2]
     # Most programs write '#' after each category. If this file does so, it must end with one.
     if not last.startswith(b"#") and data.count(b"\n#") >= 5:
-        raise UserError(f"{source}: is truncated (it ends in the middle of a category). Fetch the file again")
+        raise UserError(f"{source}: is truncated (it ends in the middle of a category). Fetch the file again.")
     blocks = [block for block in cif.read_string(data) if len(block.find_values("_atom_site.Cartn_x"))]
     if not blocks:
-        raise UserError(f"{source}: has no atoms (_atom_site.Cartn_x). Pass a file with coordinates")
+        raise UserError(f"{source}: has no atoms (_atom_site.Cartn_x). Pass a file with coordinates.")
     if len(blocks) > 1:
         names = listed([block.name for block in blocks], 4)
         raise UserError(f"{source}: has {len(blocks)} data blocks with atoms ({names}). Write one block to a file.")
@@ -193,7 +193,7 @@ def _build_structure(reading: Reading, source: str, ca_only: bool) -> Structure:
     if not chains:
         reasons = [f"{name}: {reason}" for name, reason in dropped.items()]
         because = f" ({listed(reasons, 4, '; ')})" if reasons else ""
-        raise UserError(f"{source}: has no usable protein chain{because}. Pass a protein with all its atoms")
+        raise UserError(f"{source}: has no usable protein chain{because}. Pass a protein with all its atoms.")
     entry = next(iter(_values(block, "_entry.id")), "") or block.name
     # Programs write these placeholders if they have no id.
     if entry in ("", "XXXX", "model"):
@@ -310,7 +310,7 @@ def _sequences(block: cif.Block, source: str) -> dict[str, list[tuple[str, ...]]
         else:
             raise UserError(
                 f"{source}: entity_poly_seq has residue {number} of entity {entity} after {len(monomers)} others. "
-                "Fetch the file again"
+                "Fetch the file again."
             )
     return sequences
 
@@ -375,7 +375,7 @@ def _read_columns(block: cif.Block, source: str, notes: list[str]) -> tuple[Colu
     if not len(table):
         missing = [tag for tag in needed if not block.find_values("_atom_site." + tag)]
         problem = f"atom_site has no column {', '.join(missing)}" if missing else "has no atoms"
-        raise UserError(f"{source}: {problem}. Pass a file with coordinates")
+        raise UserError(f"{source}: {problem}. Pass a file with coordinates.")
     rows: Sequence[int] = range(len(table))
     copies, suffixes = False, list[str]()
     # The last column is the model number.
@@ -449,7 +449,7 @@ def place_atoms(
         number = columns["label_seq_id"][row] if authors[row] in ABSENT else authors[row]
         raise UserError(
             f"{source}: atom {atom} of residue {number} of chain {chain} has a position that is not a number or "
-            "far too large. Correct the file or remove the atom"
+            "far too large. Correct the file or remove the atom."
         )
     unseen, at_origin = is_placeholder(xyz), (xyz == 0).all(-1)
     # A single atom may really be at the origin, such as the first atom of a built helix.
@@ -574,7 +574,7 @@ def _rows_of_polymers(
             expected = "/".join(monomers[i]) if 0 <= i < len(monomers) else f"1 to {len(monomers)}"
             raise UserError(
                 f"{source}: chain {columns['auth_asym_id'][keys.index(key)]} has an atom of {monomer} at position "
-                f"{number} of its sequence, which has {expected}. The file contradicts itself: fetch it again"
+                f"{number} of its sequence, which has {expected}. The file contradicts itself: fetch it again."
             )
         if monomer == monomers[i][0]:
             residue_of[key] = start + i

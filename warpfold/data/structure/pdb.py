@@ -42,15 +42,15 @@ def read(data: bytes, source: str) -> Reading:
     last = data.rstrip(b"\n").rpartition(b"\n")[2]
     # The coordinates of an atom end at column 54.
     if last.startswith((b"ATOM  ", b"HETATM")) and len(last.rstrip()) < 54:
-        raise UserError(f"{source}: is truncated (it ends in the middle of an atom). Fetch the file again")
+        raise UserError(f"{source}: is truncated (it ends in the middle of an atom). Fetch the file again.")
     if re.search(rb"^SEQRES", data, re.MULTILINE) and not re.search(rb"^END", data, re.MULTILINE):
         raise UserError(
-            f"{source}: is truncated (it has SEQRES but no END). Fetch it again, or add END if it is complete"
+            f"{source}: is truncated (it has SEQRES but no END). Fetch it again, or add END if it is complete."
         )
     lines = [line.rstrip() for line in data.decode("latin-1").split("\n")]
     sections = _sections(lines)
     if not sections:
-        raise UserError(f"{source}: has no atoms. Pass a file with coordinates")
+        raise UserError(f"{source}: has no atoms. Pass a file with coordinates.")
     method = " ".join(line[10:].strip() for line in lines if line.startswith("EXPDTA"))
     all_count, notes = False, list[str]()
     if len(sections) > 1:
@@ -148,7 +148,7 @@ def _residues(lines: Sequence[str], sections: Iterable[tuple[int, Sequence[int]]
             except ValueError:
                 raise UserError(
                     f"{source}: atom {line[6:27].strip()} has a position that is not a number. Correct the file or "
-                    "remove the atom"
+                    "remove the atom."
                 ) from None
             atom, altloc = line[12:16].strip(), line[16:17] or " "
             # The columns that identify a residue are compared as text, and parsed once per residue.
@@ -379,10 +379,10 @@ def _release_date(data: bytes) -> str | None:
 def _complete(structure: gemmi.Structure, source: str) -> cif.Block:
     """Convert the first model to mmCIF, in which every polymer residue has its position in the sequence."""
     if not len(structure) or not structure[0].count_atom_sites():
-        raise UserError(f"{source}: has no atoms. Pass a file with coordinates")
+        raise UserError(f"{source}: has no atoms. Pass a file with coordinates.")
     names = {residue.name for chain in structure[0] for residue in chain}
     if any("'" in name or '"' in name for name in names):
-        raise UserError(f"{source}: is damaged: a residue name contains a quote. Fetch the file again")
+        raise UserError(f"{source}: is damaged: a residue name contains a quote. Fetch the file again.")
     while len(structure) > 1:
         del structure[-1]
     structure.setup_entities()

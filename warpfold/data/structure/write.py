@@ -79,7 +79,7 @@ def write_pdb(name: str, chains: Sequence[Chain], *, b_factors: Sequence[np.ndar
     Raises UserError if the structure exceeds the columns of the format: more than 62 chains or 99,999 atoms, chain
     names of two letters, or numbers too long for their columns. Write such structures as mmCIF.
     """
-    remedy = "the PDB format cannot hold it. Write mmCIF"
+    remedy = "the PDB format cannot hold it. Write mmCIF."
     bs = _checked_b_factors(chains, b_factors)
     atoms = sum(int((c.mask > 0).sum()) for c in chains)
     if len(chains) > len(PDB_CHAINS):

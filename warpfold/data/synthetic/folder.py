@@ -70,23 +70,23 @@ def generate(
     Raises UserError if `out` is in use, and for impossible arguments.
     """
     if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out}: exists already. Pass a new folder or remove it")
+        raise UserError(f"{out}: exists already. Pass a new folder or remove it.")
     if min(proteins, dimers) < 0 or proteins + dimers < 1:
-        raise UserError(f"proteins = {proteins}, dimers = {dimers}: nothing to generate. Request at least one")
+        raise UserError(f"proteins = {proteins}, dimers = {dimers}: nothing to generate. Request at least one.")
     if seed < 0:
-        raise UserError(f"seed = {seed}: negative. Use 0 or more")
+        raise UserError(f"seed = {seed}: negative. Use 0 or more.")
     if min_length > max_length or max_length < MIN_LENGTH or min_length > MAX_LENGTH:
         raise UserError(
-            f"lengths {min_length} to {max_length}: impossible. Pass a range within {MIN_LENGTH} to {MAX_LENGTH}"
+            f"lengths {min_length} to {max_length}: impossible. Pass a range within {MIN_LENGTH} to {MAX_LENGTH}."
         )
     if not 1 <= depth[0] <= depth[1]:
-        raise UserError(f"depth {depth[0]} to {depth[1]}: impossible. Pass a range of numbers from 1 on")
+        raise UserError(f"depth {depth[0]} to {depth[1]}: impossible. Pass a range of numbers from 1 on.")
     partial = out.absolute().with_name(f".{out.name}.{os.getpid()}.partial")
     entries = []
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        raise UserError(f"{out}: cannot be created: {error.strerror}. Pass another folder") from error
+        raise UserError(f"{out}: cannot be created: {error.strerror}. Pass another folder.") from error
     try:
         for folder in ("mmcif", "msas"):
             (partial / folder).mkdir()

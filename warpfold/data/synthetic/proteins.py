@@ -84,7 +84,7 @@ def draw_backbones(
 
 def no_fold(min_length: int, max_length: int) -> UserError:
     """Return the error for lengths that no fold has."""
-    return UserError(f"no fold of {min_length} to {max_length} residues was found. Allow lengths from 30 to 60")
+    return UserError(f"no fold of {min_length} to {max_length} residues was found. Allow lengths from 30 to 60.")
 
 
 def to_chain(protein: Protein, name: str = "A", centre: Floats | None = None) -> Chain:
