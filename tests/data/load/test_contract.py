@@ -19,7 +19,6 @@ from warpfold.data.load.schedule import Draw, Schedule, State, share_of
 from warpfold.data.load.workers import Failed, Made, Outcome
 from warpfold.data.store.store import Store
 from warpfold.engine.ready_maker import BatchMaker
-from warpfold.training.ledger import _follows
 
 EXAMPLES, STEPS = 6, 7  # per step; per run: six epochs of a store of seven
 
@@ -84,7 +83,10 @@ class Run:
             [draw for draw in takewhile(lambda draw: draw is not None, map(known.get, count(begin * share))) if draw]
             for known, share in zip(lines, shares)
         ]
-        replay = replay if _follows(replay, state) else []
+        numbers = [draw.number for draws in replay for draw in draws]
+        # As in `warpfold.training.ledger.Ledger`.
+        if len(set(numbers)) < len(numbers) or any(n < state.first or n in state.early for n in numbers):
+            replay = []
 
         def loader(rank: int) -> Loader:
             """Yield the examples of a rank. Their lines are written before they are used."""
