@@ -419,17 +419,6 @@ def is_complex(data: bytes) -> bool:
     return _SEVERAL_LENGTHS.match(data) is not None
 
 
-def _announced_numbers(line: bytes) -> tuple[list[bytes], list[bytes]] | None:
-    """Split a line such as `#21,25<TAB>1,1` into lengths and copies; None for another line."""
-    if not _NUMBERS.fullmatch(line):
-        return None
-    parts = re.sub(rb"\s*,\s*", b",", line[1:].strip()).split()
-    if len(parts) != 2:
-        return None
-    lengths, copies = ([number for number in part.split(b",") if number] for part in parts)
-    return lengths, copies
-
-
 def announced(data: bytes, source: str) -> tuple[list[int], list[int], bytes]:
     """Parse the lengths and copies in the first lines of ColabFold's alignments.
 
@@ -440,18 +429,21 @@ def announced(data: bytes, source: str) -> tuple[list[int], list[int], bytes]:
     copies: list[int] = []
     while data.startswith(b"#"):
         line, _, data = data.partition(b"\n")
-        if both := _announced_numbers(line):
-            is_valid = all(len(n) <= digits and int(n) for part, digits in zip(both, _MAX_DIGITS) for n in part)
-            if not is_valid or not both[0] or len(both[0]) != len(both[1]):
-                raise UserError(
-                    f"{source}: its first line announces impossible lengths or copies. Make the alignment again."
-                )
-            lengths, copies = ([int(n) for n in part] for part in both)
-        elif _NUMBERS.fullmatch(line):
+        if not _NUMBERS.fullmatch(line):
+            continue
+        parts = re.sub(rb"\s*,\s*", b",", line[1:].strip()).split()
+        if len(parts) != 2:
             raise UserError(
                 f"{source}: its line {line[:40].decode()!r} is not understood. Write the lengths, a tab, and the "
                 "copies of the chains, such as #120,88<TAB>1,2, or remove the line."
             )
+        both = [[number for number in part.split(b",") if number] for part in parts]
+        is_valid = all(len(n) <= digits and int(n) for part, digits in zip(both, _MAX_DIGITS) for n in part)
+        if not is_valid or not both[0] or len(both[0]) != len(both[1]):
+            raise UserError(
+                f"{source}: its first line announces impossible lengths or copies. Make the alignment again."
+            )
+        lengths, copies = ([int(n) for n in part] for part in both)
     return lengths, copies, data
 
 
