@@ -62,7 +62,7 @@ class PackCommand(PackOptions):
         if self.out is None:
             raise UserError("pack: --out is missing. Pass the folder of the new store.")
         if sum(paths is not None for paths in (self.structures, self.predicted, self.merge)) != 1:
-            raise UserError("pack: pass exactly one of structures, predicted structures, and parts to merge")
+            raise UserError("pack: several inputs, or none. Pass exactly one of structures, predicted and merge.")
         out, tell = arguments.path("out", self.out), progress_of(self.progress)
         part = JobPart.parse(self.shard) if self.shard else None
         if self.merge is not None:

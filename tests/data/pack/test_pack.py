@@ -202,7 +202,7 @@ class Known(Queries):
     """Queries that have been read already."""
 
     def __init__(self, alignments: Sequence[tuple[InputFile, str]]) -> None:
-        self.found = {source.name: (query, "") for source, query in alignments}
+        self.read_so_far = {source.name: (query, "") for source, query in alignments}
         self.alignments, self.shared = [source for source, _ in alignments], None
 
 

@@ -63,8 +63,8 @@ GOOD = "--structures structures --out o"
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("--out o", "give one of --structures, --predicted, --merge, --verify, --info, not none"),
-        ("--structures structures --verify o", "not --structures and --verify"),
+        ("--out o", "no mode given. Pass one of --structures, --predicted, --merge, --verify, --info."),
+        ("--structures structures --verify o", "--structures and --verify given"),
         ("--structures structures", "--out is missing"),
         ("--structures structures --out .", "not a name for a store"),
         ("--structures structures --out s3://bucket/o", "--out s3://bucket/o: is an address. Give a path"),

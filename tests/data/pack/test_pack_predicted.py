@@ -211,7 +211,7 @@ def test_depth_and_misuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     message = refused(run(capsys, "pack", *inputs, "--out", tmp_path / "o", "--hits", tmp_path / "m"))
     assert "--hits with --predicted needs --template-structures" in message
     message = refused(run(capsys, "pack", *inputs, "--structures", tmp_path / "p", "--out", tmp_path / "o"))
-    assert "give one of" in message
+    assert "Pass one of" in message
     assert not (tmp_path / "o").exists()
 
 
