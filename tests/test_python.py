@@ -158,7 +158,7 @@ WRONG: dict[str, tuple[Callable[[Predictor, Path], Any], str]] = {
     "out": (lambda p, path: warpfold.pack("mmcif", out=None), "out is missing"),
     "structures": (
         lambda p, path: warpfold.pack(out="store"),
-        "pass exactly one of structures, predicted structures, and parts to merge",
+        "Pass exactly one of structures, predicted and merge",
     ),
     "max_hits": (lambda p, path: warpfold.search("q.fasta", "db.fasta", "out", max_hits=1), "a number from 2"),
     "chains": (lambda p, path: warpfold.score("a.cif", "b.cif", chains="A"), "pairs of predicted:reference"),
