@@ -426,7 +426,7 @@ def _input_notices(prediction: Prediction, files: Mapping[str, str]) -> Iterator
         try:
             prediction.pdb()
         except UserError as error:
-            why = str(error).removeprefix(prediction.name + ": ").removesuffix(". Write mmCIF")
+            why = str(error).removeprefix(prediction.name + ": ").removesuffix(". Write mmCIF.")
             yield Notice("no_pdb", {"why": why})
 
 

@@ -67,7 +67,7 @@ class Quarantine:
             self._report(name, index, reason)
         if len(self.names) > self.limit:
             raise UserError(
-                f"entries that cannot be used: {len(self.names)}, the last one {name}: {reason}; more than "
+                f"entries that cannot be used: {len(self.names)}, the last one {name}: {reason.rstrip('.')}; more than "
                 f"{self.limit} stop a run (train.quarantine). See quarantine.jsonl, and repair or pack the data again."
             )
 
