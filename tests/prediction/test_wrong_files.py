@@ -26,7 +26,7 @@ def test_a_document_is_called_one(
     monkeypatch.chdir(tmp_path)
     for name in ("q.fasta", "q.a3m", "q.csv"):
         Path(name).write_bytes(DOCUMENTS[what])
-        says = f"{name}: is {what}, not sequences or an alignment. Pass these as plain text"
+        says = f"{name}: is {what}, not sequences or an alignment. Pass these as plain text."
         with pytest.raises(warpfold.UserError) as error:
             warpfold.predict(name, tiny_params, "out", device="cpu")
         assert str(error.value) == says
