@@ -49,6 +49,9 @@ def test_editors_and_the_module_know_the_same_names() -> None:
     assert Path(warpfold.__file__).with_name("py.typed").is_file()  # PEP 561: checkers read the types
     for name in warpfold.__all__:
         assert getattr(warpfold, name) is not None
+    assert set(dir(warpfold)) == set(warpfold.__all__)
+    assert warpfold.ops.layers.triangle_multiplication.__doc__
+    assert warpfold.ops.attention.attention.__doc__
     with pytest.raises(AttributeError, match="no attribute 'fold'"):
         warpfold.fold  # noqa: B018  # type: ignore[attr-defined]
 

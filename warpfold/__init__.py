@@ -6,6 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from warpfold import ops
     from warpfold.adapt.accelerate import Acceleration, accelerate, acceleration, restore
     from warpfold.adapt.plain import biased_attention
     from warpfold.cli.demo import sample
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from warpfold.engine.resume import Checkpoints
     from warpfold.engine.watch import Phase, TensorBoard, Watcher, WeightsAndBiases
     from warpfold.errors import UserError
+    from warpfold.model.alphafold import AlphaFold
+    from warpfold.model.evoformer import Evoformer, EvoformerConfig
+    from warpfold.parallel.execution import Execution
+    from warpfold.parallel.plan import Plan
     from warpfold.prediction.outputs import Prediction
     from warpfold.prediction.params import ParamsFile
     from warpfold.prediction.predictor import FoldResult, Gradient, Predictor, load
@@ -30,12 +35,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Acceleration",
+    "AlphaFold",
     "Checkpoints",
     "CompressionState",
+    "Evoformer",
+    "EvoformerConfig",
+    "Execution",
     "FoldResult",
     "Gradient",
     "ParamsFile",
     "Phase",
+    "Plan",
     "Prediction",
     "Predictor",
     "Ready",
@@ -54,6 +64,7 @@ __all__ = [
     "fetch_params",
     "finetune",
     "load",
+    "ops",
     "pack",
     "params",
     "predict",
@@ -65,32 +76,26 @@ __all__ = [
     "validate",
 ]
 
-# Where each name is; imported at first use: `import warpfold` alone does not load torch.
+# The module of each name. Modules are imported at first use, so that `import warpfold` does not load torch.
 _MODULES = {
     **dict.fromkeys(("accelerate", "restore", "acceleration", "Acceleration"), "warpfold.adapt.accelerate"),
     "biased_attention": "warpfold.adapt.plain",
     **dict.fromkeys(("FoldResult", "Gradient", "Predictor", "load"), "warpfold.prediction.predictor"),
     **{
-        name: f"warpfold.cli.{name}"
-        for name in (
-            "distill",
-            "evaluate",
-            "finetune",
-            "pack",
-            "params",
-            "predict",
-            "score",
-            "search",
-            "train",
-        )
+        name: f"warpfold.cli.{name}" for name in ("distill", "finetune", "pack", "params", "predict", "score", "search")
     },
+    **dict.fromkeys(("train", "validate"), "warpfold.cli.train"),
     "evaluate": "warpfold.cli.score",
-    "validate": "warpfold.cli.train",
     "fetch_params": "warpfold.cli.params",
     "sample": "warpfold.cli.demo",
     "Checkpoints": "warpfold.engine.resume",
     **dict.fromkeys(("CompressionState", "compression_hook"), "warpfold.engine.comm_hook"),
     **dict.fromkeys(("Phase", "TensorBoard", "Watcher", "WeightsAndBiases"), "warpfold.engine.watch"),
+    "AlphaFold": "warpfold.model.alphafold",
+    **dict.fromkeys(("Evoformer", "EvoformerConfig"), "warpfold.model.evoformer"),
+    "Execution": "warpfold.parallel.execution",
+    "Plan": "warpfold.parallel.plan",
+    "ops": "warpfold",
     "ParamsFile": "warpfold.prediction.params",
     "Prediction": "warpfold.prediction.outputs",
     "Ready": "warpfold.engine.ready",
@@ -100,16 +105,22 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of the Python interface."""
+    """Import a name of the Python interface."""
     if name not in _MODULES:
         raise AttributeError(f"module 'warpfold' has no attribute {name!r}")
-    found = getattr(importlib.import_module(_MODULES[name]), name)
+    if name == "ops":
+        # Importing the layer functions also makes the other modules of operations available as attributes.
+        importlib.import_module("warpfold.ops.layers")
+        value = sys.modules["warpfold.ops"]
+    else:
+        value = getattr(importlib.import_module(_MODULES[name]), name)
     if "torch" in sys.modules:
         _warn_of_versions()
-    return found
+    return value
 
 
-@cache  # once in a process
+# The cache limits the warning to one in each process.
+@cache
 def _warn_of_versions() -> None:
     """Warn if torch or Python is newer than the tested versions."""
     import warnings
@@ -121,5 +132,5 @@ def _warn_of_versions() -> None:
 
 
 def __dir__() -> list[str]:
-    """List the names of the Python interface and of this module."""
-    return sorted({*globals(), *_MODULES})
+    """List the names of the Python interface."""
+    return __all__
