@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from warpfold.cost.observe import Operations
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.engine.packed import GROUP, PackedWeights, packed_order
-from warpfold.model.evoformer import Evoformer, EvoformerConfig, PairConfig
-from warpfold.model.layers import Linear, joined
+from warpfold.model.evoformer import Evoformer, EvoformerConfig, GatedAttention, MSARowAttention, PairConfig
+from warpfold.model.layers import AdaptedLinear, LayerNorm, Linear, joined
 from warpfold.model.pair_bias import AttentionPairBias
 from warpfold.ops import dispatch
 from warpfold.parallel.execution import Execution
@@ -256,6 +256,61 @@ def test_what_is_written_to_parameters_is_read(write: Callable[[nn.Module], None
         _fill(plain)
         for got, expected in zip(model(*states(torch.bfloat16)), plain(*states(torch.bfloat16))):
             assert torch.equal(got, expected)
+
+
+def _replace_norm(layer: MSARowAttention) -> None:
+    layer.norm = LayerNorm(C_M)
+    nn.init.constant_(layer.norm.weight, 0.5)
+
+
+def _replace_attention(layer: MSARowAttention) -> None:
+    torch.manual_seed(3)
+    layer.attention = GatedAttention(C_M, 2)
+    for p in layer.attention.parameters():
+        nn.init.normal_(p, std=0.3)
+
+
+def _replace_projection(layer: MSARowAttention) -> None:
+    layer.attention.k = Linear(C_M, C_M, bias=False)
+    nn.init.constant_(layer.attention.k.weight, 0.1)
+
+
+def _remove_bias(layer: MSARowAttention) -> None:
+    layer.attention.out.bias = None
+
+
+def _adapt(layer: MSARowAttention) -> None:
+    v = layer.attention.v
+    v.__class__ = AdaptedLinear
+    v.adapter_a, v.adapter_b, v.scale = nn.Parameter(torch.ones(1, C_M)), nn.Parameter(torch.ones(C_M, 1)), 0.5
+
+
+@pytest.mark.parametrize(
+    "change", [_fill, _replace_norm, _replace_attention, _replace_projection, _remove_bias, _adapt, lambda layer: None]
+)
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_layer_s_parameters_are_gathered_again_only_when_something_changes(
+    change: Callable[[MSARowAttention], None], trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m, z, mask, _ = states(torch.bfloat16)
+    plain, model = stack().blocks[0].msa.row, stack().blocks[0].msa.row
+    PackedWeights(model, torch.bfloat16, trained=trained)
+    gather, calls = MSARowAttention.gather_weights, Counter[MSARowAttention]()
+
+    def counted(layer: MSARowAttention, dtype: torch.dtype, variant: bool) -> object:
+        calls[layer] += 1
+        return gather(layer, dtype, variant)
+
+    monkeypatch.setattr(MSARowAttention, "gather_weights", counted)
+    with torch.set_grad_enabled(trained):
+        for _ in range(3):
+            model(m, mask, z)
+        assert calls[model] == 1
+        for layer in (plain, model):
+            change(layer)
+        for _ in range(2):
+            # Weights in bf16 are rounded before or while they are joined: the same numbers.
+            torch.testing.assert_close(model(m, mask, z), plain(m, mask, z), rtol=0, atol=0)
 
 
 def test_a_copy_has_weights_of_its_own() -> None:

@@ -149,9 +149,10 @@ def test_the_host_works_a_launch_out_once(monkeypatch: pytest.MonkeyPatch) -> No
                 differentiated().backward()
             found["forward", how] = counted(lambda: loss.append(differentiated()))
             found["backward", how] = counted(loss.pop().backward)
-    # Counted: 24.7, 27.4 and 8.5. Calls of cuBLAS are among them, but only launches of Triton divide them.
-    assert found["alone", "by recipe"] <= 25
-    assert found["forward", "by recipe"] <= 28
+    # Counted: 15.0, 17.8 and 8.2, with the three of the launcher. Products of cuBLAS are not counted as launches.
+    # With a gradient, torch.autograd.Function and what it saves take 3 calls per launch more: six of each operation.
+    assert found["alone", "by recipe"] <= 15
+    assert found["forward", "by recipe"] <= 18
     assert found["backward", "by recipe"] <= 9
     for which, least in (("alone", 3), ("forward", 2.5), ("backward", 3)):
         assert found[which, "by recipe"] <= found[which, "worked out"] / least, which

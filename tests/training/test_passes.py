@@ -152,4 +152,4 @@ def test_what_is_raised_in_a_slice_ends_the_pass() -> None:
 
     with torch.no_grad(), pytest.raises(InterruptedError), followed(model, 1, stop):
         model(random_batch(), recycles=0)
-    assert not dispatch._choice.running
+    assert not dispatch.choice.running

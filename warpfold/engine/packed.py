@@ -11,14 +11,16 @@ Gradients are added in groups instead of one by one.  A leaf without a grad at t
 takes the gradient as it is, a hook queues the gradient, and one addition adds `GROUP` queued gradients to the buffer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from warpfold.model.axial import AxialUpdate
 from warpfold.model.layers import AdaptedLinear, Linear
 from warpfold.ops.torch_internals import call_after_backward
 from warpfold.parallel.exchange import Layout, make_layout
@@ -88,7 +90,11 @@ class PackedWeights:
         self.compute = self.weights if dtype in (None, first.dtype) else self.weights.to(dtype)
         # Called for every leaf, with the name of its first parameter.
         self.watch: Watch | None = None
-        self._joined: dict[tuple[object, ...], tuple[list[_Source], Joined] | None] = {}
+        self._joined: dict[tuple[object, ...], _Group | None] = {}
+        # The group of each leaf, by the id of the leaf.
+        self._group_of: dict[int, _Group] = {}
+        # The parameters of whole layers.
+        self._gathered: dict[tuple[object, ...], _Gathered] = {}
         # Versions of the parameters from which `compute` was written.
         self.versions = {name: p._version for name, p in self.parameters.items()}
         self._written = sum(self.versions.values())
@@ -100,6 +106,8 @@ class PackedWeights:
                 if held is not None and id(held) in self.names:
                     self._holders.append((module._parameters, key, held, held.data_ptr(), self.places.get(id(held))))
             if isinstance(module, Linear) and any(id(p) in self.names for p in module._parameters.values()):
+                module.packed = self
+            if isinstance(module, AxialUpdate) and any(id(p) in self.names for p in module.parameters()):
                 module.packed = self
         # A layer with both trained and frozen parameters reads them one by one.
         self.frozen_pack: PackedWeights | None = None
@@ -198,30 +206,70 @@ class PackedWeights:
         """Return the weights of projections as one [o, c] and their biases, in `dtype`; None if this is impossible."""
         key = (dtype, *map(id, projections))
         if key not in self._joined:
-            self._joined[key] = self._join(dtype, projections)
-        entry = self._joined[key]
-        if entry is None:
-            return None
-        sources, leaves = entry
+            self._joined[key] = group = self._join(dtype, projections)
+            if group is not None:
+                self._group_of |= {id(leaf): group for leaf in group[1] if leaf is not None}
+        group = self._joined[key]
+        return group[1] if group is not None and self._is_current([group], dtype) else None
+
+    def gathered(self, layer: AxialUpdate, dtype: torch.dtype, variant: bool) -> Any:
+        """Return `layer.gather_weights(dtype, variant)`, and the same record again until a module or parameter changes.
+
+        A record is cached if it consists of leaves of this buffer, and of parameters that are read as they are.
+        """
+        key = (id(layer), dtype, variant)
+        entry = self._gathered.get(key)
+        if entry is not None and entry.layer is layer:
+            for holder, name, value, kind in entry.read:
+                if holder.get(name) is not value or value.__class__ is not kind:
+                    break
+            else:
+                if self._is_current(entry.groups, dtype):
+                    return entry.weights
+        weights = layer.gather_weights(dtype, variant)
+        groups: list[_Group] = []
+        modules = list(layer.modules())
+        read_directly = {id(p) for m in modules if not isinstance(m, Linear) for p in m._parameters.values()}
+        for t in weights:
+            if (group := self._group_of.get(id(t))) is not None:
+                groups.append(group)
+            elif isinstance(t, Tensor) and id(t) not in read_directly:
+                self._gathered.pop(key, None)
+                return weights
+        read = [
+            (holder, name, value, type(value))
+            for m in modules
+            for holder in (m._modules, m._parameters)
+            for name, value in holder.items()
+        ]
+        self._gathered[key] = _Gathered(layer, weights, groups, read)
+        return weights
+
+    def _is_current(self, groups: "Sequence[_Group]", dtype: torch.dtype) -> bool:
+        """Return whether leaves still represent their parameters; update the copies of parameters that were written."""
         trained = self.gradient is not None
         is_grad_enabled = torch.is_grad_enabled()
-        # This loop runs for every layer of every pass.
-        for source in sources:
-            p = source.parameter
-            # The parameter was replaced or moved.
-            if source.holder.get(source.key) is not p or p.data_ptr() != source.address:
-                return None
-            # A hook of the parameter must see its gradient.
-            if is_grad_enabled and p._backward_hooks:
-                return None
-            # The parameter was frozen or unfrozen after packing.
-            if is_grad_enabled and p.requires_grad != trained:
-                return None
-            if p._version != source.version:
-                self._update_copy(source, leaves, dtype)
-        return leaves
+        for sources, leaves in groups:
+            # This loop runs for every layer of every pass.
+            for source in sources:
+                p = source.parameter
+                # The parameter was replaced or moved.
+                if source.holder.get(source.key) is not p or p.data_ptr() != source.address:
+                    return False
+                # The layer was adapted after packing.
+                if source.linear.__class__ is not source.kind:
+                    return False
+                # A hook of the parameter must see its gradient.
+                if is_grad_enabled and p._backward_hooks:
+                    return False
+                # The parameter was frozen or unfrozen after packing.
+                if is_grad_enabled and p.requires_grad != trained:
+                    return False
+                if p._version != source.version:
+                    self._update_copy(source, leaves, dtype)
+        return True
 
-    def _join(self, dtype: torch.dtype, projections: tuple[Linear, ...]) -> tuple[list["_Source"], Joined] | None:
+    def _join(self, dtype: torch.dtype, projections: tuple[Linear, ...]) -> "_Group | None":
         """Create the leaves of `joined`, and note their sources; None if the parameters are not adjacent here."""
         linears = [linear for linear in projections if isinstance(linear, Linear)]
         linears = [linear for linear in linears if not isinstance(linear, AdaptedLinear)]
@@ -285,6 +333,7 @@ class _Source:
     def __init__(self, packed: PackedWeights, linear: Linear, key: str) -> None:
         # The reference keeps the layer alive, since its id is part of a key of `_joined`.
         self.linear, self.holder, self.key = linear, linear._parameters, key
+        self.kind = linear.__class__
         parameter = self.holder[key]
         assert parameter is not None
         self.parameter: nn.Parameter = parameter
@@ -292,6 +341,21 @@ class _Source:
         place = packed.layout.places[self.name]
         self.address = packed.weights.data_ptr() + place.start * packed.weights.element_size()
         self.version = packed.versions[self.name]
+
+
+_Group = tuple[list[_Source], Joined]
+
+
+class _Gathered(NamedTuple):
+    """The parameters of a layer, as gathered, and what they were gathered from.
+
+    read: each module and parameter below the layer: the dictionary that holds it, its name, itself and its class.
+    """
+
+    layer: AxialUpdate
+    weights: Any
+    groups: list[_Group]
+    read: list[tuple[dict[str, Any], str, Any, type]]
 
 
 def packed_order(model: nn.Module) -> tuple[list[str], set[str]]:

@@ -29,11 +29,11 @@ from torch import Tensor, nn
 
 from warpfold.device import Function, Named
 from warpfold.host import fetch, fetch_each, store
-from warpfold.model.layers import DrawsNoise, LayerNorm
+from warpfold.model.layers import DrawsNoise, LayerNorm, PackedOperands
 from warpfold.ops.dispatch import (
     NOTHING,
     Kernels,
-    kernels,
+    choice,
     representative_turns,
     uniform_loop,
     upcast_half,
@@ -125,11 +125,11 @@ class PlainExecution:
         rows: the caller's choice of how many rows (or columns) to compute together. This execution ignores it; one that
         slices layers for callers honours it.
         """
-        read = layer.named(layer.reads, x, other)
+        read = x if layer.reads == "x" else layer.named(layer.reads, x, other)
         shared = None
         if layer.shares not in (None, layer.reads):
             shared = layer.shared(layer.named(layer.shares, x, other), mask)
-        factors = layer.dropout_factors(x.shape, x) if residual else None
+        factors = layer.dropout_factors(x.shape, x) if residual and layer.training else None
         return layer.update(read, mask, shared, x if residual else None, factors)
 
     def call(self, model: nn.Module, function: Function, inputs: Mapping[str, Tensor], context: Hashable = ()) -> Named:
@@ -182,7 +182,7 @@ class Executable(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # The usual case. Entering a context would cost three Python calls.
-        if self.execution.kernels in (None, kernels()):
+        if self.execution.kernels in (None, choice.kernels):
             return super().__call__(*args, **kwargs)
         with self.computing():
             return super().__call__(*args, **kwargs)
@@ -268,6 +268,21 @@ class AxialUpdate(Executable, DrawsNoise):
     dropout_shared_axis = ROWS
 
     norm: LayerNorm
+    packed: PackedOperands | None = None  # set when the layer's parameters are packed
+
+    def weights(self, dtype: torch.dtype, variant: bool = False) -> Any:
+        """Return the layer's parameters as its operation takes them, in `dtype` if they are packed.
+
+        Packed parameters are gathered once and then only checked for changes: where the host launches each kernel,
+        looking up every module and parameter takes longer than the launch.
+        """
+        if self.packed is None or torch.compiler.is_dynamo_compiling():
+            return self.gather_weights(dtype, variant)
+        return self.packed.gathered(self, dtype, variant)
+
+    def gather_weights(self, dtype: torch.dtype, variant: bool) -> Any:
+        """Gather the layer's parameters into the record that its operation takes; see `weights`."""
+        raise NotImplementedError
 
     @property
     def read_axis(self) -> int | None:

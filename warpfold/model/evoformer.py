@@ -92,6 +92,12 @@ class AttentionUpdate(AxialUpdate):
         own = (self.bias,) if self.shares == "x" and self.bias is not None else ()
         return *self.attention.projections, *own
 
+    def gather_weights(self, dtype: torch.dtype, variant: bool) -> AttentionWeights:
+        """Gather the layer's parameters; variant: with the projection that makes the bias from x."""
+        norm, attention = self.norm, self.attention
+        into = joined(dtype, *(self.projections if variant else attention.projections))
+        return AttentionWeights(norm.weight, norm.bias, *into, *joined(dtype, attention.out), attention.heads)
+
     def join_axis(self, cut: int) -> int:
         keys = (cut == ROWS) == (self.by_column != self.bias_transposed)
         return -1 if keys else -2
@@ -109,7 +115,7 @@ class AttentionUpdate(AxialUpdate):
     def update(self, read: Read, mask: Tensor, shared: Shared, x: Tensor | None, factors: Factors | None) -> Tensor:
         """Compute x + factors * attention, gated and projected."""
         assert isinstance(read, Tensor)
-        norm, heads, out = self.norm, self.attention.heads, self.attention.out
+        norm = self.norm
         # The fused operation below computes a bias that is not transposed.
         if shared is None and self.bias_transposed:
             shared = self.shared(read, mask)
@@ -120,10 +126,10 @@ class AttentionUpdate(AxialUpdate):
             factors = None if factors is None else factors.transpose(ROWS, COLS)
         # With a norm, the whole update is one operation.
         if not isinstance(norm, NoNorm):
-            into = joined(read.dtype, *(self.projections if shared is None else self.attention.projections))
-            weights = AttentionWeights(norm.weight, norm.bias, *into, *joined(read.dtype, out), heads)
+            weights = self.weights(read.dtype, shared is None)
             new = gated_attention(read, mask.contiguous(), weights, bias, factors, norm.eps, residual=x is not None)
         else:
+            heads, out = self.attention.heads, self.attention.out
             g, *qkv = project(read, norm, *self.attention.projections)
             q, k, v = (t.unflatten(-1, (heads, -1)) for t in qkv)
             # All rows share the bias.
@@ -150,14 +156,17 @@ class Transition(AxialUpdate):
         self.up = Linear(c, HALVES[activation] * factor * c, biased, init="relu")
         self.down = Linear(factor * c, c, biased, init="final")
 
+    def gather_weights(self, dtype: torch.dtype, variant: bool) -> TransitionWeights:
+        """Gather the layer's parameters."""
+        norm = self.norm
+        return TransitionWeights(norm.weight, norm.bias, *joined(dtype, self.up), *joined(dtype, self.down))
+
     def update(self, read: Read, mask: Tensor, shared: Shared, x: Tensor | None, factors: Factors | None) -> Tensor:
         """Compute x + factors * perceptron(read)."""
         assert isinstance(read, Tensor)
         # Without dropout the operation adds the residual itself.
-        norm, adds_residual = self.norm, x is not None and factors is None
-        up, down = joined(read.dtype, self.up), joined(read.dtype, self.down)
-        weights = TransitionWeights(norm.weight, norm.bias, *up, *down)
-        new = transition(read, weights, self.activation, norm.eps, residual=adds_residual)
+        adds_residual = x is not None and factors is None
+        new = transition(read, self.weights(read.dtype), self.activation, self.norm.eps, residual=adds_residual)
         return new if adds_residual else residual(x, new, factors)
 
 
@@ -291,6 +300,11 @@ class OuterProductMean(AxialUpdate):
         """The linear layers of both factors."""
         return self.a, self.b
 
+    def gather_weights(self, dtype: torch.dtype, variant: bool) -> OuterProductWeights:
+        """Gather the layer's parameters."""
+        norm, into, out_of = self.norm, joined(dtype, *self.projections), joined(dtype, self.out)
+        return OuterProductWeights(norm.weight, norm.bias, *into, *out_of)
+
     def shared(self, source: Tensor, mask: Tensor) -> Tensors:
         mask = mask[..., None].to(source.dtype)
         return project(source, self.norm, self.b)[0] * mask, mask
@@ -303,16 +317,14 @@ class OuterProductMean(AxialUpdate):
         # Without dropout the operation adds the residual z itself.
         z = x if factors is None else None
         added, least, divided = self.count_added, self.count_least, self.bias_divided
-        if isinstance(self.norm, NoNorm) and shared is None:
+        norm = self.norm
+        if isinstance(norm, NoNorm) and shared is None:
             assert isinstance(read, Tensor)
             shared = self.shared(read, mask)
         # If the slice is all of z, the whole update is one operation.
         if shared is None:
             assert isinstance(read, Tensor)
-            norm, dtype = self.norm, read.dtype
-            into, out_of = joined(dtype, *self.projections), joined(dtype, self.out)
-            weights = OuterProductWeights(norm.weight, norm.bias, *into, *out_of)
-            new = outer_product_mean(read, mask, weights, z, added, least, divided, norm.eps)
+            new = outer_product_mean(read, mask, self.weights(read.dtype), z, added, least, divided, norm.eps)
         else:
             (a,), (b, b_mask) = self.prepare(read, mask) if isinstance(read, Tensor) else read, shared
             out_of = joined(a.dtype, self.out)
@@ -402,8 +414,8 @@ class TriangleMultiplication(AxialUpdate):
             return self.ab, self.ab_gate, self.gate
         return self.a, self.a_gate, self.b, self.b_gate, self.gate
 
-    def weights(self, dtype: torch.dtype) -> TriangleWeights:
-        """Return the parameters as the operations take them; packed parameters in `dtype`."""
+    def gather_weights(self, dtype: torch.dtype, variant: bool) -> TriangleWeights:
+        """Gather the layer's parameters."""
         # Each look-up of a module is a Python call, which matters where the host limits the speed.
         norm, norm_out = self.norm, self.norm_out
         into, out_of = joined(dtype, *self.projections), joined(dtype, self.out)
@@ -559,7 +571,8 @@ class EvoformerBlock(Block):
     @property
     def steps(self) -> Steps:
         """The lines of Algorithm 6, with the outer product at the configured position."""
-        msa = Step("m", self.msa.row, "z"), Step("m", self.msa.column), Step("m", self.msa.transition)
+        layers = self.msa
+        msa = Step("m", layers.row, "z"), Step("m", layers.column), Step("m", layers.transition)
         outer = (Step("z", self.outer, "m"),)
         pair = self.pair.steps
         return {"first": outer + msa + pair, "middle": msa + outer + pair, "last": msa + pair + outer}[self.order]

@@ -5,7 +5,7 @@ activations alone thus select fp32, bf16 or fp64, without an autocast context.
 """
 
 import math
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -111,6 +111,9 @@ class PackedOperands(Protocol):
     def joined(self, dtype: torch.dtype, projections: tuple[Linear, ...]) -> tuple[Tensor, Tensor | None] | None:
         """Return the result of `joined` as views of the packed weights; None if these are not adjacent."""
 
+    def gathered(self, layer: Any, dtype: torch.dtype, variant: bool) -> Any:
+        """Return `layer.gather_weights(dtype, variant)`, and the same record again until one of its tensors changes."""
+
     def catch_up(self) -> None:
         """Update the tensors that captured graphs read to the values of the parameters."""
 
@@ -122,7 +125,7 @@ def joined(dtype: torch.dtype, *projections: Linear) -> tuple[Tensor, Tensor | N
     `dtype` if the weights are packed, else in the parameters' dtype. Operations accept both.
     """
     packed = projections[0].packed
-    if packed is not None and not torch.compiler.is_compiling():
+    if packed is not None and not torch.compiler.is_dynamo_compiling():
         views = packed.joined(dtype, projections)
         if views is not None:
             return views

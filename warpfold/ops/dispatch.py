@@ -65,8 +65,8 @@ R = TypeVar("R")
 log = logging.getLogger("warpfold")
 
 
-class _Choice(threading.local):
-    """Which kernels this thread uses.
+class Choice(threading.local):
+    """The settings of this thread, above all which kernels it uses.
 
     Thread-local, so that two models may run differently at once; and not a contextvar, which torch.compile cannot
     trace.  A new thread begins with the values below: also autograd's own threads, which run the backward pass of
@@ -82,7 +82,7 @@ class _Choice(threading.local):
         self.turns = 1.0  # for how many turns of loops the one that runs stands, where few of them do
 
 
-_choice = _Choice()
+choice = Choice()
 NOTHING = nullcontext()  # a context in which everything stays as it is
 _tf32 = False
 _exact = 0  # how many `exact_products` are entered, in all threads
@@ -97,7 +97,6 @@ runs: dict[str, Callable[..., Any]] = {}  # of each registered operation: checks
 # The recipes of each registered operation (ops/triton/recipe.py), by the layout of the arguments of a call: of the
 # operation's public function, with or without a gradient, or of the registered operation.
 recipes: dict[str, dict[Any, Any]] = {}
-_around: Any = None  # makes the calls of operations instead of themselves: see `observed`
 
 
 class Operands(SimpleNamespace):
@@ -144,16 +143,9 @@ class Op(Generic[P, R]):
         self._count = len(parameters)
         functools.update_wrapper(self, definition)
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if _around is not None:
-            around: Any = _around
-            called: R = around(Op.choose, self, args, kwargs)
-            return called
-        return self.choose(*args, **kwargs)
-
     def choose(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Compute it, one way or the other.  Errors: ValueError for an operand of a wrong shape."""
-        if _choice.kernels == "definition":
+        if choice.kernels == "definition":
             self._is_empty(self.arguments(*args, **kwargs))
             return self.definition(*args, **kwargs)
         # The kernels take a few microseconds, so a call that was made before is repeated by as few calls of Python as
@@ -169,7 +161,7 @@ class Op(Generic[P, R]):
         given = self.arguments(*given)
         if self._is_empty(given):
             return self.definition(*args, **kwargs)
-        if self.prefer_definition is not None and not _choice.always_fast and self.prefer_definition(given):
+        if self.prefer_definition is not None and not choice.always_fast and self.prefer_definition(given):
             return self.definition(*args, **kwargs)
         reason = self._unsupported(given)
         if reason is None:
@@ -184,6 +176,8 @@ class Op(Generic[P, R]):
         if reason != EMPTY:
             report_refusal(f"{self.name}: {reason}")
         return self.definition(*args, **kwargs)
+
+    __call__ = choose  # `observed` replaces it
 
     def _is_empty(self, given: Any) -> bool:
         """Return whether there is nothing to compute.  Errors: ValueError for an operand of a wrong shape."""
@@ -221,42 +215,46 @@ def observed(
 
     It computes the result by `call(op, *args, **kwargs)`.
     """
-    global _around
-    before, _around = _around, around
+    before = Op.__call__
+
+    def observe(op: Op[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return around(Op.choose, op, args, kwargs)
+
+    Op.__call__ = observe  # type: ignore[method-assign]
     try:
         yield
     finally:
-        _around = before
+        Op.__call__ = before  # type: ignore[method-assign]
 
 
 def kernels() -> Kernels:
     """Return how this thread computes operations now."""
-    return _choice.kernels
+    return choice.kernels
 
 
 def using(kernels: Kernels) -> AbstractContextManager[None]:
     """Compute operations that way within the context, in this thread."""
-    return NOTHING if _choice.kernels == kernels else _using(kernels)  # a layer's call enters two of them
+    return NOTHING if choice.kernels == kernels else _using(kernels)  # a layer's call enters two of them
 
 
 @contextmanager
 def _using(kernels: Kernels) -> Iterator[None]:
-    before = _choice.kernels
-    _choice.kernels = kernels
+    before = choice.kernels
+    choice.kernels = kernels
     try:
         yield
     finally:
-        _choice.kernels = before
+        choice.kernels = before
 
 
 @contextmanager
 def always_fast() -> Iterator[None]:
     """Compute operations by the fast path even where the definition is faster, in this thread: to compare them."""
-    before, _choice.always_fast = _choice.always_fast, True
+    before, choice.always_fast = choice.always_fast, True
     try:
         yield
     finally:
-        _choice.always_fast = before
+        choice.always_fast = before
 
 
 def allow_tf32(allowed: bool) -> None:
@@ -314,9 +312,9 @@ def refusals(before: Mapping[str, int] | None = None) -> dict[str, int]:
 
 def report_refusal(refusal: str) -> None:
     """Count a refusal and log it the first time; raise UserError if kernels are "strict"."""
-    if _choice.kernels == "strict":
+    if choice.kernels == "strict":
         raise UserError(f"{refusal}; without --strict its definition would compute it, slower")
-    if torch.compiler.is_compiling() or _choice.stands_for is not None:
+    if torch.compiler.is_compiling() or choice.stands_for is not None:
         return  # seen by whoever runs uncompiled, as a graph has no memory; and nothing was computed
     _refused[refusal] += 1
     if _refused[refusal] == 1:
@@ -339,24 +337,24 @@ def interpreting() -> Iterator[None]:
 @contextmanager
 def standing_for(device: Literal["cpu", "cuda", "mps"]) -> Iterator[None]:
     """Take tensors without memory (on "meta") for those of such a device within the context: to see what would run."""
-    before, _choice.stands_for = _choice.stands_for, device
+    before, choice.stands_for = choice.stands_for, device
     try:
         with interpreting() if device == "cuda" else nullcontext():
             yield
     finally:
-        _choice.stands_for = before
+        choice.stands_for = before
 
 
 def uniform_loop(turns: Iterable[T]) -> Iterable[T]:
     """Return `representative_turns` turns of a loop that are alike; who watches this thread is told before each."""
-    return watched(turns) if _choice.stands_for is None else representative_turns(list(turns))
+    return watched(turns) if choice.stands_for is None else representative_turns(list(turns))
 
 
 def seen_by_others() -> bool:
     """Return whether each of torch's operations in this thread is seen by a profiler or a mode of dispatch, or is of
     tensors without memory: another thread's would not be.
     """
-    return _choice.stands_for is not None or is_observed()
+    return choice.stands_for is not None or is_observed()
 
 
 def representative_turns(turns: Sequence[T]) -> Sequence[T]:
@@ -364,7 +362,7 @@ def representative_turns(turns: Sequence[T]) -> Sequence[T]:
 
     Where tensors have no memory a few are enough to see what a turn needs, while the one before is not yet forgotten.
     """
-    return turns if _choice.stands_for is None else _Few(turns)
+    return turns if choice.stands_for is None else _Few(turns)
 
 
 class _Few(list[T]):
@@ -375,28 +373,28 @@ class _Few(list[T]):
         self.each = len(turns) / max(1, len(self))
 
     def __iter__(self) -> Iterator[T]:
-        before, _choice.turns = _choice.turns, _choice.turns * self.each
+        before, choice.turns = choice.turns, choice.turns * self.each
         try:
             yield from super().__iter__()
         finally:
-            _choice.turns = before
+            choice.turns = before
 
 
 def turns() -> float:
     """Return for how many turns of loops this one stands; more than one where tensors have no memory."""
-    return _choice.turns
+    return choice.turns
 
 
 def watched(turns: Iterable[T], count: int | None = None) -> Iterable[T]:
     """Return the turns of a loop; who watches this thread is told before each.  count: of them, if they are no list."""
-    return turns if _choice.watcher is None else _watched(turns, count, _choice.watcher)
+    return turns if choice.watcher is None else _watched(turns, count, choice.watcher)
 
 
 def _watched(turns: Iterable[T], count: int | None, tell: "Callable[[Loops], object]") -> Iterator[T]:
     if count is None:
         turns = list(turns)
         count = len(turns)
-    running, depth, done = _choice.running, len(_choice.running), 0
+    running, depth, done = choice.running, len(choice.running), 0
     try:
         for turn in turns:
             running[depth:] = [(done, count)]
@@ -414,11 +412,11 @@ def watching(tell: "Callable[[Loops], object]") -> Iterator[None]:
 
     Without, a loop costs what it costs.
     """
-    before, _choice.watcher = _choice.watcher, tell
+    before, choice.watcher = choice.watcher, tell
     try:
         yield
     finally:
-        _choice.watcher = before
+        choice.watcher = before
 
 
 def backend(x: Tensor) -> Literal["cpu", "triton"]:
@@ -471,7 +469,7 @@ def faster_on_cpu(x: Tensor, elements: int, enough: int) -> bool:
 def small_on_cpu(x: object, least: int) -> bool:
     """Return whether x is a tensor of fewer numbers on a CPU, and fast paths are not asked for whatever the size."""
     small = isinstance(x, Tensor) and faster_on_cpu(x, x.numel(), least)
-    return small and not _choice.always_fast and _choice.kernels == "fast"
+    return small and not choice.always_fast and choice.kernels == "fast"
 
 
 def unsupported_device(operands: Sequence[Any]) -> str | None:
@@ -487,7 +485,7 @@ def unsupported_device(operands: Sequence[Any]) -> str | None:
             return "in fp64 no kernel is exact"
     if kernels:
         return _unsupported_by_triton(device)
-    if device.type == "cpu" or (_choice.stands_for == "cpu" and device.type == "meta"):
+    if device.type == "cpu" or (choice.stands_for == "cpu" and device.type == "meta"):
         return None
     return f"nothing faster was written for {device.type}"
 

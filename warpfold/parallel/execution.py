@@ -17,7 +17,7 @@ from warpfold.errors import UserError
 from warpfold.host import HostTensor
 from warpfold.model.axial import COLS, AxialUpdate, Block, BlockStack, Executable, PlainExecution, Tensors
 from warpfold.model.layers import Linear
-from warpfold.ops.dispatch import allow_tf32, backend, kernels, using
+from warpfold.ops.dispatch import allow_tf32, backend, choice, using
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.messages import all_gather_object
 from warpfold.parallel.plan import DTYPES, Plan
@@ -49,6 +49,7 @@ class Execution(PlainExecution):
     def __init__(self, plan: Plan | None = None, mesh: Mesh | None = None) -> None:
         self.plan = plan = Plan() if plan is None else plan
         self.mesh = mesh or Mesh()
+        self.distributed = plan.axial * plan.branch > 1  # several ranks share an example
         if (self.mesh.axial.size, self.mesh.branch.size) != (plan.axial, plan.branch) and self.distributed:
             raise ValueError(f"plan: axial {plan.axial} x branch {plan.branch} needs a mesh of these sizes, not {mesh}")
         self.dtype, self.kernels = DTYPES[plan.precision], plan.kernels
@@ -65,11 +66,6 @@ class Execution(PlainExecution):
         # Whether passes are recorded as graphs. "auto" is decided when a model is bound.
         self.records = plan.graph is True
         self._offload = Offload() if plan.offload and not plan.in_place else None
-
-    @property
-    def distributed(self) -> bool:
-        """Whether several ranks share an example."""
-        return self.plan.axial * self.plan.branch > 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Execution":
         """Return the execution itself: a copied model uses the same plan. If ranks share an example, bind the copy."""
@@ -166,12 +162,12 @@ class Execution(PlainExecution):
         if self.plan.recompute == "layer" and torch.is_grad_enabled() and layer not in self._not_recomputed:
             result: Tensor = self._recomputed(self._layer, layer, x, mask, other, residual)
             return result
+        if self.plan.chunk is None and self.plan.kernels == choice.kernels:
+            return super().layer(self._compiled.get(layer, layer), x, mask, other, residual)
         return self._layer(layer, x, mask, other, residual)
 
     def _layer(self, layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None, residual: bool) -> Tensor:
         layer = self._compiled.get(layer, layer)
-        if self.plan.chunk is None and self.plan.kernels == kernels():
-            return super().layer(layer, x, mask, other, residual)
         # Autograd may recompute the layer in another thread, which needs the same choice of kernels.
         with using(self.plan.kernels):
             if self.plan.chunk is None:

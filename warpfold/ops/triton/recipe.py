@@ -16,6 +16,7 @@ wrongly: `layout` says what it may decide by.
 
 import functools
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -73,7 +74,7 @@ def layout(given: Sequence[Any], gradient: bool | None = None) -> tuple[Any, ...
 
 def _span(t: Tensor) -> int:
     """Return how many elements of memory a tensor with elements reaches over."""
-    return 1 + sum([(size - 1) * stride for size, stride in zip(t.shape, t.stride())])
+    return 1 + sum(map(operator.mul, t.shape, t.stride())) - sum(t.stride())
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,10 @@ class Recipe:
                 for at in action.nested:
                     args[at] = _filled(args[at], memory)
                 for name, tensor in action.named:
-                    kwargs = {**kwargs, name: tensor.of(memory)}
+                    if isinstance(tensor, _Place) and tensor.whole:
+                        kwargs = {**kwargs, name: memory[tensor.slot]}
+                    else:
+                        kwargs = {**kwargs, name: tensor.of(memory)}
                 out = action.function(*args, **kwargs)
                 if action.slot is not None:
                     memory[action.slot] = out
