@@ -191,7 +191,7 @@ def test_what_the_device_computes_wrongly_is_red(monkeypatch: pytest.MonkeyPatch
     with mac() as device:
         (found,) = doctor.examine([case], torch.device("mps"), ["fp32"])
         assert not found.verdict.red
-        assert found.verdict.reason == "nothing faster was written for mps"
+        assert found.verdict.reason == "there are no fast paths for mps"
         assert found.speed is None
         monkeypatch.setattr(Tensor, "sigmoid", lambda x: right(x) * (1.01 if device.has(x) else 1))
         (found,) = doctor.examine([case], torch.device("mps"), ["fp32"])

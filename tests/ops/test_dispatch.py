@@ -90,7 +90,7 @@ def test_a_refusal_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) 
 def test_strict_makes_a_refusal_an_error_and_nothing_else() -> None:
     with dispatch.using("strict"):
         assert plus(EVEN).tolist() == [-1, -1]
-        with pytest.raises(UserError, match="plus: an odd length; without --strict"):
+        with pytest.raises(UserError, match=r"plus: an odd length\. Omit --strict"):
             plus(ODD)
 
 
@@ -125,7 +125,7 @@ def test_tensors_of_several_devices_are_refused() -> None:
 
 def test_devices_without_a_fast_way_are_refused() -> None:
     meta = torch.ones(2, device="meta")
-    assert gate.unsupported_reason(meta, meta) == "nothing faster was written for meta"
+    assert gate.unsupported_reason(meta, meta) == "there are no fast paths for meta"
 
 
 def test_no_operation_makes_a_word_of_nothing() -> None:

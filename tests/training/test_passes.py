@@ -130,11 +130,11 @@ def test_words_come_no_more_often_than_asked() -> None:
 def test_loops_cost_nothing_while_nobody_watches() -> None:
     turns = [1, 2, 3]
     assert dispatch.uniform_loop(turns) is turns
-    assert dispatch.watched(turns) is turns
+    assert dispatch.with_progress(turns) is turns
     told: list[dispatch.Loops] = []
     with dispatch.watching(lambda loops: told.append([*loops])):
         for _ in dispatch.uniform_loop(iter(turns)):
-            for _ in dispatch.watched(iter("ab"), 2):
+            for _ in dispatch.with_progress(iter("ab"), 2):
                 # A loop may be left early.
                 break
     assert told == [one for i in range(3) for one in ([(i, 3)], [(i, 3), (0, 2)])]

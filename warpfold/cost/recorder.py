@@ -382,7 +382,7 @@ class Recorder(DispatchMode):
         key = call_key(what, args, kwargs)
         if key is None:
             return function(*args, **kwargs)
-        key = key, dispatch.turns(), self.phase
+        key = key, dispatch.represented_iterations(), self.phase
         if (trace := self._traces.get(key)) is not None:
             # Without modes, because `_repeat` records the results itself.
             return without_modes(self._repeat, trace, args)
@@ -520,7 +520,7 @@ class Recorder(DispatchMode):
         forward, with_gradient = not in_backward(), torch.is_grad_enabled()
         phase = self.phase if forward else "recomputed"
         cost, which = call_cost(op, arguments, True), "training" if with_gradient else "forward"
-        entry = Operation(name_of(op), which, cost, dtype, 0, phase, self.part, dispatch.turns())  # type: ignore[arg-type]
+        entry = Operation(name_of(op), which, cost, dtype, 0, phase, self.part, dispatch.represented_iterations())  # type: ignore[arg-type]
         keeps_graph = forward and with_gradient
         # Compute the cost of the backward pass now, because keeping the arguments would keep their memory alive.
         backward_cost = call_cost(op, arguments, False) if keeps_graph else cost
@@ -582,7 +582,7 @@ class Recorder(DispatchMode):
             phase = "recomputed" if torch.is_grad_enabled() else "backward"
         exps = sum(x.numel() for x in results) if func._opname in EXPONENTIALS else 0
         cost = Cost(products(func, args, kwargs, out), exps, sum(map(size, (*operands, *results))))
-        dtype, times = _float(results[0]), dispatch.turns()
+        dtype, times = _float(results[0]), dispatch.represented_iterations()
         self.entries.append(Operation(TORCH, "forward", cost, dtype, 1, phase, self.part, times))
 
     # Collectives and copies
@@ -599,7 +599,7 @@ class Recorder(DispatchMode):
         phase = self.phase
         if in_backward():
             phase = "backward" if event.backward or event.carries == "gradients" else "recomputed"
-        after, times = tuple(self._after), dispatch.turns()
+        after, times = tuple(self._after), dispatch.represented_iterations()
         self.entries.append(Begin(number, event.kind, group, event.bytes, phase, after, self.part, times))
         self._after = [] if self._on_side_stream else self._after
 
@@ -628,7 +628,8 @@ class Recorder(DispatchMode):
 
     def _copy(self, size: int) -> Begin:
         """Create the entry of a copy to or from host memory."""
-        return Begin(self._next_number(), HOST, HOST, size, self.phase, (), self.part, dispatch.turns())
+        times = dispatch.represented_iterations()
+        return Begin(self._next_number(), HOST, HOST, size, self.phase, (), self.part, times)
 
 
 class Kind(enum.Enum):

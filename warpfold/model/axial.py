@@ -34,11 +34,11 @@ from warpfold.ops.dispatch import (
     NOTHING,
     Kernels,
     choice,
-    representative_turns,
+    subsample,
     uniform_loop,
     upcast_half,
     using,
-    watched,
+    with_progress,
 )
 from warpfold.ops.noise import Factors
 
@@ -226,8 +226,8 @@ class Executable(nn.Module):
         execution = self.execution
         if not execution.in_place:
             return self.map_rows(lambda rows: function(rows, execution.fetch(z, rows)), z.shape[-3], -3)
-        parts = representative_turns(execution.rows(z.shape[-3]))
-        for rows, old in watched(fetch_each(z, parts), len(parts)):
+        parts = subsample(execution.rows(z.shape[-3]))
+        for rows, old in with_progress(fetch_each(z, parts), len(parts)):
             execution.store(z, rows, function(rows, old))
         return z
 

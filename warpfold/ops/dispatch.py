@@ -1,9 +1,9 @@
-"""An operation: its definition, and what is faster on the device of its tensors where that can serve them.
+"""Registration and dispatch of operations: a reference implementation plus CPU and Triton kernels.
 
-An operation has a *definition* in plain torch, which is its documentation and the truth, and a *fast path*: an
-operation registered with torch, computed by Triton kernels on a GPU (ops/triton) and block by block on a CPU (ops/cpu).
-The fast path may be unable to serve some arguments, for a reason that it gives; the definition then computes them, and
-the reason is counted.  `@register(...)` is all that an operation needs beside its kernels:
+Each operation has a *definition* in plain torch, which documents it and is the reference for its tests, and a *fast
+path*: an operation registered with torch, computed by Triton kernels on a GPU (ops/triton) and in blocks on a CPU
+(ops/cpu).  The fast path may not support some arguments.  It then gives a reason, the definition computes the result,
+and the reason is counted.  Besides its kernels, an operation needs only `@register(...)`:
 
     @register(
         shapes="x [*, c], g [*, c], grad [*, c]",
@@ -13,23 +13,24 @@ the reason is counted.  `@register(...)` is all that an operation needs beside i
     def gate(x: Tensor, g: Tensor) -> Tensor:
         return x * g.sigmoid()
 
-This registers `warpfold::gate` and `warpfold::gate_backward` with torch and returns an `Op`, which calls the first
-where it can and the definition elsewhere.  The modules below `ops/cpu` and `ops/triton` named like that of the
-definition hold functions `gate` and `gate_backward` that compute them, of their operands by name (`Operands`): an
-operand is declared here and used there, and stands nowhere else.  torch knows the rest from here: the schema from the
-definition's type hints, the shapes and strides of the results (fake tensors, torch.compile), and the gradient.
+This registers `warpfold::gate` and `warpfold::gate_backward` with torch and returns an `Op`, which calls the registered
+operation where it can and the definition elsewhere.  If the definition is in `ops/linear.py`, the modules
+`ops/cpu/linear.py` and `ops/triton/linear.py` contain functions `gate` and `gate_backward` that compute both
+operations; they receive the operands by name (`Operands`).  The registration tells torch the schema (from the type
+hints of the definition), the shapes and strides of the results (for fake tensors and torch.compile), and the gradient.
 torch.compile, `opcheck` and selective checkpointing see one opaque operation per call, forward and backward.  A second
-derivative is an error: the definition has it.  An operation that changes its operands in place (`mutates`) returns
-nothing, and has no gradient.
+derivative raises an error; use the definition for it.  An operation that changes its operands in place (`mutates`) has
+neither results nor a gradient.
 
-A kernel takes its sizes from one operand and uses them for the others: it would read past the end of one that is
-smaller, and read one that the definition broadcasts wrongly.  So `shapes` is checked against each call.  Each name of
-an axis stands for one size, which the first operand that has it decides.  "c d" is a product of sizes, 1 to 4 are
-themselves; [] is a number.  "*" stands for any leading axes, the same for all operands; "..." for any, not compared.
-In parentheses: any shape that expands to this one.  The check runs in each call of an `Op`, whatever computes it, so
-that a wrong shape is the same error on every device: it names the operand, and does not depend on whether torch would
-broadcast it.  It runs again in the registered operation, which compiled graphs and direct calls of
-`torch.ops.warpfold` reach too.
+A kernel takes its sizes from one operand and uses them for the others.  It would read past the end of a smaller
+operand, and it would misread an operand that the definition broadcasts.  Therefore each call is checked against
+`shapes`.  The name of an axis stands for one size, which the first operand with that axis sets.  "c d" is a product of
+sizes, the digits 1 to 4 stand for themselves, and [] is a scalar.  "*" stands for any leading axes that all operands
+share; "..." stands for any leading axes, which are not compared.  A shape in parentheses accepts every shape that
+expands to it.  Every call of an `Op` runs the check, whichever implementation computes the result, so that a wrong
+shape raises the same error on every device: the error names the operand, and does not depend on whether torch would
+broadcast it.  The registered operation runs the check again, because compiled graphs and direct calls of
+`torch.ops.warpfold` bypass the `Op`.
 """
 
 import functools
@@ -54,11 +55,13 @@ from warpfold.errors import UserError
 from warpfold.ops.capabilities import NO_TRITON, TRITON, no_kernels_reason
 from warpfold.ops.torch_internals import below_autograd, direct_function, is_observed
 
-# fast: the fast path where it can be; strict: likewise, but where it cannot is an error; definition: never.
+# fast: use the fast path if it supports the arguments; strict: raise an error if it does not; definition: never use it.
 Kernels = Literal["fast", "strict", "definition"]
 
-TURNS = 3  # of a loop, where nothing is computed: the first begins, the second meets what it left; one to spare
-Loops = list[tuple[int, int]]  # of each loop that runs, the outer first: turns done, and of how many
+# Iterations of a subsampled loop: warm-up, steady state, one spare.
+SUBSAMPLED_ITERATIONS = 3
+# The running loops, outermost first: completed iterations and their total number.
+Loops = list[tuple[int, int]]
 P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R")
@@ -68,57 +71,68 @@ log = logging.getLogger("warpfold")
 class Choice(threading.local):
     """The settings of this thread, above all which kernels it uses.
 
-    Thread-local, so that two models may run differently at once; and not a contextvar, which torch.compile cannot
-    trace.  A new thread begins with the values below: also autograd's own threads, which run the backward pass of
-    CUDA tensors, so whatever recomputes there must enter `using` itself.
+    They are thread-local, so that two models can run with different settings at the same time.  A contextvar would not
+    do, because torch.compile cannot trace it.  A new thread starts with the values below.  This includes autograd's
+    threads, which run the backward pass of CUDA tensors, so code that recomputes there must enter `using` itself.
     """
 
-    def __init__(self) -> None:  # not attributes of the class, which torch.compile takes for constants without a guard
+    # Set here and not in the class body: torch.compile treats attributes of the class as constants without a guard.
+    def __init__(self) -> None:
         self.kernels: Kernels = "fast"
-        self.stands_for: Literal["cpu", "cuda", "mps"] | None = None  # what tensors without memory are taken for
-        self.always_fast = False  # also where the definition would be faster
-        self.watcher: Callable[[Loops], object] | None = None  # told of each turn of a loop
-        self.running: Loops = []  # while somebody watches
-        self.turns = 1.0  # for how many turns of loops the one that runs stands, where few of them do
+        # The device that meta tensors represent.
+        self.stands_for: Literal["cpu", "cuda", "mps"] | None = None
+        # Use the fast path even where the definition would be faster.
+        self.always_fast = False
+        # The callback that `with_progress` notifies before each iteration.
+        self.watcher: Callable[[Loops], object] | None = None
+        # Maintained only while there is a watcher.
+        self.running: Loops = []
+        # Iterations that the current one represents where loops are subsampled.
+        self.represented = 1.0
 
 
 choice = Choice()
-NOTHING = nullcontext()  # a context in which everything stays as it is
+NOTHING = nullcontext()  # changes no setting
 _tf32 = False
-_exact = 0  # how many `exact_products` are entered, in all threads
+_exact = 0  # `exact_products` contexts, all threads
 # How the kernels may multiply fp32 now, as Triton's option names it; `fp32_products` returns it.
 products: tuple[str, ...] = ("ieee",)
 _exact_lock = threading.Lock()
 _interpreting = False
 _refused: Counter[str] = Counter()
-# Of each registered operation: the module below ops/cpu and ops/triton that computes it, and its operands' names.
+# The module below ops/cpu and ops/triton that computes each registered operation, and the names of its operands.
 modules: dict[str, tuple[str, tuple[str, ...]]] = {}
-runs: dict[str, Callable[..., Any]] = {}  # of each registered operation: checks its operands and computes it
-# The recipes of each registered operation (ops/triton/recipe.py), by the layout of the arguments of a call: of the
-# operation's public function, with or without a gradient, or of the registered operation.
+# A function for each registered operation that checks the operands and computes it.
+runs: dict[str, Callable[..., Any]] = {}
+# The recipes of each registered operation (ops/triton/recipe.py), by the layout of the arguments of a call. The call is
+# of the public function, with or without a gradient, or of the registered operation.
 recipes: dict[str, dict[Any, Any]] = {}
 
 
 class Operands(SimpleNamespace):
-    """The operands of a registered operation, by their names: what computes it is given all of them as one."""
+    """The operands of a registered operation by name, as its implementations receive them."""
 
     def but(self, **changed: Any) -> "Operands":
-        """Return these operands with some changed or added: for an operation that is part of another."""
+        """Return a copy with some operands changed or added, for an operation that is part of another."""
         return Operands(**{**self.__dict__, **changed})
 
 
 class Op(Generic[P, R]):
-    """An operation that chooses each time it is called whether `definition` or `fast` computes it.
+    """An operation that decides at each call whether `definition` or `fast` computes it.
 
-    What it is made of takes the definition's arguments as one, by their names, defaults filled in:
-    fast computes it; unsupported says why `fast` cannot take them, or None; prefer_definition says whether the
-    definition is the faster of the two, which is not counted as a refusal; misfit describes an operand of a wrong
-    shape, which is an error, or returns EMPTY if there is nothing to compute, else None.
-    composed: computes it from other operations where that is faster than the registered one, and returns None
-    elsewhere.
-    direct(arguments, repeat): computes it by the registered operation with a gradient, past torch's dispatcher, where
-    `repeat(operands)` computes the registered operation.  Only where no mode, profiler or transform watches, and for
-    plain tensors.
+    All functions below except `definition` take one record: the definition's arguments by name, with defaults.
+
+    fast: computes the operation.
+    unsupported: returns the reason why `fast` does not support the arguments, or None.
+    prefer_definition: returns whether the definition is faster than `fast`.  This does not count as a refusal.
+    misfit: describes an operand of a wrong shape, which raises an error; returns EMPTY if there is nothing to compute,
+        otherwise None.
+    composed: computes the operation from other operations where that is faster than the registered one, and returns
+        None elsewhere.
+    direct(arguments, repeat): computes the operation with a gradient and past torch's dispatcher, where
+        `repeat(operands)` computes the registered operation.  It requires plain tensors, and no active dispatch mode,
+        profiler or functorch transform.
+    recipes: the recipes of the registered operation.
     """
 
     def __init__(
@@ -144,12 +158,12 @@ class Op(Generic[P, R]):
         functools.update_wrapper(self, definition)
 
     def choose(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Compute it, one way or the other.  Errors: ValueError for an operand of a wrong shape."""
+        """Compute the operation.  Raises ValueError for an operand of a wrong shape."""
         if choice.kernels == "definition":
             self._is_empty(self.arguments(*args, **kwargs))
             return self.definition(*args, **kwargs)
-        # The kernels take a few microseconds, so a call that was made before is repeated by as few calls of Python as
-        # possible: the arguments get their names only where they are needed.
+        # Kernels take a few microseconds, so the path to a recipe makes as few Python calls as possible. The arguments
+        # get their names only after it.
         is_complete = len(args) == self._count and not kwargs
         given: Any = args if is_complete else self.arguments(*args, **kwargs)
         gradient, direct, key = torch.is_grad_enabled(), self._direct, None
@@ -180,18 +194,18 @@ class Op(Generic[P, R]):
     __call__ = choose  # `observed` replaces it
 
     def _is_empty(self, given: Any) -> bool:
-        """Return whether there is nothing to compute.  Errors: ValueError for an operand of a wrong shape."""
+        """Return whether there is nothing to compute.  Raises ValueError for an operand of a wrong shape."""
         misfit = None if self._misfit is None else self._misfit(given)
         if misfit:
             raise ValueError(f"{self.name}: {misfit}")
         return misfit == EMPTY
 
     def fast(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Compute it by the fast path, which must take these arguments."""
+        """Compute the operation by the fast path, which must support the arguments."""
         return self._fast(self.arguments(*args, **kwargs))
 
     def unsupported_reason(self, *args: P.args, **kwargs: P.kwargs) -> str | None:
-        """Return why the fast path does not take these arguments, or None."""
+        """Return the reason why the fast path does not support the arguments, or None."""
         given = self.arguments(*args, **kwargs)
         misfit = None if self._misfit is None else self._misfit(given)
         return self._unsupported(given) if misfit is None else misfit
@@ -203,7 +217,7 @@ def op(
     prefer_definition: Callable[[Any], bool] | None = None,
     misfit: Callable[[Any], str | None] | None = None,
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """Return a decorator that makes an `Op` of a definition."""
+    """Return a decorator that turns a definition into an `Op`."""
     return lambda definition: Op(definition, fast, unsupported, prefer_definition, misfit)
 
 
@@ -211,9 +225,9 @@ def op(
 def observed(
     around: Callable[[Callable[..., Any], Op[..., Any], tuple[Any, ...], dict[str, Any]], Any],
 ) -> Iterator[None]:
-    """Have `around(call, op, args, kwargs)` make every call of an operation within the context, in all threads.
+    """Pass every call of an operation to `around(call, op, args, kwargs)` within the context, in all threads.
 
-    It computes the result by `call(op, *args, **kwargs)`.
+    `around` obtains the result by `call(op, *args, **kwargs)`.
     """
     before = Op.__call__
 
@@ -228,13 +242,14 @@ def observed(
 
 
 def kernels() -> Kernels:
-    """Return how this thread computes operations now."""
+    """Return this thread's current choice of kernels."""
     return choice.kernels
 
 
 def using(kernels: Kernels) -> AbstractContextManager[None]:
-    """Compute operations that way within the context, in this thread."""
-    return NOTHING if choice.kernels == kernels else _using(kernels)  # a layer's call enters two of them
+    """Select the kernels of this thread within the context."""
+    # A layer's call enters two of these contexts, so an unchanged choice must cost nothing.
+    return NOTHING if choice.kernels == kernels else _using(kernels)
 
 
 @contextmanager
@@ -249,7 +264,7 @@ def _using(kernels: Kernels) -> Iterator[None]:
 
 @contextmanager
 def always_fast() -> Iterator[None]:
-    """Compute operations by the fast path even where the definition is faster, in this thread: to compare them."""
+    """Use the fast path in this thread even where the definition is faster, to compare both."""
     before, choice.always_fast = choice.always_fast, True
     try:
         yield
@@ -258,9 +273,9 @@ def always_fast() -> Iterator[None]:
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Have products of fp32 on CUDA devices round their operands to TF32, ten bits of a mantissa, or not.
+    """Allow or forbid fp32 matrix products on CUDA devices to round their operands to TF32 (10-bit mantissa).
 
-    For the whole process: products of torch and those of the kernels here, but for those within `exact_products`.
+    The setting applies to the whole process, to torch and to the kernels here, except within `exact_products`.
     """
     global _tf32
     with _exact_lock:
@@ -270,12 +285,13 @@ def allow_tf32(allowed: bool) -> None:
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Have products of fp32 that are begun within the context exact, whatever `allow_tf32` says.
+    """Compute fp32 matrix products that start within the context without TF32, whatever `allow_tf32` has set.
 
-    The setting is of the process: other threads compute exactly meanwhile.
+    The setting belongs to the process, so other threads compute exactly as long as the context lasts.
     """
     global _exact
-    if not _tf32:  # the setting is whatever it is; nothing here has changed it
+    # Without TF32 this module has not changed torch's setting, and must not.
+    if not _tf32:
         yield
         return
     with _exact_lock:
@@ -291,21 +307,21 @@ def exact_products() -> Iterator[None]:
 
 def _set_products() -> None:
     global products
-    # Not torch.backends.cuda.matmul.fp32_precision: once that is set, this setting cannot be read any more, and
+    # Do not use torch.backends.cuda.matmul.fp32_precision: once it is set, reading this setting raises an error, and
     # torch.compile reads it.
     torch.set_float32_matmul_precision("high" if _tf32 and not _exact else "highest")
     products = ("ieee", "tf32") if _tf32 and not _exact and torch.version.hip is None else ("ieee",)
 
 
 def fp32_products() -> tuple[str, ...]:
-    """Return how the kernels may multiply fp32, as Triton calls it; AMD's GPUs stay exact."""
+    """Return the values of Triton's option for fp32 products. AMD GPUs always compute exactly."""
     return products
 
 
 def refusals(before: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Return every refusal, "operation: reason", and how often it occurred: for a run's summary.
+    """Count each refusal, "operation: reason", for the summary of a run.
 
-    before: what this returned earlier; only what came after it is counted.  None: since the process began.
+    before: an earlier result of this function, whose counts are subtracted.  None: count since the process started.
     """
     return dict(_refused - Counter(before or {}))
 
@@ -313,9 +329,10 @@ def refusals(before: Mapping[str, int] | None = None) -> dict[str, int]:
 def report_refusal(refusal: str) -> None:
     """Count a refusal and log it the first time; raise UserError if kernels are "strict"."""
     if choice.kernels == "strict":
-        raise UserError(f"{refusal}; without --strict its definition would compute it, slower")
+        raise UserError(f"{refusal}. Omit --strict to compute it more slowly by its definition.")
+    # A compiled graph has no memory of what was reported, and meta tensors compute nothing.
     if torch.compiler.is_compiling() or choice.stands_for is not None:
-        return  # seen by whoever runs uncompiled, as a graph has no memory; and nothing was computed
+        return
     _refused[refusal] += 1
     if _refused[refusal] == 1:
         log.info("%s: computed by its definition", refusal)
@@ -323,8 +340,10 @@ def report_refusal(refusal: str) -> None:
 
 @contextmanager
 def interpreting() -> Iterator[None]:
-    """Give CPU tensors to the Triton kernels within the context: for tests, in a process begun with TRITON_INTERPRET=1,
-    which Triton reads when a kernel is defined; and for tensors without memory, whose launches are noted and not run.
+    """Pass CPU tensors to the Triton kernels within the context.
+
+    Tests use it in a process that was started with TRITON_INTERPRET=1, which Triton reads when a kernel is defined. It
+    also serves meta tensors, whose launches are recorded and not run.
     """
     global _interpreting
     before, _interpreting = _interpreting, True
@@ -336,7 +355,7 @@ def interpreting() -> Iterator[None]:
 
 @contextmanager
 def standing_for(device: Literal["cpu", "cuda", "mps"]) -> Iterator[None]:
-    """Take tensors without memory (on "meta") for those of such a device within the context: to see what would run."""
+    """Treat meta tensors as tensors of a device of this kind within the context, to find out what would run there."""
     before, choice.stands_for = choice.stands_for, device
     try:
         with interpreting() if device == "cuda" else nullcontext():
@@ -345,74 +364,81 @@ def standing_for(device: Literal["cpu", "cuda", "mps"]) -> Iterator[None]:
         choice.stands_for = before
 
 
-def uniform_loop(turns: Iterable[T]) -> Iterable[T]:
-    """Return `representative_turns` turns of a loop that are alike; who watches this thread is told before each."""
-    return watched(turns) if choice.stands_for is None else representative_turns(list(turns))
+def uniform_loop(items: Iterable[T]) -> Iterable[T]:
+    """Iterate over a loop with uniform iterations: notify this thread's watcher, and subsample on meta tensors."""
+    return with_progress(items) if choice.stands_for is None else subsample(list(items))
 
 
 def seen_by_others() -> bool:
-    """Return whether each of torch's operations in this thread is seen by a profiler or a mode of dispatch, or is of
-    tensors without memory: another thread's would not be.
+    """Return whether work moved to another thread would be missed.
+
+    A profiler or dispatch mode of this thread does not see the other thread, and another thread would not know which
+    device meta tensors represent.
     """
     return choice.stands_for is not None or is_observed()
 
 
-def representative_turns(turns: Sequence[T]) -> Sequence[T]:
-    """Return the turns of a loop that are alike: each writes to memory made before the loop and leaves nothing else.
+def subsample(items: Sequence[T]) -> Sequence[T]:
+    """Return all items of a loop with uniform iterations, or a few of them on meta tensors.
 
-    Where tensors have no memory a few are enough to see what a turn needs, while the one before is not yet forgotten.
+    Each iteration may only write to memory that was allocated before the loop.  On meta tensors a few iterations show
+    how much memory one needs while the results of the previous one are not yet freed.
     """
-    return turns if choice.stands_for is None else _Few(turns)
+    return items if choice.stands_for is None else SubsampledLoop(items)
 
 
-class _Few(list[T]):
-    """Some turns of a loop, each of which stands for others, too, while it runs."""
+class SubsampledLoop(list[T]):
+    """The first items of a loop.  While an item is processed it represents the omitted ones, too."""
 
-    def __init__(self, turns: Sequence[T]) -> None:
-        super().__init__(turns[:TURNS])
-        self.each = len(turns) / max(1, len(self))
+    def __init__(self, items: Sequence[T]) -> None:
+        super().__init__(items[:SUBSAMPLED_ITERATIONS])
+        self.each = len(items) / max(1, len(self))
 
     def __iter__(self) -> Iterator[T]:
-        before, choice.turns = choice.turns, choice.turns * self.each
+        before, choice.represented = choice.represented, choice.represented * self.each
         try:
             yield from super().__iter__()
         finally:
-            choice.turns = before
+            choice.represented = before
 
 
-def turns() -> float:
-    """Return for how many turns of loops this one stands; more than one where tensors have no memory."""
-    return choice.turns
+def represented_iterations() -> float:
+    """Return how many iterations the current one represents: more than 1 where loops are subsampled."""
+    return choice.represented
 
 
-def watched(turns: Iterable[T], count: int | None = None) -> Iterable[T]:
-    """Return the turns of a loop; who watches this thread is told before each.  count: of them, if they are no list."""
-    return turns if choice.watcher is None else _watched(turns, count, choice.watcher)
+def with_progress(items: Iterable[T], count: int | None = None) -> Iterable[T]:
+    """Iterate over a loop, and notify this thread's watcher before each iteration.
+
+    count: the number of items, required if `items` has no length.
+    """
+    return items if choice.watcher is None else _with_progress(items, count, choice.watcher)
 
 
-def _watched(turns: Iterable[T], count: int | None, tell: "Callable[[Loops], object]") -> Iterator[T]:
+def _with_progress(items: Iterable[T], count: int | None, notify: "Callable[[Loops], object]") -> Iterator[T]:
     if count is None:
-        turns = list(turns)
-        count = len(turns)
+        items = list(items)
+        count = len(items)
     running, depth, done = choice.running, len(choice.running), 0
     try:
-        for turn in turns:
+        for item in items:
             running[depth:] = [(done, count)]
-            tell(running)
-            yield turn
-            del turn  # before the next one is made
+            notify(running)
+            yield item
+            # Free the item before the next one is made.
+            del item
             done += 1
     finally:
         del running[depth:]
 
 
 @contextmanager
-def watching(tell: "Callable[[Loops], object]") -> Iterator[None]:
-    """Have each turn of this thread's loops over parts of tensors told, within the context; what it raises ends them.
+def watching(notify: "Callable[[Loops], object]") -> Iterator[None]:
+    """Call `notify` before each iteration of this thread's loops over slices and blocks of tensors, within the context.
 
-    Without, a loop costs what it costs.
+    An exception from `notify` ends the loop.  Without a watcher, loops have no overhead.
     """
-    before, choice.watcher = choice.watcher, tell
+    before, choice.watcher = choice.watcher, notify
     try:
         yield
     finally:
@@ -420,20 +446,20 @@ def watching(tell: "Callable[[Loops], object]") -> Iterator[None]:
 
 
 def backend(x: Tensor) -> Literal["cpu", "triton"]:
-    """Return which package below ops has the fast paths for a tensor's device."""
+    """Return the package below ops that has the fast paths for a tensor's device."""
     return "triton" if x.is_cuda or _interpreting else "cpu"
 
 
 def repeats() -> bool:
-    """Return whether operations on a GPU may be repeated by recipe: ops/triton/recipe.py."""
-    # `is_dynamo_compiling` is one call of Python, `is_compiling` two; what else exports a graph does so by a mode.
+    """Return whether recipes (ops/triton/recipe.py) may repeat the calls of operations now."""
+    # `is_dynamo_compiling` is one Python call, `is_compiling` two. Exports without Dynamo use a dispatch mode.
     return TRITON and not torch.compiler.is_dynamo_compiling() and not is_observed()
 
 
 def repeat_or_run(name: str, operands: Sequence[Any]) -> Any:
-    """Compute a registered operation: on a GPU by the recipe for operands of this layout, or noting it if possible.
+    """Compute a registered operation; on a GPU by the recipe for operands of this layout, recorded at the first call.
 
-    The caller has checked `repeats`.
+    Call it only if `repeats()`.
     """
     key, table = None, recipes[name]
     if operands[0].is_cuda or _interpreting:
@@ -447,9 +473,9 @@ def repeat_or_run(name: str, operands: Sequence[Any]) -> Any:
 
 
 def implementation(name: str, x: Tensor) -> Callable[..., Any]:
-    """Return the function that computes a registered operation on a tensor's device, from its operands in order.
+    """Return a function of the operands, in order, that computes a registered operation on a tensor's device.
 
-    It is the function of the operation's name, which takes them by name; Triton is loaded here and nowhere before.
+    This imports the module of the operation below ops/cpu or ops/triton, and so Triton at its first use.
     """
     module, names = modules[name]
     function = getattr(_module(backend(x), module), name)
@@ -462,18 +488,21 @@ def _module(package: str, name: str) -> ModuleType:
 
 
 def faster_on_cpu(x: Tensor, elements: int, enough: int) -> bool:
-    """Return whether x is on a CPU, where the definition is faster for fewer than `representative_turns` elements."""
+    """Return whether x is on a CPU and `elements` is below `enough`, so that the definition is faster."""
     return elements < enough and backend(x) == "cpu"
 
 
 def small_on_cpu(x: object, least: int) -> bool:
-    """Return whether x is a tensor of fewer numbers on a CPU, and fast paths are not asked for whatever the size."""
+    """Return whether x is a CPU tensor of fewer than `least` elements, unless fast paths are forced or "strict"."""
     small = isinstance(x, Tensor) and faster_on_cpu(x, x.numel(), least)
     return small and not choice.always_fast and choice.kernels == "fast"
 
 
 def unsupported_device(operands: Sequence[Any]) -> str | None:
-    """Return why no fast path serves the devices and dtypes of tensors (or what has those; None: left out), or None."""
+    """Return the reason why no fast path supports the devices and dtypes of the operands, or None.
+
+    operands: tensors, other objects with a device and a dtype, or None for operands that were omitted.
+    """
     device = operands[0].device
     kernels = _interpreting or device.type == "cuda"
     for t in operands:
@@ -487,51 +516,62 @@ def unsupported_device(operands: Sequence[Any]) -> str | None:
         return _unsupported_by_triton(device)
     if device.type == "cpu" or (choice.stands_for == "cpu" and device.type == "meta"):
         return None
-    return f"nothing faster was written for {device.type}"
+    return f"there are no fast paths for {device.type}"
 
 
 def _unsupported_by_triton(device: torch.device) -> str | None:
-    """Return why Triton kernels cannot run on a device, or None."""
+    """Return the reason why Triton kernels cannot run on a device, or None."""
     if device.type == "cuda":
         return no_kernels_reason(device)
     return None if TRITON else NO_TRITON
 
 
 Shape = tuple[int, ...]
-Sizes = dict[str, Any]  # of each axis by name; of "*": those of the leading axes
-EMPTY = ""  # the reason not to take the fast path where there is nothing to compute: not worth reporting
+# The size of each axis by name. "*" has the shape of the leading axes.
+Sizes = dict[str, Any]
+# The reason to use the definition if there is nothing to compute. It is not reported.
+EMPTY = ""
 LEADING = ("*", "...")
 
 
 class _Operand(NamedTuple):
+    """An operand in `shapes`.
+
+    text: its axes as an error message shows them.
+    leading: "*", "..." or "" for none.
+    axes: the other axes.
+    expands: every shape that expands to this one is accepted.
+    """
+
     name: str
-    text: str  # its axes as written
-    leading: str  # "*", "..." or "" for none
-    axes: tuple[str, ...]  # the others
-    expands: bool  # any shape that expands to this one will do
+    text: str
+    leading: str
+    axes: tuple[str, ...]
+    expands: bool
 
 
 class Shapes:
-    """The shapes that operands must have; operands in the text that are not among `names` are left out."""
+    """The shapes that operands must have, parsed from the text of `register.shapes` for the operands in `names`."""
 
     def __init__(self, text: str, names: Sequence[str]) -> None:
         self.operands: list[_Operand] = []
-        self.positions: list[int] = []  # of the operands among the names
+        # The index of each operand in `names`.
+        self.positions: list[int] = []
         for name, parenthesis, inner in re.findall(r"(\w+) (\(?)\[(.*?)\]", text):
             if name in names:
                 axes = tuple(inner.split(", ")) if inner else ()
                 leading = axes[0] if axes[:1] and axes[0] in LEADING else ""
-                own = axes[1:] if leading else axes
+                trailing = axes[1:] if leading else axes
                 written = f"[{inner}] or 1 on an axis" if parenthesis else f"[{inner}]"
-                self.operands.append(_Operand(name, written, leading, own, bool(parenthesis)))
+                self.operands.append(_Operand(name, written, leading, trailing, bool(parenthesis)))
                 self.positions.append(list(names).index(name))
-        # Models call an operation with few different shapes, and looking these up takes less than comparing them.
+        # Models call an operation with few different shapes, and a lookup is faster than a comparison.
         self._remembered = functools.lru_cache(maxsize=1024)(self._compare)
 
     def misfit(self, given: Sequence[Any]) -> str | None:
         """Describe the first operand of a wrong shape; EMPTY if there is nothing to compute, else None.
 
-        given: the operands that have a shape here, in order.
+        given: the operands with a shape here, in order.
         """
         wrong, sizes = self._find(given)
         if wrong is not None:
@@ -539,7 +579,10 @@ class Shapes:
         return EMPTY if sizes["empty"] else None
 
     def require(self, op: str, args: Sequence[Any]) -> Sizes:
-        """Raise ValueError if an operand among `args`, which go by the names, has another shape; return all sizes."""
+        """Return the sizes of all axes.  Raises ValueError if an operand has a wrong shape.
+
+        args: all operands, in the order of `names`.
+        """
         given = [args[i] for i in self.positions]
         wrong, sizes = self._find(given)
         if wrong is not None:
@@ -547,7 +590,7 @@ class Shapes:
         return sizes
 
     def _misfit(self, wrong: _Operand, sizes: Sizes, given: Sequence[Any]) -> str:
-        """Return "mask is [4, 1], not [*, i, k] = [4, 4], as x is [4, 4, 16]"."""
+        """Describe a wrong operand: "mask is [4, 1], not [*, i, k] = [4, 4], as x is [4, 4, 16]"."""
         shapes = {operand.name: list(t.shape) for operand, t in zip(self.operands, given) if t is not None}
         right, decided = _right(wrong, sizes), sizes["decided by"]
         if right is None:
@@ -558,13 +601,15 @@ class Shapes:
 
     def _find(self, given: Sequence[Any]) -> tuple[_Operand | None, Sizes]:
         shapes = tuple([None if t is None else t.shape for t in given])
-        if torch.compiler.is_compiling():  # a graph can hold no cache, and sizes that it does not know have no hash
+        # A graph cannot contain the cache, and symbolic sizes have no hash.
+        if torch.compiler.is_compiling():
             return self._compare(shapes)
         return self._remembered(shapes)
 
     def _compare(self, shapes: tuple[Shape | None, ...]) -> tuple[_Operand | None, Sizes]:
-        """Return the first operand whose shape is wrong, if any, and the sizes found before it."""
-        decided: dict[str, str] = {}  # by which operand an axis is decided
+        """Return the first operand with a wrong shape, or None, and the sizes of the axes before it."""
+        # The operand that sets the size of each axis.
+        decided: dict[str, str] = {}
         sizes: Sizes = {"1": 1, "2": 2, "3": 3, "4": 4, "empty": False, "decided by": decided}
         for operand, given in zip(self.operands, shapes):
             if given is None:
@@ -572,7 +617,7 @@ class Shapes:
             shape, rank = tuple(given), len(operand.axes)
             sizes["empty"] = sizes["empty"] or 0 in shape
             if operand.expands:
-                # After "..." only the axes that are named are compared; axes left out count as shared.
+                # After "..." only the named axes are compared. Missing axes count as shared.
                 right = _right(operand, sizes)
                 if right is None or not expands_to(shape[-rank:] if operand.leading == "..." else shape, right):
                     return operand, sizes
@@ -594,7 +639,7 @@ class Shapes:
 
 
 def _right(operand: _Operand, sizes: Sizes) -> Shape | None:
-    """Return the shape that an operand should have, or None if the others do not decide it."""
+    """Return the shape that an operand should have, or None if the other operands do not determine it."""
     leading = sizes.get("*") if operand.leading == "*" else ()
     if leading is None or any(axis not in sizes for axis in operand.axes):
         return None
@@ -626,31 +671,32 @@ def expands_to(shape: Shape, target: Shape) -> bool:
     added = len(target) - len(shape)
     if added < 0:
         return False
-    for a, b in zip(shape, target[added:]):  # noqa: SIM110  (a generator takes twice the time)
+    # A generator takes twice the time.
+    for a, b in zip(shape, target[added:]):  # noqa: SIM110
         if a != b and a != 1:
             return False
     return True
 
 
 def upcast_half(x: Tensor) -> Tensor:
-    """Return x in fp32 if it has 16 bits, else x itself: for norms, softmax, frames, losses and logits."""
+    """Convert 16-bit floats to fp32 and return others unchanged, for norms, softmax, frames, losses and logits."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of sums over x, of its statistics and its logits: fp64 for fp64, else fp32."""
+    """Return the dtype for sums over x, statistics and logits: fp64 for fp64, otherwise fp32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def widen(x: Tensor) -> Tensor:
-    """Return x in fp64, for the few numbers that want more digits than fp32; in fp32 on Apple's GPUs, which lack it."""
+    """Convert x to fp64, for the few values that need more digits than fp32; to fp32 on Apple GPUs, which lack fp64."""
     return x.to(torch.float32 if x.device.type == "mps" else torch.float64)
 
 
 def empty_like(x: Tensor) -> Tensor:
-    """Allocate a dense tensor of x's shape whose axes lie in memory in the order of x's.
+    """Allocate a dense tensor of x's shape with the axes in the memory order of x.
 
-    Not torch.empty_like, which makes a tensor in row-major order of one that is expanded or a slice.
+    torch.empty_like would make it row-major if x is expanded or a slice.
     """
     order = sorted(range(x.dim()), key=lambda axis: x.stride(axis), reverse=True)
     back = [order.index(axis) for axis in range(x.dim())]
@@ -658,60 +704,69 @@ def empty_like(x: Tensor) -> Tensor:
 
 
 def laid_out_as(y: Tensor, x: Tensor) -> Tensor:
-    """Return y, whose axes lie in memory in the order of x's: as it is, or a copy."""
+    """Return y with its axes in the memory order of x: y itself if it has this order, otherwise a copy."""
     like = empty_like(x)
     return y if y.stride() == like.stride() else like.copy_(y)
 
 
 def empty_parameters(*parameters: Tensor | None) -> tuple[Tensor, ...]:
-    """Allocate a contiguous tensor for the gradient of each of these, in fp32 at least: sums over all positions.
+    """Allocate a contiguous tensor for the gradient of each parameter, in fp32 at least, as it sums over all positions.
 
-    For None, which is no parameter, one without numbers.
+    A parameter that is None gets a tensor without elements.
     """
-    some = next(p for p in parameters if p is not None)
-    given = (some.new_empty(0) if p is None else p for p in parameters)
-    return tuple(p.new_empty(p.shape, dtype=accumulation_dtype(p)) for p in given)
+    like = next(p for p in parameters if p is not None)
+    templates = (like.new_empty(0) if p is None else p for p in parameters)
+    return tuple(p.new_empty(p.shape, dtype=accumulation_dtype(p)) for p in templates)
 
 
 Registered = Callable[..., Any]  # an operation of torch.ops.warpfold
 
 
 class Expansion(NamedTuple):
-    """How a parameter that torch has no type for becomes several operands of the registered operation."""
+    """The operands that replace a parameter for which torch has no type.
 
-    types: Mapping[str, Any]  # of those operands, by name; the first is named like the parameter
-    split: Callable[[Any, Tensor], tuple[Any, ...]]  # (argument, first argument of all) -> those operands
+    types: the types of the operands by name; the first operand has the name of the parameter.
+    split: (argument, first argument of the call) -> operands.
+    """
+
+    types: Mapping[str, Any]
+    split: Callable[[Any, Tensor], tuple[Any, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class register:
-    """What an operation needs to be one beside its definition, which this decorates.
+    """Decorator that registers the operation of a definition.
 
-    shapes: of all operands of the registered operation, of its results and of `grad`, as ops/dispatch.py reads them.
-    empty: of the operands, allocates the results; they must have the strides that the kernels return.  None: one
-        result that lies as the first operand does.
-    mutates: the operands that are changed in place, by an operation that has no results.
-    results: the names of the results, of which the caller gets the first; the others are kept for the backward pass.
-    keeps: what the backward operation is given beside `grad`: operands and results by their names; `NAME_wanted`:
-        whether the gradient of NAME is wanted at all.
-    gradients: the operands whose gradients the backward operation returns, at least two; none: there is no gradient.
-    empty_gradients: of what the backward operation is given, allocates them, as `empty` does the results.  None: those
-        of tensors with leading axes as the tensors lie, those of parameters as sums over all positions.
-    residual: the operand to which the rest is added, so that its gradient is `grad` itself.
-    composed: of the definition's arguments by name, computes it from other operations where that is faster than the
-        registered one, and returns None elsewhere; decided by dtypes, shapes, strides, devices and numbers.
-    same_dtype: operands that must share a dtype.
-    kept: whether the operation has one operand more than the definition, the last: `kept`, whether a backward pass may
-        follow.  Where it may not, the results but the first are left out, as tensors without elements.
-    check: of (name, sizes, operands), raises ValueError for what `shapes` cannot describe.
-    expand: a parameter of the definition that is several operands of the registered operation.
-    caller_shapes: the shapes that the definition's arguments must have, where `adapter` makes others of them.
-    adapter: of the registered operation and the definition's arguments, calls it with others.
-    misfit: of the definition's arguments by name, describes one whose size is wrong in a way that `shapes` cannot
-        express, or returns None.  It is called if the shapes are right.
-    unsupported: of the definition's arguments by name, why the fast path does not take them, or None; asked where
+    Functions receive arguments or operands by name (`Operands`, or a named tuple of the definition's arguments).
+
+    shapes: the shapes of all operands of the registered operation, of its results and of `grad`, in the notation that
+        ops/dispatch.py describes.
+    empty: operands -> results, allocated with the strides that the kernels return.  None: the operation has one
+        result, with the layout of the first operand.
+    mutates: the operands that the operation changes in place; it then has no results.
+    results: the names of the results.  The caller gets the first; the others are saved for the backward pass.
+    keeps: the operands of the backward operation besides `grad`: operands and results by name, and `NAME_wanted`,
+        which says whether the gradient of NAME is needed.
+    gradients: the operands whose gradients the backward operation returns, at least two; "" if there is no gradient.
+    empty_gradients: operands of the backward operation -> gradients, allocated as `empty` allocates the results.  None:
+        gradients of tensors with leading axes get the layout of the tensors, and gradients of parameters are
+        contiguous sums over all positions.
+    residual: the operand to which the operation adds its update, so that the gradient of this operand is `grad` itself.
+    composed: definition's arguments -> result, computed from other operations where that is faster than the registered
+        one, or None.  The decision may depend on dtypes, shapes, strides, devices and numbers only.
+    same_dtype: the operands that must have the same dtype.
+    kept: whether the registered operation has an additional last operand `kept`: whether a backward pass may follow.
+        If it is False, all results but the first are tensors without elements.
+    check: (name, sizes, operands) -> None.  Raises ValueError for errors that `shapes` cannot express.
+    expand: the parameter of the definition that is several operands of the registered operation.
+    caller_shapes: the shapes of the definition's arguments, if `adapter` changes them.
+    adapter: (registered operation, *definition's arguments) -> result of the registered operation, called with other
+        arguments.
+    misfit: definition's arguments -> description of a wrong size that `shapes` cannot express, or None.  It is called
+        if the shapes are right.
+    unsupported: definition's arguments -> reason why the fast path does not support them, or None.  It is called if
         devices, shapes and dtypes are right.
-    prefer_definition: of the definition's arguments by name, whether that is faster.
+    prefer_definition: definition's arguments -> whether the definition is faster.
     """
 
     shapes: str
@@ -734,7 +789,7 @@ class register:
     prefer_definition: Callable[[Any], bool] | None = None
 
     def __call__(self, definition: Callable[P, R]) -> Op[P, R]:
-        """Register the operation of a definition, and the backward one, and return the `Op`."""
+        """Register the operation of a definition and its backward operation, and return the `Op`."""
         name, module = definition.__name__, definition.__module__.rpartition(".")[2]
         results, gradients = [] if self.mutates else self.results.split(), self.gradients.split()
         types = {**get_type_hints(definition), **dict.fromkeys((*results, "grad"), Tensor)}
@@ -754,7 +809,7 @@ class register:
         return self._choosing(definition, _registered(name))
 
     def _operands(self, names: Sequence[str], types: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the operands of a registered operation, name and type."""
+        """Return the operands of a registered operation: types by name."""
         expanded = {} if self.expand is None else self.expand.types
         operands: dict[str, Any] = {}
         for name in names:
@@ -806,12 +861,12 @@ class register:
 
         backward: the name of the backward operation.
         """
-        known, gradients = [*operands, *self.results.split()], self.gradients.split()
+        names, gradients = [*operands, *self.results.split()], self.gradients.split()
         tensors = [name for name, hint in needs.items() if hint in (Tensor, Tensor | None)]
-        saved = [known.index(name) for name in tensors if name in known]
-        constants = [known.index(name) for name in needs if name in known and name not in tensors]
+        saved = [names.index(name) for name in tensors if name in names]
+        constants = [names.index(name) for name in needs if name in names and name not in tensors]
         flags = [operands.index(name.removesuffix("_wanted")) for name in needs if name.endswith("_wanted")]
-        # Where the gradient of each operand is among those returned; `grad` itself is put behind them.
+        # The index of each operand's gradient among the returned ones, after which `grad` itself is appended.
         places = {**{name: i for i, name in enumerate(gradients)}, self.residual: len(gradients)}
         sources = [places.get(name) for name in operands]
         through_dispatcher = _registered(backward)
@@ -823,11 +878,11 @@ class register:
             ctx.set_materialize_grads(False)
 
         def differentiate(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-            """Return the gradient of each operand, or None."""
+            """Compute the gradient of each operand; None where it is not needed."""
             if grad is None:
                 return (None,) * len(sources)
             wanted = ctx.needs_input_grad
-            # Where the gradient shall have a gradient itself, the registered operation raises an error.
+            # Through the dispatcher a request for a second derivative raises an error.
             given = grad, *ctx.saved_tensors, *ctx.constants, *map(wanted.__getitem__, flags)
             if type(grad) is not Tensor or grad.is_meta or torch.is_grad_enabled() or not repeats():
                 computed = through_dispatcher(*given)
@@ -842,9 +897,9 @@ class register:
     def _choosing(
         self, definition: Callable[P, R], registered: Registered, past_dispatcher: Callable[..., Any] | None = None
     ) -> Op[P, R]:
-        """Return the `Op` of a definition, whose fast path is the registered operation.
+        """Make the `Op` of a definition, whose fast path is the registered operation.
 
-        past_dispatcher(*operands, repeat): calls repeat(operands), and gives the results a gradient.
+        past_dispatcher(*operands, repeat): calls repeat(operands) and attaches the gradient to the results.
         """
         parameters = list(inspect.signature(definition).parameters)
         shapes = Shapes(self.caller_shapes or self.shapes, parameters)
@@ -876,12 +931,12 @@ class register:
 
         def misfit(given: Any) -> str | None:
             """Describe the first operand of a wrong shape; EMPTY if there is nothing to compute, else None."""
-            found = shapes.misfit(given if all_have_shapes else [given[i] for i in shapes.positions])
-            more = None if found or further is None else further(given)
-            return found if more is None else more
+            wrong = shapes.misfit(given if all_have_shapes else [given[i] for i in shapes.positions])
+            other = None if wrong or further is None else further(given)
+            return wrong if other is None else other
 
         def why_not(given: Any) -> str | None:
-            """Return why the fast path does not take these arguments, or None: first what all operations share."""
+            """Return the reason why the fast path does not support the arguments: common reasons first."""
             reason = unsupported_device(given if all_have_shapes else [given[i] for i in shapes.positions])
             if reason is not None:
                 return reason
@@ -900,13 +955,13 @@ class register:
 
 
 def _kind(name: str, hint: Any) -> int:
-    """Return where an operand of a backward operation stands: `grad`, tensors, numbers, what is wanted."""
+    """Return the sort key of an operand of a backward operation: `grad`, tensors, numbers, `NAME_wanted`."""
     if name == "grad":
         return 0
     return 1 if hint in (Tensor, Tensor | None) else 3 if name.endswith("_wanted") else 2
 
 
 def _registered(name: str) -> Registered:
-    """Return the overload of torch.ops.warpfold, which is called faster than the name that stands for all overloads."""
+    """Return the overload in torch.ops.warpfold, whose call is faster than that of its packet of overloads."""
     overload: Registered = getattr(torch.ops.warpfold, name).default
     return overload

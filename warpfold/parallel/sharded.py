@@ -38,7 +38,7 @@ from warpfold.model.axial import (
 )
 from warpfold.model.evoformer import TriangleMultiplication
 from warpfold.model.layers import project
-from warpfold.ops.dispatch import uniform_loop, using, watched
+from warpfold.ops.dispatch import uniform_loop, using, with_progress
 from warpfold.ops.noise import Factors
 from warpfold.ops.triangle import triangle_product
 from warpfold.parallel.collectives import (
@@ -484,7 +484,7 @@ class ShardedStack:
                 # The pair mask is symmetric, so the transpose of its rows is its columns.
                 mask[name] = {ROWS: its_mask, COLS: its_mask.mT}
         recomputed = len(self.blocks) - self.keep_blocks if self.plan.recompute == "block" else 0
-        for index, (block, layout) in watched(list(enumerate(zip(self.blocks, self.layouts[by_channels])))):
+        for index, (block, layout) in with_progress(list(enumerate(zip(self.blocks, self.layouts[by_channels])))):
             if self.mesh.branch.size > 1:
                 # Wait for the other branch's tensor outside of the checkpoint: a recomputation must not receive again.
                 for x in held.values():
@@ -512,7 +512,7 @@ class ShardedStack:
         with using(self.plan.kernels):
             held = dict(zip(block.states, (x.detach_axis(x.available_axis) for x in states)))
             steps = list(zip(block.steps, layout.steps))
-            for run in watched(layout.runs):
+            for run in with_progress(layout.runs):
                 held |= self._run_independent([steps[index] for index in run], by_channels, held, mask)
             return tuple(held.values())
 

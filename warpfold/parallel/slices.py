@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from warpfold.host import fetch_each, store
 from warpfold.model.axial import ROWS, AxialUpdate, Block, Shared, Tensors, Which
-from warpfold.ops.dispatch import representative_turns, watched
+from warpfold.ops.dispatch import subsample, with_progress
 from warpfold.ops.noise import Factors
 
 
@@ -100,10 +100,10 @@ def shared_in_slices(layer: AxialUpdate, source: Tensor, mask: Tensor, axis: int
     assert layer.shares is not None
     joined, keeps = layer.join_axis(axis), torch.is_grad_enabled()
     cuts: Sequence[slice] = slices(source, axis, most)
-    cuts = cuts if keeps else representative_turns(cuts)
+    cuts = cuts if keeps else subsample(cuts)
     parts: list[Tensors] = []
     wholes: list[Tensor] = []
-    for part, piece in watched(fetch_each(source, cuts, axis), len(cuts)):
+    for part, piece in with_progress(fetch_each(source, cuts, axis), len(cuts)):
         made = layer.shared(piece, mask_slice(layer, layer.shares, mask, axis, part))
         if keeps:
             parts.append(made)
@@ -157,10 +157,10 @@ def update_in_slices(
 
     cuts: Sequence[slice] = slices(x, axis, most)
     # With gradients no slice may be left out: a rank without rows must take part in the backward pass.
-    cuts = cuts if keeps else representative_turns(cuts)
+    cuts = cuts if keeps else subsample(cuts)
     parts: list[Tensor] = []
     whole = x if in_place else None
-    for part, piece in watched(fetch_each(x, cuts, axis), len(cuts)):
+    for part, piece in with_progress(fetch_each(x, cuts, axis), len(cuts)):
         read_piece = piece if read is x else read.narrow(read_axis, part.start, part.stop - part.start)
         if recompute and keeps:
             arguments = part, piece, read_piece, *(shared or ())
