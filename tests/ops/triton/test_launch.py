@@ -78,14 +78,14 @@ def test_an_entry_is_nearest_to_itself(entries, at) -> None:
 
 
 def test_keys_of_another_version_are_refused() -> None:
-    with pytest.raises(UserError, match=r"toy\.json: key \(32,\) is of another version"):
+    with pytest.raises(UserError, match=r"toy\.json: key \(32,\) belongs to another version"):
         table((32,)).nearest("_copy", (32, 64))
 
 
 def test_sizes_of_another_version_are_refused(monkeypatch) -> None:
     monkeypatch.setitem(launches.KERNELS, "_copy", COPY)
     old = LaunchTable(Path("toy.json"), {}, (TableEntry("_copy", (1,), KernelConfig({"TILE": 64}, 1, 1)),))
-    with table_used(old), pytest.raises(UserError, match="sizes TILE, of another version"):
+    with table_used(old), pytest.raises(UserError, match="sizes TILE, which belong to another version"):
         config_for("_copy", (1,), CPU)
 
 

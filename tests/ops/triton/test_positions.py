@@ -78,7 +78,7 @@ def test_more_than_three_axes_are_copied_and_delivered() -> None:
 
 
 def test_too_many_positions_are_an_error() -> None:
-    with pytest.raises(UserError, match="more than the kernels count"):
+    with pytest.raises(UserError, match="kernels number at most"):
         coalesce((MOST,), (8,))
 
 

@@ -1,7 +1,8 @@
-"""How each kernel is launched: tile sizes from tables that are made ahead for each GPU, and never while running.
+"""Launch configurations of kernels: tile sizes from tables that are made in advance for each GPU.
 
-So every rank, and every run, computes in the same order.  A module registers a kernel below its function, with the
-configurations that `warpfold tune` tries; a launcher asks for the one of a key, and runs the kernel with it:
+Nothing is tuned at run time, so every rank and every run computes in the same order.  A module registers a kernel below
+its function with the configurations that `warpfold tune` tries.  A launcher looks up the configuration for a key and
+runs the kernel with it:
 
     FORWARD = register("layer_norm", _layer_norm, configs("BLOCK_M", (16, 4, 1), (32, 4, 1)))
     ...
@@ -29,15 +30,16 @@ from warpfold.errors import UserError
 from warpfold.ops.dispatch import fp32_products
 from warpfold.ops.torch_internals import tree_leaves, without_modes
 
-Key = tuple[int, ...]  # what a configuration depends on, as the kernel says: widths, lengths, bytes of an element
+# The values that a kernel's configuration depends on: widths, lengths, bytes per element.
+Key = tuple[int, ...]
 SHIPPED = Path(__file__).parent / "tuned"
-# Of this package, that register kernels.
+# The modules of this package that register kernels.
 MODULES = "adam", "attention", "linear", "noise", "outer", "pairs", "transition", "triangle"
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Tile sizes (values of the kernel's constexpr arguments of those names), warps of a program, pipeline stages."""
+    """Tile sizes (constexpr arguments of the kernel by name), warps per program and pipeline stages."""
 
     sizes: Mapping[str, int]
     warps: int
@@ -48,8 +50,9 @@ class KernelConfig:
 
     @property
     def options(self) -> dict[str, Any]:
-        """How a kernel is compiled: warps, stages, fused multiply-adds (which Triton 3.10 leaves out unless it is
-        asked), and how products of fp32 may be made.
+        """Triton's compile options: warps, stages, fused multiply-adds and the precisions of fp32 products.
+
+        Triton 3.10 does not fuse multiply-adds by default.
         """
         return {
             "num_warps": self.warps,
@@ -64,7 +67,7 @@ class KernelConfig:
 
 
 def configs(names: str, *tiles: tuple[int, ...]) -> tuple[KernelConfig, ...]:
-    """Return one configuration for each tile: its sizes in the order of their names, then warps and stages."""
+    """Make one configuration from each tuple: tile sizes in the order of `names`, then warps and stages."""
     return tuple(KernelConfig(dict(zip(names.split(), tile)), tile[-2], tile[-1]) for tile in tiles)
 
 
@@ -73,28 +76,27 @@ class Kernel:
     """A Triton kernel and the configurations that `warpfold tune` tries for it."""
 
     name: str
-    function: Any  # what @triton.jit made
+    function: Any  # result of @triton.jit
     candidates: tuple[KernelConfig, ...]
 
     def tiled(self, key: Key, like: Tensor) -> "TiledKernel":
-        """Return the kernel with the configuration of this key on the device of a tensor."""
+        """Return the kernel with its configuration for a key on the device of a tensor."""
         device = like.device
         return TiledKernel(self, key, config_for(self.name, key, device), device)
 
 
 @dataclass(frozen=True)
 class ByPrecision:
-    """A kernel with configurations for 16 bits, and, by another name, for fp32.
+    """A kernel with configurations for 16-bit dtypes and, under another name, for fp32.
 
-    Products without tensor cores are made of operands in registers, and tiles that suit the one do not run with the
-    other.
+    Products without tensor cores hold their operands in registers, so the two need different tiles.
     """
 
     half: Kernel
     fp32: Kernel
 
     def tiled(self, key: Key, like: Tensor) -> "TiledKernel":
-        """Return the kernel for the dtype and the device of a tensor, with the configuration of this key."""
+        """Return the kernel with its configuration for a key and for the dtype and device of a tensor."""
         return (self.half if like.element_size() == 2 else self.fp32).tiled(key, like)
 
 
@@ -111,26 +113,27 @@ class TiledKernel:
         return self.config.sizes[size]
 
     def run(self, grid: Sequence[int], **arguments: Any) -> None:
-        """Launch the kernel on the device that it was asked for; its tile sizes are added to the arguments."""
-        given, config = {**arguments, **self.config.sizes}, self.config
-        if not _listeners:  # as in every run: no step that can be left out
-            start = functools.partial(self.kernel.function[tuple(grid)], **given, **config.options)
+        """Launch the kernel on its device; the tile sizes are added to the arguments."""
+        all_arguments, config = {**arguments, **self.config.sizes}, self.config
+        # This path serves every run, so it has no step that could be omitted.
+        if not _listeners:
+            start = functools.partial(self.kernel.function[tuple(grid)], **all_arguments, **config.options)
             with on(self.device):
                 if noting.tell is None:
                     start()
                 else:
-                    # Without modes: the interpreter calls torch, which is none of the operation's doing.
-                    noting.tell(self, tuple(grid), given, without_modes(start))
+                    # Dispatch modes must not see the torch calls of Triton's interpreter.
+                    noting.tell(self, tuple(grid), all_arguments, without_modes(start))
             return
-        ordered = {name: given.pop(name) for name in self.kernel.function.arg_names}
-        if given:
-            raise TypeError(f"{self.kernel.name} takes no {', '.join(given)}")
+        ordered = {name: all_arguments.pop(name) for name in self.kernel.function.arg_names}
+        if all_arguments:
+            raise TypeError(f"{self.kernel.name} takes no {', '.join(all_arguments)}")
         _listeners[-1](KernelLaunch(self.kernel, tuple(grid), config, self.key, ordered))
 
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """A kernel with its grid, the key that a table was asked for, and all arguments by name, in the kernel's order."""
+    """A launch of a kernel: grid, configuration, the key of its lookup, and all arguments in the kernel's order."""
 
     kernel: Kernel
     grid: tuple[int, ...]
@@ -140,22 +143,22 @@ class KernelLaunch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors among the arguments, also within tuples, in order."""
+        """The tensors among the arguments and within tuples, in order."""
         return [leaf for leaf in tree_leaves(list(self.arguments.values())) if isinstance(leaf, Tensor)]
 
     @property
     def options(self) -> dict[str, Any]:
-        """How it is compiled."""
+        """Triton's compile options."""
         return self.config.options
 
     def run(self) -> None:
-        """Launch it, on the device of its first tensor."""
+        """Launch the kernel on the device of its first tensor."""
         with on(self.tensors[0].device):
             self.kernel.function[self.grid](**self.arguments, **self.options)
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which kernels are launched on a device: nothing to do where it is the current one."""
+    """Return a context in which kernels are launched on this device."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device(device)
@@ -163,7 +166,7 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 
 @dataclass(frozen=True)
 class TableEntry:
-    """One line of a launch table."""
+    """A line of a launch table."""
 
     kernel: str
     key: Key
@@ -172,32 +175,33 @@ class TableEntry:
 
 @dataclass(frozen=True)
 class LaunchTable:
-    """Configurations for one GPU.  head: GPU, driver, torch, triton and date, or how they were chosen."""
+    """Configurations for one GPU.  head: GPU, driver, torch, triton and date, or a note on their origin."""
 
     path: Path
     head: Mapping[str, str]
     entries: tuple[TableEntry, ...]
 
     def nearest(self, kernel: str, key: Key) -> TableEntry | None:
-        """Return the entry whose key is nearest: least sum of |log2|; of equally near ones the smallest key's."""
+        """Find the entry with the nearest key, by the sum of |log2| ratios; on ties the entry with the smallest key."""
         of_kernel = [e for e in self.entries if e.kernel == kernel]
         return min(of_kernel, key=lambda e: (_distance(e.key, key, self.path), e.key)) if of_kernel else None
 
 
 _NOTHING = nullcontext()
 KERNELS: dict[str, Kernel] = {}
-# Triton's option of how `tl.dot` may multiply fp32: with TF32 wherever that is among these, otherwise exactly.
+# Triton's option for fp32 operands of `tl.dot`: TF32 if its value contains it, otherwise exact products.
 DOTS = "allowed_dot_input_precisions"
 
 
 class _Noting(threading.local):
-    """Observer of this thread's launches, which it gets together with the compiled code of each."""
+    """Observer of this thread's launches: (kernel, grid, arguments, compiled code) of each."""
 
     tell: Callable[[TiledKernel, tuple[int, ...], Mapping[str, Any], Any], None] | None = None
 
 
 noting = _Noting()
-_listeners: list[Callable[[KernelLaunch], None]] = []  # the last is told of every launch, instead of its being run
+# The last one receives every launch, which is then not run.
+_listeners: list[Callable[[KernelLaunch], None]] = []
 _forced: dict[str, KernelConfig] = {}
 _tables: list[tuple[LaunchTable, ...]] = []
 _stood_for: list[torch.device] = []
@@ -205,7 +209,7 @@ _resets = 0
 
 
 def register(name: str, function: Any, candidates: tuple[KernelConfig, ...]) -> Kernel:
-    """Make a kernel known, under its name, to offline compilation and to tuning."""
+    """Register a kernel under its name for offline compilation and tuning."""
     KERNELS[name] = Kernel(name, function, candidates)
     return KERNELS[name]
 
@@ -213,22 +217,22 @@ def register(name: str, function: Any, candidates: tuple[KernelConfig, ...]) -> 
 def register_by_precision(
     name: str, function: Any, half: tuple[KernelConfig, ...], fp32: tuple[KernelConfig, ...]
 ) -> ByPrecision:
-    """Make a kernel known under its name for 16 bits, and as NAME_fp32 for fp32."""
+    """Register a kernel under its name for 16-bit dtypes and as NAME_fp32 for fp32."""
     return ByPrecision(register(name, function, half), register(f"{name}_fp32", function, fp32))
 
 
 def kernels() -> dict[str, Kernel]:
-    """Return every kernel that there is, by name; loads their modules, and so Triton."""
+    """Return all kernels by name.  This imports their modules, and so Triton."""
     for module in MODULES:
         importlib.import_module(f"warpfold.ops.triton.{module}")
     return KERNELS
 
 
 def config_for(kernel: str, key: Key, device: torch.device) -> KernelConfig:
-    """Return how to launch a kernel there: the nearest entry of `tables_for` the device together; of equally near
-    ones, and so for this very key, the first table's.
+    """Look up the configuration of a kernel: the nearest entry in all tables of the device (`tables_for`).
 
-    Errors: UserError for a table that cannot be read or is not of this version.
+    On ties, and so also for an exact match, the first table wins.
+    Raises UserError for a table that cannot be read or has another version.
     """
     if kernel in _forced:
         return _forced[kernel]
@@ -238,13 +242,13 @@ def config_for(kernel: str, key: Key, device: torch.device) -> KernelConfig:
 
 
 def state() -> int | None:
-    """Return which tables are in use: another number after a `reset`; None where a context looks on, or has its own."""
+    """Return a number that `reset` changes, or None within contexts that observe or choose launches."""
     return None if _listeners or _forced or _tables else _resets
 
 
 @contextmanager
 def forced(chosen: Mapping[str, KernelConfig]) -> Iterator[None]:
-    """Launch these kernels with these configurations within the context, for every key and in every thread."""
+    """Use these configurations for these kernels within the context, for every key and in every thread."""
     before = dict(_forced)
     _forced.update(chosen)
     try:
@@ -256,7 +260,7 @@ def forced(chosen: Mapping[str, KernelConfig]) -> Iterator[None]:
 
 @contextmanager
 def table_used(*tables: LaunchTable) -> Iterator[None]:
-    """Take configurations within the context from these tables and default.json, as `config_for` from a device's."""
+    """Look up configurations within the context in these tables and default.json instead of the device's."""
     _tables.append((*tables, read(SHIPPED / "default.json")))
     try:
         yield
@@ -266,9 +270,9 @@ def table_used(*tables: LaunchTable) -> Iterator[None]:
 
 @contextmanager
 def recorded(run: bool = False) -> Iterator[list[KernelLaunch]]:
-    """Note the kernels' launches within the context, in the list that it gives, and run them only if `run`.
+    """Record the launches of kernels within the context in the list that it yields, and run them only if `run`.
 
-    Not run, launchers take tensors of any size on device "meta": to compile what would be run, and to look at it.
+    Without `run`, launchers accept meta tensors of any size, so that launches can be compiled or inspected.
     """
     launches: list[KernelLaunch] = []
 
@@ -286,7 +290,7 @@ def recorded(run: bool = False) -> Iterator[list[KernelLaunch]]:
 
 @contextmanager
 def unlaunched(tell: Callable[[KernelLaunch], None] = lambda launch: None) -> Iterator[None]:
-    """Launch nothing within the context, and tell of what would have been; unlike `recorded`, keep nothing of it."""
+    """Pass each launch to `tell` within the context and run none.  Unlike `recorded`, this keeps no launch."""
     _listeners.append(tell)
     try:
         yield
@@ -295,26 +299,25 @@ def unlaunched(tell: Callable[[KernelLaunch], None] = lambda launch: None) -> It
 
 
 def home() -> Path:
-    """Return where `warpfold tune` writes tables and where they are looked for first; the package's come second."""
-    # os.path.expanduser leaves ~ where there is no HOME and the user has no entry in passwd; Path.expanduser raises.
+    """Return the folder of the tables that `warpfold tune` writes, which take precedence over the package's."""
+    # Without HOME and an entry in passwd, os.path.expanduser keeps "~", whereas Path.expanduser raises an error.
     return Path(os.path.expanduser("~/.cache/warpfold/tuned"))
 
 
 def file_of(gpu: str) -> str:
-    """Return the name of a GPU's table: "NVIDIA H100 80GB HBM3" -> "NVIDIA-H100-80GB-HBM3.json"."""
+    """Return the file name of a GPU's table: "NVIDIA H100 80GB HBM3" -> "NVIDIA-H100-80GB-HBM3.json"."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", gpu).strip("-.") + ".json"
 
 
-# Tables for GPUs with less shared memory per program than these numbers of bytes. default.json fits the 163 KB of an
-# A100. GeForce and L40 have 99 KB, and AMD's GPUs 64 KB, where tiles of the larger tables do not fit.
+# The tables for GPUs with less shared memory per program than this, in bytes. default.json fits the 163 KB of an A100.
+# GeForce and L40 have 99 KB, and AMD GPUs have 64 KB, in which the tiles of the larger tables do not fit.
 SMALLER = {"64KB": 99 * 1024, "99KB": 163 * 1024}
 
 
 def tables_for(device: torch.device) -> tuple[LaunchTable, ...]:
-    """Return the tables that a device's configurations come from, the first before the others: its own if there is one,
-    that of its family if there is one, default.json.
+    """Return the tables for a device in order of precedence: its own, that of its family, default.json.
 
-    Errors: UserError for a table that cannot be read.
+    Raises UserError for a table that cannot be read.
     """
     return table_for(device)[0], family_table(device), read(SHIPPED / "default.json")
 
@@ -325,17 +328,16 @@ def family_table(device: torch.device) -> LaunchTable:
     if device.type == "cuda":
         if torch.version.hip is not None:
             return read(SHIPPED / "64KB.json")
-        found = torch.cuda.get_device_properties(device)
-        smaller = (name for name, most in SMALLER.items() if found.shared_memory_per_block_optin < most)  # type: ignore[attr-defined]
-        name = next(smaller, "sm_90" if found.major >= 9 else "default")
+        gpu = torch.cuda.get_device_properties(device)
+        smaller = (name for name, most in SMALLER.items() if gpu.shared_memory_per_block_optin < most)  # type: ignore[attr-defined]
+        name = next(smaller, "sm_90" if gpu.major >= 9 else "default")
     return read(SHIPPED / f"{name}.json")
 
 
 def table_for(device: torch.device) -> tuple[LaunchTable, str]:
-    """Return the first table that a device's configurations come from, and in words why that one: for `doctor` and
-    `bench`.
+    """Return the first table for a device and the reason for this choice in words, for `doctor` and `bench`.
 
-    Errors: UserError for a table that cannot be read.
+    Raises UserError for a table that cannot be read.
     """
     if device.type != "cuda":
         return read(SHIPPED / "default.json"), f"{device.type} is no GPU"
@@ -345,23 +347,24 @@ def table_for(device: torch.device) -> tuple[LaunchTable, str]:
         made = read(own)
         if made.head.get("triton", triton_version()) == triton_version():
             return made, f"made on this machine for {gpu}"
-        # Another compiler makes other code: what was fastest, or fitted the registers, need not be so any more.
+        # Another compiler generates other code, for which other tiles may be fastest or fit the registers.
         out = f"the table made on this machine is of Triton {made.head['triton']}, not {triton_version()}; "
-    if shipped.is_file():  # `./dev triton` has checked it with every version
+    # `./dev triton` checks shipped tables with every supported version.
+    if shipped.is_file():
         return read(shipped), f"{out}shipped for {gpu}"
     return family_table(device), f"{out}no table for {gpu}; make one: warpfold tune"
 
 
 @functools.cache
 def triton_version() -> str:
-    """Return the version of Triton that is installed; as tables say it, whatever its distribution is called."""
+    """Return the version of the installed Triton, whatever the name of its distribution."""
     return str(importlib.import_module("triton").__version__)
 
 
 def cores(device: torch.device) -> int:
-    """Return how many programs of one a core a device runs at once.
+    """Return the number of cores (streaming multiprocessors) of a device.
 
-    Tensors that lie on no GPU count as on the GPU of `launched_on`, or as on an H100.
+    For devices that are no GPU this is the number of the GPU of `launched_on`, or of an H100.
     """
     if device.type != "cuda":
         return _cores(_stood_for[-1]) if _stood_for else 132
@@ -375,7 +378,7 @@ def _cores(device: torch.device) -> int:
 
 @contextmanager
 def launched_on(device: torch.device) -> Iterator[None]:
-    """Choose launches within the context as on a CUDA device, for tensors without memory."""
+    """Choose launches of meta tensors within the context as on a CUDA device."""
     own, family, _ = tables_for(device)
     _stood_for.append(device)
     try:
@@ -387,29 +390,29 @@ def launched_on(device: torch.device) -> Iterator[None]:
 
 @functools.cache
 def read(path: Path) -> LaunchTable:
-    """Read a table, once in a process.  Errors: UserError."""
+    """Read a table, once per process.  Raises UserError."""
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
+        head = json.loads(path.read_text(encoding="utf-8"))
         entries = tuple(
             TableEntry(e["kernel"], tuple(e["key"]), KernelConfig(dict(e["sizes"]), e["warps"], e["stages"]))
-            for e in held.pop("launches")
+            for e in head.pop("launches")
         )
         numbers = (
             number
-            for one in entries
-            for number in (*one.key, *one.config.sizes.values(), one.config.warps, one.config.stages)
+            for entry in entries
+            for number in (*entry.key, *entry.config.sizes.values(), entry.config.warps, entry.config.stages)
         )
         if not all(type(number) is int for number in numbers):
             raise ValueError("keys, sizes, warps and stages are whole numbers")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path}: not a launch table ({error!r}); make it anew: warpfold tune") from error
-    return LaunchTable(path, held, entries)
+        raise UserError(f"{path}: not a launch table ({error!r}). Create it with: warpfold tune") from error
+    return LaunchTable(path, head, entries)
 
 
 def reset() -> None:
-    """Forget the tables that were read: one was written."""
+    """Clear the caches of tables, after one was written."""
     global _resets
     _resets += 1
     read.cache_clear()
@@ -422,26 +425,26 @@ def _config_for(kernel: str, key: Key, device: torch.device) -> KernelConfig:
 
 
 def _find(tables: Sequence[LaunchTable], kernel: str, key: Key) -> KernelConfig:
-    found = []
-    for each in tables:
-        entry = each.nearest(kernel, key)
+    candidates = []
+    for table in tables:
+        entry = table.nearest(kernel, key)
         if entry is None:
             continue
-        known = KERNELS.get(kernel)
-        if known is not None and set(known.candidates[0].sizes) != set(entry.config.sizes):
+        registered = KERNELS.get(kernel)
+        if registered is not None and set(registered.candidates[0].sizes) != set(entry.config.sizes):
             raise UserError(
-                f"{each.path}: {kernel} has sizes {', '.join(sorted(entry.config.sizes))}, of another version; "
-                "remove the file, or make it anew: warpfold tune"
+                f"{table.path}: {kernel} has sizes {', '.join(sorted(entry.config.sizes))}, which belong to another "
+                "version. Remove the file, or create it again with: warpfold tune"
             )
-        found.append(entry)
-    if not found:
+        candidates.append(entry)
+    if not candidates:
         raise LookupError(f"no table has a launch for {kernel}")
-    # The nearest one; of equally near ones the first table's.  A device's may have been made for other sizes alone.
-    return min(found, key=lambda entry: _distance(entry.key, key, tables[0].path)).config
+    # On ties the first table wins. Its entries are not always nearest: a device's table may cover other sizes only.
+    return min(candidates, key=lambda entry: _distance(entry.key, key, tables[0].path)).config
 
 
 def _distance(a: Key, b: Key, where: Path) -> float:
-    """Return the sum of |log2(a / b)|, zeros taken as halves; rounded, so that all machines see the same ties."""
+    """Sum |log2(a / b)|, with zeros as halves, and round the sum, so that all machines see the same ties."""
     if len(a) != len(b):
-        raise UserError(f"{where}: key {a} is of another version ({b}); make it anew: warpfold tune")
+        raise UserError(f"{where}: key {a} belongs to another version ({b}). Create the table with: warpfold tune")
     return round(sum(abs(math.log2((x or 0.5) / (y or 0.5))) for x, y in zip(a, b)), 6)

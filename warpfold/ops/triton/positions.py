@@ -1,10 +1,10 @@
-"""Tensors of the same positions, each with strides of its own: how kernels are given them and find a number in them.
+"""Kernel arguments for tensors of the same positions with different strides, and deterministic sums over programs.
 
-A kernel counts positions in one sequence, in the order in which they lie in memory in the first of its tensors, and
-divides the count into at most three axes: all that is left once axes that are one in every tensor are coalesced.  So
-transposed and padded views are read where they lie.
+A kernel numbers the positions in the memory order of its first tensor.  It splits this number into at most three axes,
+which remain after axes that are contiguous in every tensor are coalesced.  So kernels read transposed and padded views
+without a copy.
 
-Sums over the programs of a kernel, in a fixed order: what kernels do here instead of atomic additions.
+Sums over the programs of a kernel have a fixed order.  Kernels use them instead of atomic additions.
 """
 
 import functools
@@ -22,17 +22,19 @@ from warpfold.errors import UserError
 from warpfold.ops.triton.launch import configs, register
 
 MAX_AXES = 3
-CAST_ROWS = 4096  # positions, from which on weights are cast before a kernel
-MOST = 2**30  # positions, counted in 32 bits; where they begin is counted in 64
+# From this number of positions on, weights are cast before a kernel.
+CAST_ROWS = 4096
+# Positions have 32-bit numbers. Their offsets have 64 bits.
+MOST = 2**30
 
 
 class Strided(NamedTuple):
-    """A tensor as a kernel is given it.
+    """A tensor as a kernel argument.
 
-    strides: those of the axes that the kernel walks, divided by `unit`, a constant for the compiler: a kernel that
-    knows what divides every stride reads in wide words.  Triton itself asks of a number only whether 16 divides it, and
-    the rows of a projection are 520 apart.  For positions these are the outer, middle and inner axis; the stride of the
-    channels follows, not divided.
+    strides: the strides of the axes that the kernel iterates over, divided by `unit`, a compile-time constant.  A
+    kernel that knows a common divisor of all strides reads in wide words.  Triton itself specialises only for
+    multiples of 16, but the rows of a projection are 520 elements apart.  For positions the axes are outer, middle and
+    inner; the stride of the channels follows undivided.
     """
 
     data: Tensor | None
@@ -41,32 +43,37 @@ class Strided(NamedTuple):
 
     @staticmethod
     def of(t: Tensor | None, strides: Sequence[int], most: int, *rest: int) -> "Strided":
-        """Divide the strides by their greatest common divisor with `most`; rest: strides that follow as they are."""
+        """Divide the strides by their greatest common divisor with `most`, and append the strides `rest` undivided."""
         unit = math.gcd(most, *strides)
         return Strided(t, (*(s // unit for s in strides), *rest), tl.constexpr(unit))
 
 
 def strided_by_length(t: Tensor | None, strides: Sequence[int]) -> Strided:
-    """Return a tensor whose rows are as long as the protein, as a kernel is given it: divided by what divides them all.
+    """Make the kernel argument for a tensor whose rows are as long as the protein.
 
-    Strides that 16 divides are not divided, because Triton specialises for these itself.  Their sixteenths would be
-    multiples of 16 for some lengths and not for others, and each kind would be compiled.
+    Multiples of 16 are not divided, because Triton specialises for them itself.  After a division by 16, strides would
+    be multiples of 16 for some lengths only, and Triton would compile both variants.
     """
     return Strided.of(t, strides, 8 if math.gcd(16, *strides) < 16 else 1)
 
 
 class Axes(NamedTuple):
-    """The axes of positions as a kernel is given them: all positions, sizes of the middle and the inner axis."""
+    """The axes of positions as a kernel argument.
+
+    positions: the number of positions; middle, inner: axis sizes; number: the number of axes, a constant.
+    """
 
     positions: int
     middle: int
     inner: int
-    number: Any  # of axes, a constant
+    number: Any
 
 
 @dataclass(frozen=True)
 class Coalesced:
-    """Axes that are left, and for each tensor its strides along the outer, the middle and the inner one."""
+    """Coalesced axes: number of positions, number of axes, sizes of the middle and inner axis, and each tensor's
+    strides along the outer, middle and inner axis.
+    """
 
     count: int
     axes: int
@@ -75,14 +82,14 @@ class Coalesced:
 
     @property
     def argument(self) -> Axes:
-        """The axes, for a kernel."""
+        """The axes as a kernel argument."""
         return Axes(self.count, *self.sizes, tl.constexpr(self.axes))
 
 
 def coalesce(shape: Sequence[int], *strides: Sequence[int]) -> Coalesced | None:
-    """Coalesce axes of this shape, in tensors of these strides; None if more than three are left.
+    """Coalesce the axes of a shape in tensors with these strides; None if more than three axes remain.
 
-    Errors: UserError for more positions than the kernels count.
+    Raises UserError for more positions than kernels can number.
     """
     axes = [axis for axis in range(len(shape)) if shape[axis] != 1]
     merged: list[tuple[int, list[int]]] = []
@@ -94,7 +101,7 @@ def coalesce(shape: Sequence[int], *strides: Sequence[int]) -> Coalesced | None:
             merged.append((size, steps))
     count = math.prod(shape)
     if count >= MOST:
-        raise UserError(f"{count} positions of a tensor are more than the kernels count (2^30); cut it along an axis")
+        raise UserError(f"a tensor has {count} positions: kernels number at most 2^30. Split the tensor along an axis.")
     if len(merged) > MAX_AXES:
         return None
     padded = [(1, [0] * len(strides))] * (MAX_AXES - len(merged)) + merged
@@ -103,24 +110,25 @@ def coalesce(shape: Sequence[int], *strides: Sequence[int]) -> Coalesced | None:
 
 
 class Positions:
-    """Tensors [*, c] that a kernel reads and writes position by position, by the names of its arguments.
+    """Tensors [*, c] that a kernel reads and writes position by position, by the names of the kernel's arguments.
 
         p = Positions({"x": x, "g": g}, writes={"y": out})
         kernel.run((triton.cdiv(p.count, kernel["BLOCK_M"]),), **p.arguments, C=c)
         p.copy_back()
 
-    arguments: each tensor, `Strided`, and "axes"; a tensor that is None stays None.
+    arguments: each tensor as `Strided`, or None for None, and "axes".
     """
 
     def __init__(self, reads: Mapping[str, Tensor | None], writes: Mapping[str, Tensor]) -> None:
-        found = _found(reads, writes)
-        self._wanted, self._written = writes, dict(writes)
-        if found is None:  # copy everything to row-major order, which is one axis; `copy_back` copies the results
+        layout = _layout(reads, writes)
+        self._targets, self._written = writes, dict(writes)
+        if layout is None:
+            # Copy everything to row-major order, which is one axis. `copy_back` copies the results.
             reads = {name: None if t is None else t.contiguous() for name, t in reads.items()}
             self._written = {n: t if t.is_contiguous() else t.new_empty(t.shape) for n, t in writes.items()}
-            found = _found(reads, self._written)
-            assert found is not None
-        self.count, axes, layouts = found
+            layout = _layout(reads, self._written)
+            assert layout is not None
+        self.count, axes, layouts = layout
         self.arguments: dict[str, Any] = {**reads, **self._written, "axes": axes}
         of_tensors = iter(layouts)
         for name, t in self.arguments.items():
@@ -128,55 +136,56 @@ class Positions:
                 self.arguments[name] = Strided(t, *next(of_tensors))
 
     def writes_in_place(self, name: str) -> bool:
-        """Return whether the kernel writes this tensor itself, so that `copy_back` need not copy it."""
-        return self._written[name] is self._wanted[name]
+        """Return whether the kernel writes this tensor directly, so that `copy_back` does not copy it."""
+        return self._written[name] is self._targets[name]
 
     def copy_back(self) -> None:
-        """Copy the results that were written to other memory."""
+        """Copy the results that the kernel wrote to temporary memory."""
         for name, t in self._written.items():
             if not self.writes_in_place(name):
-                self._wanted[name].copy_(t)
+                self._targets[name].copy_(t)
 
 
-Layout = tuple[tuple[int, ...], Any]  # of a `Strided`: strides and unit
+Layout = tuple[tuple[int, ...], Any]  # `Strided`: strides, unit
 
 
-def _found(
+def _layout(
     reads: Mapping[str, Tensor | None], writes: Mapping[str, Tensor]
 ) -> tuple[int, Axes, tuple[Layout, ...]] | None:
-    given = [t for t in (*reads.values(), *writes.values()) if t is not None]
-    return _layouts(given[0].shape, tuple([t.stride() for t in given]))
+    tensors = [t for t in (*reads.values(), *writes.values()) if t is not None]
+    return _layouts(tensors[0].shape, tuple([t.stride() for t in tensors]))
 
 
-@functools.lru_cache(maxsize=4096)  # models have few shapes, and looking one up takes a tenth of working it out
+# Models have few shapes, and a lookup takes a tenth of the time of computing the layout.
+@functools.lru_cache(maxsize=4096)
 def _layouts(
     shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]
 ) -> tuple[int, Axes, tuple[Layout, ...]] | None:
-    """Return how many positions tensors [*, c] of these strides have, and axes and layouts for a kernel.
+    """Compute the number of positions, the axes and the layouts of tensors [*, c] with these strides.
 
-    None where too many axes are left.  Errors: as `coalesce`.
+    Returns None if too many axes remain.  Raises UserError as `coalesce` does.
     """
-    found = coalesce(shape[:-1], *(each[:-1] for each in strides))
-    if found is None:
+    coalesced = coalesce(shape[:-1], *(each[:-1] for each in strides))
+    if coalesced is None:
         return None
-    laid = (Strided.of(None, own, 8, each[-1]) for own, each in zip(found.strides, strides))
-    return found.count, found.argument, tuple((one.strides, one.unit) for one in laid)
+    tensors = (Strided.of(None, steps, 8, each[-1]) for steps, each in zip(coalesced.strides, strides))
+    return coalesced.count, coalesced.argument, tuple((t.strides, t.unit) for t in tensors)
 
 
 def channels_last(t: Tensor) -> Tensor:
-    """Return t [*, c] with the channels of a position side by side: as it is, or a copy."""
+    """Return t [*, c] with the channels of a position contiguous: t itself, or a copy."""
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
 def contiguous(t: Tensor | None) -> Tensor | None:
-    """Return t in order, if there is one."""
+    """Return a contiguous t, or None for None."""
     return None if t is None else t.contiguous()
 
 
 def programs_for(total: int, block: int, most: int) -> int:
-    """Return how many programs share the blocks of `total`: one for each, or, where that is too many, for several.
+    """Return the number of programs that share the blocks of `total`: one per block, but at most `most`.
 
-    It depends on shapes alone, and so does the order of every sum.
+    The number depends on shapes alone, and so does the order of every sum.
     """
     blocks = -(-total // block)
     each = -(-blocks // most)
@@ -186,43 +195,44 @@ def programs_for(total: int, block: int, most: int) -> int:
 def chunks_of(total: int, size: int, x: Tensor) -> list[tuple[int, int, int]]:
     """Return number, begin and end of each chunk of `total`.
 
-    Where tensors have no memory ("meta") and there are many chunks, the first two and the last stand for all of them.
+    If x is a meta tensor and there are more than 64 chunks, only the first two and the last are returned.
     """
     chunks = [(number, first, min(total, first + size)) for number, first in enumerate(range(0, total, size))]
     return [*chunks[:2], chunks[-1]] if x.is_meta and len(chunks) > 64 else chunks
 
 
 def cdiv(a: int, b: int) -> int:
-    """Return a / b, rounded up: as triton.cdiv, which takes longer than what it is asked for by."""
+    """Divide and round up.  triton.cdiv does the same but is too slow on the host."""
     return -(-a // b)
 
 
 def power_of_two(n: int, least: int = 16) -> int:
-    """Return the smallest power of two that is at least n and at least `least`."""
+    """Return the smallest power of two that is at least n and `least`."""
     return max(least, 1 << (n - 1).bit_length())
 
 
 def cast_weight(weight: Tensor, x: Tensor, rows: int) -> Tensor:
-    """Return a weight as the kernels take it, in order; in the dtype of x where many programs read it.
+    """Return a contiguous weight for a kernel, cast to the dtype of x if many programs read it.
 
-    They cast it as they read it.  But each reads all of it, from the second cache: of 128 x 520 numbers in fp32, by
-    65,536 / 128 programs, 136 MB, more than x and y together.  Cast before, half, and copied past the registers.
+    Kernels can cast a weight as they read it.  But each program reads the whole weight from the L2 cache: 65,536 / 128
+    programs read 128 x 520 elements in fp32 each, 136 MB in all, which is more than x and y together.  Casting first
+    halves this, and 16-bit weights are copied without passing through registers.
     """
     return (weight.to(x.dtype) if rows >= CAST_ROWS else weight).contiguous()
 
 
 def fp32_product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Write the product of two matrices into `out`, in fp32 also where they have 16 bits."""
+    """Write the product of two matrices into `out` in fp32, even if the matrices have 16 bits."""
     if left.element_size() == 2 and left.device.type != "cpu" and torch.version.hip is None:
         torch.mm(left, right, out_dtype=torch.float32, out=out)
     else:
-        # torch multiplies 16 bits into fp32 on NVIDIA's GPUs alone.
+        # torch supports fp32 products of 16-bit matrices on NVIDIA GPUs only.
         torch.mm(left.float(), right.float(), out=out)
 
 
 @triton.jit
 def offsets(x: tl.tuple, m: tl.tensor, axes: tl.tuple) -> tl.tensor:
-    """Return where positions m begin in a `Strided`: elements, in 64 bits."""
+    """Compute the 64-bit offsets of positions m in a `Strided`, in elements."""
     if axes.number == 1:
         offset = m.to(tl.int64) * x.strides[2]
     else:
@@ -238,23 +248,23 @@ def offsets(x: tl.tuple, m: tl.tensor, axes: tl.tuple) -> tl.tensor:
 
 @triton.jit
 def pointers(x: tl.tuple, m: tl.tensor, c: tl.tensor, axes: tl.tuple) -> tl.tensor:
-    """Return pointers to the channels c of positions m, [m, c]."""
+    """Compute pointers to the channels c of positions m, [m, c]."""
     return x.data + (offsets(x, m, axes)[:, None] + (c.to(tl.int64) * x.strides[3])[None, :])
 
 
-ONCE, SPANS = 1024, 128  # programs that are summed up at once; sums of spans of programs, where there are more
+# Partials of up to ONCE programs are summed in one launch. Partials of more programs are first summed in SPANS spans.
+ONCE, SPANS = 1024, 128
 
 
 class Sum(NamedTuple):
-    """Partials [programs, n] in fp32, and the tensors that their sums over programs are written to, one after another:
-    n elements together."""
+    """Partials [programs, n] in fp32, and the tensors for their sums over programs, n elements together, in order."""
 
     partials: Tensor
     results: tuple[Tensor, ...]
 
 
 class Part(NamedTuple):
-    """Some of the sums, and the tensor that they are written to: from which one on, and how many."""
+    """A range of the sums, and the tensor that receives it: index of the first sum, number of sums."""
 
     data: Tensor
     begin: int
@@ -262,10 +272,11 @@ class Part(NamedTuple):
 
 
 class SumJob(NamedTuple):
-    """Partials [programs, width] as the kernel is given them, to be summed span by span, a tile at a time.
+    """Partials [programs, width] as the kernel's argument, to be summed span by span in tiles.
 
-    begin: the first program of the launch that works on it; blocks: programs of a span; rows, columns: of a tile,
-    constants.
+    begin: the first program of the launch that works on this job.
+    blocks: the number of programs of a span.
+    rows, columns: the size of a tile, constants.
     """
 
     partials: Tensor
@@ -281,9 +292,10 @@ class SumJob(NamedTuple):
 
 @triton.jit
 def _sum_partials(jobs: tl.tuple, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr) -> None:
-    """Sum the partials of every job in fp32 into its parts, one after another; of several spans each has its own."""
+    """Sum the partials of every job in fp32, in order, into its parts; each of several spans has its own row."""
     for which in tl.static_range(len(jobs)):
-        job = jobs[which]  # in which constants are none any more
+        # Constants are no longer constants in `job`, so they are read from `jobs[which]`.
+        job = jobs[which]
         program = tl.program_id(0) - job.begin
         if (program >= 0) & (program < job.spans * job.blocks):
             n = (program % job.blocks).to(tl.int64) * jobs[which].columns + tl.arange(0, jobs[which].columns)
@@ -312,17 +324,18 @@ SUM = register(
 
 
 def or_unwanted(gradient: Tensor, partials: Tensor, size: int) -> Tensor:
-    """Return the gradient of a bias, or, where there is no bias, memory for the sums that nobody wants."""
+    """Return the gradient of a bias, or scratch memory for its sums if there is no bias."""
     return gradient if gradient.numel() else partials.new_empty(size)
 
 
 def sum_partials(*sums: Sum) -> None:
-    """Sum over programs, all of these in one launch; in two where some have more than `ONCE` programs."""
+    """Sum partials over programs, all in one launch, or in two if some have more than `ONCE` programs."""
     spans, last = [], []
     for partials, results in sums:
         programs, width = partials.shape
         assert width == sum(result.numel() for result in results)
-        if programs > ONCE:  # too many for one after another: first the sums of so many spans of them
+        # Summing so many in sequence would take too long, so spans of them are summed first.
+        if programs > ONCE:
             shorter = empty_partials(partials, programs_for(programs, 1, SPANS), width)
             spans.append((partials, (shorter,), len(shorter)))
             partials = shorter
@@ -339,7 +352,8 @@ def _launch(sums: Sequence[tuple[Tensor, tuple[Tensor, ...], int]]) -> None:
     jobs, begin = [], 0
     for partials, results, spans in sums:
         programs, width = partials.shape
-        rows = min(kernel["BLOCK_P"], power_of_two(programs, 1))  # few programs have wide tiles
+        # Few programs have wide tiles.
+        rows = min(kernel["BLOCK_P"], power_of_two(programs, 1))
         columns = kernel["BLOCK_P"] * kernel["BLOCK_N"] // rows
         tile = tl.constexpr(rows), tl.constexpr(columns)
         job = SumJob(partials, _parts(results, spans), programs, width, spans, cdiv(width, columns), begin, *tile)
@@ -349,7 +363,7 @@ def _launch(sums: Sequence[tuple[Tensor, tuple[Tensor, ...], int]]) -> None:
 
 
 def _parts(results: Sequence[Tensor], spans: int) -> tuple[Part, ...]:
-    """Return where the sums go: of every span to the next row of what results there are."""
+    """Return the ranges of the sums that the results receive; each span has its own row of every result."""
     parts, begin = [], 0
     for result in results:
         if result.numel():
@@ -359,5 +373,5 @@ def _parts(results: Sequence[Tensor], spans: int) -> tuple[Part, ...]:
 
 
 def empty_partials(x: Tensor, programs: int, width: int) -> Tensor:
-    """Return a tensor for what programs sum up, [programs, width] in fp32, to be filled."""
+    """Allocate partials [programs, width] in fp32."""
     return x.new_empty(programs, width, dtype=torch.float32)

@@ -1,17 +1,18 @@
-"""What an operation does on a GPU with arguments of one layout: noted once, and repeated without working it out again.
+"""Cached calls of operations on a GPU: what a call did is recorded once and then repeated by a recipe.
 
-Which kernels an operation launches, with which strides, tiles and grids, follows from shapes, strides, dtypes and
-numbers alone; to find it takes the host longer than the kernels take the device.  So `dispatch` keeps a recipe for each
-layout: what to allocate, to launch and to call, and where among arguments and allocations each pointer lies.  Without a
-gradient that is of an operation's whole call, with one of what torch calls forward and backward.  Recipes serve where
-nobody looks on: no modes, profilers, and launches that a context has forced, noted or looked up.
+The kernels that an operation launches, with their strides, tiles and grids, depend on shapes, strides, dtypes and
+numbers alone, and determining them takes the host longer than the kernels take the GPU.  Therefore `dispatch` stores a
+recipe for each layout of the arguments: the allocations, the launches and the calls of torch, and the argument or
+allocation that each pointer refers to.  Without a gradient a recipe covers the whole call of an operation.  With a
+gradient one recipe covers the registered operation, and another the backward operation.  Recipes are not used under
+dispatch modes and profilers, nor in contexts that force, record or look up launches.
 
-A kernel is launched directly: Triton chooses compiled code by dtypes, by numbers and by which addresses 16 divides, and
-a layout fixes all but the addresses.  Where 16 divides all of them in the noted call and in the repeated one, the code
-of the noted call serves.
+A recipe launches the compiled code of a kernel directly.  Triton selects this code by dtypes, by numbers and by
+whether addresses are multiples of 16 bytes, and a layout fixes all but the addresses.  If all addresses are multiples
+of 16 bytes in the recorded call and in the repeated call, both use the same code.
 
-An operation that decided by anything else, such as the values or the addresses of its tensors, would be repeated
-wrongly: `layout` says what it may decide by.
+Operations must not depend on anything that is not part of `layout`, such as the values or addresses of tensors, because
+a recipe would repeat them incorrectly.
 """
 
 import functools
@@ -40,10 +41,14 @@ from warpfold.ops.triton import launch
 from warpfold.ops.triton.launch import TiledKernel
 
 ALLOCATE = "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"
-BEHIND = 15  # elements behind a tensor that may matter: rows of a bias are read to where a wide word ends
-ONE = (1,)  # shape and stride of a tensor of which only the address counts
-MOST = 512  # recipes of one operation, kept at a time
-Memory = list[Any]  # the arguments of a call, and behind them what is allocated
+# Kernels may read up to this many elements past the end of a tensor: rows of a bias are read in whole wide words.
+BEHIND = 15
+# Shape and stride of a tensor that passes only its address.
+ONE = (1,)
+# The largest number of recipes per operation.
+MOST = 512
+# The arguments of a call, followed by its allocations.
+Memory = list[Any]
 
 
 def layout(given: Sequence[Any], gradient: bool | None = None) -> tuple[Any, ...] | None:
@@ -65,7 +70,9 @@ def layout(given: Sequence[Any], gradient: bool | None = None) -> tuple[Any, ...
                 key.append(min(BEHIND, behind))
         elif t is None or kind in (int, float, bool, str):
             key.append(t)
-        elif kind is list and not t:  # the strides of dropout that is drawn: each layer draws its own, so none is
+        # The list holds the strides of dropout factors that the kernel draws. They are not cached, because each layer
+        # draws with its own numbers.
+        elif kind is list and not t:
             continue
         else:
             return None
@@ -73,13 +80,16 @@ def layout(given: Sequence[Any], gradient: bool | None = None) -> tuple[Any, ...
 
 
 def _span(t: Tensor) -> int:
-    """Return how many elements of memory a tensor with elements reaches over."""
+    """Return the number of elements from a tensor's first to its last, inclusive; it must not be empty."""
     return 1 + sum(map(operator.mul, t.shape, t.stride())) - sum(t.stride())
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor lies: so many elements behind the beginning of an argument or an allocation; whole: it is that."""
+    """The location of a tensor in a slot, that is an argument or an allocation.
+
+    offset: elements from the start of the slot; whole: the tensor is the slot's own.
+    """
 
     slot: int
     offset: int
@@ -95,7 +105,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Empty:
-    """A tensor without elements, which lies nowhere: each time another, as no two results may be one."""
+    """A tensor without elements.  It is allocated at each call, because no two results may be the same tensor."""
 
     make: Callable[[], Tensor]
 
@@ -106,14 +116,14 @@ class _Empty:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of one of torch's operations.
+    """A call of a torch operation.
 
-    function: the operation, without its Python wrapper
-    args, kwargs: its arguments; tensors are places
-    places: (position, place) of each tensor among `args`
-    nested: positions of the lists, tuples and tensors without elements among `args`
-    named: (name, place) of each tensor among `kwargs`, such as `out`
-    slot: which slot the result fills; None: the operation changes its arguments
+    function: the operation, without its Python wrapper.
+    args, kwargs: its arguments, with `_Place` or `_Empty` instead of tensors.
+    places: (position, place) of each tensor with elements among `args`.
+    nested: the positions of lists, tuples and empty tensors among `args`.
+    named: (name, place) of each tensor among `kwargs`, such as `out`.
+    slot: the slot of the result, or None if the operation changes its arguments.
     """
 
     function: Callable[..., Any]
@@ -125,23 +135,24 @@ class _Call:
     slot: int | None
 
 
-# How an argument of a launch is made: an address (slot, bytes behind its beginning), a constant, or a tuple of the last
-# values.
+# The steps that build an argument of a launch: push an address (slot, bytes from its start), push a constant, or join
+# the last values into a tuple.
 ADDRESS, CONSTANT, TUPLE = range(3)
-ALIGNMENT = 16  # bytes; Triton compiles other code for pointers that this does not divide
+# Triton compiles different code for pointers that are not multiples of this many bytes.
+ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class _Launch:
     """The launch of a kernel.
 
-    specialise: launches the kernel through Triton, which chooses the compiled code by the arguments
-    run: the launcher of the code that served the noted call, or None if 16 did not divide all addresses
-    grid: three numbers
-    fixed: arguments of `run` between the stream and the kernel's own: code, metadata and hooks
-    values: the kernel's arguments in its order, with None in place of tensors
-    pointers: (position, slot, offset in bytes, rest of the tuple) of each argument with one tensor
-    nested: (position, steps that make the argument) of each argument with several tensors
+    specialise: launches the kernel through Triton, which selects the compiled code by the arguments.
+    run: the launcher of the code that the recorded call used, or None if an address was not aligned.
+    grid: three numbers.
+    fixed: the arguments of `run` between the stream and the kernel's own: code, metadata and hooks.
+    values: the kernel's arguments in its order, with None instead of tensors.
+    pointers: (position, slot, offset in bytes, remainder of the tuple) of each argument with one tensor.
+    nested: (position, steps that build the argument) of each argument with several tensors.
     """
 
     specialise: Callable[[Memory], None]
@@ -154,11 +165,11 @@ class _Launch:
 
 
 class Recipe:
-    """What a call did, to be done again with other arguments of the same layout.
+    """A recorded call, to be repeated with other arguments of the same layout.
 
-    steps: a launch or another action, the slot that its result fills, and the slots that no later step uses.
-    slots: how many there are beside the arguments.
-    result: where the results lie, as the call returns them; None: there are none.
+    steps: (launch, call or allocation, slot of an allocation, slots that no later step uses).
+    slots: the number of slots besides the arguments.
+    result: the places of the results in the structure that the call returns, or None.
     """
 
     def __init__(
@@ -173,11 +184,11 @@ class Recipe:
         self._places = result if isinstance(result, tuple) else (result,)
 
     def repeat(self, given: Sequence[Any]) -> Any:
-        """Do it, and return what the call would."""
+        """Repeat the call with these arguments and return its results."""
         if self._gpu is not None and current_cuda_device() != self._gpu:
             with launch.on(self._device):
                 return self.repeat(given)
-        # This is one function without helpers, because Python calls take most of the host's time for a launch.
+        # This is a single function, because Python calls take most of the host's time for a launch.
         memory = [*given, *self._slots]
         stream = 0 if self._gpu is None else current_cuda_stream(self._gpu)
         for action, made, unused in self._steps:
@@ -242,7 +253,7 @@ def record(
     call: Callable[..., Any],
     given: Sequence[Any],
 ) -> Any:
-    """Make the call, and note its recipe under the layout of its arguments; None where it cannot be repeated."""
+    """Make a call and store its recipe under the layout of its arguments, or None if it cannot be repeated."""
     if key in recipes:
         return call(*given)
     recorder = _Recorder(given)
@@ -254,14 +265,14 @@ def record(
 
 
 def keep(recipes: MutableMapping[Any, Any], key: tuple[Any, ...], made: Callable[[Any], Any] | None) -> None:
-    """Keep what serves a layout; all others are forgotten where there are too many."""
+    """Store the recipe of a layout.  If there are `MOST` recipes already, all of them are removed first."""
     if len(recipes) >= MOST:
         recipes.clear()
     recipes[key] = made
 
 
 class _Slot(NamedTuple):
-    """An argument or an allocation: its first address, the one behind its last, and how it lies."""
+    """An argument or an allocation: its first address, the address after its last, and its layout."""
 
     begin: int
     end: int
@@ -271,35 +282,36 @@ class _Slot(NamedTuple):
 
     @classmethod
     def of(cls, t: Any) -> "_Slot | None":
-        """Return that of a tensor; None for anything else."""
+        """Return the slot of a tensor, or None for other objects."""
         if not isinstance(t, Tensor):
             return None
         span = _span(t) * t.element_size() if t.numel() else 0
         return cls(t.data_ptr(), t.data_ptr() + span, t.shape, t.stride(), t.dtype)
 
     def is_same(self, t: Tensor) -> bool:
-        """Return whether a tensor is all of it, as it lies."""
+        """Return whether a tensor has the address, shape and strides of the slot."""
         return (self.begin, self.shape, self.stride) == (t.data_ptr(), t.shape, t.stride())
 
 
 class _Recorder(DispatchMode):
-    """Notes what a call with these arguments does."""
+    """Records the allocations, launches and calls of torch in a call with these arguments."""
 
     def __init__(self, given: Sequence[Any]) -> None:
         super().__init__()
         self._arguments = len(given)
-        self._actions: list[
-            tuple[_Launch | _Call | Callable[..., Any], int | None]
-        ] = []  # and the slot that an allocation fills
-        self._last: dict[int, int] = {}  # of each slot, the last action that uses it
-        # Memory that was given back may be allocated again, so of two slots the later is meant.
+        # Each action with the slot of its allocation.
+        self._actions: list[tuple[_Launch | _Call | Callable[..., Any], int | None]] = []
+        # The last action that uses each slot.
+        self._last: dict[int, int] = {}
+        # Freed memory may be allocated again, so an address belongs to the last slot that contains it.
         self._slots = [_Slot.of(t) for t in given]
         spans = sorted(slot[:2] for slot in self._slots if slot is not None)
-        self._failed = any(after[0] < before[1] for before, after in pairwise(spans))  # whose would a view be?
+        # A view of overlapping arguments could belong to either.
+        self._failed = any(after[0] < before[1] for before, after in pairwise(spans))
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note what happens within the context."""
+        """Record within the context."""
         launch.noting.tell = self._launched
         try:
             with self:
@@ -308,7 +320,7 @@ class _Recorder(DispatchMode):
             launch.noting.tell = None
 
     def recipe(self, result: Any, device: torch.device) -> Recipe | None:
-        """Return the recipe of a call that returned this; None where something of it cannot be repeated."""
+        """Make the recipe of a call that returned `result`, or None if a step cannot be repeated."""
         place = map_tensors(self._result, result)
         if self._failed:
             return None
@@ -316,7 +328,7 @@ class _Recorder(DispatchMode):
         for slot, last in self._last.items():
             if slot >= self._arguments:
                 unused.setdefault(last, []).append(slot)
-        # What nothing uses is not allocated: results that are there for a gradient alone.
+        # Allocations that no step uses are omitted: results that only a gradient would need.
         steps = [
             (action, made, unused.get(i, ()))
             for i, (action, made) in enumerate(self._actions)
@@ -326,13 +338,15 @@ class _Recorder(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         given = kwargs or {}
-        if func.namespace == "warpfold":  # what is noted is what it does
+        # Record the steps of a registered operation instead of its call.
+        if func.namespace == "warpfold":
             with self:
                 return dispatch.runs[func._opname](*args, **given)
         out = func(*args, **given)
         changes = func._schema.is_mutable
-        aliases = any(one.alias_info is not None for one in func._schema.returns)
-        if not changes and aliases and not _is_copy(out, (args, given)):  # a view
+        aliases = any(returned.alias_info is not None for returned in func._schema.returns)
+        # A view needs no step, since its place is found by its address.
+        if not changes and aliases and not _is_copy(out, (args, given)):
             return out
         self._failed |= not (changes or isinstance(out, Tensor))
         slot = None if changes else len(self._slots)
@@ -352,7 +366,7 @@ class _Recorder(DispatchMode):
         self._actions.append((action, allocates))
 
     def _result(self, t: Tensor) -> "_Place | _Empty | None":
-        """Return the place of a result; one without elements is allocated in each call, as no two may be one."""
+        """Return the place of a result.  Empty results are allocated at each call: no two may be the same tensor."""
         if t.numel():
             place = self._place(t)
         else:
@@ -360,11 +374,12 @@ class _Recorder(DispatchMode):
             self._note(_allocation(t), len(self._slots))
             self._slots.append(_Slot.of(t))
         if isinstance(place, _Place):
-            self._last[place.slot] = sys.maxsize  # the slot is not freed
+            # The slot is never freed.
+            self._last[place.slot] = sys.maxsize
         return place
 
     def _place(self, t: Tensor) -> "_Place | _Empty | None":
-        """Return the place of a tensor that the next action uses."""
+        """Return the place of a tensor that the next action uses, and note the use of its slot."""
         if not t.numel():
             return _Empty(_allocation(t))
         for number in reversed(range(len(self._slots))):
@@ -380,7 +395,7 @@ class _Recorder(DispatchMode):
     def _launched(
         self, kernel: TiledKernel, grid: tuple[int, ...], arguments: Mapping[str, Any], compiled: Any
     ) -> None:
-        """Note a launch.  compiled: the code that served it; None in Triton's interpreter."""
+        """Record a launch.  compiled: the code that it used, or None in Triton's interpreter."""
         pointers, nested, fixed = [], [], {**kernel.config.options, **arguments}
         defaults = inspect.signature(kernel.kernel.function.fn).parameters
         names, addresses = list(kernel.kernel.function.arg_names), 0
@@ -392,11 +407,13 @@ class _Recorder(DispatchMode):
             if not tensors:
                 continue
             at = names.index(name)
-            fixed[name] = values[at] = None  # so that the recipe holds no memory
+            # The recipe must not keep memory alive.
+            fixed[name] = values[at] = None
             for tensor in tensors:
                 addresses |= tensor.data_ptr()
             tensor, *rest = (value, ()) if isinstance(value, Tensor) else value
-            if tensors[0] is not tensor or len(tensors) > 1 or not tensor.numel():  # several, as of `sum_partials`
+            # Several tensors, as in the jobs of `sum_partials`, or an empty one.
+            if tensors[0] is not tensor or len(tensors) > 1 or not tensor.numel():
                 nested.append((name, self._pointed(value)))
                 nested_direct.append((at, list(self._made_of(value))))
             elif isinstance(place := self._place(tensor), _Place):
@@ -410,13 +427,14 @@ class _Recorder(DispatchMode):
         self._note(_Launch(specialise, run, (x, y, z), (*code, None, None, None), values, direct, nested_direct))
 
     def _made_of(self, value: Any) -> Iterator[tuple[int, Any, int]]:
-        """Return the steps that make an argument of a launch, with addresses for its tensors."""
+        """Yield the steps that build an argument of a launch, with addresses for its tensors."""
         if isinstance(value, Tensor):
             place = self._place(value)
             if isinstance(place, _Place):
                 yield ADDRESS, place.slot, place.offset * value.element_size()
             else:
-                yield CONSTANT, 0, 0  # a tensor without elements, whose address is 0
+                # An empty tensor has address 0.
+                yield CONSTANT, 0, 0
         elif isinstance(value, tuple):
             for part in value:
                 yield from self._made_of(part)
@@ -425,7 +443,7 @@ class _Recorder(DispatchMode):
             yield CONSTANT, value, 0
 
     def _pointed(self, value: Any) -> Any:
-        """Return an argument of a launch with the places of its tensors, of which only the addresses count."""
+        """Replace the tensors in an argument of a launch by places that give their addresses only."""
         if isinstance(value, Tensor):
             place = self._place(value)
             if not isinstance(place, _Place):
@@ -435,12 +453,12 @@ class _Recorder(DispatchMode):
 
 
 def _allocation(t: Tensor) -> Callable[[], Tensor]:
-    """Return what allocates memory for another tensor like this one."""
+    """Return a function that allocates a tensor with the layout of this one."""
     return functools.partial(torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=t.device)
 
 
 def _is_copy(out: Any, given: Any) -> bool:
-    """Return whether the result of `contiguous` and others, which may be views, lies in memory of its own."""
+    """Return whether the result of an operation that may return a view, such as `contiguous`, has its own memory."""
     if not isinstance(out, Tensor) or not out.numel():
         return False
     inputs = [t.untyped_storage().data_ptr() for t in tree_leaves(given) if isinstance(t, Tensor)]
@@ -448,19 +466,19 @@ def _is_copy(out: Any, given: Any) -> bool:
 
 
 def _filled(value: Any, memory: Memory) -> Any:
-    """Return what an operation of torch's is given, with tensors for their places."""
+    """Replace places in an argument of a torch operation by tensors."""
     if isinstance(value, _Place | _Empty):
         return value.of(memory)
-    return type(value)([_filled(each, memory) for each in value]) if isinstance(value, tuple | list) else value
+    return type(value)([_filled(item, memory) for item in value]) if isinstance(value, tuple | list) else value
 
 
 def _like(value: tuple[Any, ...], parts: Iterable[Any]) -> tuple[Any, ...]:
-    """Return a tuple, perhaps a named one, of other parts."""
+    """Make a tuple of the same type, which may be a named tuple, with other items."""
     return tuple.__new__(type(value), parts)
 
 
 def _pointing(value: Any, memory: Memory) -> Any:
-    """Return an argument of a launch with tensors for their places."""
+    """Replace places in an argument of a launch by tensors."""
     if isinstance(value, _Place | _Empty):
         return value.of(memory)
     return _like(value, [_pointing(part, memory) for part in value]) if isinstance(value, tuple) else value
@@ -472,13 +490,14 @@ def _specialised(
     pointers: Sequence[tuple[str, Any, int, int, Any]],
     nested: Sequence[tuple[str, Any]],
 ) -> Callable[[Memory], None]:
-    """Return the launch of a kernel through Triton, which gets dtypes and addresses of tensors, and numbers.
+    """Return a function of the memory that launches a kernel through Triton.
 
-    pointers: arguments that are, or begin with, a tensor; nested: those with several.
+    pointers: (name, tuple type or None, slot, offset, remainder of the tuple) of each argument with one tensor.
+    nested: (name, argument with places) of each argument with several tensors.
     """
 
     def action(memory: Memory) -> None:
-        """Launch it, with tensors of this memory."""
+        """Launch the kernel with the tensors in `memory`."""
         arguments = dict(fixed)
         for name, kind, slot, offset, rest in pointers:
             t = memory[slot]
