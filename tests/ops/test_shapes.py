@@ -253,7 +253,7 @@ def test_what_shapes_cannot_say_is_checked_too() -> None:
     x, o, weight, key = torch.ones(3, 16), torch.ones(3, 8), torch.ones(16, 8), torch.tensor([1, 2])
     run = torch.ops.warpfold.gated_linear_residual
     assert run(x, o, o, weight, x[0], None, key, [16, 1], 0, 0, 0.5).shape == (3, 16)
-    with pytest.raises(ValueError, match="1 strides of the elements drawn for, but x has 2 axes"):
+    with pytest.raises(ValueError, match="the dropout factors have 1 strides, but x has 2 axes"):
         run(x, o, o, weight, x[0], None, key, [1], 0, 0, 0.5)
     with pytest.raises(ValueError, match=r"key is \[3\], not \[2\]"):
         run(x, o, o, weight, x[0], None, torch.tensor([1, 2, 3]), [16, 1], 0, 0, 0.5)

@@ -1,4 +1,4 @@
-"""adam_step: a step of Adam on flat buffers, in place and in one pass, with the moving average and the packed copy."""
+"""adam_step: a step of Adam on flat buffers, in place and in one pass, with moving average and packed copy."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def _unsupported(t: Any) -> str | None:
     if any(x is not None and not x.is_contiguous() for x in (*(getattr(t, name) for name in FLAT), t.packed)):
         return "its buffers are not contiguous"
     if backend(t.weights) == "triton" and t.weights.dtype != torch.float32:
-        return "weights that are not in fp32"
+        return "its weights are not in fp32"
     return None
 
 
@@ -45,10 +45,10 @@ def adam_step(
 ) -> None:
     """Take a step of Adam (Kingma and Ba 2015, algorithm 1) with the gradient times `scale`, in place.
 
-    All flat, [n]: weights, gradient (lost: a fast path may write over it), both moments; average: the moving average of
-    the weights, which keeps `decay` of itself; packed: a copy of the weights in any float dtype, or None.  Numbers on
-    the device, []: used: bool; where False nothing changes, whatever the gradient holds; scale and rate: in the dtype
-    of the weights; steps: float32, how many there are with this one.
+    Flat buffers [n]: weights; gradient, which a fast path may overwrite; both moments; average, the moving average of
+    the weights with this `decay`; packed, a copy of the weights in any float dtype, or None.  Scalars on the device []:
+    used, bool: if False nothing changes, even if the gradient is not finite; scale and rate in the dtype of the
+    weights; steps, float32, the number of steps including this one.
     """
     g = gradient * scale
     m = moment1.lerp(g, 1 - beta1)

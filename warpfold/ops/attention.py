@@ -1,20 +1,22 @@
 """attention: softmax(q k^T / sqrt(d) + bias) v over the rows of an alignment or a pair representation.
 
-The registered operation has five axes, q [B, R, Q, h, d]: batches B, each with a bias of its own, rows R, which share
-the bias of their batch, then queries (or keys), heads and width.  A layer's tensors are viewed so, not copied.
-Beside its output it returns `lse` [B, R, h, Q], the natural logarithm of the softmax's sum over the keys that are not
-masked, in fp32 (fp64 for fp64); inf, so that each weighs 0, where there are none or all have a bias of -inf.
+The registered operation has five axes, q [B, R, Q, h, d]: batches B with one bias each, rows R that share the bias of
+their batch, then queries (or keys), heads and width.  The tensors of layers are viewed in this form without a copy.
+Besides its output the operation returns `lse` [B, R, h, Q], the natural logarithm of the softmax's sum over the
+unmasked keys, in fp32 (fp64 for fp64).  lse is inf if there are no unmasked keys or all have a bias of -inf, so that
+each key has weight 0.
 
-gated_attention: a whole attention layer as one operation, from what its norm reads to the new residual.
+gated_attention: a whole attention layer as one operation, from the input of its norm to the new residual.
 
-Forward: y = linear(layer_norm(x)), all projections joined; o = attention of y; out = x + factors linear(gate(o)).
+Forward: y = linear(layer_norm(x)) with all projections joined; o = attention of y; out = x + factors linear(gate(o)).
 
-A bias that x itself makes is laid out head by head where it is projected, and kept so.
+A bias that is projected from x is written in planes, one per head.
 
-For the backward pass it keeps y, the norm's statistics, o, lse and its own bias beside x.  Keeping y costs no time: the
-forward pass of a GPU writes it anyway, and making it again would cost a product (128 to 516 channels at N = 256: 9
-GFLOP and 68 MB written in half precision); on a CPU making it again was 8 % of the backward pass.  Where memory is
-short, a plan computes sublayers again.  Where no backward pass can follow, nothing is kept, and y need not exist whole.
+For the backward pass the operation saves y, the norm's statistics, o, lse and a projected bias besides x.  Saving y
+costs no time, because the forward pass on a GPU writes it anyway.  Recomputing it would cost a product (128 to 516
+channels at N = 256: 9 GFLOP, and 68 MB written in half precision); on a CPU this was 8 % of the backward pass.  Plans
+for little memory recompute whole sublayers.  If no backward pass can follow, nothing is saved, and y need not exist as
+a whole.
 """
 
 import math
@@ -56,11 +58,11 @@ from warpfold.ops.linear import (
 )
 from warpfold.ops.noise import FACTOR_OPERANDS, Factors
 
-WIDTHS = (8, 16, 24, 32, 48, 64)  # of a head, that the Triton kernels serve
+WIDTHS = (8, 16, 24, 32, 48, 64)  # head widths with Triton kernels
 
 
 def empty_out(q: Tensor, v: Tensor) -> Tensor:
-    """Allocate the output, [B, R, Q, h, e]: rows and queries in memory in the order of q's; h, e innermost."""
+    """Allocate the output, [B, R, Q, h, e]: rows and queries have the memory order of q, and h and e are innermost."""
     batches, rows, queries, heads, _ = q.shape
     if q.stride(1) >= q.stride(2):
         return q.new_empty(batches, rows, queries, heads, v.shape[-1])
@@ -74,12 +76,12 @@ def empty_lse(q: Tensor) -> Tensor:
 
 
 def empty_bias(bias: Tensor | None, wanted: bool, q: Tensor) -> Tensor:
-    """Allocate the gradient of the bias, contiguous [B, h, Q, K]; without elements where it is not wanted."""
+    """Allocate the gradient of the bias, contiguous [B, h, Q, K], or without elements if it is not needed."""
     return q.new_empty(0) if bias is None or not wanted else bias.new_empty(bias.shape)
 
 
 def _check_width(op: str, sizes: Sizes, t: Operands) -> None:
-    """Raise ValueError where values have another width than keys: kernels read them alike."""
+    """Raise ValueError if values and keys differ in width, because kernels read both in the same way."""
     if sizes["e"] != sizes["d"] and backend(t.q) == "triton":
         raise ValueError(f"{op}: v is {list(t.v.shape)}, not [B, R, K, h, d] with d = {sizes['d']}")
 
@@ -100,7 +102,8 @@ def _with_five_axes(
 
 def _batched(t: Tensor, leading: Shape, own: int) -> Tensor:
     """View [*, own axes] as [B, R, own axes]; copy only if several axes have to be merged into B and cannot be."""
-    if len(leading) == 1 and t.dim() == own + 1 and t.shape[0] == leading[0]:  # as nearly always: the quickest view
+    # The usual case, which takes the fastest view.
+    if len(leading) == 1 and t.dim() == own + 1 and t.shape[0] == leading[0]:
         return t.unsqueeze(0)
     t = t.expand(*leading, *t.shape[t.dim() - own :])
     return t.reshape(math.prod(leading[:-1]), leading[-1] if leading else 1, *t.shape[len(leading) :])
@@ -156,17 +159,18 @@ def _unsupported_attention(t: Any) -> str | None:
     adapter=_with_five_axes,
     misfit=_misfit_of_attention,
     unsupported=_unsupported_attention,
-    # Decided by the logits.
+    # The number of logits decides.
     prefer_definition=lambda t: faster_on_cpu(t.q, t.q.numel() // max(1, t.q.shape[-1]) * t.k.shape[-3], 2**19),
 )
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute multi-head attention with a key mask and an additive bias; softmax in fp32 at least.
 
     q [*, Q, h, d], k [*, K, h, d], v [*, K, h, e], mask [*, K] (1 = attend), bias [*, h, Q, K] (axes of size 1 are
-    shared) -> [*, Q, h, e] in the dtype of q.  A fully masked row attends to all its keys alike, as the official code.
-    So does a query with a bias of -inf at every unmasked key, to its masked ones; it is NaN if there are none.
+    shared) -> [*, Q, h, e] in the dtype of q.  A fully masked row attends equally to all its keys, as in the official
+    code.  A query with a bias of -inf at every unmasked key attends equally to the masked keys; without masked keys its
+    result is NaN.
     """
-    # Contiguous, with the heads in front: products of strided matrices are slow on every device.
+    # Move the heads to the front and make the tensors contiguous: products of strided matrices are slow on all devices.
     q, k, v = (t.transpose(-2, -3).contiguous() for t in (q * q.shape[-1] ** -0.5, k, v))
     logits = q @ k.mT
     if bias is not None:
@@ -176,7 +180,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None
 
 
 def _global_fast(t: Any) -> Tensor:
-    """Call `attention`: the heads are the queries of one head."""
+    """Call `attention` with the heads as the queries of a single head."""
     return attention.fast(t.q.unsqueeze(-2), t.k.unsqueeze(-2), t.v.unsqueeze(-2), t.mask).squeeze(-2)
 
 
@@ -184,9 +188,9 @@ _GLOBAL = Shapes("q [..., h, d], k [..., K, d], v [..., K, e], mask [..., K]", (
 
 
 def _misfit_of_global(t: Any) -> str | None:
-    found = _GLOBAL.misfit(t)
-    if found is not None:
-        return found
+    wrong = _GLOBAL.misfit(t)
+    if wrong is not None:
+        return wrong
     leading = broadcast_shape(*(tuple(x.shape)[:-own] for x, own in zip(t, (2, 2, 2, 1))))
     if leading is None:
         shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(("q", "k", "v", "mask"), t))
@@ -215,26 +219,29 @@ def global_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_mean(x: Tensor, mask: Tensor, axis: int) -> Tensor:
-    """Return the mean of x over `axis` where mask, broadcast against x, is 1; 0 where it is 0 throughout."""
+    """Compute the mean of x over the positions of `axis` whose mask is 1, or 0 if there are none.
+
+    The mask is broadcast against x.
+    """
     full = upcast_half(x)
     mask = mask.to(full.dtype)
     return ((full * mask).sum(axis) / (mask.sum(axis) + 1e-10)).to(x.dtype)
 
 
 def empty_rows(x: Tensor, channels: int) -> Tensor:
-    """Allocate [*, R, K, channels]: on a CPU row by row, as it is computed; on a GPU in the order of x."""
+    """Allocate [*, R, K, channels]: row-major on a CPU, which computes it by rows, and in the order of x on a GPU."""
     if backend(x) == "triton":
         return empty_projected(x, channels)
     return x.new_empty(*x.shape[:-1], padded(channels))[..., :channels]
 
 
 def empty_layer_lse(x: Tensor, heads: int) -> Tensor:
-    """Allocate the logarithms of the softmax's sums, [*, R, h, K]: see ops/attention.py."""
+    """Allocate the logarithms of the softmax's sums, [*, R, h, K]."""
     return x.new_empty(*x.shape[:-2], heads, x.shape[-2], dtype=accumulation_dtype(x))
 
 
 def empty_own_bias(x: Tensor, t: Operands) -> Tensor:
-    """Allocate the bias that the weight makes of x, [*, h, K, K]; without elements where it makes none."""
+    """Allocate the bias that `weight` projects from x, [*, h, K, K], or a tensor without elements if there is none."""
     own = t.weight.shape[0] > 4 * t.out_weight.shape[1]
     return empty_linear(x, t.heads, planes=True).movedim(-1, -3) if own else x.new_empty(0)
 
@@ -253,10 +260,10 @@ def _empty_layer_gradients(t: Operands) -> tuple[Tensor, ...]:
 
 
 def _misfit_of_layer(t: Any) -> str | None:
-    """Describe an operand whose size is wrong in a way that `shapes` cannot express; None: there is none."""
+    """Describe an operand with a wrong size that `shapes` cannot express, or return None."""
     (outputs, c), inner = t.weight.shape, t.out_weight.shape[1]
     if t.heads < 1 or inner % t.heads:
-        return f"out_weight is {list(t.out_weight.shape)}, whose {inner} channels are not {t.heads} heads"
+        return f"out_weight is {list(t.out_weight.shape)}: {inner} channels cannot be split into {t.heads} heads"
     if t.gate_bias is not None and t.gate_bias.shape[0] > outputs:
         return f"gate_bias is {list(t.gate_bias.shape)}, longer than the rows of weight, which is {[outputs, c]}"
     if t.bias is not None and t.bias.shape[-3] != t.heads:
@@ -295,9 +302,10 @@ def _unsupported_layer(t: Any) -> str | None:
 def parts(
     y: Tensor, inner: int, heads: int, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gate's logits [*, R, K, i], q, k and v [*, R, K, h, d], and the bias [*, h, K, K], all of them views.
+    """Split the projections y [*, R, K, o], or their gradient, into views.
 
-    y [*, R, K, o] is the projection, or its gradient; bias: that which y does not have.
+    Returns the gate's logits [*, R, K, i], q, k and v [*, R, K, h, d], and the bias [*, h, K, K]: that in y if y has
+    one, otherwise `bias`.
     """
     g, q, k, v, own = y.split([inner] * 4 + [y.shape[-1] - 4 * inner], -1)
     if own.shape[-1]:
@@ -306,14 +314,14 @@ def parts(
 
 
 def batched(t: Tensor, axes: int) -> Tensor:
-    """Return t [*, ...] as [B, ...], of so many axes: a view where the batch axes of x are one."""
+    """View t [*, ...] as [B, ...] with this number of axes; several batch axes are merged, with a copy if necessary."""
     if t.dim() == axes:
         return t
     return t.unsqueeze(0) if t.dim() < axes else t.flatten(0, t.dim() - axes)
 
 
 def _layer_by_parts(t: Any) -> Tensor | None:
-    """Compute the layer's operations one after another in fp32 on a GPU, where attention alone has a kernel."""
+    """Compute the layer's operations one after another in fp32 on a GPU, where only attention has a kernel."""
     x = t.x
     if not exact_on_gpu(x):
         return None
@@ -342,7 +350,7 @@ def _layer_by_parts(t: Any) -> Tensor | None:
     expand=FACTOR_OPERANDS,
     composed=_layer_by_parts,
     unsupported=_unsupported_layer,
-    # Decided by the projections; the backward pass has more to do for each row.
+    # The number of projections decides. With a gradient, the backward pass adds more work per row.
     prefer_definition=lambda t: faster_on_cpu(
         t.x, t.x.numel() // max(1, t.x.shape[-1]) * t.weight.shape[0], 3 * 2**20 if torch.is_grad_enabled() else 2**19
     ),
@@ -362,22 +370,22 @@ def gated_attention(
     eps: float = EPS,
     residual: bool = True,
 ) -> Tensor:
-    """Return x + factors * linear(gate(attention)) of the normalised x, within each row (Algorithms 7, 8, 13 and 14);
-    or that without the first x where `residual` is False.
+    """Compute x + factors * linear(gate(attention)) of the normalised x, within each row (Algorithms 7, 8, 13 and 14).
 
+    Without `residual`, x is not added.
     x [*, R, K, c], norm_weight, norm_bias [c], out_weight [c, i] (i = heads x width), out_bias [c], mask [*, R, K] (1:
-    attend), bias [*, h, K, K] of the logits, the same for all rows, factors of dropout (axes of size 1 are shared;
-    None: ones) -> [*, R, K, c] in the dtype of x, laid out in memory as x is.  Parameters of any float dtype; any bias
-    may be None.
+    attend), bias [*, h, K, K] of the logits, the same for all rows, dropout factors (axes of size 1 are shared; None:
+    ones) -> [*, R, K, c] in the dtype and layout of x.  Parameters may have any float dtype, and each bias may be None.
 
-    weight [4 i, c] makes the gate, q, k and v, one below the other; gate_bias [b] belongs to its first b <= o outputs.
-    weight [4 i + heads, c] makes the bias as well, of x itself, where R = K: logits [q, k] have that of x[q, k].
+    weight [4 i, c] has the rows of the gate, q, k and v in this order; gate_bias [b] belongs to its first b <= o
+    outputs.  weight [4 i + heads, c] also projects the bias from x, if R = K: logits [q, k] have the bias of x[q, k].
     """
     if bias is not None and weight.shape[0] > 4 * out_weight.shape[1]:
-        raise ValueError("gated_attention: the bias is given, but weight makes one")
+        raise ValueError("gated_attention: weight projects a bias. Omit `bias`, or pass weight [4 i, c].")
     y = norm_linear.definition(x, norm_weight, norm_bias, weight, gate_bias, eps)
     g, q, k, v, bias = parts(y, out_weight.shape[1], heads, bias)
-    bias = None if bias is None else bias[..., None, :, :, :]  # the same for every row
+    # All rows share the bias.
+    bias = None if bias is None else bias[..., None, :, :, :]
     o = gate.definition(attention.definition(q, k, v, mask, bias).flatten(-2), g)
     dx = F.linear(o, out_weight.to(x.dtype), None if out_bias is None else out_bias.to(x.dtype))
     dx = dx if factors is None else dx * factors

@@ -1,6 +1,6 @@
-"""layer_norm, gate, and the projections that they lie beside, without a normalised or gated tensor in between.
+"""layer_norm and gate, alone and fused with the adjacent projection, which avoids the intermediate tensor.
 
-norm_linear: how a layer reads the representation; gated_linear_residual: how the result of a gated attention gets back.
+norm_linear projects the input of a layer; gated_linear_residual adds the result of a gated attention to the residual.
 """
 
 from typing import Any
@@ -22,13 +22,14 @@ from warpfold.ops.dispatch import (
 )
 from warpfold.ops.noise import FACTOR_OPERANDS, Factors
 
-EPS = 1e-5  # of every layer normalisation in AlphaFold2
-ROW = 16  # elements: in half precision 32 bytes, what a GPU's memory hands over at once
-CHANNELS = (16, 1024)  # the fewest and the most that the Triton kernels serve
+EPS = 1e-5  # AlphaFold2's layer normalisations
+# Elements of a memory sector of a GPU in half precision (32 bytes).
+ROW = 16
+CHANNELS = (16, 1024)  # range of the Triton kernels
 
 
 def unsupported_channels(x: Tensor) -> str | None:
-    """Return why no kernel serves the channels of x, or None."""
+    """Return the reason why no kernel supports the channels of x, or None."""
     fewest, most = CHANNELS
     if backend(x) == "triton" and not fewest <= x.shape[-1] <= most:
         return f"{x.shape[-1]} channels (kernels are for {fewest} to {most})"
@@ -36,20 +37,21 @@ def unsupported_channels(x: Tensor) -> str | None:
 
 
 def exact_on_gpu(x: Tensor) -> bool:
-    """Return whether x lies on a GPU and has more than 16 bits: without tensor cores torch's products are as fast."""
+    """Return whether x is on a GPU and has more than 16 bits: without tensor cores, products of torch are as fast."""
     return backend(x) == "triton" and x.element_size() > 2
 
 
 def empty_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate the mean and 1 / deviation of each position, [*] in order."""
+    """Allocate the mean and 1 / deviation of each position, both [*] and contiguous."""
     dtype = accumulation_dtype(x)
     return x.new_empty(x.shape[:-1], dtype=dtype), x.new_empty(x.shape[:-1], dtype=dtype)
 
 
 def empty_projected(x: Tensor, outputs: int) -> Tensor:
-    """Allocate the projections of x, [*, outputs], their positions in memory in the order of x's.
+    """Allocate the projections of x, [*, outputs], with the positions in the memory order of x.
 
-    Each position takes half a `ROW` or whole ones, so that views (q, k, v ...) can be read in wide words.
+    Each position is padded to half a `ROW` or to whole ones, so that kernels can read views (q, k, v ...) in wide
+    words.
     """
     order = sorted(range(x.dim() - 1), key=lambda axis: x.stride(axis), reverse=True)
     back = [order.index(axis) for axis in range(x.dim() - 1)]
@@ -58,9 +60,9 @@ def empty_projected(x: Tensor, outputs: int) -> Tensor:
 
 
 def empty_linear(x: Tensor, outputs: int, planes: bool = False) -> Tensor:
-    """Allocate the projections of x: as `empty_projected` does, or `planes` [*, outputs, R, K] viewed as [*, outputs].
+    """Allocate the projections of x as `empty_projected` does, or as `planes` [*, outputs, R, K] viewed [*, outputs].
 
-    Rows of planes are padded, so that each begins where a wide word does.
+    Rows of planes are padded to multiples of a wide word.
     """
     if not planes:
         return empty_projected(x, outputs)
@@ -70,7 +72,7 @@ def empty_linear(x: Tensor, outputs: int, planes: bool = False) -> Tensor:
 
 
 def padded(outputs: int) -> int:
-    """Return how many elements a position's projections take in memory: half a row, or whole ones."""
+    """Return the number of elements that the projections of a position occupy: half a `ROW`, or whole ones."""
     return ROW // 2 if outputs <= ROW // 2 else -(-outputs // ROW) * ROW
 
 
@@ -80,15 +82,16 @@ def padded(outputs: int) -> int:
     results="y mean scale",
     keeps="x weight mean scale",
     gradients="x weight bias",
-    empty_gradients=lambda t: (empty_like(t.x), *empty_parameters(t.weight, t.weight)),  # the bias's alike
+    # The gradient of the bias has the shape of the weight's.
+    empty_gradients=lambda t: (empty_like(t.x), *empty_parameters(t.weight, t.weight)),
     unsupported=lambda t: unsupported_channels(t.x),
-    # The definition normalises in fp32: for x in that dtype it needs nothing in between.
+    # The definition normalises in fp32, so that it needs no intermediate tensor for x in fp32.
     prefer_definition=lambda t: faster_on_cpu(t.x, t.x.numel(), 2**21 if t.x.dtype.itemsize < 4 else 2**63),
 )
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float = EPS) -> Tensor:
-    """Normalise x over its last axis; statistics in fp32 at least, the result in the dtype of x.
+    """Normalise x over its last axis, with statistics in fp32 at least and the result in the dtype of x.
 
-    x [*, c], weight, bias [c] (None: zeros) -> [*, c], laid out in memory as x is.
+    x [*, c], weight, bias [c] (None: zeros) -> [*, c] in the layout of x.
     """
     full = upcast_half(x)
     shift = None if bias is None else bias.to(full.dtype)
@@ -100,14 +103,14 @@ def _check_bias(op: str, sizes: Sizes, t: Operands) -> None:
     if t.bias is not None and sizes["b"] > sizes["o"]:
         raise ValueError(f"{op}: bias is [{sizes['b']}], but there are {sizes['o']} outputs")
     if getattr(t, "planes", False) and t.x.dim() < 3:
-        raise ValueError(f"{op}: planes are of x [*, R, K, c], and x is {list(t.x.shape)}")
+        raise ValueError(f"{op}: x is {list(t.x.shape)}, not [*, R, K, c], which planes require")
 
 
 def _misfit_of_projection(t: Any) -> str | None:
     if t.bias is not None and t.bias.shape[0] > t.weight.shape[0]:
         return f"bias is {list(t.bias.shape)}, but weight is {list(t.weight.shape)}"
     if t.planes and t.x.dim() < 3:
-        return f"x is {list(t.x.shape)}, not [*, R, K, c], of which planes are"
+        return f"x is {list(t.x.shape)}, not [*, R, K, c], which planes require"
     return None
 
 
@@ -137,12 +140,12 @@ def norm_linear(
     eps: float = EPS,
     planes: bool = False,
 ) -> Tensor:
-    """Return linear(layer_norm(x)): x [*, c], norm_weight, norm_bias [c] (None: zeros), weight [o, c], bias [b] of the
-    first b <= o outputs -> [*, o] in the dtype of x.
+    """Compute linear(layer_norm(x)).
 
-    Several projections of one tensor are one call, their weights joined, those with a bias first.  Parameters of any
-    float dtype.  planes: lay each output of x [*, R, K, c] out by itself, as attention reads a bias; the definition
-    leaves its own as it comes.
+    x [*, c], norm_weight, norm_bias [c] (None: zeros), weight [o, c], bias [b] of the first b <= o outputs -> [*, o] in
+    the dtype of x.  Join the weights of several projections of one tensor, those with a bias first.  Parameters may
+    have any float dtype.  planes: write each output of x [*, R, K, c] to its own plane, as attention reads a bias; the
+    definition ignores this.
     """
     n = layer_norm.definition(x, norm_weight, norm_bias, eps)
     if bias is not None:
@@ -165,14 +168,14 @@ def _prefer_definition(t: Any) -> bool:
     prefer_definition=_prefer_definition,
 )
 def gate(x: Tensor, g: Tensor) -> Tensor:
-    """Return the gated x, x * sigmoid(g): x, g [*, c] -> [*, c] in the dtype of x."""
+    """Compute x * sigmoid(g): x, g [*, c] -> [*, c] in the dtype of x."""
     return x * g.sigmoid()
 
 
 def _check_strides(op: str, sizes: Sizes, t: Operands) -> None:
     axes = len(sizes["*"]) + 1
     if t.key is not None and len(t.strides) != axes:
-        raise ValueError(f"{op}: {len(t.strides)} strides of the elements drawn for, but x has {axes} axes")
+        raise ValueError(f"{op}: the dropout factors have {len(t.strides)} strides, but x has {axes} axes")
 
 
 def _residual_by_torch(t: Any) -> Tensor | None:
@@ -194,11 +197,11 @@ def _residual_by_torch(t: Any) -> Tensor | None:
 def gated_linear_residual(
     x: Tensor, o: Tensor, g: Tensor, weight: Tensor, bias: Tensor | None, factors: Factors | None = None
 ) -> Tensor:
-    """Return x + factors * linear(gate(o, g)): gate, output projection, shared-axis dropout and residual in one pass.
+    """Compute x + factors * linear(gate(o, g)): gate, output projection, shared-axis dropout and residual in one pass.
 
-    x [*, c], o, g [*, i], weight [c, i], bias [c], factors (of dropout; axes of size 1 are shared; None: ones)
-    -> [*, c] in the dtype of x, laid out in memory as x is.  Parameters of any float dtype.  Factors that are not drawn
-    yet (`ops.noise.DropoutFactors`) are drawn on the way, forward and backward, and never stored.
+    x [*, c], o, g [*, i], weight [c, i], bias [c], dropout factors (axes of size 1 are shared; None: ones)
+    -> [*, c] in the dtype and layout of x.  Parameters may have any float dtype.  Factors that are not drawn yet
+    (`ops.noise.DropoutFactors`) are drawn in the kernels, forward and backward, and are never stored.
     """
     dx = F.linear(gate.definition(o, g), weight.to(o.dtype), None if bias is None else bias.to(o.dtype))
     return x + (dx if factors is None else dx * factors)

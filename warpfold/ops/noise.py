@@ -1,11 +1,11 @@
-"""Dropout noise that does not depend on how the work is cut: a counter-based generator.
+"""Dropout noise from a counter-based generator, which is the same however the work is split.
 
-The draw for element i of a tensor is a hash of (key, stream, i).  The key says which training step and pass this is and
-is the same on every rank; the stream says which layer draws.  So slices, ranks, recomputation and devices all see the
+The draw for element i of a tensor is a hash of (key, stream, i).  The key identifies the training step and the pass and
+is the same on every rank; the stream identifies the layer.  So slices, ranks, recomputation and devices all see the
 same noise (docs/decisions/0003-keyed-noise.md), and no generator state has to be saved or restored.
 
-A draw needs nothing but its number, so nothing has to be drawn ahead: layers pass on `DropoutFactors`, which say what
-would be drawn, and the operation that multiplies by them draws them (`ops.linear.gated_linear_residual`).
+A draw depends on its number only, so nothing has to be drawn in advance.  Layers pass `DropoutFactors`, which describe
+the draws, and the operation that multiplies by them draws them (`ops.linear.gated_linear_residual`).
 """
 
 import functools
@@ -22,7 +22,8 @@ from warpfold.ops.dispatch import EMPTY, Expansion, backend, faster_on_cpu, regi
 from warpfold.ops.torch_internals import without_modes
 
 LOW = 0xFFFFFFFF
-OF_STREAM, OF_PASS = 0x9E3779B9, 0x85EBCA6B  # odd numbers, by which streams and passes shift the second word
+# Odd numbers by which streams and passes shift the second word of the key.
+OF_STREAM, OF_PASS = 0x9E3779B9, 0x85EBCA6B
 
 
 def _unsupported(t: Any) -> str | None:
@@ -42,8 +43,8 @@ def dropout_factors(
 ) -> Tensor:
     """Draw dropout factors: 0 with probability `rate`, else 1 / (1 - rate).
 
-    key: int64 [2], of which 32 bits each count.  shape, strides, offset: element [a, b, ...] of the result has the
-    number offset + a strides[0] + b strides[1] + ..., which decides what is drawn for it.
+    key: int64 [2], with 32 significant bits each.  shape, strides, offset: element [a, b, ...] of the result has the
+    number offset + a strides[0] + b strides[1] + ..., which determines its draw.
     """
     numbers = torch.full((1,) * len(shape), offset, dtype=torch.int64, device=key.device)
     for axis, (size, stride) in enumerate(zip(shape, strides)):
@@ -64,16 +65,16 @@ def _mix(x: Tensor) -> Tensor:
 
 @functools.cache
 def kept_factor(rate: float, dtype: torch.dtype) -> float:
-    """Return the factor of kept elements, 1 / (1 - rate), rounded as the definition rounds it."""
-    # What is kept must be the number, also where tensors have no memory (cost/fake.py).
+    """Return the factor of elements that are not dropped, 1 / (1 - rate), rounded as in the definition."""
+    # The cached value must be a number even if the first call is made under fake tensors (cost/fake.py).
     return without_modes(lambda: float(torch.ones((), dtype=dtype, device="cpu") / (1 - rate)))
 
 
 @dataclass(frozen=True)
 class DropoutFactors:
-    """Dropout factors that are not drawn yet, of a tensor or of a slice of one, with the methods that layers need.
+    """Dropout factors of a tensor or a slice that are not drawn yet, with the methods of tensors that layers call.
 
-    shape, strides, offset: which element of the whole tensor each of these is, as in `dropout_factors`.
+    shape, strides, offset: the numbers of the elements in the whole tensor, as in `dropout_factors`.
     """
 
     key: Tensor
@@ -86,24 +87,24 @@ class DropoutFactors:
 
     @property
     def device(self) -> torch.device:
-        """Return the device to draw them on."""
+        """The device of the key, on which the factors are drawn."""
         return self.key.device
 
     def narrow(self, axis: int, start: int, length: int) -> "DropoutFactors":
-        """Return `length` of them along an axis, from `start` on; as `Tensor.narrow`."""
+        """Return a slice along an axis, like `Tensor.narrow`."""
         axis %= len(self.shape)
         shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
         return replace(self, shape=shape, offset=self.offset + start * self.strides[axis])
 
     def transpose(self, a: int, b: int) -> "DropoutFactors":
-        """Exchange two axes; as `Tensor.transpose`."""
+        """Exchange two axes, like `Tensor.transpose`."""
         order = list(range(len(self.shape)))
         order[a], order[b] = order[b], order[a]
         shape, strides = (tuple(t[axis] for axis in order) for t in (self.shape, self.strides))
         return replace(self, shape=shape, strides=strides)
 
     def draw(self) -> Tensor:
-        """Return the factors, drawn."""
+        """Draw the factors."""
         return dropout_factors(self.key, self.stream, self.rate, self.shape, self.strides, self.offset, self.dtype)
 
     def __rmul__(self, x: Tensor) -> Tensor:
@@ -114,7 +115,7 @@ Factors = Tensor | DropoutFactors
 
 
 def _split(factors: Factors | None, x: Tensor) -> tuple[Any, ...]:
-    """Return the operands that stand for the factors of x: drawn already, or what to draw them from, or neither."""
+    """Return the operands for the dropout factors of x: a tensor, the numbers to draw from, or neither for None."""
     if not isinstance(factors, DropoutFactors):
         return factors, None, [], 0, 0, 0.0
     if factors.dtype != x.dtype:
@@ -124,7 +125,7 @@ def _split(factors: Factors | None, x: Tensor) -> tuple[Any, ...]:
     return None, factors.key, strides, factors.offset, factors.stream, factors.rate
 
 
-# strides: one for each axis of x; 0 where all of the axis shares a draw.
+# strides: one per axis of x, 0 where the whole axis shares a draw.
 FACTOR_OPERANDS = Expansion(
     {
         "factors": Tensor | None,
@@ -139,16 +140,19 @@ FACTOR_OPERANDS = Expansion(
 
 
 class Noise(nn.Module):
-    """The source of dropout for the layers of one model.  Unseeded, it uses torch's own generator (ordinary dropout).
+    """The source of dropout for the layers of one model.  Without a seed it uses torch's generator (ordinary dropout).
 
-    The key is a buffer: it moves with the model, is written without waiting for the device, and a new one recompiles
-    no graph.  It is replaced, never overwritten: a backward pass may still need the old one.  (What is recorded as a
-    graph of the device has the key of its pass among its inputs.)
-    In a batch each example has a key of its own and draws what it would draw alone; shapes then begin with the batch.
+    The key is a buffer: it moves with the model, is written without waiting for the device, and a new key recompiles
+    no graph.  The buffer is replaced and never overwritten, because a backward pass may still need the old key.  A
+    captured CUDA graph has the key of its pass among its inputs.
+    In a batch each example has its own key and draws the same as alone; shapes then start with the batch axis.
+
+    words: the key of the first pass [2], or one per example of a batch [examples, 2].
+    key: the key of the current pass.
     """
 
-    words: Tensor  # [2] the key of the first pass, or one for each example of a batch, [examples, 2]
-    key: Tensor  # that of the pass at hand
+    words: Tensor
+    key: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,42 +161,43 @@ class Noise(nn.Module):
         self.register_buffer("key", self.words, persistent=False)
 
     def seed(self, *parts: int) -> None:
-        """Derive the key from `parts`, for example (run seed, example); the pass is the first."""
+        """Derive the key of the first pass from `parts`, for example (run seed, example)."""
         self._write(torch.empty(2, dtype=torch.int64, device=self.words.device), [parts])
 
     def seed_batch(self, examples: Sequence[Sequence[int]]) -> None:
-        """Derive a key from the parts of each example of a batch; the pass is the first."""
+        """Derive the key of the first pass for each example of a batch from its parts."""
         self._write(torch.empty(len(examples), 2, dtype=torch.int64, device=self.words.device), examples)
 
     def _write(self, words: Tensor, examples: Sequence[Sequence[int]]) -> None:
-        for place, parts in zip(words.view(-1, 2), examples):
+        for row, parts in zip(words.view(-1, 2), examples):
             digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
-            for i in range(2):  # `fill_` hands the device a number; a copy from the host would wait for it
-                place[i].fill_(int.from_bytes(digest[4 * i : 4 * i + 4], "little"))
+            # `fill_` passes a number to the device. A copy from the host would wait for the device.
+            for i in range(2):
+                row[i].fill_(int.from_bytes(digest[4 * i : 4 * i + 4], "little"))
         self.words = self.key = words
         self.seeded = True
 
     def at_pass(self, index: int) -> None:
-        """Derive the keys of one pass through the trunk: each draws differently."""
+        """Derive the keys of a pass through the trunk, so that each pass draws differently."""
         if self.seeded:
             key = self.words.clone()
             key[..., 1].add_(index * OF_PASS)
             self.key = key
 
     def factors(self, shape: Sequence[int], rate: float, stream: int, like: Tensor) -> Factors:
-        """Return dropout factors of `shape`, in the dtype of `like`: 0 with probability `rate`, else 1 / (1 - rate)."""
+        """Make dropout factors of `shape` in the dtype of `like`: 0 with probability `rate`, else 1 / (1 - rate)."""
         if not self.seeded:
             kept = torch.rand(*shape, device=like.device) >= rate
             return kept.to(like.dtype) / (1 - rate)
         if self.key.dim() == 1:
             return _contiguous(self.key, stream, rate, like.dtype, shape)
         if shape[0] not in (1, len(self.key)):
-            raise ValueError(f"dropout of {tuple(shape)} in a batch of {len(self.key)}, which it should begin with")
+            raise ValueError(f"dropout shape {tuple(shape)} does not start with the batch of {len(self.key)} examples")
         return torch.stack([_contiguous(key, stream, rate, like.dtype, shape[1:]).draw() for key in self.key])
 
 
 def _contiguous(key: Tensor, stream: int, rate: float, dtype: torch.dtype, shape: Sequence[int]) -> DropoutFactors:
-    """Return dropout factors of a whole tensor."""
+    """Make the dropout factors of a whole tensor, numbered in row-major order."""
     strides = [1] * len(shape)
     for axis in range(len(shape) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * shape[axis + 1]
@@ -202,7 +207,7 @@ def _contiguous(key: Tensor, stream: int, rate: float, dtype: torch.dtype, shape
 def dropout(
     x: Tensor, rate: float, noise: Noise, stream: int, training: bool, shared_axis: int | None = None
 ) -> Tensor:
-    """Drop elements of x at `rate`; one draw serves all of `shared_axis` where it is given (Supp. 1.11.6)."""
+    """Apply dropout to x at `rate`; `shared_axis`, if given, shares one draw (Supp. 1.11.6)."""
     if not training or rate == 0:
         return x
     shape = list(x.shape)

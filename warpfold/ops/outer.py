@@ -1,9 +1,9 @@
-"""The outer product mean (Algorithm 10), as one operation and of factors that are given.
+"""The outer product mean (Algorithm 10), as a whole and from precomputed factors.
 
-outer_product_mean: from the alignment to the new pair representation.  outer_product: lines 3 and 4 of given factors,
-where each of them is of other residues: what slices and shards are made of.
+outer_product_mean: from the alignment to the new pair representation.  outer_product: lines 3 and 4 for two factors
+that may belong to different residues, as slices and shards require.
 
-For the gradient they keep the factors, and no product of their channels; where no gradient follows, nothing.
+For the gradient they save the factors, but no products of their channels.  Without a gradient nothing is saved.
 """
 
 import math
@@ -26,8 +26,8 @@ from warpfold.ops.dispatch import (
 )
 from warpfold.ops.linear import EPS, empty_statistics, exact_on_gpu, norm_linear, padded, unsupported_channels
 
-CHANNELS = 64  # of a factor, at most, that the Triton kernels serve
-ADDED = 1e-3  # to the number of sequences
+CHANNELS = 64  # most channels of a factor
+ADDED = 1e-3  # added to sequence counts
 
 
 def _unsupported_width(like: Tensor, most: int) -> str | None:
@@ -37,7 +37,7 @@ def _unsupported_width(like: Tensor, most: int) -> str | None:
 
 
 def _other_dtype(pair: Tensor | None, like: Tensor) -> str | None:
-    return None if pair is None or pair.dtype == like.dtype else "z has another dtype than what is multiplied"
+    return None if pair is None or pair.dtype == like.dtype else "z and the factors differ in dtype"
 
 
 def _merge_leading_axes(
@@ -51,7 +51,7 @@ def _merge_leading_axes(
     z: Tensor | None,
     *numbers: float,
 ) -> Tensor:
-    """Call the registered operation, which has one leading axis."""
+    """Call the registered operation, which has a single leading axis."""
     leading = a.shape[:-3]
 
     def merge(x: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def _product_by_torch(t: Any) -> Tensor | None:
 
 
 def empty_share(like: Tensor, *shape: int) -> Tensor:
-    """Allocate what the products of a pair of residues are multiplied by: 1 / count, in fp32 (fp64 for fp64)."""
+    """Allocate the factor of the products of each pair of residues, 1 / count, in fp32 (fp64 for fp64)."""
     return like.new_empty(shape, dtype=accumulation_dtype(like))
 
 
@@ -92,7 +92,7 @@ def _empty_product(t: Operands) -> tuple[Tensor, Tensor]:
     adapter=_merge_leading_axes,
     composed=_product_by_torch,
     unsupported=lambda t: _unsupported_width(t.a, max(t.a.shape[-1], t.b.shape[-1])) or _other_dtype(t.z, t.a),
-    # Decided by the products.
+    # The number of products decides.
     prefer_definition=lambda t: faster_on_cpu(
         t.a, t.a_mask.numel() * t.b_mask.shape[-1] // max(1, t.a_mask.shape[-2]) * t.weight.shape[-1], 2**22
     ),
@@ -109,14 +109,14 @@ def outer_product(
     least: float = 0.0,
     bias_divided: bool = True,
 ) -> Tensor:
-    """Return z + linear(sum over s of a_si x b_sj) / count, or that without z (lines 3 and 4 of Algorithm 10).
+    """Compute z + linear(sum over s of a_si x b_sj) / count, without z if it is None (lines 3 and 4 of Algorithm 10).
 
-    a [*, s, i, c], b [*, s, j, d], which are 0 where a_mask [*, s, i] and b_mask [*, s, j] are, weight [p, c d],
-    bias [p], z [*, i, j, p] -> [*, i, j, p] in the dtype of a.  The count is of the sequences that both masks have
-    (which have no gradient), plus `added`, and `least` at least.
+    a [*, s, i, c], b [*, s, j, d], which must be 0 where a_mask [*, s, i] and b_mask [*, s, j] are 0, weight [p, c d],
+    bias [p], z [*, i, j, p] -> [*, i, j, p] in the dtype of a.  The count is the number of sequences in both masks,
+    plus `added`, and at least `least`.  It has no gradient.
 
     The left channel is outermost in the weight.  The bias may be None.  It is divided by the count too, as in the
-    official code; where `bias_divided` is False it is added after the division, as Boltz has it.
+    official code.  If `bias_divided` is False it is added after the division, as in Boltz.
     """
     products = torch.einsum("...sic,...sjd->...ijcd", a, b).flatten(-2)
     wide, shift = accumulation_dtype(a), None if bias is None else bias.to(a.dtype)
@@ -127,7 +127,7 @@ def outer_product(
 
 
 def empty_factors(x: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-    """Allocate both factors of x [*, s, r, c], [*, s, r, h] each; on a GPU b's channels lie before the residues."""
+    """Allocate both factors of x [*, s, r, c], [*, s, r, h] each; on a GPU b has the channels before the residues."""
     *batch, s, r, _ = x.shape
     if backend(x) == "triton":
         a = x.new_empty(*batch, s, r, padded(channels)).narrow(-1, 0, channels)
@@ -150,7 +150,7 @@ def _empty_mean_gradients(t: Operands) -> tuple[Tensor, ...]:
 
 
 def _misfit_of_mean(t: Any) -> str | None:
-    """Describe an operand whose size is wrong in a way that `shapes` cannot express; None: there is none."""
+    """Describe an operand with a wrong size that `shapes` cannot express, or return None."""
     outputs, products = t.weight.shape[0], t.out_weight.shape[1]
     if 4 * products != outputs**2:
         return f"weight is {list(t.weight.shape)}, not [2 h, c], as out_weight is {list(t.out_weight.shape)}, [p, h h]"
@@ -191,7 +191,7 @@ def _unsupported_mean(t: Any) -> str | None:
     composed=_mean_by_torch,
     misfit=_misfit_of_mean,
     unsupported=_unsupported_mean,
-    # Decided by the products.
+    # The number of products decides.
     prefer_definition=lambda t: faster_on_cpu(
         t.x, t.mask.numel() * t.mask.shape[-1] // max(1, t.mask.shape[-2]) * t.out_weight.shape[-1], 2**22
     ),
@@ -211,12 +211,12 @@ def outer_product_mean(
     bias_divided: bool = True,
     eps: float = EPS,
 ) -> Tensor:
-    """Return z + linear(sum over s of a_si x b_sj) / count of the masked projections a and b of the normalised x, or
-    that without z (Algorithm 10).
+    """Compute the outer product mean of x (Algorithm 10): z + linear(sum over s of a_si x b_sj) / count.
 
+    a and b are masked projections of the normalised x.  Without z, nothing is added.
     x [*, s, r, c], norm_weight, norm_bias [c], weight [2 h, c] (a, then b), bias [b] of the first b outputs, out_weight
-    [p, h h], out_bias [p], mask [*, s, r], z [*, r, r, p] -> [*, r, r, p] in the dtype of x.  The rest: as of
-    `outer_product`.
+    [p, h h], out_bias [p], mask [*, s, r], z [*, r, r, p] -> [*, r, r, p] in the dtype of x.  The other arguments are
+    those of `outer_product`.
     """
     y = norm_linear.definition(x, norm_weight, norm_bias, weight, bias, eps)
     a, b = (y * mask[..., None].to(y.dtype)).chunk(2, -1)

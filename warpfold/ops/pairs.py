@@ -1,6 +1,7 @@
-"""aligned_errors: how far points are off, seen from every frame, summed; the work of FAPE (Supp. 1.9.2).
+"""Pairwise sums of losses.
 
-overlaps: how far atoms of different residues reach into one another, for every atom; of the violation loss.
+aligned_errors: the errors of all points in all frames, summed; the main work of FAPE (Supp. 1.9.2).
+overlaps: the overlaps of each atom with the atoms of other residues, for the violation loss.
 """
 
 import math
@@ -12,7 +13,8 @@ from torch import Tensor
 from warpfold.ops.dispatch import faster_on_cpu, register, upcast_half
 from warpfold.ops.tensors import in_blocks
 
-LEAST = 1e-4  # angstrom: a shorter distance counts as this, and has no gradient
+# Angstrom. Shorter distances count as this and have no gradient.
+LEAST = 1e-4
 
 
 def _unsupported(t: Any) -> str | None:
@@ -48,23 +50,24 @@ def aligned_errors(
     clamp: float = 10.0,
     softening: float = 0.01,
 ) -> Tensor:
-    """Return the sum over frames and points of |R^T (x - t) - R'^T (x' - t')|, capped, and not capped: [*, 2].
+    """Sum |R^T (x - t) - R'^T (x' - t')| over frames and points, clamped and unclamped: [*, 2].
 
-    frames [*, f, 3, 4], each the rotation R and the translation t as its last column, and points x [*, p, 3]; the true
-    ones, which may lack the leading axes; frame_mask [*, f] and point_mask [*, p] weigh the pairs; pair_mask bool
-    [f, p]: those that count (None: all).  A distance d counts as the root of d^2 + softening^2, and as `LEAST` at
-    least; capped, as `clamp` at most.  No gradient reaches the truth.  In the dtype of frames, which should not be one
-    of 16 bits: coordinates need more.
+    frames [*, f, 3, 4], each with the rotation R and the translation t as its last column; points x [*, p, 3]; the true
+    frames and points, which may lack the leading axes.  frame_mask [*, f] and point_mask [*, p] weight the pairs;
+    pair_mask bool [f, p] selects pairs (None: all).  A distance d counts as sqrt(d^2 + softening^2), and at least as
+    `LEAST`; clamped, at most as `clamp`.  The truth has no gradient.  The result has the dtype of frames, which should
+    have more than 16 bits for coordinates.
     """
 
-    def of_frames(rows: slice) -> tuple[Tensor, ...]:
-        """Return the sums over the pairs of some frames."""
-        seen, true = frames[..., rows, :, :], true_frames[..., rows, :, :]
-        # x - t and then R^T: R^T x - R^T t would lose the digits of both where the structure is far from the origin.
-        away, true_away = _from_origins(seen, points), _from_origins(true, true_points)
+    def sum_of_frames(rows: slice) -> tuple[Tensor, ...]:
+        """Compute the sums over the pairs of some frames."""
+        own, true = frames[..., rows, :, :], true_frames[..., rows, :, :]
+        # Subtract t before the rotation. R^T x - R^T t would lose digits where the structure is far from the origin.
+        away, true_away = _from_origins(own, points), _from_origins(true, true_points)
         squares = away[0].new_full((), softening**2)
-        for k in range(3):  # one axis of the local frames at a time: three times less memory than all together
-            squares = squares + (_along(seen[..., k], away) - _along(true[..., k], true_away)).square()
+        # One axis of the local frames at a time takes a third of the memory.
+        for k in range(3):
+            squares = squares + (_along(own[..., k], away) - _along(true[..., k], true_away)).square()
         distance = squares.clamp(min=LEAST**2).sqrt()
         weight = point_mask[..., None, :]
         if pair_mask is not None:
@@ -73,19 +76,19 @@ def aligned_errors(
         return tuple(each)
 
     pairs = math.prod(frames.shape[:-3]) * points.shape[-2]
-    blocks = in_blocks(of_frames, frames.shape[-3], pairs)
+    blocks = in_blocks(sum_of_frames, frames.shape[-3], pairs)
     return torch.stack([torch.stack(sums).sum(0) for sums in zip(*blocks)], -1)
 
 
 def _from_origins(frames: Tensor, points: Tensor) -> list[Tensor]:
-    """Return points as seen from the origins of frames, not turned: x, y and z, each [*, f, p]."""
+    """Subtract the origins of frames from points, without rotation: x, y and z, each [*, f, p]."""
     return [points[..., None, :, c] - frames[..., c, 3, None] for c in range(3)]
 
 
 def _along(axis: Tensor, away: list[Tensor]) -> Tensor:
-    """Return vectors, given as x, y and z [*, f, p], on one axis [*, f, 3] of each frame.
+    """Project vectors, x, y and z [*, f, p], onto an axis [*, f, 3] of each frame.
 
-    In plain products and sums, for a GPU may compute a matmul in TF32, which is not enough for coordinates.
+    The products are elementwise, because a GPU may compute a matmul in TF32, which is too coarse for coordinates.
     """
     product = axis[..., 0, None] * away[0]
     for c in (1, 2):
@@ -93,7 +96,8 @@ def _along(axis: Tensor, away: list[Tensor]) -> Tensor:
     return product
 
 
-N_ATOM, C_ATOM, SG_ATOM = 0, 2, 5  # places in atom14; SG is cysteine's
+# Indices in atom14. SG belongs to cysteine.
+N_ATOM, C_ATOM, SG_ATOM = 0, 2, 5
 
 
 @register(
@@ -116,27 +120,27 @@ def overlaps(
     slot: Tensor,
     tolerance: float = 1.5,
 ) -> Tensor:
-    """Return of each atom the sum of its overlaps, how many there are, and with how many it was compared: [3, n].
+    """Compute for each atom the sum of its overlaps, their number, and the number of compared atoms: [3, n].
 
-    atoms [n, 3] and radius [n] in angstrom; exists [n] (0 or 1); int64 [n] each: index of the residue, order: atoms of
-    the same are not compared, chain, and slot, the place in atom14.  Two atoms overlap by the sum of their radii, less
-    `tolerance`, less their distance.  Exempt are C and N of residues of following index in a chain, and two atoms at
-    the place of SG.  In the dtype of atoms, which should not be one of 16 bits.
+    atoms [n, 3] and radius [n] in angstrom; exists [n] (0 or 1); int64 [n] each: index of the residue; order, where
+    atoms with the same value are not compared; chain; slot, the index in atom14.  Two atoms overlap by the sum of their
+    radii minus `tolerance` minus their distance.  Exempt are C and N of residues with consecutive indices in a chain,
+    and two atoms in the slot of SG.  The result has the dtype of atoms, which should have more than 16 bits.
     """
-    places, radius, exists = (upcast_half(x) for x in (atoms, radius, exists))
+    positions, radius, exists = (upcast_half(x) for x in (atoms, radius, exists))
 
-    def of_rows(rows: slice) -> tuple[Tensor, ...]:
-        """Return the results for a block of atoms: as those that come first in their order, and as all others."""
-        looked_at = exists[rows, None] * exists * (order[rows, None] < order)
+    def compare_rows(rows: slice) -> tuple[Tensor, ...]:
+        """Compute the results of a block of atoms as the first atoms of pairs, and of all atoms as the second."""
+        compared = exists[rows, None] * exists * (order[rows, None] < order)
         bonded = (index[rows, None] + 1 == index) & (slot[rows, None] == C_ATOM) & (slot == N_ATOM)
         disulfide = (slot[rows, None] == SG_ATOM) & (slot == SG_ATOM)
-        looked_at = looked_at * ~(bonded & (chain[rows, None] == chain) | disulfide)
-        # Not through matmul: the default would lose the short distances to cancellation.
-        distance = torch.cdist(places[rows], places, compute_mode="donot_use_mm_for_euclid_dist")
+        compared = compared * ~(bonded & (chain[rows, None] == chain) | disulfide)
+        # By default torch.cdist uses a matmul, which loses short distances to cancellation.
+        distance = torch.cdist(positions[rows], positions, compute_mode="donot_use_mm_for_euclid_dist")
         allowed = radius[rows, None] + radius - tolerance
-        found = looked_at * (allowed - distance).relu(), looked_at * (distance < allowed), looked_at
-        return tuple(x.sum(axis) for axis in (1, 0) for x in found)
+        results = compared * (allowed - distance).relu(), compared * (distance < allowed), compared
+        return tuple(x.sum(axis) for axis in (1, 0) for x in results)
 
-    of_blocks = list(zip(*in_blocks(of_rows, len(atoms), len(atoms))))
-    first = [torch.cat(parts) for parts in of_blocks[:3]]
-    return torch.stack([a + torch.stack(parts).sum(0) for a, parts in zip(first, of_blocks[3:])]).to(atoms.dtype)
+    blocks = list(zip(*in_blocks(compare_rows, len(atoms), len(atoms))))
+    first = [torch.cat(parts) for parts in blocks[:3]]
+    return torch.stack([a + torch.stack(parts).sum(0) for a, parts in zip(first, blocks[3:])]).to(atoms.dtype)

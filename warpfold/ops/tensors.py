@@ -1,8 +1,8 @@
-"""What layers and losses ask of torch beyond it: parts of a large matrix, rows of a table, products that stay exact.
+"""Helpers for layers and losses: large matrices in blocks, table lookups with deterministic gradients, exact products.
 
-TF32 keeps ten bits of a mantissa.  That is enough for activations; a coordinate 100 angstrom from the centre would be
-off by 0.05.  The setting is torch's and of the process, and a backward pass reads it when it runs, perhaps in a thread
-of autograd: so an exact product, which `plan.tf32` does not reach, sets it in both passes itself.
+TF32 has a mantissa of ten bits.  This is enough for activations, but it would move a coordinate 100 angstrom from the
+centre by 0.05 angstrom.  torch's setting is global to the process, and a backward pass reads it when it runs, perhaps
+in a thread of autograd.  Therefore an exact product, which `plan.tf32` must not affect, sets it in both passes.
 """
 
 from collections.abc import Callable
@@ -16,22 +16,22 @@ from torch.utils.checkpoint import checkpoint
 
 from warpfold.ops.dispatch import accumulation_dtype, exact_products
 
-PAIRS = 1 << 27  # entries of a matrix of pairs that are computed at a time (`in_blocks`)
-ONES = 1 << 25  # entries of a one-hot matrix that exist at a time (`sums_by_row`)
+PAIRS = 1 << 27  # entries per block (`in_blocks`)
+ONES = 1 << 25  # one-hot entries per block (`sums_by_row`)
 
 
 def one_hot(codes: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
-    """Return codes [*] as one-hot vectors [*, classes]; zeros for a code that is none of them.
+    """Encode codes [*] as one-hot vectors [*, classes]; codes out of range become zeros.
 
-    Not torch's one_hot, which on a CPU reads the codes on the host, and makes integers of eight bytes.
+    torch's one_hot validates the codes on the host and returns 8-byte integers.
     """
     return (codes[..., None] == torch.arange(classes, device=codes.device)).to(dtype)
 
 
 def in_blocks(of_rows: Callable[[slice], tuple[Tensor, ...]], rows: int, columns: int) -> list[tuple[Tensor, ...]]:
-    """Apply `of_rows` to a matrix, in blocks of rows that have at most `PAIRS` entries each.
+    """Apply `of_rows` to a matrix in blocks of rows with at most `PAIRS` entries each.
 
-    Where there are several, the gradient computes each block again, so that no more than one is in memory.
+    If there are several blocks, the backward pass recomputes each, so that only one is in memory at a time.
     """
     size = max(PAIRS // max(columns, 1), 1)
     if rows <= size:
@@ -41,7 +41,7 @@ def in_blocks(of_rows: Callable[[slice], tuple[Tensor, ...]], rows: int, columns
 
 
 def take_rows(table: Tensor, index: Tensor) -> Tensor:
-    """Return table[index]: table [K, c], index int64 [*] -> [*, c]; its gradient repeats bit for bit on any device."""
+    """Return table[index] with a deterministic gradient on every device: table [K, c], index int64 [*] -> [*, c]."""
     taken: Tensor = _TakeRows.apply(table, index)
     return taken
 
@@ -58,16 +58,17 @@ class _TakeRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
         flat, index = grad.flatten(0, -2), index.flatten()
-        if grad.device.type == "cpu":  # it adds in order, and faster than a product
+        # index_add_ on a CPU adds in order and is faster than a product.
+        if grad.device.type == "cpu":
             sums = torch.zeros(ctx.rows, flat.shape[-1], dtype=accumulation_dtype(grad))
             return sums.index_add_(0, index, flat.to(sums.dtype)).to(grad.dtype), None
         return sums_by_row(flat, index, ctx.rows).to(grad.dtype), None
 
 
 def sums_by_row(x: Tensor, index: Tensor, rows: int) -> Tensor:
-    """Return of x [n, c] the sums of those with each index int64 [n]: [rows, c], fp32 at least.
+    """Sum rows of x [n, c] by index int64 [n] deterministically: [rows, c], in fp32 at least.
 
-    As the product with a one-hot matrix, some of it at a time: a GPU adds to indices in no fixed order, or sorts them.
+    This multiplies by blocks of a one-hot matrix, because index_add_ on a GPU has no fixed order or sorts the indices.
     """
     every = torch.arange(rows, device=x.device)[:, None]
     sums = x.new_zeros(rows, x.shape[-1], dtype=accumulation_dtype(x))
@@ -111,12 +112,15 @@ class _ExactLinear(torch.autograd.Function):
 
 
 def exact_matmul(a: Tensor, b: Tensor, added: Tensor | None = None) -> Tensor:
-    """Return a @ b, plus `added`: a [*, n, k], b [*, k, m], added [*, n, m], with the same first axes, one at least."""
+    """Compute a @ b + added without TF32: a [*, n, k], b [*, k, m], added [*, n, m] or None.
+
+    With `added`, the leading axes of all three must be equal, and there must be at least one.
+    """
     product: Tensor = _ExactMatmul.apply(a, b, added)
     return product
 
 
 def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + b: x [*, n, c], weight [o, c], bias [o], of one dtype."""
+    """Compute x W^T + b without TF32: x [*, n, c], weight [o, c], bias [o], all of one dtype."""
     projected: Tensor = _ExactLinear.apply(x, weight, bias)
     return projected

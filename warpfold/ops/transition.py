@@ -1,6 +1,6 @@
-"""transition: norm, two-layer perceptron and residual at each position alone (Algorithms 9 and 15).
+"""transition: norm, two-layer MLP and residual at each position (Algorithms 9 and 15).
 
-For the gradient it keeps x alone.
+For the gradient it saves only x.
 """
 
 from collections.abc import Mapping
@@ -12,17 +12,18 @@ from torch import Tensor
 from warpfold.ops.dispatch import Operands, Sizes, backend, faster_on_cpu, laid_out_as, register, upcast_half
 from warpfold.ops.linear import EPS, layer_norm
 
-# relu: of each output of `up` (AlphaFold2).  swiglu: silu of the first half of them, times the second half (Shazeer,
-# 2020; AlphaFold3, Algorithm 11).
+# relu: applied to each output of `up` (AlphaFold2).  swiglu: silu of the first half of the outputs times the second
+# half (Shazeer, 2020; AlphaFold3, Algorithm 11).
 Activation = Literal["relu", "swiglu"]
-# At most, that the Triton kernels take.  Of more, a program holds so few positions that it reads the weights too often:
-# of 512 channels, products of the vendor's library and a hidden layer in memory take half as long (modelled).
+# Most channels of the Triton kernels.  With more, a program has so few positions that it reads the weights too often:
+# for 512 channels, cuBLAS products with the hidden layer in memory take half the time (modelled).
 KERNEL_CHANNELS = 256
-HALVES: Mapping[str, int] = {"relu": 1, "swiglu": 2}  # how many outputs of `up` make one number of the hidden layer
+# Outputs of `up` per hidden unit.
+HALVES: Mapping[str, int] = {"relu": 1, "swiglu": 2}
 
 
 def _misfit(t: Any) -> str | None:
-    """Describe an argument that is wrong in a way that `shapes` cannot express; None: there is none."""
+    """Describe a wrong argument that `shapes` cannot express, or return None."""
     halves, (c, hidden) = HALVES.get(t.activation), t.down.shape
     if halves is None:
         return f"activation is {t.activation!r}, not one of {', '.join(HALVES)}"
@@ -37,7 +38,7 @@ def _check_hidden(op: str, sizes: Sizes, t: Operands) -> None:
 
 
 def _composed(t: Any) -> Tensor | None:
-    """Compute normalisation and perceptron one after another, on a GPU and of more channels than the kernels take."""
+    """Compute norm and MLP one after another on a GPU, for more channels than the kernels support."""
     x = t.x
     if backend(x) == "cpu" or x.shape[-1] <= KERNEL_CHANNELS:
         return None
@@ -53,7 +54,7 @@ def _composed(t: Any) -> Tensor | None:
     check=_check_hidden,
     composed=_composed,
     misfit=_misfit,
-    # Decided by the hidden layer.
+    # The size of the hidden layer decides.
     prefer_definition=lambda t: faster_on_cpu(t.x, t.x.numel() // max(1, t.x.shape[-1]) * t.up.shape[0], 2**22),
 )
 def transition(
@@ -68,11 +69,11 @@ def transition(
     eps: float = EPS,
     activation: str = "relu",
 ) -> Tensor:
-    """Return x + linear(activation(linear(layer_norm(x)))), or that without the first x where `residual` is False.
+    """Compute x + linear(activation(linear(layer_norm(x)))); without `residual`, x is not added.
 
-    x [*, c], norm_weight, norm_bias [c], up [u, c], up_bias [u], down [c, n], down_bias [c] -> [*, c] in the dtype of
-    x, laid out in memory as x is.  u is n for "relu" and 2 n for "swiglu" (`Activation`).  Parameters of any float
-    dtype; any bias may be None.
+    x [*, c], norm_weight, norm_bias [c], up [u, c], up_bias [u], down [c, n], down_bias [c] -> [*, c] in the dtype and
+    layout of x.  u is n for "relu" and 2 n for "swiglu" (`Activation`).  Parameters may have any float dtype, and each
+    bias may be None.
     """
     full, bias = upcast_half(x), norm_bias
     bias = None if bias is None else bias.to(full.dtype)
@@ -84,7 +85,7 @@ def transition(
 def _perceptron(
     n: Tensor, up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None, activation: str
 ) -> Tensor:
-    """Return linear(activation(linear(n))) in the dtype of n."""
+    """Compute linear(activation(linear(n))) in the dtype of n."""
     pre = F.linear(n, up.to(n.dtype), None if up_bias is None else up_bias.to(n.dtype))
     return F.linear(_activated(pre, activation), down.to(n.dtype), None if down_bias is None else down_bias.to(n.dtype))
 

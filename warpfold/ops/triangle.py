@@ -21,19 +21,20 @@ from warpfold.ops.dispatch import Operands, Sizes, backend, empty_like, empty_pa
 from warpfold.ops.linear import EPS, ROW, empty_statistics, gate, layer_norm, norm_linear
 from warpfold.ops.noise import FACTOR_OPERANDS, Factors
 
-KERNEL_CHANNELS = (256, 128)  # the most channels of x and of a factor that the GPU kernels take
-MIN_SLICE = 2**15  # numbers of a slice from which on the CPU path is faster than the definition
+KERNEL_CHANNELS = (256, 128)  # most for x, a factor
+# Elements of a slice from which on the CPU path is faster than the definition.
+MIN_SLICE = 2**15
 
 
 def triangle_product(a: Tensor, b: Tensor, outgoing: bool) -> Tensor:
-    """Sum over the third corner of the triangle, for each channel alone -> [*, i, j, c].
+    """Sum over the third corner of the triangle, separately for each channel -> [*, i, j, c].
 
     outgoing: sum_k a_ik b_jk, of a [*, c, i, k] and b [*, c, j, k];
     incoming: sum_k a_kj b_ki, of a [*, c, k, j] and b [*, c, k, i].
 
-    One matrix product per channel.  The operands should be contiguous, and the gradient is made so before the backward
-    pass: products of strided matrices are copied and multiplied one by one.  Without a gradient
-    the rows of the product are padded as the factors' are.
+    This is one matrix product per channel.  The operands should be contiguous, and the gradient is made contiguous for
+    the backward pass, because torch copies strided matrices and multiplies them one by one.  Without a gradient the
+    rows of the product are padded like those of the factors.
     """
     left, right = (a, b.mT) if outgoing else (b.mT, a)
     if torch.is_grad_enabled() or row_pitch(a, right.shape[-1]) == right.shape[-1]:
@@ -57,30 +58,30 @@ class _ContiguousGradient(torch.autograd.Function):
 
 
 def row_pitch(x: Tensor, n: int | None = None) -> int:
-    """Return how many elements a row of a plane takes in memory: in half precision whole sectors of a GPU's.
+    """Return the number of elements from one row of a plane to the next: in half precision on a GPU, whole sectors.
 
-    So that a matrix product reads rows of any length in wide words.  n: numbers of a row; None: as x has rows.
+    Then a matrix product reads rows of any length in wide words.  n: elements of a row; None: the rows of x.
     """
     n = x.shape[-2] if n is None else n
     return -(-n // ROW) * ROW if x.element_size() == 2 and backend(x) == "triton" else n
 
 
 def empty_rows(like: Tensor, *shape: int) -> Tensor:
-    """Allocate planes [*, rows, n] in order, but for the padding of their rows."""
+    """Allocate planes [*, rows, n], contiguous except for the padding of their rows."""
     *before, n = shape
     pitch = row_pitch(like, n)
     return like.new_empty(*before, pitch).narrow(-1, 0, n) if pitch > n else like.new_empty(shape)
 
 
 def is_narrow(x: Tensor) -> bool:
-    """Return whether x [*, i, k, c] has more rows than columns, as a slice of columns has."""
+    """Return whether x [*, i, k, c] has more rows than columns, like a slice of columns."""
     return x.shape[-3] > x.shape[-2]
 
 
 def empty_product(x: Tensor, channels: int) -> Tensor:
-    """Allocate the product [*, channels, i, k] of x [*, i, k, c]: column by column in memory where x is narrow.
+    """Allocate the product [*, channels, i, k] of x [*, i, k, c], in column-major order if x is narrow.
 
-    Then the matrix product has long rows, and their padding is small.
+    So the matrix product has long rows, and the padding is small.
     """
     *leading, i, k, _ = x.shape
     if is_narrow(x):
@@ -89,28 +90,28 @@ def empty_product(x: Tensor, channels: int) -> Tensor:
 
 
 def empty_factor(x: Tensor, channels: int) -> Tensor:
-    """Allocate a factor [*, channels, i, k] of x [*, i, k, c]: on a GPU as the product, on a CPU in order."""
+    """Allocate a factor [*, channels, i, k] of x [*, i, k, c]: on a GPU like the product, on a CPU contiguous."""
     *leading, i, k, _ = x.shape
     return empty_product(x, channels) if backend(x) == "triton" else x.new_empty(*leading, channels, i, k)
 
 
 def split_projections(rows: Tensor, hidden: int, fused: bool, axis: int = 0) -> tuple[Tensor, ...]:
-    """Split what belongs to the rows of `weight` into those of a, its gate, b, its gate and the gate of the product."""
+    """Split rows of `weight`, or their outputs, into those of a, a's gate, b, b's gate and the gate of the product."""
     first, second, third, fourth, g = rows.split([hidden] * 4 + [rows.shape[axis] - 4 * hidden], axis)
     return (first, third, second, fourth, g) if fused else (first, second, third, fourth, g)
 
 
 def served_by_kernels(x: Tensor, hidden: int) -> bool:
-    """Return whether the GPU kernels take this x: 16 bits and few channels.
+    """Return whether the GPU kernels support x: 16 bits and few channels.
 
-    In fp32 a product without tensor cores takes its operands from registers, which hold no whole tile.  torch's own
+    In fp32, products without tensor cores need their operands in registers, which cannot hold a whole tile.  torch's
     products are as fast there.
     """
     return x.element_size() == 2 and all(n <= most for n, most in zip((x.shape[-1], hidden), KERNEL_CHANNELS))
 
 
 def _unsupported_by_kernels(x: Tensor, hidden: int) -> str | None:
-    """Return why no GPU kernel takes this x, or None."""
+    """Return the reason why no GPU kernel supports x, or None."""
     if backend(x) == "cpu" or served_by_kernels(x, hidden):
         return None
     if x.element_size() != 2:
@@ -119,18 +120,18 @@ def _unsupported_by_kernels(x: Tensor, hidden: int) -> str | None:
 
 
 def _gated_factor(value: Tensor, gate_logits: Tensor, mask: Tensor) -> Tensor:
-    """Return mask * sigmoid(gate) * value [*, i, k, h] with its channels in front, in order (lines 2 and 3)."""
+    """Compute mask * sigmoid(gate) * value [*, i, k, h], contiguous with the channels in front (lines 2 and 3)."""
     factor = gate.definition(value, gate_logits) * mask[..., None].to(value.dtype)
     return factor.movedim(-1, -3).contiguous()
 
 
 def factor_channels(weight: Tensor) -> int:
-    """Return the channels h of a factor, of weight [4 h + c, c]."""
+    """Return the number of channels h of a factor for weight [4 h + c, c]."""
     return (weight.shape[0] - weight.shape[1]) // 4
 
 
 def _misfit_of_factor(t: Any) -> str | None:
-    """Describe an operand whose size is wrong in a way that `shapes` cannot express; None: there is none."""
+    """Describe an operand with a wrong size that `shapes` cannot express, or return None."""
     outputs, c = t.weight.shape
     if outputs < c or (outputs - c) % 4:
         return f"weight is {[outputs, c]}, not [4 h + c, c]"
@@ -214,12 +215,12 @@ def _empty_gradients(t: Operands) -> tuple[Tensor, ...]:
 
 
 def empty_gradient_of_b(t: Operands) -> Tensor:
-    """Allocate the gradient of b, padded as b is; without elements where b is not an operand."""
+    """Allocate the gradient of b with the padding of b, or without elements if b is None."""
     return t.x.new_empty(0) if t.b is None else empty_rows(t.b, *t.b.shape)
 
 
 def _misfit(t: Any) -> str | None:
-    """Describe an operand whose size is wrong in a way that `shapes` cannot express; None: there is none."""
+    """Describe an operand with a wrong size that `shapes` cannot express, or return None."""
     outputs, (c, hidden) = t.weight.shape[0], t.out_weight.shape
     if outputs != 4 * hidden + c:
         return f"weight is {[outputs, c]}, not [4 h + c, c] = {[4 * hidden + c, c]}, as out_weight is {[c, hidden]}"
@@ -251,7 +252,8 @@ def _prefer_definition(t: Any) -> bool:
         return True
     if t.b is not None:
         return faster_on_cpu(x, x.numel(), MIN_SLICE)
-    return faster_on_cpu(x, x.numel() // max(1, x.shape[-1]) * outputs, 2**20)  # decided by the projections
+    # The number of projections decides.
+    return faster_on_cpu(x, x.numel() // max(1, x.shape[-1]) * outputs, 2**20)
 
 
 @register(
@@ -300,8 +302,8 @@ def triangle_multiplication(
     (AlphaFold 2.3): a, b, a's gate, b's gate, gate of the product.  bias: of the first rows of weight.
     factors: of dropout; axes of size 1 are shared; None: ones.  residual: False leaves out x.
 
-    Returns [*, i, k, c] in the dtype of x, laid out in memory as x is.  Parameters have any float dtype, and any bias
-    may be None.  outgoing: sum_k a_ik b_jk; incoming: sum_k a_kj b_ki.
+    Returns [*, i, k, c] in the dtype and layout of x.  Parameters may have any float dtype, and each bias may be None.
+    outgoing: sum_k a_ik b_jk; incoming: sum_k a_kj b_ki.
     """
     y = norm_linear.definition(x, norm_weight, norm_bias, weight, bias, eps)
     a, a_gate, own_b, b_gate, g = split_projections(y, out_weight.shape[1], fused, axis=-1)
