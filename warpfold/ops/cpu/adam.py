@@ -1,7 +1,8 @@
 """A step of Adam on a CPU: torch's fused kernel, then the average and the packed copy.
 
-Blocks that stay in cache were no faster: 1.00 times this on one core at 2^17 numbers and 1.08 at 2^15, and far slower
-on two, as each operation on a block has its threads meet (8 million numbers, 2026-11-22).
+Blocks that stay in cache were not faster.  On one core they took 1.00 times as long with 2^17 elements per block and
+1.08 times with 2^15, and on two cores much longer, because each operation on a block synchronises the threads (8
+million elements, 2026-11-22).
 """
 
 from torch.optim.adam import adam
@@ -11,7 +12,8 @@ from warpfold.ops.dispatch import Operands
 
 def adam_step(t: Operands) -> None:
     """Compute warpfold::adam_step."""
-    if not t.used:  # on a CPU reading a number waits for nothing
+    # Reading a value on a CPU does not wait for a device.
+    if not t.used:
         return
     if t.scale != 1:
         t.gradient.mul_(t.scale)
@@ -21,7 +23,8 @@ def adam_step(t: Operands) -> None:
         [t.moment1],
         [t.moment2],
         [],
-        [t.steps - 1],  # torch counts the step itself, in this copy
+        # torch increments this copy of the step number.
+        [t.steps - 1],
         fused=True,
         amsgrad=False,
         beta1=t.beta1,

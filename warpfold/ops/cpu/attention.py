@@ -1,13 +1,12 @@
-"""Attention on a CPU, a few rows at a time, so that their logits stay in cache; the backward pass computes them again.
+"""Attention on a CPU in blocks of rows, whose logits stay in cache; the backward pass recomputes them.
 
-All in powers of two, which cost a third of powers of e: logits and biases are scaled by log2(e) on the way.  Products
-are in the dtype of q, everything between them in fp32 (fp64 for fp64).  docs/benchmarks.md has the times.
+Softmax uses powers of two, which cost a third of powers of e, so logits and biases are scaled by log2(e).  Products are
+computed in the dtype of q and everything between them in fp32 (fp64 for fp64).  docs/benchmarks.md has the times.
 
-Gated attention on a CPU, a few rows at a time, from the norm to the new residual: what lies between stays in cache.
-
-Forward: torch's fused kernel makes the attention of a block of rows in one parallel region.  Backward: a row's
-projections are turned once, to [output, position]; then q, k, v, the gate and their gradients are matrices that lie one
-behind the other, products write them where the projection's backward pass reads them, and no head is copied.
+Gated attention processes blocks of rows from the norm to the new residual, so that intermediate results stay in cache.
+In the forward pass torch's fused kernel computes the attention of a block of rows in one parallel region.  The backward
+pass transposes a row's projections once, to [output, position].  Then q, k, v, the gate and their gradients are
+adjacent matrices, products write them directly where the projection's backward pass reads them, and no head is copied.
 """
 
 import math
@@ -34,10 +33,13 @@ from warpfold.ops.dispatch import Operands, accumulation_dtype, empty_like, unif
 from warpfold.ops.linear import empty_statistics
 from warpfold.ops.torch_internals import flash_attention_cpu
 
-BLOCK = 2**20  # logits of a block: 4 MiB in fp32; the backward pass has two such, of half as many
+# Logits per block, 4 MiB in fp32. The backward pass has two buffers of half this size.
+BLOCK = 2**20
 LOG2E = 1 / math.log(2)
-FORWARD, BACKWARD = 1024, 512  # of gated_attention: positions of a block, at least a row
-LOGITS = 2**18  # that its backward pass computes at a time: 1 MiB in fp32, twice
+# Positions per block of gated_attention. A block has at least one row.
+FORWARD, BACKWARD = 1024, 512
+# Logits that the backward pass of gated_attention computes at a time, in two buffers of 1 MiB in fp32.
+LOGITS = 2**18
 
 
 def attention(t: Operands) -> tuple[Tensor, Tensor]:
@@ -49,7 +51,7 @@ def attention(t: Operands) -> tuple[Tensor, Tensor]:
         p = work.logits(batch, some, None)
         m_i = p.amax(-1, keepdim=True)
         no_key = m_i == float("-inf")
-        if work.attend_alike(p, batch, some, no_key) is not None:
+        if work.attend_uniformly(p, batch, some, no_key) is not None:
             m_i = p.amax(-1, keepdim=True)
         p.sub_(m_i).exp2_()
         l_i = p.sum(-1, keepdim=True)
@@ -73,9 +75,9 @@ def attention_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     for batch, some in uniform_loop(work.indices()):
         no_key = (lse[batch, some] == float("inf"))[..., None]
         p = work.logits(batch, some, lse)
-        same = work.attend_alike(p, batch, some, no_key)
+        uniform = work.attend_uniformly(p, batch, some, no_key)
         p.exp2_()
-        # `lse` was rounded, so the weights do not quite add up to 1: divide by their sum, in the gradient.
+        # `lse` is rounded, so the sum of the weights is not exactly 1. Divide the gradient by it.
         total = p.sum(-1, keepdim=True).transpose(1, 2)
         db = t.grad[batch, some] / total
         vb, do = _heads_first(v[batch, some], values), _heads_first(db, douts)
@@ -84,8 +86,8 @@ def attention_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dv[batch, some].transpose(1, 2).copy_(dvb.unflatten(0, n))
         delta = (db * t.out[batch, some]).sum(-1).transpose(1, 2)[..., None]
         ds = work.product(do, vb.mT, dps).unflatten(0, n).sub_(delta).mul_(p)
-        if same is not None:
-            ds.masked_fill_(same, 0)
+        if uniform is not None:
+            ds.masked_fill_(uniform, 0)
         if t.bias_wanted:
             for row in ds:
                 dbias_acc[batch] += row
@@ -98,7 +100,7 @@ def attention_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 class _Blocks:
-    """Blocks of rows, and the memory that all of them use in turn."""
+    """Blocks of rows, and the buffers that they share."""
 
     def __init__(self, t: Operands, acc: torch.dtype, logits: int) -> None:
         q, k = self.q, self.k = t.q, t.k
@@ -119,40 +121,41 @@ class _Blocks:
                 yield batch, slice(start, start + self.size)
 
     def buffer(self, like: Tensor) -> Tensor:
-        """Allocate a block of q, k, v or out, heads in front: [rows h, Q, d]."""
+        """Allocate a block of q, k, v or out with the heads in front: [rows h, Q, d]."""
         _, _, length, heads, width = like.shape
         return like.new_empty(self.size * heads, length, width)
 
     def logits_buffer(self) -> Tensor:
-        """Allocate as many numbers as a block has logits: [rows h, Q, K]."""
+        """Allocate a block of logits: [rows h, Q, K]."""
         heads, queries, keys = self.q.shape[3], self.q.shape[2], self.k.shape[2]
         return self.q.new_empty(self.size * heads, queries, keys, dtype=self.dtype)
 
     def in_dtype_of_q(self, x: Tensor) -> Tensor:
-        """Return a block of the size of the logits, [rows, h, Q, K], as [rows h, Q, K] in the dtype of q."""
+        """Convert a block with the size of the logits, [rows, h, Q, K], to [rows h, Q, K] in the dtype of q."""
         x = x.flatten(0, 1)
         return x if self.half is self.full else self.half[: len(x)].copy_(x)
 
     def product(self, a: Tensor, b: Tensor, into: Tensor, alpha: float = 1.0) -> Tensor:
-        """Write alpha a b over `into`."""
+        """Write alpha a b into `into`."""
         if self.half is self.full:
             return into[: len(a)].baddbmm_(a, b, beta=0, alpha=alpha)
         return into[: len(a)].copy_(self.half[: len(a)].baddbmm_(a, b, beta=0, alpha=alpha))
 
-    def attend_alike(self, logits: Tensor, batch: int, rows: slice, no_key: Tensor) -> Tensor | None:
-        """Set the logits of masked keys to 0 for queries that have no other: all are masked, or a bias of -inf says so.
+    def attend_uniformly(self, logits: Tensor, batch: int, rows: slice, no_key: Tensor) -> Tensor | None:
+        """Set the logits of masked keys to 0 for queries without other keys: all are masked or have a bias of -inf.
 
-        no_key [rows, h, Q, 1]: which queries those are.  Returns which logits were set, or None for none at all.
+        no_key [rows, h, Q, 1]: marks these queries.  Returns the mask of the changed logits, or None if there are none.
         """
         if not bool(no_key.any()):
             return None
-        no_key = no_key if self.bias is not None else no_key[:, :1, :1]  # without a bias whole rows are
-        alike = no_key & self.masked_keys[batch, rows][:, None, None]
-        logits.masked_fill_(alike, 0)
-        return alike
+        # Without a bias, all queries and heads of a row are equal.
+        no_key = no_key if self.bias is not None else no_key[:, :1, :1]
+        uniform = no_key & self.masked_keys[batch, rows][:, None, None]
+        logits.masked_fill_(uniform, 0)
+        return uniform
 
     def logits(self, batch: int, rows: slice, lse: Tensor | None) -> Tensor:
-        """Compute those of one block, [rows, h, Q, K], times log2(e) and less `lse` where finite; -inf where masked."""
+        """Compute the logits of a block, [rows, h, Q, K], times log2(e) and minus finite `lse`; -inf where masked."""
         q, k = _heads_first(self.q[batch, rows], self.queries), _heads_first(self.k[batch, rows], self.keys)
         n = (len(q) // self.q.shape[3], self.q.shape[3])
         alpha = self.q.shape[-1] ** -0.5 * LOG2E
@@ -163,7 +166,7 @@ class _Blocks:
             less = (less.masked_fill(less == float("inf"), 0) * LOG2E)[..., None]
         logits = self.full[: len(q)].unflatten(0, n)
         if self.half is self.full and (bias is not None or less is not None):
-            # Write bias - lse first and add the product to it: one pass over the block less.
+            # Writing bias - lse first and adding the product to it saves a pass over the block.
             if less is None or bias is None:
                 logits.copy_(bias if less is None else -less)
             else:
@@ -181,7 +184,7 @@ class _Blocks:
 
 
 def _heads_first(x: Tensor, into: Tensor) -> Tensor:
-    """Write [rows, Q, h, d] over `into` as [rows h, Q, d]."""
+    """Write [rows, Q, h, d] into `into` as [rows h, Q, d]."""
     rows, _, heads, _ = x.shape
     part = into[: rows * heads]
     part.unflatten(0, (rows, heads)).copy_(x.transpose(1, 2))
@@ -189,7 +192,7 @@ def _heads_first(x: Tensor, into: Tensor) -> Tensor:
 
 
 def gated_attention(t: Operands) -> tuple[Tensor, ...]:
-    """Compute warpfold::gated_attention; of the projections nothing is kept."""
+    """Compute warpfold::gated_attention; without `kept`, no projections are saved."""
     x = t.x
     out, f = empty_like(x), drawn_factors(x, t)
     of, own = _Parameters(t), None
@@ -200,13 +203,13 @@ def gated_attention(t: Operands) -> tuple[Tensor, ...]:
         saved = (projected, *empty_statistics(x), attended, empty_layer_lse(x, t.heads), kept_bias)
 
     def compute(at: tuple[int, ...], keys: _Keys, some: slice) -> None:
-        """Compute one part."""
+        """Compute a block of rows."""
         kept_here = [each[at][some] for each in saved[:-1]] if t.kept else []
         xb, yb, fb = x[at][some], out[at][some], None if f is None else f[at][some]
         (n, k_len, c), i = xb.shape, of.inner
         xs = rows(xb)
         normed, mean, scale = torch.native_layer_norm(xs, [c], of.norm_weight, of.norm_bias, t.eps)
-        # What is kept of the projections is made where it is kept; the bias was made before.
+        # Saved projections are computed directly in their memory. The bias was computed before.
         y = kept_here[0].flatten(0, 1) if t.kept else normed.new_empty(n * k_len, 4 * i)
         torch.mm(normed, of.weight[: 4 * i].t(), out=y)
         if of.gate_bias is not None:
@@ -215,8 +218,8 @@ def gated_attention(t: Operands) -> tuple[Tensor, ...]:
         added, no_key = keys.added(some, of.heads)
         o, lse = flash_attention_cpu(q, k, v, 0.0, False, attn_mask=added)
         if no_key is not None:
-            alike = keys.masked[some].to(v.dtype)
-            mean_v = (alike[:, None, None] / alike.sum(-1)[:, None, None, None]) @ v  # [n, h, 1, d]
+            masked = keys.masked[some].to(v.dtype)
+            mean_v = (masked[:, None, None] / masked.sum(-1)[:, None, None, None]) @ v  # [n, h, 1, d]
             o, lse = torch.where(no_key, mean_v, o), lse.masked_fill(no_key[..., 0], float("inf"))
         o = o.transpose(1, 2).reshape(n * k_len, i)
         gated = gate_values(y[:, :i]).mul_(o)
@@ -246,7 +249,7 @@ def gated_attention(t: Operands) -> tuple[Tensor, ...]:
 
 
 def gated_attention_backward(t: Operands) -> tuple[Tensor, ...]:
-    """Compute warpfold::gated_attention_backward; the gradients of the norm from one product, as in linear.py."""
+    """Compute warpfold::gated_attention_backward; one product gives the norm's gradients, as in linear.py."""
     f = drawn_factors(t.grad, t)
     of = _Parameters(t)
     sums, whole_dx, length, own = _Sums.zeros(of), empty_like(t.x), t.x.shape[-2], of.makes_bias
@@ -254,13 +257,14 @@ def gated_attention_backward(t: Operands) -> tuple[Tensor, ...]:
     wanted = (of.heads, length, length) if own or t.bias_wanted else (0,)
 
     def through_rows(sums: _Sums, at: tuple[int, ...], heads: _HeadsBackward, some: slice) -> None:
-        """Go back through the attention of some rows, and their projections."""
+        """Propagate the gradient through the attention of some rows and their projections."""
         x, y, mean, scale = t.x[at][some], t.y[at][some], t.mean[at][some], t.scale[at][some]
         g = t.grad[at][some] if f is None else t.grad[at][some] * f[at][some]
         xs = rows(x).contiguous()
         h = of.standard(xs, mean, scale).to(x.dtype)
         dn = heads.backward(h, g, y, t.attended[at][some], t.lse[at][some], some.start, sums)
-        if own:  # the norm waits until the bias' gradient is known
+        # A projected bias adds to the gradient before the norm.
+        if own:
             whole_dx[at][some] = dn.view(g.shape)
         else:
             _through_norm(dn, xs, mean, scale, t.grad[at][some] if t.residual else None, whole_dx[at][some], of)
@@ -279,34 +283,34 @@ def gated_attention_backward(t: Operands) -> tuple[Tensor, ...]:
         keys = _Keys(t.mask[at], bias, t.lse.dtype)
         heads = _HeadsBackward(keys, of, length)
         parts = ((at, heads, some) for some in row_slices(t.x.shape[-3], length, BACKWARD))
-        found = summed(through_rows, parts, lambda: _Sums.zeros(of, wanted))
-        sums.add(found)
+        of_rows = summed(through_rows, parts, lambda: _Sums.zeros(of, wanted))
+        sums.add(of_rows)
         if own:
-            of_bias = ((at, found.bias, some) for some in row_slices(t.x.shape[-3], length, FORWARD))
+            of_bias = ((at, of_rows.bias, some) for some in row_slices(t.x.shape[-3], length, FORWARD))
             sums.add(summed(through_bias, of_bias, lambda: _Sums.zeros(of)))
         if t.bias is not None and t.bias_wanted:
-            dbias[at] = found.bias
+            dbias[at] = of_rows.bias
     return whole_dx, *sums.gradients(t), dbias
 
 
 def _through_norm(
-    dn: Tensor, xs: Tensor, mean: Tensor, scale: Tensor, beside: Tensor | None, dx: Tensor, of: "_Parameters"
+    dn: Tensor, xs: Tensor, mean: Tensor, scale: Tensor, residual: Tensor | None, dx: Tensor, of: "_Parameters"
 ) -> None:
-    """Write dx: the gradient that reaches x through its norm, plus `beside`; dn, xs [positions, c]."""
+    """Write the gradient of x through its norm, plus `residual`, to dx; dn, xs [positions, c]."""
     statistics = rows(mean[..., None]).contiguous(), rows(scale[..., None]).contiguous()
-    one = torch.ones_like(of.norm_weight)
-    found, _, _ = torch.ops.aten.native_layer_norm_backward(
-        dn, xs, [xs.shape[-1]], *statistics, of.norm_weight, one, [True, False, False]
+    unused_bias = torch.ones_like(of.norm_weight)
+    through, _, _ = torch.ops.aten.native_layer_norm_backward(
+        dn, xs, [xs.shape[-1]], *statistics, of.norm_weight, unused_bias, [True, False, False]
     )
-    found = found.view(dx.shape)
-    if beside is None:
-        dx.copy_(found)
+    through = through.view(dx.shape)
+    if residual is None:
+        dx.copy_(through)
     else:
-        torch.add(beside, found, out=dx)
+        torch.add(residual, through, out=dx)
 
 
 class _Parameters:
-    """The parameters, in the dtype in which the products are made; the norm's in that of its statistics."""
+    """The parameters in the dtype of the products; those of the norm in the dtype of its statistics."""
 
     def __init__(self, t: Operands) -> None:
         acc, dtype, self.heads, self.inner = accumulation_dtype(t.x), t.x.dtype, t.heads, t.out_weight.shape[1]
@@ -316,11 +320,11 @@ class _Parameters:
         self.makes_bias = len(t.weight) > 4 * self.inner
 
     def standard(self, xs: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-        """Return (xs - mean) scale, of [positions, c], in the dtype of the statistics."""
+        """Compute (xs - mean) scale for xs [positions, c], in the dtype of the statistics."""
         return (xs.to(mean.dtype) - mean.reshape(-1, 1)).mul_(scale.reshape(-1, 1))
 
     def write_bias(self, bias: Tensor, x: Tensor, eps: float) -> None:
-        """Write the bias that the weight makes of x [K, K, c], [h, K, K]."""
+        """Project the bias [h, K, K] from x [K, K, c] and write it to `bias`."""
         (r, length, c), first = x.shape, 4 * self.inner
 
         def compute(some: slice) -> None:
@@ -334,7 +338,7 @@ class _Parameters:
 
 
 class _Sums(NamedTuple):
-    """The sums over all positions that gradients are made of; bias [h, K, K], or [0] where it is not wanted."""
+    """Sums over all positions for the gradients; bias is [h, K, K], or [0] if it is not needed."""
 
     product: Tensor
     total: Tensor
@@ -344,17 +348,17 @@ class _Sums(NamedTuple):
 
     @classmethod
     def zeros(cls, of: _Parameters, bias: tuple[int, ...] = (0,)) -> "_Sums":
-        """Make sums of nothing yet."""
+        """Make sums that are zero."""
         shapes = of.weight.shape, of.weight.shape[:1], of.out_weight.shape, of.out_weight.shape[:1], bias
         return cls(*(of.norm_weight.new_zeros(shape) for shape in shapes))
 
     def add(self, others: "_Sums") -> None:
-        """Add those over other positions, but for the bias, which is of one example."""
+        """Add sums over other positions, except that of the bias, which belongs to one example."""
         for total, other in zip(self[:-1], others[:-1], strict=True):
             total += other
 
     def gradients(self, t: Operands) -> tuple[Tensor, ...]:
-        """Return those of norm_weight, norm_bias, weight and gate_bias, and of out_weight and out_bias."""
+        """Compute the gradients of norm_weight, norm_bias, weight, gate_bias, out_weight and out_bias."""
         of_bias = self.out_total[:0] if t.out_bias is None else self.out_total
         of_out = zip((self.out_product, of_bias), (t.out_weight, t.norm_weight if t.out_bias is None else t.out_bias))
         of_norm = parameter_gradients(self.product, self.total, t.norm_weight, t.norm_bias, t.weight, t.gate_bias)
@@ -362,20 +366,19 @@ class _Sums(NamedTuple):
 
 
 class _Keys:
-    """Which keys a query attends to, and its bias: mask [R, K], bias [h, K, K] of one example."""
+    """The mask [R, K] and the bias [h, K, K] of the keys of one example."""
 
     def __init__(self, mask: Tensor, bias: Tensor | None, acc: torch.dtype) -> None:
         self.masked = mask == 0
-        self.rows_masked: list[bool] = (
-            self.masked.any(-1).cpu().tolist()
-        )  # to the host: of tensors without memory nothing is read
+        # `cpu` lets meta tensors, which have no values, pass.
+        self.rows_masked: list[bool] = self.masked.any(-1).cpu().tolist()
         self.bias = None if bias is None else bias.to(acc).contiguous()
         self.less = torch.zeros(mask.shape, dtype=acc).masked_fill_(self.masked, float("-inf"))
-        # Whether a query may have no key though its row has some.
+        # Whether a query may have no key although its row has some.
         self.infinite = any(self.rows_masked) and bias is not None and bool((bias == float("-inf")).any())
 
     def added(self, some: slice, heads: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return the term that is added to the logits [n, h, Q, K], and which queries have no key [n, h, Q, 1]."""
+        """Compute the summand of the logits [n, h, Q, K] and the mask of queries without keys [n, h, Q, 1]."""
         n, length = self.masked[some].shape
         shape = n, heads, length, length
         if not any(self.rows_masked[some]):
@@ -394,17 +397,18 @@ class _HeadsBackward:
     def __init__(self, keys: _Keys, of: _Parameters, length: int) -> None:
         self.keys, self.of, self.heads = keys, of, of.heads
         self.at_a_time = max(1, min(of.heads, LOGITS // length**2))
-        # One, unless all of its heads are computed at once.
+        # More than one row only if all heads are computed at once.
         self.rows = max(1, min(BACKWARD // length, LOGITS // (of.heads * length**2)))
         self.bias = None if keys.bias is None else keys.bias * LOG2E
 
     def backward(
         self, h: Tensor, g: Tensor, y: Tensor, attended: Tensor, lse: Tensor, first: int, sums: "_Sums"
     ) -> Tensor:
-        """Return the gradient of a block of normalised rows, [n K, c], but for what their bias brings.
+        """Compute the gradient of a block of normalised rows, [n K, c], without the contribution of a projected bias.
 
-        h [n K, c]: the rows before the norm's weight; g [n, K, c]: the gradient of the output projection; first: the
-        number of the first row.
+        h [n K, c]: the normalised rows before the norm's weight.
+        g [n, K, c]: the gradient of the output projection.
+        first: the number of the first row.
         """
         of, (n, length, i), acc, g = self.of, attended.shape, lse.dtype, rows(g)
         projected = y[..., : 4 * i].flatten(0, 1).t().contiguous()  # [4 i, positions]
@@ -416,11 +420,11 @@ class _HeadsBackward:
         delta = through.unflatten(0, (self.heads, -1)).sum(1, keepdim=True)
         dy = torch.empty_like(projected)
         dy[:i] = through.mul_(s.neg_().add_(1))
-        turned = [t.view(self.heads, -1, n, length).transpose(0, 2) for t in (*projected[i:].chunk(3), do, delta)]
-        gradients = dy[i:].view(3, self.heads, -1, n, length).transpose(1, 3)  # each of these [n, d, h, K]
+        transposed = [t.view(self.heads, -1, n, length).transpose(0, 2) for t in (*projected[i:].chunk(3), do, delta)]
+        gradients = dy[i:].view(3, self.heads, -1, n, length).transpose(1, 3)  # each [n, d, h, K]
         memory = self._memory(y, acc)
         for some in row_slices(n, length, length * self.rows):
-            q, k, v, do, d = (t[some].transpose(1, 2) for t in turned)  # [rows, h, d, K]
+            q, k, v, do, d = (t[some].transpose(1, 2) for t in transposed)  # [rows, h, d, K]
             self._group(memory, q, k, v, do, d, lse[some], first + some.start, sums.bias)
             gradients[:, some] = memory.gradients[:, : some.stop - some.start].transpose(2, 3)
         sums.total[: 4 * i] += dy.sum(1, dtype=acc)
@@ -428,7 +432,7 @@ class _HeadsBackward:
         return torch.mm(dy.t(), of.weight[: 4 * i])
 
     def _memory(self, y: Tensor, acc: torch.dtype) -> "_Memory":
-        """Allocate what rows use in turn."""
+        """Allocate the buffers that groups of rows share."""
         length, width = y.shape[-2], self.of.inner // self.heads
         p = y.new_empty(self.rows * self.at_a_time, length, length, dtype=acc)
         narrow = None if y.dtype == acc else torch.empty_like(p, dtype=y.dtype)
@@ -446,17 +450,18 @@ class _HeadsBackward:
         first: int,
         dbias: Tensor,
     ) -> None:
-        """Compute the gradients of some rows and add to that of the bias, if it has elements.
+        """Compute the gradients of some rows, and add to the gradient of the bias if it has elements.
 
-        q, k, v, do [n, h, d, K], delta [n, h, 1, K], lse [n, h, K]; do and delta: of the attention's output.
+        q, k, v, do [n, h, d, K], delta [n, h, 1, K], lse [n, h, K]; do and delta belong to the attention's output.
         """
         n, scale, lse = len(q), q.shape[2] ** -0.5, lse[..., None]
         for start in range(0, self.heads, self.at_a_time):
             some = slice(start, start + self.at_a_time)
-            qs, ks, vs = (t[:, some].flatten(0, 1) for t in (q, k, v))  # views, for one row
+            # These are views for a single row.
+            qs, ks, vs = (t[:, some].flatten(0, 1) for t in (q, k, v))
             dq, dk, dv = (t[:n, some].flatten(0, 1) for t in memory.gradients)
-            p, alike = self._weights(memory.p, slice(first, first + n), qs, ks, lse[:, some], some)
-            # `lse` was rounded, so the weights do not quite add up to 1: divide by their sum, in the gradient.
+            p, uniform = self._weights(memory.p, slice(first, first + n), qs, ks, lse[:, some], some)
+            # `lse` is rounded, so the sum of the weights is not exactly 1. Divide the gradient by it.
             total = p.sum(-1)[:, None]
             do_ = do[:, some].flatten(0, 1).div(total).to(q.dtype)
             torch.bmm(do_, memory.narrowed(p), out=dv)
@@ -466,8 +471,8 @@ class _HeadsBackward:
             else:
                 ds.copy_(torch.bmm(do_.mT, vs, out=memory.narrow[: len(p)]))
             ds.sub_(delta[:, some].flatten(0, 1).div(total).mT).mul_(p)
-            if alike is not None:
-                ds.masked_fill_(alike, 0)
+            if uniform is not None:
+                ds.masked_fill_(uniform, 0)
             if dbias.numel():
                 dbias[some] += ds if n == 1 else ds.unflatten(0, (n, -1)).sum(0)
             ds = memory.narrowed(ds)
@@ -477,15 +482,15 @@ class _HeadsBackward:
     def _weights(
         self, memory: Tensor, group: slice, q: Tensor, k: Tensor, lse: Tensor, some: slice
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the weights of some rows, not yet divided by their sum, and which of them depend on no logit."""
-        keys, alike, no_key, less = self.keys, None, None, lse * LOG2E
+        """Compute the weights of some rows before the division by their sum, and the mask of uniform weights."""
+        keys, uniform, no_key, less = self.keys, None, None, lse * LOG2E
         p = memory[: len(q)]
         by_row = p.unflatten(0, less.shape[:2])
         masked = any(keys.rows_masked[group])
         if masked:
             no_key = less == float("inf")
             less = less.masked_fill(no_key, 0)
-        # Write bias - lse first and add the product to it: one pass over the block less.
+        # Writing bias - lse first and adding the product to it saves a pass over the block.
         if self.bias is None:
             by_row.copy_(-less)
         else:
@@ -495,19 +500,23 @@ class _HeadsBackward:
             assert no_key is not None
             by_row.add_(keys.less[group][:, None, None])
             if bool(no_key.any()):
-                alike = (no_key & keys.masked[group][:, None, None]).flatten(0, 1)
-                p.masked_fill_(alike, 0)
-        return p.exp2_(), alike
+                uniform = (no_key & keys.masked[group][:, None, None]).flatten(0, 1)
+                p.masked_fill_(uniform, 0)
+        return p.exp2_(), uniform
 
 
 class _Memory(NamedTuple):
-    """What the backward pass of rows uses in turn: weights, gradients of logits, and of q, k and v."""
+    """The buffers of the backward pass.
+
+    p: weights; ds: gradients of logits; gradients: of q, k and v, [3, rows, h, d, K].
+    narrow: a block with the size of the logits in the dtype of the products, or None if that is the dtype of p.
+    """
 
     p: Tensor
     ds: Tensor
-    narrow: Tensor | None  # a block of the size of the logits in the dtype of the products, where that is another
-    gradients: Tensor  # [3, rows, h, d, K]
+    narrow: Tensor | None
+    gradients: Tensor
 
     def narrowed(self, x: Tensor) -> Tensor:
-        """Return a block of the size of the logits in the dtype of the products."""
+        """Convert a block with the size of the logits to the dtype of the products."""
         return x if self.narrow is None else self.narrow[: len(x)].copy_(x)

@@ -1,6 +1,6 @@
-"""Norms, gates and the projections beside them on a CPU, block by block, so that what lies between stays in cache.
+"""Norms, gates and adjacent projections on a CPU in blocks, so that intermediate results stay in cache.
 
-A block is some positions of tensors [*, c], in the order of memory; other operations of this room are cut likewise.
+A block is a range of positions of tensors [*, c] in memory order.  The other operations in ops/cpu use blocks too.
 """
 
 import itertools
@@ -15,20 +15,20 @@ from warpfold.ops.cpu.threads import in_threads, summed
 from warpfold.ops.dispatch import Operands, accumulation_dtype, empty_like
 from warpfold.ops.linear import empty_linear, empty_statistics
 
-POSITIONS = 2048  # of a block
+POSITIONS = 2048  # per block
 
 
 def blocks(like: Tensor, *tensors: Tensor, size: int | None = None) -> Iterator[list[Tensor]]:
-    """Yield the views of `tensors` for each block; the tensors share all axes but the last.
+    """Yield the views of `tensors` for each block; the tensors share all axes except the last.
 
-    A block has `size` positions (None: POSITIONS) or fewer, in the order in which those of `like` lie in memory.
+    A block has at most `size` positions (None: POSITIONS), in the memory order of `like`.
     """
     ones = [axis for axis in range(like.dim() - 1) if like.shape[axis] == 1]
     axes = [axis for axis in range(like.dim() - 1) if like.shape[axis] != 1]
     order = sorted(axes, key=like.stride, reverse=True)
-    turned = [t.permute(*ones, *order, t.dim() - 1)[(0,) * len(ones)] for t in tensors]
+    permuted = [t.permute(*ones, *order, t.dim() - 1)[(0,) * len(ones)] for t in tensors]
     for index in _indices([like.shape[axis] for axis in order], size or POSITIONS):
-        yield [t[index] for t in turned]
+        yield [t[index] for t in permuted]
 
 
 def examples(x: Tensor) -> Iterator[tuple[int, ...]]:
@@ -37,46 +37,48 @@ def examples(x: Tensor) -> Iterator[tuple[int, ...]]:
 
 
 def row_slices(count: int, length: int, positions: int) -> Iterable[slice]:
-    """Yield slices of `count` rows of this length that have about so many positions, or a row each."""
+    """Split `count` rows of this length into slices with about this number of positions, and at least one row."""
     size = max(1, positions // length)
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
 def parts_of(x: Tensor, positions: int) -> Iterator[tuple[tuple[int, ...], slice]]:
-    """Yield parts of x [*, rows, length, c]: the index of an example, and rows of it with about so many positions."""
+    """Split x [*, rows, length, c] into parts: index of an example, and rows with about this number of positions."""
     return itertools.product(examples(x), row_slices(x.shape[-3], x.shape[-2], positions))
 
 
 def rows(block: Tensor) -> Tensor:
-    """Return a block [*, c] as [positions, c], to be read: a view, or a copy whose channels are contiguous."""
+    """Return a block [*, c] as [positions, c] for reading: a view, or a copy with contiguous channels."""
     flat = block.flatten(0, -2) if block.dim() > 1 else block[None]
     if flat.stride(-1) == 1:
         return flat
-    # Two copies: the first reads long runs of memory, the second turns them round within the cache.
+    # The first copy reads long runs of memory, and the second transposes them in cache.
     return flat.t().contiguous().t().contiguous()
 
 
 def writable(block: Tensor) -> Tensor:
-    """Return memory for the results of a block, [positions, c]: the block itself if it lies so, else a new tensor that
-    `put` copies to it."""
+    """Return memory for the results of a block, [positions, c].
+
+    This is a view of the block, or a new tensor, which `put` copies to the block, if there is no such view.
+    """
     flat = block.flatten(0, -2) if block.dim() > 1 else block[None]
     here = flat.data_ptr() == block.data_ptr() and flat.stride(-1) == 1
     return flat if here else flat.new_empty(flat.shape)
 
 
 def gate_values(g: Tensor) -> Tensor:
-    """Return sigmoid(g), contiguous.  Without `out`, torch takes five times as long where g is a slice."""
+    """Compute sigmoid(g), contiguous.  Without `out`, torch takes five times as long if g is a slice."""
     return torch.sigmoid(g, out=g.new_empty(g.shape))
 
 
 def put(block: Tensor, results: Tensor) -> None:
-    """Write [positions, c] to the block, if `writable` did not give the block itself."""
+    """Copy results [positions, c] to the block unless `writable` returned a view of it."""
     if results.data_ptr() != block.data_ptr():
         block.copy_(results.view(block.shape))
 
 
 def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a^T b to `total`, in place; `total` may have a wider dtype than a and b."""
+    """Add a^T b to `total` in place; `total` may have a wider dtype than a and b."""
     if total.dtype == a.dtype:
         total.addmm_(a.t(), b)
     else:
@@ -84,7 +86,7 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _indices(shape: list[int], size: int) -> Iterator[tuple[int | slice, ...]]:
-    """Yield the indices of the blocks: the innermost axes whole, then a slice of the next."""
+    """Yield the indices of the blocks: whole innermost axes and a slice of the next axis."""
     inner = math.prod(shape[1:])
     if not shape or (inner <= size and shape[0] * inner <= size):
         yield ()
@@ -98,7 +100,8 @@ def _indices(shape: list[int], size: int) -> Iterator[tuple[int | slice, ...]]:
             yield (slice(start, start + step),)
 
 
-Projected = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # weight and bias of a norm and of its projection
+# Weight and bias of a norm, weight and bias of its projection.
+Projected = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 
 
 def layer_norm(t: Operands) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,10 +126,11 @@ def layer_norm_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
     def compute(sums: Sequence[Tensor], xb: Tensor, dxb: Tensor, gb: Tensor, mb: Tensor, sb: Tensor) -> None:
         dweight, dbias = sums
-        g, xs, m, s = (rows(t).contiguous() for t in (gb, xb, mb, sb))  # torch's kernel reads past strides
+        # torch's kernel ignores strides.
+        g, xs, m, s = (rows(t).contiguous() for t in (gb, xb, mb, sb))
         dxs, _, _ = torch.ops.aten.native_layer_norm_backward(g, xs, x.shape[-1:], m, s, w, w, [True, False, False])
         put(dxb, dxs)
-        # Not by native_layer_norm_backward, which sums gradients of bf16 in bf16.
+        # native_layer_norm_backward would sum bf16 gradients in bf16.
         dweight += (xs.to(m.dtype) - m).mul_(s).mul_(g).sum(0)
         dbias += g.sum(0, dtype=w.dtype)
 
@@ -143,7 +147,7 @@ def norm_linear(t: Operands) -> tuple[Tensor, Tensor, Tensor]:
     w, b = t.weight.to(x.dtype).t(), None if t.bias is None else t.bias.to(x.dtype)
 
     def compute(xb: Tensor, yb: Tensor, mb: Tensor, sb: Tensor) -> None:
-        """Compute one part."""
+        """Compute a block."""
         n, m, s = torch.native_layer_norm(rows(xb), x.shape[-1:], nw, nb, t.eps)
         results = writable(yb)
         if b is not None and len(b) == w.shape[1]:
@@ -170,9 +174,10 @@ def norm_linear_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor, T
     narrow, one = weight.to(x.dtype), torch.ones_like(nw)
 
     def compute(sums: Sequence[Tensor], xb: Tensor, dxb: Tensor, gb: Tensor, mb: Tensor, sb: Tensor) -> None:
-        """Compute the gradients of one part, and add to the sums."""
+        """Compute the gradients of a block, and add to the sums."""
         product, total = sums
-        g, xs, m, s = (rows(t).contiguous() for t in (gb, xb, mb, sb))  # torch's kernel reads past strides
+        # torch's kernel ignores strides.
+        g, xs, m, s = (rows(t).contiguous() for t in (gb, xb, mb, sb))
         h = (xs.to(m.dtype) - m).mul_(s).to(x.dtype)
         accumulate(product, g, h)
         total += g.sum(0, dtype=total.dtype)
@@ -188,9 +193,9 @@ def norm_linear_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor, T
 def parameter_gradients(
     product: Tensor, total: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of a norm's and its projection's parameters, given grad^T h and the sum of grad.
+    """Compute the gradients of the parameters of a norm and its projection from grad^T h and the sum of grad.
 
-    h: the operand of mean 0 and deviation 1.  Without elements for a bias that is None.
+    h is the normalised operand with mean 0 and deviation 1.  A bias that is None gets a gradient without elements.
     """
     w, nw = weight.to(product.dtype), norm_weight.to(product.dtype)
     dweight = product * nw if norm_bias is None else product * nw + total[:, None] * norm_bias.to(product.dtype)
@@ -237,7 +242,7 @@ def gated_linear_residual(t: Operands) -> Tensor:
     b = w.new_zeros(w.shape[1]) if t.bias is None else t.bias.to(x.dtype)
 
     def compute(xb: Tensor, ob: Tensor, gb: Tensor, yb: Tensor, fb: Tensor) -> None:
-        """Compute one part."""
+        """Compute a block."""
         gated = gate_values(gb).mul_(ob)
         results = writable(yb)
         if f is None:
@@ -262,7 +267,7 @@ def gated_linear_residual_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor,
     def compute(
         sums: Sequence[Tensor], db: Tensor, ob: Tensor, gb: Tensor, dob: Tensor, dgb: Tensor, fb: Tensor
     ) -> None:
-        """Compute the gradients of one part, and add to the sums."""
+        """Compute the gradients of a block, and add to the sums."""
         dweight, dbias = sums
         dx = rows(db) if f is None else rows(db * fb)
         s, os = gate_values(rows(gb)), rows(ob)
@@ -282,7 +287,7 @@ def gated_linear_residual_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor,
 
 
 def drawn_factors(x: Tensor, t: Operands) -> Tensor | None:
-    """Return the factors for x, of its shape: those given, or drawn, all at once: most share a draw."""
+    """Return the dropout factors expanded to the shape of x.  They are drawn all at once, because most share a draw."""
     factors: Tensor | None = t.factors
     if t.key is not None:
         shape = [1 if stride == 0 else size for size, stride in zip(x.shape, t.strides)]

@@ -1,4 +1,4 @@
-"""Dropout factors on a CPU: block by block, so that the rounds of the hash stay in cache."""
+"""Dropout factors on a CPU in blocks, so that the rounds of the hash stay in cache."""
 
 import math
 
@@ -19,10 +19,11 @@ def dropout_factors(t: Operands) -> Tensor:
     for axis, (size, stride) in enumerate(zip(shape, t.strides)):
         along = torch.arange(0, size * stride, stride) if stride else torch.zeros(size, dtype=torch.int64)
         numbers = numbers + along.view(size, *(1,) * (len(shape) - 1 - axis))
-    flat = numbers.reshape(-1)  # our own, to be written over
+    # A new tensor, which may be overwritten.
+    flat = numbers.reshape(-1)
     out = torch.empty(flat.shape, dtype=t.dtype)
     scratch = torch.empty(min(BLOCK, flat.numel()), dtype=torch.int64)
-    # uniform >= rate, in whole numbers: a uniform number is 24 bits times 2^-24, compared in fp32.
+    # Compare uniform >= rate in integers: a uniform number is 24 bits times 2^-24, and the comparison is in fp32.
     least = math.ceil(float(torch.tensor(t.rate, dtype=torch.float32)) * 2**24) << 8
     word = second + t.stream * OF_STREAM
     for start in uniform_loop(range(0, flat.numel(), BLOCK)):

@@ -1,6 +1,6 @@
-"""The outer product on a CPU: a few rows of z at a time, so that the products of all channels never leave the cache.
+"""The outer product on a CPU in blocks of rows of z, so that the products of channels never leave the cache.
 
-The backward pass multiplies them again, for [i, j, c d] is most of what this layer would otherwise keep.
+The backward pass recomputes them, because [i, j, c d] would be most of the memory that this layer saves.
 """
 
 from collections.abc import Iterable
@@ -15,8 +15,8 @@ from warpfold.ops.dispatch import Operands, accumulation_dtype
 from warpfold.ops.linear import empty_statistics
 from warpfold.ops.outer import empty_factors, empty_share
 
-PRODUCTS = 2**20  # numbers of a block
-POSITIONS = 2048  # of a block of the projection of both factors
+PRODUCTS = 2**20  # elements per block
+POSITIONS = 2048  # per block of projections
 
 
 def outer_product(t: Operands) -> tuple[Tensor, Tensor]:
@@ -31,14 +31,14 @@ def outer_product(t: Operands) -> tuple[Tensor, Tensor]:
 
 
 def _forward(t: Operands, out: Tensor, share: Tensor) -> None:
-    """Write the result and the share of each pair, of factors [s, i, c] and [s, j, d] and masks [s, i] and [s, j]."""
+    """Write the result and 1 / count of each pair for factors [s, i, c], [s, j, d] and masks [s, i], [s, j]."""
     a, b = t.a, t.b
     torch.mm(t.a_mask.to(share.dtype).t(), t.b_mask.to(share.dtype), out=share)
     share.add_(t.added).clamp_(min=t.least).reciprocal_()
     w, narrow = t.weight.to(a.dtype).t(), None if t.bias is None else t.bias.to(a.dtype)
 
     def compute(some: slice) -> None:
-        """Compute one part."""
+        """Compute a block."""
         results = out[some].flatten(0, 1)
         products = _products(a[:, some], b)
         if narrow is None or not t.bias_divided:
@@ -65,7 +65,7 @@ def outer_product_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class _Sums(NamedTuple):
-    """What all blocks add to: the gradients of the weight and of the bias, and of b, in fp32 at least."""
+    """The sums over blocks, in fp32 at least: gradients of the weight, of the bias and of b."""
 
     weight: Tensor
     bias: Tensor
@@ -73,40 +73,40 @@ class _Sums(NamedTuple):
 
     @classmethod
     def zeros(cls, weight: Tensor, a: Tensor, b: tuple[int, ...] = (0,)) -> "_Sums":
-        """Make sums of nothing yet.  b: the shape of b, where its gradient is summed."""
+        """Make sums that are zero.  b: the shape of b if its gradient is summed."""
         return cls(*(weight.new_zeros(s, dtype=accumulation_dtype(a)) for s in (weight.shape, weight.shape[:1], b)))
 
     def gradients(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the gradients of these parameters, without elements for a bias that is None."""
+        """Return the gradients of the weight and the bias; a bias that is None gets no elements."""
         of_bias = self.bias[:0] if bias is None else self.bias.to(accumulation_dtype(bias))
         return self.weight.to(accumulation_dtype(weight)), of_bias
 
 
 def _backward(t: Operands, da: Tensor, db: Tensor, sums: _Sums) -> None:
-    """Write the gradients of factors a [s, i, c] and b [s, j, d], and add to those of the parameters."""
+    """Write the gradients of factors a [s, i, c] and b [s, j, d], and add to the parameters' gradients."""
     a, b, weight = t.a, t.b, t.weight
     (_, _, c), (s, j, d) = a.shape, b.shape
     narrow = weight.to(a.dtype)
 
     def compute(sums: _Sums, some: slice) -> None:
-        """Compute the gradients of one part, and add to the sums."""
+        """Compute the gradients of a block, and add to the sums."""
         whole = t.grad[some].flatten(0, 1)
         g = whole * t.share[some].flatten()[:, None].to(a.dtype)
         accumulate(sums.weight, g, _products(a[:, some], b))
         sums.bias.add_((g if t.bias_divided else whole).sum(0, dtype=sums.bias.dtype))
         # [i j, c d] -> [i c, j d]
-        turned = torch.mm(g, narrow).view(-1, j, c, d).transpose(1, 2).reshape(-1, j * d)
-        da[:, some] = (b.flatten(1) @ turned.t()).view(s, -1, c)
-        accumulate(sums.b.flatten(1), a[:, some].flatten(1).t(), turned)
+        transposed = torch.mm(g, narrow).view(-1, j, c, d).transpose(1, 2).reshape(-1, j * d)
+        da[:, some] = (b.flatten(1) @ transposed.t()).view(s, -1, c)
+        accumulate(sums.b.flatten(1), a[:, some].flatten(1).t(), transposed)
 
-    found = summed(compute, zip(_blocks(a, b)), lambda: _Sums.zeros(weight, a, tuple(b.shape)))
-    sums.weight.add_(found.weight)
-    sums.bias.add_(found.bias)
-    db.copy_(found.b)
+    total = summed(compute, zip(_blocks(a, b)), lambda: _Sums.zeros(weight, a, tuple(b.shape)))
+    sums.weight.add_(total.weight)
+    sums.bias.add_(total.bias)
+    db.copy_(total.b)
 
 
 def outer_product_mean(t: Operands) -> tuple[Tensor, ...]:
-    """Compute warpfold::outer_product_mean; both factors are whole: every pair reads them."""
+    """Compute warpfold::outer_product_mean.  Both factors exist as a whole, because every pair reads them."""
     x, h = t.x, len(t.weight) // 2
     *batch, _, r, c = x.shape
     out, share = x.new_empty(*batch, r, r, len(t.out_weight)), empty_share(x, *batch, r, r)
@@ -115,7 +115,7 @@ def outer_product_mean(t: Operands) -> tuple[Tensor, ...]:
     w, shift, masks = t.weight.to(x.dtype).t(), None if t.bias is None else t.bias.to(x.dtype), t.mask.to(x.dtype)
 
     def project(at: tuple[int, ...], some: slice) -> None:
-        """Make both factors of one part."""
+        """Compute both factors of a block."""
         n, of_mean, of_scale = torch.native_layer_norm(rows(x[at][some]), [c], nw, nb, t.eps)
         if shift is not None and len(shift) == 2 * h:
             y = torch.addmm(shift, n, w)
@@ -156,5 +156,5 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _blocks(a: Tensor, b: Tensor) -> Iterable[slice]:
-    """Return slices of the rows of z, of a few products each."""
+    """Split the rows of z into slices of about `PRODUCTS` products."""
     return row_slices(a.shape[1], b.shape[1], PRODUCTS // (a.shape[2] * b.shape[2]))

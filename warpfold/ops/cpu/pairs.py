@@ -1,10 +1,9 @@
-"""aligned_errors on a CPU: some frames at a time, so that their distances to all points stay in cache.
+"""aligned_errors and overlaps on a CPU in blocks, so that distances stay in cache.
 
-A distance along an axis of a frame is one product, of [R^T, -R^T (t - o), -R'^T, R'^T (t' - o')] by
-[x - o, 1, x' - o', 1].  The origins o and o' are those of a frame nearby, in the middle of a group of frames that
-follow one another: the product then subtracts little, and loses few digits, wherever the structures lie.
-
-overlaps on a CPU: some atoms at a time with all others, so that their distances stay in cache.
+aligned_errors computes the distances along an axis of a frame by one product, of
+[R^T, -R^T (t - o), -R'^T, R'^T (t' - o')] by [x - o, 1, x' - o', 1].  The origins o and o' are those of the middle
+frame in a group of consecutive frames.  So the product subtracts small numbers and loses few digits, wherever the
+structures are.
 """
 
 from collections.abc import Iterator
@@ -15,8 +14,9 @@ from torch import Tensor
 from warpfold.ops.dispatch import Operands, accumulation_dtype, uniform_loop
 from warpfold.ops.pairs import C_ATOM, LEAST, N_ATOM, SG_ATOM
 
-PAIRS = 2**16  # of frames and points, or of atoms, at a time
-GROUP = 8  # frames with one origin: those of a residue, or the backbones of some residues
+PAIRS = 2**16  # pairs per block
+# Consecutive frames with one origin: those of a residue, or the backbones of some residues.
+GROUP = 8
 
 
 def aligned_errors(t: Operands) -> Tensor:
@@ -58,14 +58,17 @@ def aligned_errors_backward(t: Operands) -> tuple[Tensor, Tensor]:
             apart = _of_frames(products, rows)
             squares = _squares(apart, t.softening)
             distance = squares.clamp(min=LEAST**2).sqrt_()
-            # Comparisons in place give 0 and 1 as numbers, faster than torch.where.
+            # In-place comparisons give 0.0 and 1.0 and are faster than torch.where.
             slope = distance.clone().le_(t.clamp).mul_(capped).add_(whole).div_(distance)
-            slope *= squares.ge_(LEAST**2)  # of squares: a root of LEAST**2 may be rounded to more than LEAST
+            # Compare squares, because the root of LEAST**2 may be rounded to more than LEAST.
+            slope *= squares.ge_(LEAST**2)
             if t.pair_mask is not None:
                 slope *= t.pair_mask[rows]
-            apart *= slope[:, None]  # the gradient of each coordinate but for the two masks, [frames, 3, p]
+            # Gradients of the coordinates before the two masks, [frames, 3, p].
+            apart *= slope[:, None]
             dx += (inverse[rows].flatten(0, 1).T @ apart.flatten(0, 1)).T
-            daxes = _of_frames(products @ (seen[:, :4] * point_mask).mT, rows)  # of [R^T, -R^T (t - o)]
+            # The gradient of [R^T, -R^T (t - o)].
+            daxes = _of_frames(products @ (seen[:, :4] * point_mask).mT, rows)
             dstart = daxes[..., 3]
             dsome[rows, :, :3] = daxes[..., :3].mT - moved[rows, :, None] * dstart[:, None, :]
             dsome[rows, :, 3] = -(some[rows, :, :3] * dstart[:, None, :]).sum(-1)
@@ -75,10 +78,10 @@ def aligned_errors_backward(t: Operands) -> tuple[Tensor, Tensor]:
 
 
 def _operands(frames: Tensor, points: Tensor, sign: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a structure's part of the product's operands, and what each group of frames subtracts from the second.
+    """Compute the operands of the product for one structure, and the origins to subtract from the second operand.
 
-    sign times [R^T, -R^T (t - o)], [groups, GROUP x 3 axes, 4], zeros beyond the last frame; [x, 1], [4, p]; [o, 0],
-    [groups, 4, 1].
+    Returns sign times [R^T, -R^T (t - o)], [groups, GROUP x 3 axes, 4], with zeros after the last frame; [x, 1],
+    [4, p]; and [o, 0], [groups, 4, 1].
     """
     last = len(frames) - 1
     middle = torch.arange(GROUP // 2, last + 1 + GROUP // 2, GROUP, device=frames.device).clamp(max=last)
@@ -92,29 +95,29 @@ def _operands(frames: Tensor, points: Tensor, sign: int = 1) -> tuple[Tensor, Te
 
 
 def _joined(ours: tuple[Tensor, ...], true: tuple[Tensor, ...]) -> list[Tensor]:
-    """Return the operands of both structures side by side."""
+    """Concatenate the operands of both structures."""
     return [torch.cat(parts, dim) for *parts, dim in zip(ours, true, (-1, 0, 1))]
 
 
 def _each(frames: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
-    """Return frames [*, f, 3, 4] and points [*, p, 3] with one leading axis."""
+    """Reshape frames [*, f, 3, 4] and points [*, p, 3] to a single leading axis."""
     return frames.reshape(-1, *frames.shape[-3:]), points.reshape(-1, *points.shape[-2:])
 
 
 def _blocks(frames: int, points: int) -> Iterator[tuple[slice, slice]]:
-    """Return the groups of each block, and their frames."""
+    """Yield the groups and the frames of each block."""
     size = max(PAIRS // (points * GROUP), 1)
     for start in range(0, -(-frames // GROUP), size):
         yield slice(start, start + size), slice(start * GROUP, min((start + size) * GROUP, frames))
 
 
 def _of_frames(products: Tensor, rows: slice) -> Tensor:
-    """Return a view of products [groups, GROUP x 3, n] as those of frames, [frames, 3, n]."""
+    """View products [groups, GROUP x 3, n] by frames, [frames, 3, n]."""
     return products.view(-1, 3, products.shape[-1])[: rows.stop - rows.start]
 
 
 def _squares(apart: Tensor, softening: float) -> Tensor:
-    """Return the squared distances [frames, p] of points that are so far off along each axis, [frames, 3, p]."""
+    """Compute squared distances plus softening^2, [frames, p], from the differences per axis, [frames, 3, p]."""
     x, y, z = apart.unbind(1)
     return (x * x).add_(softening**2).addcmul_(y, y).addcmul_(z, z)
 
@@ -124,14 +127,14 @@ def overlaps(t: Operands) -> Tensor:
     atoms, radius, exists = t.atoms, t.radius, t.exists
     dtype, acc = atoms.dtype, accumulation_dtype(atoms)
     atoms, radius, exists = (x.to(acc) for x in (atoms, radius, exists))
-    found = atoms.new_empty(3, len(atoms))
+    results = atoms.new_empty(3, len(atoms))
     for rows in uniform_loop(_atom_blocks(len(atoms))):
         compared = _compared(exists, t.index, t.order, t.chain, t.slot, rows)
         overlap = _overlap(atoms, radius, t.tolerance, rows)[0]
-        found[0, rows] = (overlap.relu() * compared).sum(1)
-        found[1, rows] = ((overlap > 0) * compared).sum(1)
-        found[2, rows] = compared.sum(1)
-    return found.to(dtype)
+        results[0, rows] = (overlap.relu() * compared).sum(1)
+        results[1, rows] = ((overlap > 0) * compared).sum(1)
+        results[2, rows] = compared.sum(1)
+    return results.to(dtype)
 
 
 def overlaps_backward(t: Operands) -> tuple[Tensor, Tensor]:
@@ -146,25 +149,26 @@ def overlaps_backward(t: Operands) -> tuple[Tensor, Tensor]:
         slope *= grad[0, rows, None] + grad[0]
         dradius[rows] = slope.sum(1)
         slope = (slope / distance).masked_fill_(distance == 0, 0)
-        away = atoms[rows, None] - atoms  # not as a product: near atoms would cancel
+        # A product instead would lose digits for near atoms.
+        away = atoms[rows, None] - atoms
         datoms[rows] = -(slope[..., None] * away).sum(1)
     return datoms.to(dtype), dradius.to(dtype)
 
 
 def _atom_blocks(atoms: int) -> Iterator[slice]:
-    """Return the atoms of each block."""
+    """Split the atoms into blocks."""
     size = max(PAIRS // atoms, 1)
     return (slice(start, start + size) for start in range(0, atoms, size))
 
 
 def _overlap(atoms: Tensor, radius: Tensor, tolerance: float, rows: slice) -> tuple[Tensor, Tensor]:
-    """Return how far some atoms reach into all, and how far they are from them."""
+    """Compute the overlaps and distances of some atoms with all atoms."""
     distance = torch.cdist(atoms[rows], atoms, compute_mode="donot_use_mm_for_euclid_dist")
     return radius[rows, None] + radius - tolerance - distance, distance
 
 
 def _compared(exists: Tensor, index: Tensor, order: Tensor, chain: Tensor, slot: Tensor, rows: slice) -> Tensor:
-    """Return 1 where some atoms are compared with all, in either order."""
+    """Return 1 for the pairs of some atoms with all atoms that are compared, in either order."""
     own, own_slot, before = index[rows, None], slot[rows, None], order[rows, None] < order
     forward = (own_slot == C_ATOM) & (slot == N_ATOM) & (own + 1 == index) & before
     backward = (own_slot == N_ATOM) & (slot == C_ATOM) & (own == index + 1) & ~before

@@ -1,6 +1,6 @@
-"""The transition on a CPU: block by block, so that the hidden layer never leaves the cache.
+"""The transition on a CPU in blocks, so that the hidden layer never leaves the cache.
 
-The backward pass computes the hidden layer again: one product more than five, and a quarter of the block's memory less.
+The backward pass recomputes the hidden layer: this costs a sixth product and saves a quarter of the block's memory.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from warpfold.ops.cpu.threads import in_threads, summed
 from warpfold.ops.dispatch import Operands, accumulation_dtype, empty_like
 from warpfold.ops.transition import HALVES
 
-HIDDEN = 2**20  # numbers of the hidden layer in a block
+HIDDEN = 2**20  # hidden activations per block
 
 
 def transition(t: Operands) -> Tensor:
@@ -30,7 +30,7 @@ def transition(t: Operands) -> Tensor:
     )
 
     def compute(xb: Tensor, yb: Tensor) -> None:
-        """Compute one part."""
+        """Compute a block."""
         xs, results = rows(xb), writable(yb)
         n, _, _ = torch.native_layer_norm(xs, x.shape[-1:], nw, nb, t.eps)
         hidden = _in_place(_before(n, w1, b1, t.activation))
@@ -45,7 +45,7 @@ def transition(t: Operands) -> Tensor:
 
 
 def transition_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute warpfold::transition_backward; the gradients of up and of the norm from one product, as in linear.py."""
+    """Compute warpfold::transition_backward; one product gives the gradients of up and the norm, as in linear.py."""
     x, up = t.x, t.up
     dx, dtype, c = empty_like(x), accumulation_dtype(x), x.shape[-1]
     nw, nb, w = t.norm_weight.to(dtype), _cast(t.norm_bias, dtype), up.to(dtype)
@@ -55,7 +55,7 @@ def transition_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
         return [torch.zeros_like(w), w.new_zeros(len(w)), torch.zeros_like(t.down, dtype=dtype), w.new_zeros(c)]
 
     def compute(sums: Sequence[Tensor], xb: Tensor, gb: Tensor, dxb: Tensor) -> None:
-        """Compute the gradients of one part, and add to the sums."""
+        """Compute the gradients of a block, and add to the sums."""
         product, dup_bias, ddown, ddown_bias = sums
         xs, g = rows(xb), rows(gb)
         n, mean, scale = torch.native_layer_norm(xs, [c], nw, nb, t.eps)
@@ -77,10 +77,10 @@ def transition_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
         *((t.norm_weight, (product * w).sum(0)), (t.norm_bias, dup_bias @ w)),
         *((up, dup), (t.up_bias, dup_bias), (t.down, ddown), (t.down_bias, ddown_bias)),
     )
-    found = (
+    gradients = (
         d[:0].to(accumulation_dtype(t.norm_weight)) if p is None else d.to(accumulation_dtype(p)) for p, d in wholes
     )
-    return dx, *found  # type: ignore[return-value]
+    return dx, *gradients  # type: ignore[return-value]
 
 
 def _cast(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -92,24 +92,24 @@ def _linear(x: Tensor, weight: Tensor, added: Tensor | None, out: Tensor | None 
 
 
 def _halves(outputs: int, activation: str) -> list[slice]:
-    """Return which outputs of `up` are made apart: with "swiglu" the gates and the values, each lying by itself."""
+    """Return the slices of `up` that are computed separately: with "swiglu" the gates and the values."""
     size = outputs // HALVES[activation]
     return [slice(start, start + size) for start in range(0, outputs, size)]
 
 
 def _before(n: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> list[Tensor]:
-    """Return the outputs of `up`, in halves."""
+    """Compute the outputs of `up`, one tensor per slice of `_halves`."""
     halves = _halves(weight.shape[1], activation)
     return [_linear(n, weight[:, some], None if bias is None else bias[some]) for some in halves]
 
 
 def _in_place(before: list[Tensor]) -> Tensor:
-    """Return the hidden layer, which lies where the outputs of `up` did."""
+    """Compute the hidden layer in the memory of the outputs of `up`."""
     return before[0].relu_() if len(before) == 1 else F.silu(before[0], inplace=True).mul_(before[1])
 
 
 def _hidden(before: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return the hidden layer, and what the gradient needs beside it: with "swiglu" gates, values, silu of gates."""
+    """Compute the hidden layer and further tensors for the gradient: with "swiglu" gates, values and silu of gates."""
     if len(before) == 1:
         return before[0].relu_(), []
     gate, value = before
@@ -118,7 +118,7 @@ def _hidden(before: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 
 def _gradient(pre: list[Tensor], hidden: Tensor, dhidden: Tensor) -> list[Tensor]:
-    """Return the gradients of the outputs of `up`, given that of the hidden layer; uses all of them up."""
+    """Compute the gradients of the outputs of `up` from that of the hidden layer; all arguments are overwritten."""
     if not pre:
         return [dhidden.mul_(hidden.sign_())]
     gate, value, silu = pre
@@ -127,7 +127,7 @@ def _gradient(pre: list[Tensor], hidden: Tensor, dhidden: Tensor) -> list[Tensor
 
 
 def _product(parts: list[Tensor], weight: Tensor) -> Tensor:
-    """Return the product of tensors that stand side by side with a weight, rounded once."""
+    """Multiply the tensors, concatenated along their last axis, by a weight, and round once."""
     if len(parts) == 1:
         return torch.mm(parts[0], weight)
     if weight.dtype.itemsize < 4:

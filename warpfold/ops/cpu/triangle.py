@@ -1,7 +1,7 @@
-"""Triangle multiplication and one of its factors on a CPU, block by block, so that what lies between stays in cache.
+"""Triangle multiplication and its factors on a CPU in blocks, so that intermediate results stay in cache.
 
-The projections are made with their channels in front, [output, positions], by one product: so the factors are gated and
-masked where they lie and written in long runs, the product's norm runs over the first axis, and nothing is turned.
+One product computes all projections with their channels in front, [output, positions].  So the factors are gated and
+masked in place and written in long runs, the product's norm runs over the first axis, and nothing is transposed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,8 +35,8 @@ from warpfold.ops.triangle import (
     split_projections,
 )
 
-POSITIONS = 1024  # of a block, at least a row
-PLANES = 4  # channels that are multiplied at a time
+POSITIONS = 1024  # per block of rows
+PLANES = 4  # channels per batched product
 
 
 def triangle_factor(t: Operands) -> tuple[Tensor, ...]:
@@ -53,7 +53,7 @@ def triangle_factor_backward(t: Operands) -> tuple[Tensor, ...]:
     sums = _InputSums.zeros(of)
 
     def compute(sums: _InputSums, at: tuple[int, ...], some: slice) -> None:
-        """Go back from some rows of the factor to those of x."""
+        """Propagate the gradient from some rows of the factor to those of x."""
         nothing = x.new_empty(x[at][some].shape[:-1].numel(), 0)
         found = _back_to_x(t, of, sums, at, some, [t.grad[at][:, some]], nothing)
         dx[at][some].copy_(found.view(dx[at][some].shape))
@@ -71,7 +71,7 @@ def triangle_multiplication(t: Operands) -> tuple[Tensor, ...]:
     mean, scale, out_mean, out_scale = (*empty_statistics(x), *empty_statistics(x))
 
     def output(at: tuple[int, ...], some: slice) -> None:
-        """Write some rows of the result from the product; the gate's logits exist for a block alone."""
+        """Compute some rows of the result from the product; the gate's logits exist for one block at a time."""
         xs, results = rows(x[at][some]), writable(out[at][some])
         shape = x[at][some].shape[:-1]
         standard, m, s = standardised(product[at][:, some].flatten(1), t.eps)
@@ -98,22 +98,22 @@ def triangle_multiplication(t: Operands) -> tuple[Tensor, ...]:
 
 
 def triangle_multiplication_backward(t: Operands) -> tuple[Tensor, ...]:
-    """Compute warpfold::triangle_multiplication_backward; the norms as in linear.py."""
+    """Compute warpfold::triangle_multiplication_backward; the norms' gradients are computed as in linear.py."""
     grad, x = t.grad, t.x
     of, of_output = _Input(t, (0, 1) if t.b is None else (0,)), _Output(t)
     f, dx, dgiven = drawn_factors(grad, t), empty_like(x), empty_gradient_of_b(t)
     sums, out_sums = _InputSums.zeros(of), _OutputSums.zeros(of_output)
-    # The gradients of the product and of its gate's logits, and then those of the factors.
+    # First the gradients of the product and of its gate's logits, then those of the factors.
     i, k = x.shape[-3:-1]
     dproduct, da = x.new_empty(of.hidden, i, k), x.new_empty(of.hidden, i, k)
     dlogits, own_db = x.new_empty(x.shape[-3:]), torch.empty_like(da) if t.b is None else None
 
     def through_output(sums: _OutputSums, at: tuple[int, ...], some: slice) -> None:
-        """Go back from some rows of the result to the product and to the logits of its gate."""
+        """Propagate the gradient from some rows of the result to the product and its gate's logits."""
         before = _of_norm(rows(x[at][some]), t.mean[at][some], t.scale[at][some])
         m, s = t.out_mean[at][some].reshape(-1), t.out_scale[at][some].reshape(-1)
         g = rows(grad[at][some] if f is None else grad[at][some] * f[at][some])
-        standard = (t.product[at][:, some].flatten(1).to(m.dtype) - m).mul_(s)  # the product, normalised
+        standard = (t.product[at][:, some].flatten(1).to(m.dtype) - m).mul_(s)
         narrow = standard.to(g.dtype)
         values = gate_values(of.gate(of.weighed(before).to(x.dtype)))
         dprojected = g * values
@@ -126,7 +126,7 @@ def triangle_multiplication_backward(t: Operands) -> tuple[Tensor, ...]:
         dproduct[:, some], dlogits[some] = dn.view(of.hidden, -1, k), dgate.view(-1, *x.shape[-2:])
 
     def through_input(sums: _InputSums, at: tuple[int, ...], some: slice) -> None:
-        """Go back from some rows of the factors and of the logits to those of x."""
+        """Propagate the gradient from some rows of the factors and the logits to those of x."""
         planes = [da[:, some]] if own_db is None else [da[:, some], own_db[:, some]]
         found = _back_to_x(t, of, sums, at, some, planes, dlogits[some].flatten(0, 1)).view(dx[at][some].shape)
         if t.residual:
@@ -147,13 +147,13 @@ def triangle_multiplication_backward(t: Operands) -> tuple[Tensor, ...]:
 
 
 def multiply(*products: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Write the products of matrices [*, i, k] and [*, k, j] over [*, i, j]; of each product the three."""
+    """Multiply matrices [*, i, k] by [*, k, j] into [*, i, j], for each triple (left, right, out)."""
 
     def compute(left: Tensor, right: Tensor, out: Tensor) -> None:
         torch.bmm(left, right, out=out)
 
     def parts(left: Tensor, right: Tensor, out: Tensor) -> Iterator[list[Tensor]]:
-        # The planes of a slice are small: as many as make the work of `PLANES` whole ones.
+        # A slice has small planes, so more of them are multiplied at a time, as much work as `PLANES` whole planes.
         several = PLANES * max(1, max(left[0].numel(), right[0].numel()) // out[0].numel())
         return ([each[start : start + several] for each in (left, right, out)] for start in range(0, len(out), several))
 
@@ -161,7 +161,7 @@ def multiply(*products: tuple[Tensor, Tensor, Tensor]) -> None:
 
 
 def _write_factors(t: Operands, of: "_Input", made: Sequence[Tensor], mean: Tensor, scale: Tensor) -> None:
-    """Write the factors of x, and the statistics of its norm."""
+    """Compute the factors of x and the statistics of its norm."""
     x = t.x
 
     def compute(at: tuple[int, ...], some: slice) -> None:
@@ -184,9 +184,10 @@ def _back_to_x(
     planes: Sequence[Tensor],
     of_gate: Tensor,
 ) -> Tensor:
-    """Return the gradient [positions, c] of some rows of x; add to the sums of the parameters' gradients.
+    """Compute the gradient [positions, c] of some rows of x, and add to the sums of the parameters' gradients.
 
-    planes: the gradients of the factors, [h, rows, k] each.  of_gate: of the gate's logits, [positions, outputs].
+    planes: the gradients of the factors, [h, rows, k] each.
+    of_gate: the gradient of the gate's logits, [positions, outputs].
     """
     x = t.x
     xs, m, s = rows(x[at][some]).contiguous(), t.mean[at][some], t.scale[at][some]
@@ -213,10 +214,10 @@ def _back_to_x(
 
 
 class _Input:
-    """The parameters of some factors and of the product's gate, in the dtype in which products are made.
+    """The parameters of some factors and of the product's gate, in the dtype of the products.
 
-    which: 0 for a, 1 for b.  gated: whether the product's gate is computed; else its weight has no rows.
-    factor_weight [2 h each, c]: of each factor its own rows, and then those of its gate.
+    which: 0 for a, 1 for b.  gated: whether the product's gate is computed; otherwise its weight has no rows.
+    factor_weight [2 h each, c]: the rows of each factor, followed by those of its gate.
     """
 
     def __init__(self, t: Operands, which: Sequence[int], gated: bool = True) -> None:
@@ -233,16 +234,17 @@ class _Input:
             self.factor_bias, self.gate_bias = self._chosen(whole)
 
     def _chosen(self, joined: Tensor) -> tuple[Tensor, Tensor]:
-        """Select the computed rows of [4 h + c, *]: those of each factor and its gate, and of the product's gate."""
+        """Select the rows of [4 h + c, *] that are computed: each factor with its gate, and the product's gate."""
         h, (first, *_) = self.hidden, self.which
         gate = joined[4 * h :] if self.gated else joined[:0]
-        if not self.fused:  # as they lie
+        # Without `fused` the rows have this order already.
+        if not self.fused:
             return joined[2 * h * first : 2 * h * (first + len(self.which))], gate
         *parts, _ = split_projections(joined, h, fused=True)
         return torch.cat([part for w in self.which for part in parts[2 * w : 2 * w + 2]]), gate
 
     def whole(self, factors: Tensor, gate: Tensor) -> Tensor:
-        """Put the selected rows back into [4 h + c, *]; zeros stand for the others."""
+        """Put the selected rows back into [4 h + c, *], with zeros for the others."""
         whole = factors.new_zeros(len(self.parameters[2]), *factors.shape[1:])
         *parts, of_gate = split_projections(whole, self.hidden, self.fused)
         for part, w in zip(factors.split(2 * self.hidden), self.which):
@@ -251,33 +253,33 @@ class _Input:
         return whole
 
     def normed(self, xs: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Return [positions, c] normalised, and mean and 1 / deviation of each position."""
+        """Normalise xs [positions, c], and return the mean and 1 / deviation of each position, too."""
         normed: tuple[Tensor, Tensor, Tensor] = torch.native_layer_norm(
             xs, [xs.shape[1]], self.norm_weight, self.norm_bias, eps
         )
         return normed
 
     def weighed(self, standard: Tensor) -> Tensor:
-        """Return the normalised x, of [positions, c] with mean 0 and deviation 1."""
+        """Apply the norm's weight and bias to [positions, c] with mean 0 and deviation 1."""
         if self.norm_bias is None:
             return standard * self.norm_weight
         return torch.addcmul(self.norm_bias, standard, self.norm_weight)
 
     def factors(self, normed: Tensor) -> Tensor:
-        """Return each factor and the logits of its gate: [factors, 2, h, positions]."""
+        """Compute each factor and the logits of its gate: [factors, 2, h, positions]."""
         y = torch.mm(self.factor_weight, normed.t())
         if self.factor_bias is not None:
             y += self.factor_bias[:, None]
         return y.view(len(self.which), 2, self.hidden, -1)
 
     def gate(self, normed: Tensor) -> Tensor:
-        """Return the logits of the product's gate."""
+        """Compute the logits of the product's gate."""
         logits = torch.mm(normed, self.gate_weight.t())
         return logits if self.gate_bias is None else logits.add_(self.gate_bias)
 
 
 class _Output:
-    """The output projection, with the norm's weight folded in, and its bias, in the dtype of x."""
+    """The output projection and its bias, with the norm's parameters folded in, in the dtype of x."""
 
     def __init__(self, t: Operands) -> None:
         self.parameters = t.out_norm_weight, t.out_norm_bias, t.out_weight, t.out_bias
@@ -290,13 +292,13 @@ class _Output:
         self.shift = None if shift is None else shift.to(t.x.dtype)
 
     def project(self, standard: Tensor) -> Tensor:
-        """Return the output projection [positions, c] of the product [h, positions], mean 0 and deviation 1."""
+        """Project the product [h, positions] with mean 0 and deviation 1: [positions, c]."""
         x, weight = standard.t(), self.folded.t()
         return torch.mm(x, weight) if self.shift is None else torch.addmm(self.shift, x, weight)
 
 
 class _InputSums(NamedTuple):
-    """Sums over positions of the gradients of what `_Input` projects, times the standardised x, and of these alone."""
+    """Sums over positions of the gradients of `_Input`'s projections, times the normalised x and without it."""
 
     factors: Tensor
     gate: Tensor
@@ -305,47 +307,47 @@ class _InputSums(NamedTuple):
 
     @classmethod
     def zeros(cls, of: _Input) -> "_InputSums":
-        """Make sums of nothing yet."""
+        """Make sums that are zero."""
         like, (factors, gate) = of.norm_weight, (of.factor_weight.shape, of.gate_weight.shape)
         return cls(*(like.new_zeros(shape) for shape in (factors, gate, factors[:1], gate[:1])))
 
     def add(self, others: "_InputSums") -> None:
-        """Add those over other positions."""
+        """Add sums over other positions."""
         for total, other in zip(self, others, strict=True):
             total += other
 
     def gradients(self, of: _Input) -> tuple[Tensor, ...]:
-        """Return those of the norm's and the projection's parameters: see linear.py."""
+        """Compute the gradients of the norm's and the projection's parameters, as linear.py does."""
         product, total = of.whole(self.factors, self.gate), of.whole(self.factors_total, self.gate_total)
         return parameter_gradients(product, total, *of.parameters)
 
 
 class _OutputSums(NamedTuple):
-    """Sums over positions of the output projection's gradient, times the standardised product, and of it alone."""
+    """Sums over positions of the output projection's gradient, times the normalised product and without it."""
 
     out: Tensor
     total: Tensor
 
     @classmethod
     def zeros(cls, of: _Output) -> "_OutputSums":
-        """Make sums of nothing yet."""
+        """Make sums that are zero."""
         weight = of.folded
         like = weight.new_empty(0, dtype=accumulation_dtype(weight))
         return cls(like.new_zeros(weight.shape), like.new_zeros(len(weight)))
 
     def add(self, others: "_OutputSums") -> None:
-        """Add those over other positions."""
+        """Add sums over other positions."""
         for total, other in zip(self, others, strict=True):
             total += other
 
 
 def _of_norm(xs: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    """Return (xs - mean) scale of [positions, c], in the dtype of the statistics."""
+    """Compute (xs - mean) scale for [positions, c], in the dtype of the statistics."""
     return (xs.to(mean.dtype) - mean.reshape(-1, 1)).mul_(scale.reshape(-1, 1))
 
 
 def standardised(product: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a block of the product [h, positions] with mean 0 and deviation 1, its mean and 1 / deviation."""
+    """Normalise a block of the product [h, positions], and return its mean and 1 / deviation, too."""
     wide = product.to(accumulation_dtype(product))
     mean = wide.mean(0)
     standard = wide - mean
