@@ -1,48 +1,48 @@
-"""Attention on a GPU: the kernels, and below them which of them run, over what, and how they are launched.
+"""Attention on a GPU: the kernels, followed by the code that selects and launches them.
 
 q, k, v, the output and their gradients are `Strided` with strides (batch, row, query or key, head), and stride 1 along
-the width; a mask has strides (batch, row), a bias (batch, head, query).
+the width; a mask has strides (batch, row), and a bias has strides (batch, head, query).
 
-Attention, forward: a program owns a tile of queries of one head, for some rows that share one tile of the bias.
+Forward pass.  A program owns a tile of queries of one head, for some rows that share one tile of the bias.  An online
+softmax runs over the tiles of keys.  For each query it has the maximum m_i so far, the sum l_i of the weights and the
+sum acc of weighted values; the sums are rescaled by alpha when the maximum grows.  A logit costs one fused
+multiply-add, s = q k^T / sqrt(d) + bias, and its weight another one and one exp2, 2^(log2(e) s - log2(e) max).
 
-Online softmax runs over the keys, tile by tile: of each query the maximum m_i so far, the sum l_i of the weights and
-the sum acc of weighted values, both rescaled by alpha where the maximum grows.  A logit costs one fused multiply-add,
-s = q k^T / sqrt(d) + bias, and its weight another and one exp2, 2^(log2(e) s - log2(e) max).
-
-Attention, backward: three kernels, each of which owns what it writes, so that nothing is added up out of order.
-
-With s the logits, p = e^(s - lse) their weights, o the output and do its gradient:
+Backward pass.  Each of three kernels owns the tensor that it writes, so that all sums have a fixed order.  With the
+logits s, their weights p = e^(s - lse), the output o and its gradient do:
 
     ds = p (do v^T - delta),  delta = sum do o;   dq = ds k / sqrt(d)   dk = ds^T q / sqrt(d)   dv = p^T do   dbias = ds
 
-dq owns queries of some rows and runs over the keys; dk and dv own keys of some rows and run over the queries, all of it
-transposed; dbias owns a tile of queries and keys and runs over the rows.  The weights are computed anew in each.
-A query of which no unmasked key counts (all keys are masked, or the others have a bias of -inf) has lse = inf, so that
-p = 0.  It weighs its masked keys alike, and its logits have no gradient; without masked keys all of it is NaN.
+A program of dq owns queries of some rows and iterates over the keys.  A program of dk and dv owns keys of some rows and
+iterates over the queries, with transposed tiles.  A program of dbias owns a tile of queries and keys and iterates over
+the rows.  Each kernel recomputes the weights.
+A query without unmasked keys (all keys are masked, or the others have a bias of -inf) has lse = inf, so that p = 0.  It
+has uniform weights over its masked keys, and its logits have no gradient.  Without masked keys its result is NaN.
 
-Attention, backward, of short rows: one program makes dq, dk and dv of a head of a row.
+Backward pass of short rows.  The kernels above compute each weight twice, for queries and for keys.  Here one program
+computes dq, dk and dv of a head of a row.  It iterates over all tiles of keys, and for each over all queries, so that a
+weight is computed once, with five products instead of seven.  dk and dv of a tile are complete after its iteration.  dq
+is accumulated in order from one tile of keys to the next, in fp32, in memory that only this program uses and that stays
+in the cache; a single tile needs no accumulation.
 
-The general kernels compute each weight twice, once where queries are owned and once where keys are.  Here a program
-runs over all tiles of keys, and for each over all queries: a weight is computed once, with five products instead of
-seven.  dk and dv of a tile are done with when it is; dq is added up in fp32, in memory that no other program sees and
-that stays in the cache, from one tile of keys to the next: in order, and not at all where one tile has all keys.
+One family of kernels serves every attention of the trunk, at any strides: rows and columns, with and without a bias,
+few or many queries, and also the templates' features of each pair (one query over a few keys).
 
-One family of kernels serves every attention of the trunk, at any strides: rows and columns, with a bias or without,
-few queries or many, the templates' features of each pair (one query over a handful of keys) among them.
+gated_attention launches the kernels of its steps one after another on shared memory.
 
-gated_attention on a GPU: the kernels of its parts, one after another, over memory that they share.
+The forward pass has three steps: norm and projection, attention, output.  The backward pass has the same steps in
+reverse order, with one gradient dy of the projection.  Each step writes its columns of dy where the projection's
+backward pass reads them, so that nothing is joined, copied or filled with zeros.  The last step adds the gradient of x
+as the residual.
 
-Forward three: norm and projection, attention, and what ends it.  Backward the same three the other way round, over one
-gradient dy of the projection: each writes its part of dy where the projection's own backward pass reads it, so nothing
-is joined, copied or filled with zeros, and the last adds the gradient that x has as the residual.
-
-At N = 256 in half precision, 128 channels, 4 heads 32 wide: forward moves x 17 MB, y written and read 2 x 69, o written
-and read 2 x 17, x and out 34, in all 223 MB, 67 us at 3.35 TB/s; backward some 480 MB, of which dy, written once and
-read twice, is 208.  The parts called one by one join their gradients in between: 138 MB more.
+At N = 256 in half precision with 128 channels and 4 heads of width 32, the forward pass moves 17 MB for x, 2 x 69 MB to
+write and read y, 2 x 17 MB to write and read o, and 34 MB for x and out: 223 MB in all, 67 us at 3.35 TB/s.  The
+backward pass moves some 480 MB, of which dy, written once and read twice, takes 208 MB.  Separate calls of the steps
+would join their gradients, which moves 138 MB more.
 """
 
 # mypy: disable-error-code="assignment,attr-defined"
-# Triton lets a tuple grow.
+# Triton allows tuples to grow.
 
 import functools
 import math
@@ -76,13 +76,16 @@ from warpfold.ops.triton.linear import (
 from warpfold.ops.triton.positions import Strided, Sum, cdiv, strided_by_length, sum_partials
 
 LOG2E = tl.constexpr(1.4426950408889634)
-NEIGHBOURS = tl.constexpr(8)  # groups of rows whose keys and values stay in the cache while the bias passes by
-BIAS_UNIT = 16  # divides the strides of a bias as the kernels are given it
-SCAN = tl.constexpr(512)  # entries of a mask looked at together
+# Groups of rows that run at the same time, so that their keys and values stay in the cache while they read the bias.
+NEIGHBOURS = tl.constexpr(8)
+# Strides of a bias are multiples of this.
+BIAS_UNIT = 16
+# Entries of a mask that are read at a time.
+SCAN = tl.constexpr(512)
 
 
 class Sizes(NamedTuple):
-    """Sizes of one call, as the kernels are given them; bias_keys: keys of the bias as it lies in memory."""
+    """The sizes of a call as a kernel argument; bias_keys: the keys of the bias including padding."""
 
     rows: int
     queries: int
@@ -93,26 +96,26 @@ class Sizes(NamedTuple):
 
 @triton.constexpr_function
 def padded_width(width: int) -> int:
-    """Return how wide a tile of vectors is: a power of two that tensor cores take."""
+    """Return the width of a tile of vectors, a power of two that tensor cores support."""
     return max(16, 1 << (int(width) - 1).bit_length())
 
 
 @triton.jit
 def offset(index: tl.tensor, stride: tl.tensor, unit: tl.constexpr) -> tl.tensor:
-    """Return an offset in 64 bits.  Strides come divided by `unit`: the compiler knows then what divides an address."""
+    """Return a 64-bit offset.  Strides are divided by `unit`, so that the compiler knows a divisor of each address."""
     return index.to(tl.int64) * stride * unit
 
 
 @triton.jit
 def vectors_of(x: tl.tuple, batch: tl.tensor, row: tl.tensor, head: tl.tensor) -> tl.tensor:
-    """Return where the vectors of one head of one row begin."""
+    """Return the pointer to the vectors of one head of one row."""
     start = x.data + offset(batch, x.strides[0], x.unit)
     return start + offset(row, x.strides[1], x.unit) + offset(head, x.strides[3], x.unit)
 
 
 @triton.jit
 def program_tile(tiles: tl.tensor, heads: tl.tensor, groups: tl.tensor) -> tl.tensor:
-    """Return this program's tile, head, group of rows and batch; neighbours in time share keys, values and bias."""
+    """Return this program's tile, head, group of rows and batch; concurrent programs share keys, values and bias."""
     program = tl.program_id(0)
     each = groups * heads * tiles
     batch = program // each
@@ -131,7 +134,7 @@ def load_tile(
     x: tl.tuple, batch: tl.tensor, row: tl.tensor, head: tl.tensor, index: tl.tensor, count: tl.tensor,
     WIDTH: tl.constexpr, WHOLE: tl.constexpr = False,
 ) -> tl.tensor:  # fmt: skip
-    """Load vectors [index, WIDTH], of which there are `count` (WHOLE: no index is past them), padded with 0."""
+    """Load vectors [index, WIDTH] with zeros from index `count` on (WHOLE: there are no such indices)."""
     start = vectors_of(x, batch, row, head)
     across = tl.arange(0, padded_width(WIDTH))
     pointers = start + offset(index[:, None], x.strides[2], x.unit) + across[None, :]
@@ -148,7 +151,7 @@ def store_tile(
     x: tl.tuple, batch: tl.tensor, row: tl.tensor, head: tl.tensor, tile: tl.tensor, index: tl.tensor, count: tl.tensor,
     WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store vectors, as `load_tile` loads them."""
+    """Store vectors in the form in which `load_tile` loads them."""
     start = vectors_of(x, batch, row, head)
     across = tl.arange(0, padded_width(WIDTH))
     valid = (across[None, :] < WIDTH) & (index[:, None] < count)
@@ -158,7 +161,7 @@ def store_tile(
 
 @triton.jit
 def bias_of(bias: tl.tuple, batch: tl.tensor, head: tl.tensor) -> tl.tensor:
-    """Return where the bias of one head begins."""
+    """Return the pointer to the bias of one head."""
     return bias.data + (offset(batch, bias.strides[0], bias.unit) + offset(head, bias.strides[1], bias.unit))
 
 
@@ -166,14 +169,14 @@ def bias_of(bias: tl.tuple, batch: tl.tensor, head: tl.tensor) -> tl.tensor:
 def load_bias(
     bias: tl.tuple, start: tl.tensor, i: tl.tensor, j: tl.tensor, queries: tl.tensor, bias_keys: tl.tensor
 ) -> tl.tensor:
-    """Load the bias of queries i and keys j, of which one is a column and the other a row, in fp32."""
+    """Load the bias of queries i and keys j in fp32; one of them is a column and the other a row."""
     valid = (i < queries) & (j < bias_keys)
     return tl.load(start + offset(i, bias.strides[2], bias.unit) + j, mask=valid, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def exp_shifted(s: tl.tensor, shift: tl.tensor, EXACT: tl.constexpr) -> tl.tensor:
-    """Return e^(s - shift) by one fused multiply-add and one exp2; EXACT, for fp32, subtracts before it multiplies."""
+    """Compute e^(s - shift) by a fused multiply-add and an exp2; EXACT, for fp32, subtracts before it multiplies."""
     if EXACT:
         return tl.math.exp2((s - shift) * LOG2E)
     return tl.math.exp2(s * LOG2E - shift * LOG2E)
@@ -181,13 +184,13 @@ def exp_shifted(s: tl.tensor, shift: tl.tensor, EXACT: tl.constexpr) -> tl.tenso
 
 @triton.jit
 def mask_of(mask: tl.tuple, batch: tl.tensor, row: tl.tensor) -> tl.tensor:
-    """Return where the mask of one row begins."""
+    """Return the pointer to the mask of one row."""
     return mask.data + offset(batch, mask.strides[0], mask.unit) + offset(row, mask.strides[1], mask.unit)
 
 
 @triton.jit
 def load_mask(mask: tl.tuple, batch: tl.tensor, row: tl.tensor, j: tl.tensor, keys: tl.tensor) -> tl.tensor:
-    """Return which of the keys j one row attends to."""
+    """Load the mask of one row at keys j."""
     return tl.load(mask_of(mask, batch, row) + j, j < keys, 0) != 0
 
 
@@ -195,7 +198,7 @@ def load_mask(mask: tl.tuple, batch: tl.tensor, row: tl.tensor, j: tl.tensor, ke
 def first_masked_key(
     mask: tl.tuple, batch: tl.tensor, first_row: tl.tensor, rows: tl.tensor, keys: tl.tensor, ROWS: tl.constexpr
 ) -> tl.tensor:
-    """Return the first key that some of the rows masks; `keys` if none does."""
+    """Return the first key that is masked in any of the rows, or `keys` if there is none."""
     firsts = tl.zeros([SCAN], tl.int32) + keys
     for start in range(0, keys, SCAN):
         j = start + tl.arange(0, SCAN)
@@ -206,11 +209,11 @@ def first_masked_key(
     return tl.min(firsts, 0)
 
 
-# A masked logit.  A power of two, so that log2(e) times it is exact: where nothing else counts (all keys are masked, or
-# the others have a bias of -inf), masked keys weigh 1 each.
+# The logit of a masked key.  It is a power of two, so that its product with log2(e) is exact.  If there are no unmasked
+# keys (all are masked, or the others have a bias of -inf), each masked key has weight 1.
 NEVER = tl.constexpr(-(2.0**60))
-# Where the running maximum begins: below every logit that counts, and finite, so that a logit of -inf weighs nothing
-# beside it, and not NaN.  In half precision log2(e) times it must be finite too.
+# The initial running maximum.  It is below every relevant logit, and finite, so that a logit of -inf has weight 0 and
+# not NaN.  In half precision its product with log2(e) must be finite, too.
 LOWEST = tl.constexpr(-(2.0**126))
 LOWEST_FP32 = tl.constexpr(-3.4028234663852886e38)
 
@@ -221,7 +224,7 @@ def _attend(
     i: tl.tensor, where: tl.tuple, sizes: tl.tuple, begin: tl.tensor, end: tl.tensor,
     MASKED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the state, m_i, l_i and acc of each row, after the keys from begin to end.
+    """Return the state, m_i, l_i and acc of each row, after processing the keys from begin to end.
 
     where: batch, first row, head.
     """
@@ -261,7 +264,7 @@ def _forward_tile(
     sizes: tl.tuple, where: tl.tuple,
     WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the output and lse of BLOCK_Q queries; where: the first of them, batch, first row, head."""
+    """Store the output and lse of BLOCK_Q queries; where: first query, batch, first row, head."""
     rows, queries, keys, heads, _ = sizes
     first, batch, first_row, head = where
     i = first + tl.arange(0, BLOCK_Q)
@@ -269,14 +272,14 @@ def _forward_tile(
     q_tiles, m_i, l_i, acc = (), (), (), ()
     LEAST: tl.constexpr = LOWEST_FP32 if k.data.dtype.element_ty == tl.float32 else LOWEST
     for n in tl.static_range(ROWS):
-        row = tl.minimum(first_row + n, rows - 1)  # past the last: as the last, and not stored
+        row = tl.minimum(first_row + n, rows - 1)  # clamped, not stored
         q_tiles = q_tiles + (load_tile(q, batch, row, head, i, queries, WIDTH),)
         m_i = m_i + (tl.full([BLOCK_Q], LEAST, tl.float32),)
         l_i = l_i + (tl.zeros([BLOCK_Q], tl.float32),)
         acc = acc + (tl.zeros([BLOCK_Q, padded_width(WIDTH)], tl.float32),)
 
-    # Up to the first key that is masked, whole tiles need no look at the mask: most often that is all of them.  The
-    # rest goes by half tiles, or it would want more registers than the others have left.
+    # Whole tiles before the first masked key, usually all tiles, do not read the mask.  The remaining ones are half
+    # tiles, because whole tiles with the mask would need too many registers.
     clear = first_masked_key(mask, batch, first_row, rows, keys, ROWS) // BLOCK_K * BLOCK_K
     for masked in tl.static_range(2):
         m_i, l_i, acc = _attend(
@@ -303,9 +306,9 @@ def _attention_forward(
     sizes: tl.tuple,
     WIDTH: tl.constexpr, TAIL_Q: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the output, and the logarithm lse [B, R, h, Q] of each query's sum of weights.
+    """Store the output and lse [B, R, h, Q], the logarithm of each query's sum of weights.
 
-    TAIL_Q: queries of the last tile, where they are that few; else 0.
+    TAIL_Q: the size of a smaller last tile of queries, or 0.
     """
     rows, queries, _, heads, _ = sizes
     tile, head, group, batch = program_tile(tl.cdiv(queries, BLOCK_Q), heads, tl.cdiv(rows, ROWS))
@@ -316,7 +319,7 @@ def _attention_forward(
         _forward_tile(q, k, v, mask, bias, out, lse, sizes, where, WIDTH, BLOCK_Q, BLOCK_K, ROWS)
 
 
-# Half precision uses tensor cores; fp32, exact and without them, wants smaller tiles.  dq's loop has the same shape.
+# fp32 without tensor cores needs smaller tiles than half precision.  The loop of dq has the same shape.
 ROW_TILES = configs(
     "BLOCK_Q BLOCK_K ROWS",
     *((64, 64, rows, 4, stages) for rows in (1, 2) for stages in (2, 3)),
@@ -342,9 +345,9 @@ def _add_dq(
     i: tl.tensor, where: tl.tuple, sizes: tl.tuple, begin: tl.tensor, end: tl.tensor,
     MASKED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return acc (ds k of each row) after the keys from begin to end.
+    """Return acc, ds k of each row, after processing the keys from begin to end.
 
-    own: q, do, lse and delta of each row; where: batch, first row, head.
+    own: q, do, lse and delta of each row.  where: batch, first row, head.
     """
     batch, first_row, head = where
     EXACT: tl.constexpr = k.data.dtype.element_ty == tl.float32
@@ -376,7 +379,7 @@ def _attention_dq(
     lse: tl.tensor, delta: tl.tensor, firsts: tl.tensor, dq: tl.tuple, sizes: tl.tuple,
     WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store dq, and what the other two need: delta [B, R, h, Q]; firsts [B, R], the first masked key of each row."""
+    """Store dq, and for the other two kernels delta [B, R, h, Q] and firsts [B, R], each row's first masked key."""
     rows, queries, keys, heads, _ = sizes
     tile, head, group, batch = program_tile(tl.cdiv(queries, BLOCK_Q), heads, tl.cdiv(rows, ROWS))
     first_row = group * ROWS
@@ -385,7 +388,7 @@ def _attention_dq(
     q_tiles, do_tiles, lse_tiles, deltas, acc = (), (), (), (), ()
     clear = keys
     for n in tl.static_range(ROWS):
-        row = tl.minimum(first_row + n, rows - 1)  # past the last: as the last, and not stored
+        row = tl.minimum(first_row + n, rows - 1)  # clamped, not stored
         limit = tl.where(first_row + n < rows, queries, 0)
         line = (batch.to(tl.int64) * rows + row) * heads + head
         do_tile = load_tile(grad, batch, row, head, i, queries, WIDTH)
@@ -419,7 +422,7 @@ def _attention_dq(
 
 @triton.jit
 def some_fully_masked(lse: tl.tensor, queries: tl.tensor) -> tl.tensor:
-    """Return whether some query of a row weighs masked keys alone."""
+    """Return whether any query of a row attends to masked keys only."""
     most = tl.full([SCAN], float("-inf"), tl.float32)
     for start in range(0, queries, SCAN):
         i = start + tl.arange(0, SCAN)
@@ -433,8 +436,10 @@ def uniform_dv(
     queries: tl.tensor, keys: tl.tensor,
     WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the part of dv of each masked key from queries that weigh a row's masked keys alike, [1, WIDTH]; and how
-    many masked keys there are."""
+    """Compute the contribution to dv [1, WIDTH] of each masked key of a row, and the number of masked keys.
+
+    The contribution is that of queries with uniform weights over the masked keys.
+    """
     hidden = tl.zeros([SCAN], tl.int32)
     for start in range(0, keys, SCAN):
         j = start + tl.arange(0, SCAN)
@@ -455,7 +460,7 @@ def _attention_dkdv(
     delta: tl.tensor, dk: tl.tuple, dv: tl.tuple, sizes: tl.tuple,
     WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store dk and dv of a tile of keys.  Masked keys are computed like others and set right at the end."""
+    """Store dk and dv of a tile of keys.  Masked keys are computed like others and corrected at the end."""
     rows, queries, keys, heads, bias_keys = sizes
     tile, head, group, batch = program_tile(tl.cdiv(keys, BLOCK_K), heads, tl.cdiv(rows, ROWS))
     first_row = group * ROWS
@@ -464,7 +469,7 @@ def _attention_dkdv(
     EXACT: tl.constexpr = k.data.dtype.element_ty == tl.float32
     k_tiles, v_tiles, dk_acc, dv_acc = (), (), (), ()
     for n in tl.static_range(ROWS):
-        row = tl.minimum(first_row + n, rows - 1)  # past the last: as the last, and not stored
+        row = tl.minimum(first_row + n, rows - 1)  # clamped, not stored
         k_tiles = k_tiles + (load_tile(k, batch, row, head, j, keys, WIDTH),)
         v_tiles = v_tiles + (load_tile(v, batch, row, head, j, keys, WIDTH),)
         dk_acc = dk_acc + (tl.zeros([BLOCK_K, padded_width(WIDTH)], tl.float32),)
@@ -512,7 +517,7 @@ def _attention_dbias(
     delta: tl.tensor, firsts: tl.tensor, dbias: tl.tuple, sizes: tl.tuple, slab: tl.tensor, batches: tl.tensor,
     WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the gradient of the bias over the rows of one slab, `slab` of them: dbias [slabs, B, h, Q, K]."""
+    """Store the gradient of the bias over the `slab` rows of one slab: dbias [slabs, B, h, Q, K]."""
     rows, queries, keys, heads, bias_keys = sizes
     program = tl.program_id(0)
     across, down = tl.cdiv(keys, BLOCK_K), tl.cdiv(queries, BLOCK_Q)
@@ -572,13 +577,14 @@ DBIAS = register_by_precision(
 )
 
 
-LONGEST = 384  # queries, and keys, of a row
-NEAR = 2**31  # numbers between the vectors of a row, at most: their offsets have 32 bits
+LONGEST = 384  # most queries or keys
+# Offsets between the vectors of a row have 32 bits.
+NEAR = 2**31
 
 
 @triton.jit
 def _near(x: tl.tuple, start: tl.tensor, index: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
-    """Return pointers to the vectors of one head of one row, by offsets of 32 bits: half the registers."""
+    """Return pointers to the vectors of one head of one row, with 32-bit offsets, which take half the registers."""
     return start + (index[:, None] * (x.strides[2] * x.unit) + tl.arange(0, padded_width(WIDTH))[None, :])
 
 
@@ -616,9 +622,9 @@ def _short_tile(
     where: tl.tuple, hidden_dv: tl.tuple, sizes: tl.tuple,
     WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store dk and dv of BLOCK_K keys from `first` on, and add to dq of all queries what they make of it.
+    """Store dk and dv of BLOCK_K keys from `first` on, and add their contributions to dq of all queries.
 
-    tensors, starts, where: as `_attention_short` has them; hidden_dv: dv of masked keys, and what is added to others.
+    tensors, starts, where: those of `_attention_short`.  hidden_dv: dv of masked keys, and the summand of other keys.
     """
     grad, q, k, v, mask, lse, delta, dq, dk, dv = tensors
     grad_start, q_start = starts
@@ -650,12 +656,13 @@ def _short_tile(
         ds = (p * (dp - d[None, :])).to(k_tile.dtype)
         dk_tile = tl.dot(ds, q_tile, acc=dk_tile)
         dq_tile = tl.dot(tl.trans(ds), k_tile)
-        limit = tl.where(first + BLOCK_K < keys, 0, queries)  # dq is whole after the last tile of keys
+        # dq is complete after the last tile of keys.
+        limit = tl.where(first + BLOCK_K < keys, 0, queries)
         if partial is not None:
             at = line * WIDE + i[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
             known = (i < queries)[:, None]
             dq_tile += tl.load(partial + at, mask=known & (first > 0), other=0.0)
-            # not a block & a scalar: of that Triton's interpreter makes integers, which its 3.9 refuses as a mask
+            # Not block & scalar: Triton's interpreter turns that into integers, which Triton 3.9 rejects as a mask.
             tl.store(partial + at, dq_tile, mask=(i >= limit)[:, None] & known)
         _store_near(dq, vectors_of(dq, batch, row, head), dq_tile * WIDTH**-0.5, i, limit, WIDTH)
     dv_tile = tl.where(attended, dv_tile + spoiled, alike)
@@ -670,10 +677,10 @@ def _attention_short(
     sizes: tl.tuple,
     WIDTH: tl.constexpr, TAIL_K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store dq, dk and dv of one head of one row; and delta and, unless it is None, firsts as `_attention_dq` does.
+    """Store dq, dk, dv and delta of one head of one row, and firsts, unless it is None, like `_attention_dq`.
 
-    partial [programs, Q, padded WIDTH], in fp32: for dq, where there are several tiles of keys; else None.
-    TAIL_K: keys of the last tile, where they are that few; else 0.
+    partial [programs, Q, padded WIDTH]: accumulators of dq in fp32, or None if there is a single tile of keys.
+    TAIL_K: the size of a smaller last tile of keys, or 0.
     """
     rows, queries, keys, heads, _ = sizes
     _, head, row, batch = program_tile(1, heads, rows)
@@ -688,8 +695,10 @@ def _attention_short(
     bias_start = bias_of(bias, batch, head) if bias is not None else None
     grad_start, q_start = vectors_of(grad, batch, row, head), vectors_of(q, batch, row, head)
     _store_deltas(grad, grad_start, out, vectors_of(out, batch, row, head), delta, queries, WIDTH, BLOCK_Q)
-    alike = tl.zeros([1, WIDE], tl.float32)  # dv of masked keys: from queries that attend to nothing else
-    spoiled = 0.0  # NaN where such a query has no masked key either
+    # dv of masked keys, from queries that attend to masked keys only.
+    alike = tl.zeros([1, WIDE], tl.float32)
+    # NaN if such a query has no masked keys either.
+    spoiled = 0.0
     if some_fully_masked(lse, queries):
         alike, hidden = uniform_dv(grad, lse, mask, batch, row, head, queries, keys, WIDTH, BLOCK_Q)
         spoiled = tl.where(hidden == 0, float("nan"), 0.0)
@@ -700,7 +709,8 @@ def _attention_short(
     for first in range(0, whole, BLOCK_K):
         _short_tile(first, tensors, bias, bias_start, partial, starts, where, hidden_dv, sizes, WIDTH, BLOCK_Q, BLOCK_K)
     if TAIL_K > 0:
-        tl.debug_barrier()  # the parts of dq of a smaller tile may lie with other threads
+        # In a smaller tile, other threads may own the elements of dq.
+        tl.debug_barrier()
         _short_tile(whole, tensors, bias, bias_start, partial, starts, where, hidden_dv, sizes, WIDTH, BLOCK_Q, TAIL_K)
 
 
@@ -716,15 +726,16 @@ SHORT = register(
 
 
 def serves_short(vectors: Iterable[Tensor], bias: Tensor | None) -> bool:
-    """Return whether the kernel is for vectors [B, R, Q or K, h, d]: short ones of 16 bits, for tensor cores."""
+    """Return whether the kernel for short rows supports vectors [B, R, Q or K, h, d]: short, and of 16 bits."""
     return all(
         t.element_size() == 2 and t.shape[2] <= LONGEST and t.shape[2] * t.stride(2) < NEAR for t in vectors
     ) and (bias is None or bias.shape[2] * bias.stride(2) < NEAR)
 
 
-WARPS = 8  # of the gradient of the bias that a core runs at once: its tiles take most of the registers
-LEAST = 16  # queries, or keys, of a tile
-MAX_SLABS = 16  # of rows whose gradients of the bias are summed apart
+# Warps of the bias gradient that a core runs at the same time. Its tiles take most of the registers.
+WARPS = 8
+LEAST = 16  # fewest queries or keys per tile
+MAX_SLABS = 16  # slabs of rows with separate bias gradients
 
 
 def attention(t: Operands) -> tuple[Tensor, Tensor]:
@@ -735,7 +746,7 @@ def attention(t: Operands) -> tuple[Tensor, Tensor]:
 
 
 def _forward(t: Operands) -> None:
-    """Write the output of attention, [B, R, Q, h, d], and its logarithms [B, R, h, Q]."""
+    """Write the output of attention, [B, R, Q, h, d], and lse [B, R, h, Q]."""
     vectors = {"q": t.q, "k": t.k, "v": t.v, "out": t.out}
     call = _Call(vectors, t.mask, t.bias)
     kernel = call.tiled(FORWARD)
@@ -758,8 +769,10 @@ def attention_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _backward(t: Operands) -> Tensor | None:
-    """Write the gradients of attention into dq, dk, dv, stride 1 along the width; and into dbias [B, h, Q, K], if that
-    is wanted, or return the slabs [slabs, B, h, Q, K] of which it is the sum, where dbias is None or there are several.
+    """Write the gradients of attention to dq, dk and dv, with stride 1 along the width, and to dbias [B, h, Q, K].
+
+    dbias is computed if it is needed.  If dbias is None or there are several slabs, return the slabs [slabs, B, h, Q,
+    K], whose sum is the gradient.
     """
     vectors = {name: getattr(t, name) for name in ("grad", "q", "k", "v", "out", "dq", "dk", "dv")}
     call = _Call(vectors, t.mask, t.bias)
@@ -769,17 +782,17 @@ def _backward(t: Operands) -> Tensor | None:
 
 
 def least_tail(length: int, block: int, x: Tensor) -> int:
-    """Return how long a last tile of its own is, the shortest that tensor cores take; 0 where the last is as others."""
+    """Return the length of a smaller last tile, the shortest for tensor cores; 0 if the last is like the others."""
     return LEAST if x.element_size() == 2 and block < length and 0 < length % block <= LEAST < block else 0
 
 
 @functools.cache
 def slabs_for(rows: int, tiles: int, programs: int) -> tuple[int, int]:
-    """Return how many rows a slab of the bias's gradient has, and how many slabs there are.
+    """Choose the number of rows per slab of the bias gradient, and the number of slabs.
 
-    tiles: programs of one slab; programs: that run at once.  The slabs take as many turns as there are waves of
-    programs, each of all rows of a slab; the last wave should be full.  In the time in which a program is done with a
-    row, memory takes or gives back some twenty tiles: what each slab beside the first costs.
+    tiles: programs per slab.  programs: programs that run at the same time.  The time is that of the waves of programs,
+    each of which processes all rows of a slab, so the last wave should be full.  Each slab after the first costs a
+    write and a read of its tiles: memory moves some twenty tiles in the time that a program needs for a row.
     """
     most = max(1, min(MAX_SLABS, rows // 4))
 
@@ -792,9 +805,9 @@ def slabs_for(rows: int, tiles: int, programs: int) -> tuple[int, int]:
 
 
 class _Call:
-    """The arguments that the kernels of one call share.
+    """The arguments that the kernels of a call share.
 
-    vectors: by name all that lies as q does, [B, R, Q or K, h, d]; mask [B, R, K]; bias [B, h, Q, K].
+    vectors: all tensors with the axes of q, [B, R, Q or K, h, d], by name.  mask: [B, R, K].  bias: [B, h, Q, K].
     """
 
     def __init__(self, vectors: dict[str, Tensor], mask: Tensor, bias: Tensor | None) -> None:
@@ -812,23 +825,23 @@ class _Call:
         }
 
     def tiled(self, kernel: ByPrecision) -> TiledKernel:
-        """Return a kernel with its configuration for these sizes."""
+        """Return a kernel with its configuration for the sizes of the call."""
         return kernel.tiled(self.key, self.q)
 
     @property
     def key(self) -> Key:
-        """What the configurations of the kernels depend on: width, 2 with a bias, queries, keys."""
+        """The key of the configurations: width, 2 with a bias (otherwise 1), queries, keys."""
         biased = 1 if self.arguments["bias"] is None else 2
         return self.q.shape[-1], biased, self.sizes.queries, self.sizes.keys
 
     def row_grid(self, kernel: TiledKernel, block: str) -> tuple[int]:
-        """Return the grid of a kernel whose programs each own a block of queries or keys, of some rows."""
+        """Return the grid of a kernel whose programs each own a block of queries or keys of some rows."""
         length = self.sizes.queries if block == "BLOCK_Q" else self.sizes.keys
         groups = cdiv(self.sizes.rows, kernel["ROWS"])
         return (cdiv(length, kernel[block]) * self.sizes.heads * groups * self.batches,)
 
     def run_long(self, lse: Tensor, bias_wanted: bool) -> dict[str, Any]:
-        """Compute the gradients of rows of any length but for that of the bias; return what that one reads too."""
+        """Compute all gradients except the bias's for rows of any length, and return the tensors that it needs."""
         delta, firsts = self._between(lse)
         rest = dict(self.arguments)
         out, dq, dk, dv = (rest.pop(name) for name in ("out", "dq", "dk", "dv"))
@@ -840,7 +853,7 @@ class _Call:
         return {"lse": lse, "delta": delta, "firsts": firsts}
 
     def run_short(self, lse: Tensor, bias_wanted: bool) -> dict[str, Any]:
-        """Compute those of rows that `attention_short` serves."""
+        """Compute all gradients except the bias's for rows that `attention_short` supports."""
         delta, firsts = self._between(lse)
         kernel, sizes, wide = SHORT.tiled(self.key, self.q), self.sizes, padded_width(self.q.shape[-1])
         several = sizes.keys > kernel["BLOCK_K"]
@@ -856,11 +869,11 @@ class _Call:
         return {"lse": lse, "delta": delta, "firsts": firsts}
 
     def _between(self, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Allocate what one kernel leaves for the others: delta and firsts."""
+        """Allocate delta and firsts, which one kernel writes for the others."""
         return lse.new_empty(lse.shape), lse.new_empty(lse.shape[:2], dtype=torch.int32)
 
     def run_bias(self, dbias: Tensor | None, **between: Tensor) -> Tensor | None:
-        """Compute the gradient of the bias, as `_backward` returns it."""
+        """Compute the gradient of the bias and return it as `_backward` does."""
         sizes, batches = self.sizes, self.batches
         kernel = self.tiled(DBIAS)
         blocks = cdiv(sizes.queries, kernel["BLOCK_Q"]) * cdiv(sizes.keys, kernel["BLOCK_K"])
@@ -880,44 +893,44 @@ def _width_innermost(t: Tensor) -> bool:
 
 
 def strided(vectors: dict[str, Tensor]) -> dict[str, Strided]:
-    """Return tensors [B, R, Q or K, h, d] as the kernels take them: copied where their last axis has not stride 1."""
+    """Make kernel arguments from tensors [B, R, Q or K, h, d], with a copy if the last axis does not have stride 1."""
     given = {name: t if _width_innermost(t) else t.contiguous() for name, t in vectors.items()}
     is_half = all(t.element_size() == 2 for t in given.values())
     layouts = _layouts(tuple([(t.shape, t.stride()) for t in given.values()]), is_half)
     return {name: Strided(t, *layout) for (name, t), layout in zip(given.items(), layouts)}
 
 
-@functools.lru_cache(maxsize=4096)  # as in positions.py
+@functools.lru_cache(maxsize=4096)
 def _layouts(tensors: tuple[tuple[Shape, Shape], ...], is_half: bool) -> list[tuple[Shape, Any]]:
-    """Return strides and unit of each tensor, given by shape and strides.
+    """Compute the strides and the unit of each tensor from shapes and strides.
 
-    One unit for all: with one for each, dk and dv of heads 64 wide want more registers than sm_80 has.  In 16 bits,
-    strides that 16 divides are not divided, as by `strided_by_length`: rows and columns of all lengths are then of one
-    kind.  In fp32 this would spill registers.
+    All tensors share one unit, because with separate units dk and dv of heads of width 64 need more registers than
+    sm_80 has.  For 16 bits, multiples of 16 are not divided, as in `strided_by_length`, so that one variant serves rows
+    and columns of all lengths.  In fp32 this would spill registers.
     """
     strides = [_strides(*each) for each in tensors]
     unit = math.gcd(16, *(stride for each in strides for stride in each))
     unit = 1 if unit == 16 and is_half else unit
-    return [(found.strides, found.unit) for found in (Strided.of(None, each, unit) for each in strides)]
+    return [(t.strides, t.unit) for t in (Strided.of(None, each, unit) for each in strides)]
 
 
 def _strides(shape: Shape, strides: Shape) -> Shape:
-    """Return the strides of all axes but the last; 0 along axes of one element, whose strides mean nothing."""
+    """Return the strides of all axes except the last, with 0 for axes of size 1, whose strides are arbitrary."""
     return tuple([0 if size == 1 else stride for size, stride in zip(shape[:-1], strides[:-1])])
 
 
 def strided_mask(mask: Tensor) -> Strided:
-    """Return a mask [B, R, K] as the kernels take it: of numbers that Triton can load and compare."""
+    """Make the kernel argument for a mask [B, R, K], with bool as uint8, which Triton can load and compare."""
     mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     mask = mask if mask.stride(-1) == 1 else mask.contiguous()
     return Strided.of(mask, mask.stride()[:2], 1)
 
 
 def _strided_bias(bias: Tensor) -> Strided:
-    """Return a bias [B, h, Q, K] as the kernels take it: keys to where loads of 16 bytes end.
+    """Make the kernel argument for a bias [B, h, Q, K], with rows padded to full 16-byte loads.
 
-    One that does not lie so is laid out anew: of all that is read here it is the smallest.  What lies in the padding is
-    never used.
+    If its memory does not allow this, the bias, which is the smallest of the operands, is copied.  The padding is never
+    used.
     """
     shared = bias.stride(0) == 0
     bias = bias[:1] if shared else bias

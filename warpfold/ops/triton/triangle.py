@@ -1,45 +1,48 @@
-"""Triangle multiplication on a GPU: in 16 bits two kernels and a product forward, four and two products backward.
+"""Triangle multiplication on a GPU, for 16 bits.
 
-Positions are counted along rows that are padded as those of the planes are, so that 16 bytes of a plane are one channel
-of neighbouring positions.  Tiles [positions, channels] are read and written along the channels in x, along the
-positions in a plane, and change hands in shared memory on the way.
+The forward pass consists of two kernels and a product, the backward pass of four kernels and two products.
 
-Rows of the joined weight make a, a's gate, b, b's gate and the product's gate; FUSED (AlphaFold 2.3) they make a, b,
-a's gate, b's gate and the product's.
+Positions are counted along rows with the padding of the planes, so that 16 bytes of a plane hold one channel of
+adjacent positions.  Tiles [positions, channels] of x are read and written along the channels, tiles of a plane along
+the positions.  They are transposed in shared memory.
 
-Forward there are kernels of the factors and of what follows their product; backward of the gradients of the product, of
-the operand and of norms, and of the two weights and their biases.  Of the latter, each program owns some channels and
-runs over a span of positions; for those of a factor it makes the projections again.
-What it adds up lies in partials, a row for each span: of the rows of the joined weight that make the factors, and of
-their biases; of those that make the product's gate, and of their biases, then of the output's weight and of its bias.
+The joined weight has the rows of a, a's gate, b, b's gate and the product's gate; with FUSED (AlphaFold 2.3) it has the
+rows of a, b, a's gate, b's gate and the product's gate.
 
-A plane is [*, h, n, n], channels in front, its rows padded to whole sectors of memory, so that any n is read in wide
-words and multiplied by the quick products of the vendor's library, which want rows of 16 bytes.
+Forward kernels compute the factors, and the output from their product.  Backward kernels compute the gradients of the
+product, of x with the norms, and of the two weights with their biases.  A program of the weights' kernels owns some
+channels and iterates over a span of positions; for the weight of the factors it recomputes the projections.
+Its partial sums have a row for each span.  They belong to the rows of the joined weight for the factors and their
+biases, or to the rows for the product's gate, their biases, the output's weight and its bias.
 
-What is read and written, in tensors the size of x (T: 16.8 MB for 256 residues, 128 channels, bf16), and the products
-of matrices in GFLOP there:
+A plane is [*, h, n, n] with the channels in front.  Its rows are padded to full memory sectors, so that any n is read
+in wide words, and multiplied by the fast cuBLAS products, which need rows of 16 bytes.
+
+Memory traffic, in tensors of the size of x (T: 16.8 MB for 256 residues, 128 channels, bf16), and matrix products in
+GFLOP:
 
     forward   factors: x -> a, b                                            3 T    8.6
               product: a, b -> product                                      3 T    4.3
-              out: x, product -> y (the gate's logits are made again:
-                  x is read for the residual anyway)                        3 T    4.3
+              out: x, product -> y (the gate's logits are recomputed,
+                  since x is read for the residual anyway)                  3 T    4.3
     backward  out: grad, x, product -> dproduct, dprojected, dgate          6 T    6.4
               products: dproduct, b -> da; a, dproduct -> db                6 T    8.6
               out's weights: x, product, dprojected, dgate                  4 T    4.3
               factors' weights: x, da, db                                   3 T   17.2
               factors: grad, x, da, db, dgate -> dx                         6 T   19.3
 
-Forward 9 T (151 MB), backward 25 T (419 MB) and 2 T of partial sums; programs that run at a time share x in the second
-cache.  A model and not measured, for an H100 of 3 TB/s and 600 TFLOP/s in products: 50 us forward (its products 29),
-150 us backward (its products 93).  As operations one after another (norm_linear, two of triangle_factor, the product,
-norm_linear, gate, dropout, the residual) the layer moved 25 T forward: 140 us.
+This is 9 T (151 MB) forward and 25 T (419 MB) backward, plus 2 T of partial sums; concurrent programs share x in the L2
+cache.  Modelled, not measured, for an H100 with 3 TB/s and 600 TFLOP/s in products: 50 us forward (products: 29), 150
+us backward (products: 93).  As separate operations (norm_linear, two of triangle_factor, the product, norm_linear,
+gate, dropout, residual) the layer moved 25 T forward: 140 us.
 
-The gradients of a's and b's projections (4 T, written once and read twice, 70 us) are never in memory: the two kernels
-that want them make the projections again, 8.6 GFLOP or 14 us each.  a, b and their product are kept (3 T): to make a
-and b again would cost 3 T and 8.6 GFLOP more, some 20 us of 200.  Whoever lacks the memory recomputes the whole layer.
+The gradients of the projections of a and b (4 T, written once and read twice, 70 us) never exist in memory.  The two
+kernels that need them recompute the projections, at 8.6 GFLOP or 14 us each.  a, b and their product are saved (3 T).
+Recomputing a and b would cost 3 T and 8.6 GFLOP more, some 20 us of 200.  Plans with less memory recompute the whole
+layer.
 
-A slice brings x and all of b: then the same kernels make a alone, and the gradient of b is that of an operand.  One
-factor alone (`triangle_factor`) is the first kernel, and the last two of the backward pass.
+For a slice, x and the whole b are given.  Then the same kernels compute a only, and the gradient of b is that of an
+operand.  A single factor (`triangle_factor`) uses the first kernel, and the last two of the backward pass.
 """
 
 import functools
@@ -86,7 +89,7 @@ from warpfold.ops.triton.positions import (
 
 @triton.jit
 def present_of(m: tl.tensor, axes: tl.tuple, n: tl.tensor, PADDED: tl.constexpr) -> tl.tensor:
-    """Return which of these positions there are: not those past the last, nor those that pad a row of n."""
+    """Return the mask of real positions: neither after the last, nor in the padding of a row of n."""
     present = m < axes.positions
     if PADDED:
         present = present & (m % axes.inner < n)
@@ -95,7 +98,7 @@ def present_of(m: tl.tensor, axes: tl.tuple, n: tl.tensor, PADDED: tl.constexpr)
 
 @triton.jit
 def in_memory(m: tl.tensor, c: tl.tensor, axes: tl.tuple, C: tl.constexpr) -> tl.tensor:
-    """Return which elements of a plane there is memory for, also those that pad its rows: so words of it are wide."""
+    """Return the mask of elements in the memory of a plane, including the padding of rows, for wide words."""
     return (m < axes.positions)[:, None] & (c < C)[None, :]
 
 
@@ -105,10 +108,10 @@ def load_normed(
     at: tl.tensor, m: tl.tensor, present: tl.tensor, axes: tl.tuple,
     C: tl.constexpr, BLOCK_C: tl.constexpr, AGAIN: tl.constexpr = False,
 ) -> tl.tuple:  # fmt: skip
-    """Return the normalised channels of positions [m, c], in fp32 before weight and bias, in the dtype of x after them.
+    """Load and normalise the channels of positions [m, c]: fp32 without weight and bias, and the dtype of x with them.
 
-    at: where the statistics of these positions lie.  readable: which elements of x may be read.  AGAIN: they were read
-    before, and are not to be held in registers meanwhile: so that the compiler does not, the loads are of another kind.
+    at: the offsets of the statistics.  readable: the mask of elements of x that may be read.  AGAIN: x was read before,
+    and must not stay in registers since; a different kind of load prevents the compiler from keeping it there.
     """
     c = tl.arange(0, BLOCK_C)
     once: tl.constexpr = "evict_first" if AGAIN else ""
@@ -125,7 +128,7 @@ def rows_of(
     weight: tl.tensor, first: tl.tensor, o: tl.tensor, c: tl.tensor,
     dtype: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Load rows first + o of a weight [., C], of those with o < ROWS, transposed: [c, o]."""
+    """Load rows first + o, where o < ROWS, of a weight [., C], transposed: [c, o]."""
     known = (c < C)[:, None] & (o < ROWS)[None, :]
     return tl.load(weight + first * C + o[None, :] * C + c[:, None], mask=known, other=0).to(dtype)
 
@@ -135,7 +138,7 @@ def biased(
     y: tl.tensor, bias: tl.tensor, first: tl.tensor, o: tl.tensor,
     ROWS: tl.constexpr, BIASED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return y [m, o] with elements first + o of a bias, which BIASED outputs have."""
+    """Add elements first + o of a bias to y [m, o]; BIASED outputs have a bias."""
     if bias is not None:
         known = (o < ROWS) & (first + o < BIASED)
         return y + tl.load(bias + first + o, mask=known, other=0).to(tl.float32)[None, :]
@@ -148,9 +151,9 @@ def norm_backward(
     dn: tl.tensor, x_hat: tl.tensor, norm_weight: tl.tensor, r: tl.tensor, partials: tl.tensor,
     C: tl.constexpr, BLOCK_C: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the gradient of what was normalised, given that of the result; store this program's part of the norm's.
+    """Compute the gradient of the input of a norm from that of its result, and store this program's partials.
 
-    partials: [programs, 2 C], of the norm's weight and of its bias.
+    partials: [programs, 2 C], for the norm's weight and its bias.
     """
     c = tl.arange(0, BLOCK_C)
     mine = partials + tl.program_id(0).to(tl.int64) * (2 * C) + c
@@ -168,7 +171,7 @@ def _store_factor(
     VALUES: tl.constexpr, GATES: tl.constexpr, C: tl.constexpr, HIDDEN: tl.constexpr, BIASED: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_O: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store a factor; the rows of the weight that make it begin at VALUES, those that make its gate at GATES."""
+    """Store a factor; its rows of the weight start at VALUES, those of its gate at GATES."""
     c = tl.arange(0, BLOCK_C)
     for start in range(0, HIDDEN, BLOCK_O):
         o = start + tl.arange(0, BLOCK_O)
@@ -176,7 +179,7 @@ def _store_factor(
         g = tl.dot(n1, rows_of(weight, GATES, o, c, n1.dtype, HIDDEN, C))
         y = biased(y, bias, VALUES, o, HIDDEN, BIASED)
         y = y * tl.sigmoid(biased(g, bias, GATES, o, HIDDEN, BIASED)) * kept[:, None]
-        # What pads a row of the plane is written too.
+        # The padding of the plane's rows is written, too.
         tl.store(pointers(plane, m, o, axes), y.to(plane.data.dtype.element_ty), mask=in_memory(m, o, axes, HIDDEN))
 
 
@@ -187,7 +190,7 @@ def _factors_forward(
     C: tl.constexpr, HIDDEN: tl.constexpr, BIASED: tl.constexpr, FUSED: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the factors and the statistics of x: all channels of BLOCK_M positions.  a, b: None for one not wanted."""
+    """Store the factors and the statistics of x: all channels of BLOCK_M positions.  a or b may be None."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.arange(0, BLOCK_C)
     present = present_of(m, axes, n, PADDED)
@@ -219,7 +222,7 @@ def _out_forward(
 ) -> None:  # fmt: skip
     """Store y = x + factors * (linear(norm(product)) * sigmoid(gate of x)), and the statistics of the product.
 
-    RESIDUAL: with x, or without it.
+    RESIDUAL: whether x is added.
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     c, h = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_H)
@@ -227,7 +230,8 @@ def _out_forward(
     known = present[:, None] & (h < HIDDEN)[None, :]
     v = tl.load(pointers(product, m, h, axes), mask=in_memory(m, h, axes, HIDDEN), other=0).to(tl.float32)
     if PADDED:
-        v = tl.where(known, v, 0.0)  # nobody wrote what pads the product's rows
+        # The padding of the product's rows is uninitialised.
+        v = tl.where(known, v, 0.0)
     d, mu, r = statistics(v, known, eps, HIDDEN)
     w = tl.load(out_norm_weight + h, mask=h < HIDDEN, other=0).to(tl.float32)
     n2 = shifted(d * r[:, None] * w[None, :], out_norm_bias, h, HIDDEN).to(x.data.dtype.element_ty)
@@ -255,7 +259,7 @@ _FORWARD = configs(
     "BLOCK_M BLOCK_O",
     *((64, o, w, s) for o in (32, 64) for w in (4, 8) for s in (2, 3)),
     *((128, o, 8, s) for o in (32, 64) for s in (2, 3)),
-    (64, 16, 8, 2),  # of 256 channels
+    (64, 16, 8, 2),  # 256 channels
 )
 FACTORS = register("triangle_factors", _factors_forward, _FORWARD)
 OUT = register("triangle_out", _out_forward, _FORWARD)
@@ -271,8 +275,7 @@ def _out_backward(
     C: tl.constexpr, HIDDEN: tl.constexpr, BIASED: tl.constexpr, PADDED: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the gradients of the product, of what it is projected to and of its gate's logits; and partials of the
-    second norm's."""
+    """Store the gradients of the product, its projection and its gate's logits, and partials of the second norm."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     c, h = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_H)
     present = present_of(m, axes, n, PADDED)
@@ -317,14 +320,16 @@ def of_factor(
     bias: tl.tensor, values: tl.tensor, gates: tl.tensor, m: tl.tensor, o: tl.tensor, axes: tl.tuple,
     HIDDEN: tl.constexpr, BIASED: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """Return the gradients of a factor's projection and of its gate's logits, [m, o] in the dtype of n1.
+    """Compute the gradients of a factor's projection and of its gate's logits, [m, o] in the dtype of n1.
 
-    plane: where the factor's gradient begins, with the strides of `like`.  value_rows, gate_rows [c, o]: the rows of
-    the weight that make these channels, transposed; the first of their kind stand at `values` and `gates`.
+    plane: the start of the factor's gradient, which has the strides of `like`.  value_rows, gate_rows [c, o]: the
+    transposed rows of the weight for these channels; the first rows for the factor and its gate are `values` and
+    `gates`.
     """
     at = offsets(like, m, axes)[:, None] + (o.to(tl.int64) * like.strides[3])[None, :]
     d = tl.load(plane + at, mask=in_memory(m, o, axes, HIDDEN), other=0).to(tl.float32)
-    d = tl.where((kept != 0)[:, None], d * kept[:, None], 0.0)  # nobody wrote what pads the rows
+    # The padding of the rows is uninitialised.
+    d = tl.where((kept != 0)[:, None], d * kept[:, None], 0.0)
     y = biased(tl.dot(n1, value_rows), bias, values, o, HIDDEN, BIASED)
     gate_values = tl.sigmoid(biased(tl.dot(n1, gate_rows), bias, gates, o, HIDDEN, BIASED))
     dy = d * gate_values
@@ -338,7 +343,7 @@ def _add_factor(
     VALUES: tl.constexpr, GATES: tl.constexpr, C: tl.constexpr, HIDDEN: tl.constexpr, BIASED: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_O: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return dn, and what a factor adds to it: the gradient of the normalised x."""
+    """Add the contribution of a factor to dn, the gradient of the normalised x."""
     c = tl.arange(0, BLOCK_C)
     for start in range(0, HIDDEN, BLOCK_O):
         o = start + tl.arange(0, BLOCK_O)
@@ -361,9 +366,9 @@ def _factors_backward(
     RESIDUAL: tl.constexpr, FACTORS: tl.constexpr, FIRST: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store dx, with the gradient of the residual if there is one; and partials of the first norm's.
+    """Store dx, including the gradient of the residual if there is one, and partials of the first norm.
 
-    dfactors: the gradient of a (FIRST = 0) or b (1) and, `apart` elements on, that of b where there are two FACTORS.
+    dfactors: the gradient of a (FIRST = 0) or b (1), and `apart` elements later that of b if there are two FACTORS.
     dgate: the gradient of the gate's logits, or None if there is no product.
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -405,7 +410,7 @@ _BACKWARD = configs(
     "BLOCK_M BLOCK_O",
     *((m, o, 4, 2) for m in (32, 64) for o in (16, 32)),
     *((m, o, 8, s) for m in (64, 128) for o in (32, 64) for s in (2, 3)),
-    (32, 16, 8, 2),  # of 256 channels
+    (32, 16, 8, 2),  # 256 channels
 )
 OUT_BACKWARD = register("triangle_out_backward", _out_backward, _BACKWARD)
 FACTORS_BACKWARD = register("triangle_factors_backward", _factors_backward, _BACKWARD)
@@ -413,7 +418,7 @@ FACTORS_BACKWARD = register("triangle_factors_backward", _factors_backward, _BAC
 
 @triton.jit
 def _span(axes: tl.tuple, BLOCK_M: tl.constexpr) -> tl.tuple:
-    """Return the first position of this program's span, and the first that is past it."""
+    """Return the first position of this program's span, and the first position after it."""
     each = tl.cdiv(tl.cdiv(axes.positions, BLOCK_M), tl.num_programs(1)) * BLOCK_M
     first = tl.program_id(1) * each
     return first, min(axes.positions, first + each)
@@ -427,9 +432,9 @@ def _factors_weight(
     C: tl.constexpr, HIDDEN: tl.constexpr, BIASED: tl.constexpr, FUSED: tl.constexpr, PADDED: tl.constexpr,
     FIRST: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store what a span adds to the gradients of BLOCK_O channels of a factor and of their gates.
+    """Store a span's partial gradients of the weight for BLOCK_O channels of a factor and their gates.
 
-    dfactors: as of `_factors_backward`.
+    dfactors: see `_factors_backward`.
     """
     CHUNKS: tl.constexpr = (HIDDEN + BLOCK_O - 1) // BLOCK_O
     half = FIRST + tl.program_id(0) // CHUNKS  # of a, or of b
@@ -457,10 +462,11 @@ def _factors_weight(
         valid = present[:, None] & (c < C)[None, :]
         _, n1 = load_normed(x, valid, norm_weight, norm_bias, mean.data, rstd, at, m, present, axes, C, BLOCK_C)
         kept = tl.load(mask.data + offsets(mask, m, axes), mask=present, other=0).to(tl.float32)
-        # Channels along the rows here, as they lie in a plane: so n1 is an operand from shared memory alone.
+        # Tiles have the channels along the rows, as planes have, so that only shared memory holds n1 as an operand.
         there = (m < axes.positions)[None, :] & (o < HIDDEN)[:, None]
         d = tl.load(plane + offsets(dfactors, m, axes)[None, :], mask=there, other=0).to(tl.float32)
-        d = tl.where((kept != 0)[None, :], d * kept[None, :], 0.0)  # nobody wrote what pads the rows
+        # The padding of the rows is uninitialised.
+        d = tl.where((kept != 0)[None, :], d * kept[None, :], 0.0)
         turned = tl.trans(n1)
         y = tl.dot(value_rows, turned) + value_bias[:, None]
         gate_values = tl.sigmoid(tl.dot(gate_rows, turned) + gate_bias[:, None])
@@ -491,7 +497,7 @@ def _out_weight(
     C: tl.constexpr, HIDDEN: tl.constexpr, BIASED: tl.constexpr, PADDED: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store what a span adds to the gradients of BLOCK_O channels of the output and of their gates."""
+    """Store a span's partial gradients of the weights for BLOCK_O channels of the output and their gates."""
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     c, h = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_H)
     dgates = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
@@ -532,16 +538,18 @@ _WEIGHTS = configs(
     "BLOCK_M BLOCK_O",
     *((m, o, 4, 2) for m in (32, 64) for o in (16, 32)),
     *((m, o, 8, s) for m in (32, 64, 128) for o in (32, 64) for s in (2, 3)),
-    (32, 16, 8, 2),  # of 256 channels
+    (32, 16, 8, 2),  # 256 channels
     *((64, 64, 4, 2), (32, 128, 8, 2), (32, 128, 8, 3)),  # for wgmma, whose tiles have 64 rows: BLOCK_O of a product
 )
 FACTORS_WEIGHT = register("triangle_factors_weight", _factors_weight, _WEIGHTS)
 OUT_WEIGHT = register("triangle_out_weight", _out_weight, _WEIGHTS)
 
 
-PROGRAMS = 256  # of four warps, of a weight's gradient, where there are positions enough: two on a core of a large GPU
+# Programs of four warps for a weight's gradient, if there are enough positions: two per core of a large GPU.
+PROGRAMS = 256
 STATISTICS = "mean", "scale", "out_mean", "out_scale"
-OPTIONAL = "factors", "a", "b", "grad", "dgate"  # arguments of kernels that may be None
+# The arguments of kernels that may be None.
+OPTIONAL = "factors", "a", "b", "grad", "dgate"
 NOTHING: Mapping[str, Tensor] = {}
 
 
@@ -557,7 +565,8 @@ def triangle_factor(t: Operands) -> tuple[Tensor, ...]:
 def triangle_factor_backward(t: Operands) -> tuple[Tensor, ...]:
     """Compute warpfold::triangle_factor_backward."""
     x, call, grad = t.x, _Call(t, t.which, 1), t.grad
-    if call.pitch != call.n:  # the kernels read what pads a row, too
+    # The kernels also read the padding of rows.
+    if call.pitch != call.n:
         grad = empty_factor(x, call.hidden).copy_(grad)
     gradients = empty_parameters(t.norm_weight, t.norm_bias, t.weight, t.bias)
     dnorm, dnorm_bias, dweight, dbias = gradients
@@ -603,7 +612,8 @@ def triangle_multiplication_backward(t: Operands) -> tuple[Tensor, ...]:
     call.launch(kernel, (call.blocks(kernel),), tensors, partials=partials)
     sums = [Sum(partials, (dout_norm, or_unwanted(dout_norm_bias, partials, call.hidden)))]
 
-    if t.b is None:  # the gradients of both factors lie one after the other
+    # The gradients of both factors are adjacent.
+    if t.b is None:
         both = empty_rows(x, 2, *t.a.shape)
         b, da, db, dgiven, apart = t.own_b, both[0], both[1], x.new_empty(0), both.stride(0)
     else:
@@ -616,7 +626,8 @@ def triangle_multiplication_backward(t: Operands) -> tuple[Tensor, ...]:
         _multiply(b, dproduct, da)
         _multiply(t.a, dproduct.mT, db)
 
-    rows = 4 * call.hidden  # of the weight that make a, b and their gates; the rest, the product's
+    # Rows of the weight for a, b and their gates. The rest are for the product's gate.
+    rows = 4 * call.hidden
     sums.append(call.out_sums(read, (dweight[rows:], dbias[rows:], dout_weight, dout_bias)))
     sums.append(call.factor_sums(da, apart, (dweight, dbias)))
     dx, partials = call.write_dx(da, apart, {"grad": call.turned(t.grad), "dgate": read["dgate"]})
@@ -625,17 +636,18 @@ def triangle_multiplication_backward(t: Operands) -> tuple[Tensor, ...]:
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Write the products of matrices [*, i, k] and [*, k, j] to out [*, i, j], where it lies."""
-    if out.stride(-1) != 1:  # column by column
+    """Multiply matrices [*, i, k] by [*, k, j] and write the products directly to out [*, i, j]."""
+    # A column-major result is the transpose of the product of transposes.
+    if out.stride(-1) != 1:
         left, right, out = right.mT, left.mT, out.mT
     torch.bmm(left.flatten(0, -3), right.flatten(0, -3), out=out.flatten(0, -3))
 
 
 class _Call:
-    """What every kernel of a call is given, by the names of arguments; each takes those that it has.
+    """The arguments of the kernels of a call by name; each kernel uses some of them.
 
-    first, count: the factors that are made of x.  They are a (0) and b (1), or one of them.
-    The kernels see x with rows and columns exchanged where it is narrow: the padding of long rows is small.
+    first, count: the factors that are computed from x: a (0) and b (1), or one of them.
+    If x is narrow, kernels see it with rows and columns exchanged, because long rows have little padding.
     """
 
     def __init__(self, t: Operands, first: int, count: int) -> None:
@@ -677,30 +689,30 @@ class _Call:
             }
 
     def turned(self, t: Tensor) -> Tensor:
-        """Return t [*, i, k, .] as the kernels see it."""
+        """View t [*, i, k, .] as the kernels see it."""
         return t.transpose(-3, -2) if self.narrow else t
 
     def plane(self, t: Tensor) -> Tensor:
-        """Return planes [*, h, i, k] as the kernels see them, [*, i, k, h], where they lie."""
+        """View planes [*, h, i, k] as the kernels see them, [*, i, k, h]."""
         return self.turned(t.movedim(-3, -1))
 
     def tiled(self, kernel: Kernel) -> TiledKernel:
-        """Return a kernel with its configuration for these channels."""
+        """Return a kernel with its configuration for the channels of the call."""
         return kernel.tiled((power_of_two(max(self.channels, self.hidden)),), self.x)
 
     def blocks(self, kernel: TiledKernel) -> int:
-        """Return how many blocks of positions there are."""
+        """Return the number of blocks of positions."""
         return triton.cdiv(self.positions, kernel["BLOCK_M"])
 
     def write_factors(self, planes: dict[str, Tensor], eps: float) -> None:
-        """Write the factors, by their names, and the statistics of x."""
+        """Compute the factors, given by name, and the statistics of x."""
         kernel = self.tiled(FACTORS)
         self.launch(kernel, (self.blocks(kernel),), {name: self.plane(t) for name, t in planes.items()}, eps=eps)
 
     def write_dx(self, dfactors: Tensor, apart: int, tensors: Mapping[str, Tensor] = NOTHING) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of x, and partials of those of its norm.
+        """Compute the gradient of x, and partials for its norm.
 
-        dfactors: the gradient of the first factor; `apart` elements on lies that of the second.
+        dfactors: the gradient of the first factor; `apart` elements later starts that of the second.
         """
         dx, kernel = empty_like(self.out), self.tiled(FACTORS_BACKWARD)
         partials = empty_partials(self.x, self.blocks(kernel), 2 * self.channels)
@@ -712,7 +724,7 @@ class _Call:
     def out_sums(self, tensors: dict[str, Tensor], wanted: Sequence[Tensor]) -> Sum:
         """Compute partial sums for the gradients of weight and bias of the gate, and of weight and bias of the output.
 
-        tensors: what the kernel reads.
+        tensors: the tensors that the kernel reads.
         """
         kernel = self.tiled(OUT_WEIGHT)
         chunks = triton.cdiv(self.channels, kernel["BLOCK_O"])
@@ -721,45 +733,48 @@ class _Call:
         return Sum(partials, tuple(wanted))
 
     def factor_sums(self, dfactors: Tensor, apart: int, gradients: Sequence[Tensor]) -> Sum:
-        """Compute partial sums for the gradients of the rows of weight and bias that make factors and their gates.
+        """Compute partial sums for the gradients of the rows of weight and bias for factors and their gates.
 
-        dfactors, apart: as of `write_dx`.
+        dfactors, apart: see `write_dx`.
         """
         wanted = tuple([gradient[: 4 * self.hidden] for gradient in gradients])
         kernel = self.tiled(FACTORS_WEIGHT)
         chunks = self.count * triton.cdiv(self.hidden, kernel["BLOCK_O"])
         partials = self.span_partials(kernel, chunks, wanted)
-        if self.count == 1:  # the kernel leaves out the rows of the other factor
+        # The kernel omits the rows of the other factor.
+        if self.count == 1:
             partials.zero_()
         self.launch(kernel, (chunks, len(partials)), {"dfactors": self.plane(dfactors)}, partials=partials, apart=apart)
         return Sum(partials, wanted)
 
     def span_partials(self, kernel: TiledKernel, chunks: int, sums: Sequence[Tensor]) -> Tensor:
-        """Allocate what programs add up to these sums: a row for each span of positions, which `chunks` share."""
-        programs = PROGRAMS * 4 // kernel.config.warps  # one of eight warps takes a core: its sums fill the registers
+        """Allocate the partial sums of programs: a row for each span of positions, which `chunks` programs share."""
+        # A program of eight warps occupies a whole core, because its sums fill the registers.
+        programs = PROGRAMS * 4 // kernel.config.warps
         spans = programs_for(self.positions, kernel["BLOCK_M"], max(1, programs // chunks))
         return empty_partials(self.x, spans, sum(t.numel() for t in sums))
 
     def launch(self, kernel: TiledKernel, grid: tuple[int, ...], tensors: dict[str, Tensor], **more: Any) -> None:
-        """Launch a kernel over tensors [*, rows, n, .], the layer's own among them."""
+        """Launch a kernel over tensors [*, rows, n, .], including those of the layer."""
         names = kernel.kernel.function.arg_names
         walked = {name: self.flat(t) for name, t in (self.tensors | tensors).items() if name in names}
         strides = tuple([t.stride() for t in walked.values()])
         axes, layouts = _walk(self.batches, self.rows, self.pitch, strides)
         strided = {name: Strided(t, *layout) for (name, t), layout in zip(walked.items(), layouts)}
         key = self.arguments.get("key")
-        if key is not None and "factors" in strided:  # as in `DropoutOperands.walked_with`
+        # As in `DropoutOperands.walked_with`.
+        if key is not None and "factors" in strided:
             strided["factors"] = strided["factors"]._replace(data=key)
         given = {**dict.fromkeys(OPTIONAL), **self.arguments, **strided, "axes": axes, **more}
         kernel.run(grid, **{name: given[name] for name in names if name in given})
 
     def flat(self, t: Tensor) -> Tensor:
-        """Return t [*, rows, n, .] with one leading axis: as it lies, or a copy."""
+        """Return t [*, rows, n, .] with a single leading axis: a view, or a copy."""
         return t.reshape(self.batches, *t.shape[-3:])
 
     @contextmanager
     def written(self, out: Tensor) -> Iterator[Tensor]:
-        """Give what to write within the context, [., rows, n, c]: `out`, or what is copied there at its end."""
+        """Yield a writable view [., rows, n, c] of `out`, or a staging buffer that is copied back on exit."""
         out = self.turned(out)
         if _one_axis(out):
             yield self.flat(out)
@@ -769,9 +784,9 @@ class _Call:
         out.copy_(apart.view(out.shape))
 
     def _dropped(self, x: Tensor, dropout: DropoutOperands) -> dict[str, Any]:
-        """Note the dropout factors among the tensors, and return the other arguments about them."""
+        """Add the dropout factors to the tensors, and return the other arguments for them."""
         if dropout.of is not None and dropout.key is not None and not _one_axis(dropout.of):
-            # They are walked along one leading axis: draw first, once for each element that differs.
+            # Kernels iterate over a single leading axis, so draw the distinct elements first.
             shape = [1 if stride == 0 else size for size, stride in zip(x.shape, dropout.of.stride())]
             drawn = x.new_empty(shape)
             fill(drawn, dropout.key, dropout.number, dropout.of.stride(), dropout.draw)
@@ -781,21 +796,21 @@ class _Call:
         return {"key": dropout.key, "number": dropout.number, **dict(zip(SCALARS[1:], dropout.draw))}
 
 
-@functools.lru_cache(maxsize=4096)  # models have few shapes
+@functools.lru_cache(maxsize=4096)
 def _walk(
     batches: int, rows: int, pitch: int, strides: tuple[tuple[int, ...], ...]
 ) -> tuple[Axes, tuple[tuple[tuple[int, ...], Any], ...]]:
-    """Return the axes of positions, and of tensors [., rows, n, .] of these strides those of a `Strided`, and its unit.
+    """Compute the axes of positions, and the strides and unit of a `Strided` for tensors [., rows, n, .].
 
-    In the order of rows that are padded as those of planes are; where none is, they may be one axis.
+    Positions are in the order of rows with the padding of planes; without padding they may be one axis.
     """
     found = coalesce((batches, rows, pitch), (rows * pitch, pitch, 1), *(each[:3] for each in strides))
-    assert found is not None  # three axes are never too many
+    assert found is not None  # at most three axes
     laid = (Strided.of(None, own, 8, each[3]) for own, each in zip(found.strides[1:], strides))
     return found.argument, tuple((one.strides, one.unit) for one in laid)
 
 
 def _one_axis(t: Tensor) -> bool:
-    """Return whether the leading axes of t [*, n, n, c] are one in memory, in order: `_Call.flat` copies others."""
+    """Return whether the leading axes of t [*, n, n, c] are contiguous; otherwise `_Call.flat` copies t."""
     leading = [(size, stride) for size, stride in zip(t.shape[:-3], t.stride()) if size != 1]
     return all(outer == size * inner for (_, outer), (size, inner) in pairwise(leading))
