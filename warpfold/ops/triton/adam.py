@@ -1,7 +1,7 @@
-"""A step of Adam on a GPU: every number of the flat buffers is read once and written once.
+"""A step of Adam on a GPU: every element of the flat buffers is read once and written once.
 
-With a packed copy in 16 bits a parameter moves 38 bytes: of gradient 4 read, of weights, both moments and average 8
-each, of the copy 2 written.
+With a packed copy in 16 bits a parameter moves 38 bytes: 4 for the gradient, 8 each for the weights, both moments and
+the average, and 2 for the copy.
 """
 
 import math
@@ -16,10 +16,10 @@ from warpfold.ops.triton.launch import configs, register
 
 @triton.jit
 def _unbias(time: tl.tensor, log: tl.tensor) -> tl.tensor:
-    """Return 1 - beta^time, given log(beta).
+    """Compute 1 - beta^time from log(beta).
 
-    Where the power is near 1 by its series, to nine terms: the difference would keep few digits of fp32, and one in
-    fp64 by every thread takes longer than its loads on a GPU for graphics.
+    If the power is near 1, use nine terms of its series, because the difference would keep few digits in fp32.  In
+    fp64, on a consumer GPU, the difference would take each thread longer than its loads.
     """
     x = time * log
     series = 1.0
@@ -36,7 +36,7 @@ def _adam_step(
     take: tl.tensor, numbers: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Take the step for BLOCK numbers; keep, take and log: beta, 1 - beta and log(beta) of each moment."""
+    """Take the step for BLOCK elements; keep, take and log: beta, 1 - beta and log(beta) of each moment."""
     if tl.load(used) != 0:
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         there = i < numbers
@@ -57,7 +57,7 @@ def _adam_step(
             tl.store(packed + i, w.to(packed.dtype.element_ty), mask=there)
 
 
-# One launch: every program streams, and tuning has no place for an operation that changes what it is given.
+# There is one configuration: programs only stream, and tuning cannot run an operation that changes its operands.
 ADAM = register("adam_step", _adam_step, configs("BLOCK", (1024, 4, 1)))
 
 

@@ -3,8 +3,8 @@
     compile_ahead(launches, target, tell)     # launches: of cost.launches.launches_of, for example
 
 The processes are ordinary subprocesses that run `main`.  A fork would inherit the CUDA context and the threads of
-this process, and processes of `multiprocessing` would import the user's script again.  A kernel travels to a process as
-a line of JSON: its name, and how Triton has specialised it.
+this process, and processes of `multiprocessing` would import the user's script again.  A kernel is sent to a process as
+a line of JSON with its name and its specialisation by Triton.
 """
 
 import hashlib
@@ -38,8 +38,10 @@ from warpfold.memory import host_memory
 from warpfold.ops.triton.compile import compiled, identity, make_launcher, reason, source
 from warpfold.ops.triton.launch import DOTS, KERNELS, KernelLaunch, kernels
 
-Tell = Callable[[int, int, str], object]  # of the kernels that are done, of all that lacked, and a line of text
-WORKER_BYTES = 2**30  # memory that a process with torch and LLVM may need
+# (compiled kernels, kernels to compile, a line of text)
+Tell = Callable[[int, int, str], object]
+# Memory that a process with torch and LLVM may need.
+WORKER_BYTES = 2**30
 # A process takes some seconds to import torch. For fewer kernels this process compiles them itself.
 FEW = 2
 POLL_SECONDS = 0.5
@@ -51,7 +53,7 @@ BEGIN = f"import sys; sys.path[:0] = sys.argv[1:]; from {__name__} import main; 
 
 @dataclass
 class Compilations:
-    """What has become of kernels: those that the cache had, those that were compiled, and why others were not."""
+    """The result of `compile_ahead`: cached kernels, compiled kernels, and reasons of failures."""
 
     cached: int = 0
     compiled: int = 0
@@ -82,16 +84,17 @@ def compile_ahead(
     launchers: bool = False,
     again: bool = False,
 ) -> Compilations:
-    """Compile the kernels of some launches that Triton's cache lacks; a kernel that does not compile is reported.
+    """Compile the kernels of some launches that Triton's cache lacks, and report kernels that do not compile.
 
-    tell: progress, in kernels that lacked.  workers: processes; None: one for each core, as far as memory goes.
-    launchers: also make the C launchers of Triton 3.6, which needs a C compiler and libcuda.  again: also take kernels
-    that the cache has, whose launchers may be missing.
+    tell: receives the progress, counted in missing kernels.
+    workers: the number of processes; None: one per core, if memory suffices.
+    launchers: also make the C launchers of Triton 3.6, which needs a C compiler and libcuda.
+    again: include kernels in the cache, whose launchers may be missing.
 
-    One process of a machine compiles at a time, also of several ranks or runs.  The others wait for a lock, and then
-    find the kernels in the cache.  This needs no messages between ranks.  Where the file system has no locks, each
-    process compiles what it lacks, because Triton completes its files by atomic renames.
-    Errors: OSError where the cache cannot be written to.
+    One process per machine compiles at a time, even if there are several ranks or runs.  The others wait for a lock,
+    and then find the kernels in the cache, so that ranks exchange no messages.  On a file system without locks each
+    process compiles its missing kernels.  This is safe, because Triton completes its files by atomic renames.
+    Raises OSError if the cache cannot be written.
     """
     distinct = {identity(launch, target): launch for launch in launches}
     missing = [launch for launch in distinct.values() if not is_cached(launch, target)]
@@ -121,9 +124,10 @@ def compile_ahead(
 
 
 def _most_workers() -> int:
-    """Return how many processes may compile: one for each core that this process may use, as far as memory goes."""
+    """Return the number of compiling processes: one per core that this process may use, if memory suffices."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with suppress(UserError):  # the system does not say how much memory is free
+    # Ignore memory if the system does not report how much is free.
+    with suppress(UserError):
         available = min(available, host_memory() // WORKER_BYTES)
     return max(1, available)
 
@@ -137,7 +141,7 @@ def _one_at_a_time(wait: Callable[[], object]) -> Iterator[None]:
         file = stack.enter_context((folder / "warpfold.lock").open("a"))
         try:
             import fcntl
-        except ImportError:  # Windows has no such locks
+        except ImportError:  # Windows
             yield
             return
         is_told = False
@@ -150,13 +154,13 @@ def _one_at_a_time(wait: Callable[[], object]) -> Iterator[None]:
                     wait()
                 is_told = True
                 time.sleep(POLL_SECONDS)
-            except OSError:  # a file system without locks
+            except OSError:  # file system without locks
                 break
         yield
 
 
 def _compile_here(todo: Sequence[KernelLaunch], target: GPUTarget, launchers: bool) -> Iterator[tuple[bool, str]]:
-    """Compile kernels one after another; yield whether the cache had each, and why it failed."""
+    """Compile kernels one after another; yield for each whether the cache had it, and the reason of a failure."""
     for launch in todo:
         was_cached = is_cached(launch, target)
         try:
@@ -172,7 +176,7 @@ def _compile_here(todo: Sequence[KernelLaunch], target: GPUTarget, launchers: bo
 def _compile_in_processes(
     todo: Sequence[KernelLaunch], target: GPUTarget, workers: int, launchers: bool
 ) -> Iterator[tuple[bool, str]]:
-    """Compile kernels in processes, each of which gets the next one when it has done one; yield as `_compile_here`."""
+    """Compile kernels in processes, which each take the next kernel after finishing one; yield like `_compile_here`."""
     jobs: queue.SimpleQueue[KernelLaunch] = queue.SimpleQueue()
     done: queue.SimpleQueue[tuple[bool, str]] = queue.SimpleQueue()
     for launch in todo:
@@ -200,7 +204,7 @@ def _feed(
     target: GPUTarget,
     launchers: bool,
 ) -> None:
-    """Give a process one kernel after another.  A process that has ended fails its kernels, and the run goes on."""
+    """Send kernels to a process one after another.  If the process ends, its kernels fail, and the run continues."""
     assert process.stdin is not None
     assert process.stdout is not None
     while True:
@@ -245,7 +249,7 @@ def _job(launch: KernelLaunch, target: GPUTarget, launchers: bool) -> dict[str, 
 
 
 def _plain(value: Any) -> Any:
-    """Return a type or a constant of a kernel as JSON: tuples keep their names, because Triton's key has them."""
+    """Convert a type or a constant of a kernel to JSON; tuples keep their names, because Triton's key has them."""
     if isinstance(value, tl.constexpr):
         return {"constexpr": _plain(value.value)}
     if isinstance(value, tuple):
@@ -260,7 +264,7 @@ def _plain(value: Any) -> Any:
 
 
 def _value(plain: Any) -> Any:
-    """Return the value that `_plain` wrote."""
+    """Convert the JSON of `_plain` back to the value."""
     if not isinstance(plain, dict):
         return plain
     if "constexpr" in plain:
@@ -271,7 +275,7 @@ def _value(plain: Any) -> Any:
 
 
 def _compile_job(job: dict[str, Any]) -> tuple[bool, str]:
-    """Compile the kernel of a job; return whether the cache had it, and why it failed."""
+    """Compile the kernel of a job; return whether the cache had it, and the reason of a failure."""
     hits: list[bool] = []
     triton.knobs.compilation.listener = lambda **compilation: hits.append(compilation["cache_hit"])
     target = GPUTarget(*job["target"])
@@ -292,7 +296,7 @@ def _compile_job(job: dict[str, Any]) -> tuple[bool, str]:
 
 
 def main() -> None:
-    """Compile the kernel of each line of the standard input, and answer with a line."""
+    """Compile the kernel of each line of standard input, and answer with a line."""
     kernels()
     for line in sys.stdin:
         print(json.dumps(_compile_job(json.loads(line))), flush=True)

@@ -1,7 +1,7 @@
-"""Kernels compiled for GPUs that need not be here.
+"""Compile kernels for GPUs that need not be present.
 
-Arguments are specialised as Triton's JIT does (which integers are one, which are divisible by 16, which need 64 bits),
-so the compiled code is the code that would run.  Works on launches noted by `launch.recorded`, and not under
+Arguments are specialised like in Triton's JIT (integers that are 1, that are multiples of 16, that need 64 bits), so
+the compiled code is the code that would run.  This works on launches recorded by `launch.recorded`, and not under
 TRITON_INTERPRET.
 """
 
@@ -18,7 +18,7 @@ from warpfold.ops.triton.launch import KernelLaunch
 
 
 def source(launch: KernelLaunch, target: GPUTarget) -> tuple[ASTSource, Any]:
-    """Return the kernel as Triton would specialise it for these arguments, and its options."""
+    """Specialise the kernel of a launch like Triton's JIT, and return it with its options."""
     fn, backend = launch.kernel.function, make_backend(target)
     bind = create_function_from_signature(fn.signature, fn.params, backend)
     bound, specialised, given = bind(**launch.arguments, **launch.options)
@@ -27,22 +27,23 @@ def source(launch: KernelLaunch, target: GPUTarget) -> tuple[ASTSource, Any]:
 
 
 def compiled(launch: KernelLaunch, target: GPUTarget) -> Any:
-    """Compile a launch for a target.  Errors: Triton's own, for what cannot be compiled."""
+    """Compile a launch for a target.  Raises Triton's errors for kernels that cannot be compiled."""
     specialised, options = source(launch, target)
     return triton_compile(specialised, target=target, options=options.__dict__)
 
 
 def identity(launch: KernelLaunch, target: GPUTarget) -> str:
-    """Return the identity of a launch's code: of launches with the same one, one has to be compiled."""
+    """Return the identity of a launch's code.  Launches with the same identity share their code."""
     specialised, options = source(launch, target)
     return f"{launch.kernel.name}-{specialised.hash()}-{options.hash()}"
 
 
 def make_launcher(kernel: Any) -> None:
-    """Have Triton put what launches a compiled kernel into its cache: in 3.6 a C source of its own, for the system's
-    compiler; since 3.7 one serves all kernels, and there is nothing to do.
+    """Make Triton store the launcher of a compiled kernel in its cache.
 
-    Errors: AssertionError of Triton's where the library of the driver, libcuda.so.1, is not found.
+    Triton 3.6 compiles a C source for each kernel with the system's compiler.  Since 3.7 one launcher serves all
+    kernels, and there is nothing to do.
+    Raises Triton's AssertionError if the driver's library libcuda.so.1 is not found.
     """
     from triton.backends.nvidia import driver
 
@@ -51,7 +52,7 @@ def make_launcher(kernel: Any) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """Return in a line why Triton refused a kernel: its innermost error, without the source that it quotes."""
+    """Return a line with the reason why Triton rejected a kernel: the innermost error without the quoted source."""
     while error.__cause__ is not None:
         error = error.__cause__
     without = getattr(error, "error_message", None) if isinstance(error, CompilationError) else None

@@ -1,26 +1,21 @@
-"""Norms on a GPU, and what every kernel that normalises does with a tile of positions.
+"""Norms, gates and projections on a GPU, and the functions of a tile that other normalising kernels share.
 
-layer_norm: what is read and written, in tensors [*, c]: forward x and y, once each; backward grad, x and dx, once each.
+layer_norm reads x and writes y, [*, c], once each; its backward pass reads grad and x and writes dx once each.
 
-norm_linear: the norm lives inside the projection that follows it.
+norm_linear computes the norm inside the following projection.  `_norm_linear` holds the normalised channels of its
+positions and multiplies them by one tile of the weight after another, so that x is read once, whatever the number of
+outputs.  `_norm_linear_wide` is for channels that do not fit.  In fp32, without tensor cores, torch computes the
+projections.  With many outputs, the backward pass is a cuBLAS product, dn = dy weight, the backward kernel of
+layer_norm, which overwrites dn by the normalised channels n, and another product, dy^T n.  With few outputs or few
+channels, one kernel computes everything, since a program's registers hold the gradient of the weight.
 
-`_norm_linear` holds the normalised channels of its positions and multiplies them by one tile of the weight after
-another: x is read once, whatever the number of outputs.  `_norm_linear_wide` is for channels that do not fit.
-In fp32, whose products are not made by tensor cores, the projections are torch's.
+gate works element by element on tensors of any strides; triangle_factor uses its kernels to change a layout.  It reads
+x and g and writes y; its backward pass reads grad, x and g and writes dx and dg.
 
-The backward pass of many outputs is a product of the vendor's library, dn = dy weight, the backward kernel of
-layer_norm, which writes the normalised channels n over dn, and another product, dy^T n.  Of few outputs, or
-few channels, one kernel does it all: a program's registers hold the gradient of the weight.
-
-gate on a GPU, element by element, for tensors of any strides; triangle_factor uses its kernels to change a layout.
-
-Forward it reads x and g and writes y; backward it reads grad, x, g and writes dx, dg.
-
-gated_linear_residual on a GPU: projection, bias, gate, dropout and residual without a tensor in between.
-
-Forward it reads x, o, g and writes y.  Backward the kernel reads grad, o, g and writes the gradients of o and g, the
-gated h = o * sigmoid(g) and, where there is dropout, dz = grad * factors.  The weight's gradient dz^T h is a product of
-the vendor's library.  The kernels' names in launch tables begin with "tail", as the operation was called.
+gated_linear_residual fuses gate, projection, bias, dropout and residual without an intermediate tensor.  It reads x, o
+and g and writes y.  The backward kernel reads grad, o and g and writes the gradients of o and g, the gated h = o *
+sigmoid(g) and, with dropout, dz = grad * factors.  The weight's gradient dz^T h is a cuBLAS product.  The kernels'
+names in launch tables start with "tail".
 """
 
 from collections.abc import Sequence
@@ -54,10 +49,10 @@ from warpfold.ops.triton.positions import (
 
 @triton.jit
 def statistics(v: tl.tensor, valid: tl.tensor, eps: tl.tensor, C: tl.constexpr) -> tl.tuple:
-    """Return of channels v [m, c] in fp32 the deviations from the mean [m, c], the mean and 1 / deviation [m].
+    """Compute from channels v [m, c] in fp32 the deviations from the mean [m, c], the mean and 1 / deviation [m].
 
-    v is 0 where it is not valid.  The mean is corrected by the mean of the deviations: of channels around 1e4 its first
-    rounding would be seen.
+    v is 0 where it is not valid.  The mean is corrected by the mean of the deviations, because its first rounding error
+    would matter for channels around 1e4.
     """
     mean = tl.sum(v, 1) / C
     d = tl.where(valid, v - mean[:, None], 0.0)
@@ -68,30 +63,30 @@ def statistics(v: tl.tensor, valid: tl.tensor, eps: tl.tensor, C: tl.constexpr) 
 
 @triton.jit
 def shifted(n: tl.tensor, bias: tl.tensor, c: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """Return n [m, c] plus a norm's bias, if it has one."""
+    """Add a norm's bias, if there is one, to n [m, c]."""
     if bias is not None:
         return n + tl.load(bias + c, mask=c < C, other=0).to(tl.float32)[None, :]
-    else:  # not after the `if`: Triton compiles what follows it
+    else:  # compiled only without a bias
         return n
 
 
 @triton.jit
 def _masked(y: tl.tensor, mask: tl.tuple, m: tl.tensor, axes: tl.tuple) -> tl.tensor:
-    """Return y [m, o] times the mask of its positions, if there is one."""
+    """Multiply y [m, o] by the mask of its positions, if there is one."""
     if mask is not None:
         return y * tl.load(mask.data + offsets(mask, m, axes), mask=m < axes.positions, other=0).to(tl.float32)[:, None]
-    else:  # as in `shifted`
+    else:  # compiled only without a mask
         return y
 
 
-# Columns that are stored behind the operand of a weight's gradient, one of ones for the gradient of the bias: rows of
-# 8 numbers of 16 bits begin where a wide word does, as cuBLAS wants them.
+# Additional columns after the operand of a weight's gradient, of which the first is one, for the gradient of the bias.
+# With 8 columns of 16 bits, rows are aligned to wide words, as cuBLAS requires.
 ONES = 8
 
 
 @triton.jit
 def store_ones(t: tl.tuple, m: tl.tensor, axes: tl.tuple, FIRST: tl.constexpr, ONES: tl.constexpr) -> None:
-    """Store a column of ones, and zeros up to ONES columns, in t [m, FIRST + ONES] from column FIRST on."""
+    """Store a column of ones followed by zeros, ONES columns in all, in t [m, FIRST + ONES] from column FIRST on."""
     k = tl.arange(0, ONES)
     row = tl.where(k == 0, 1.0, 0.0).to(t.data.dtype.element_ty)
     ones = tl.broadcast_to(row[None, :], [m.shape[0], ONES])
@@ -99,20 +94,20 @@ def store_ones(t: tl.tuple, m: tl.tensor, axes: tl.tuple, FIRST: tl.constexpr, O
 
 
 def matrix(t: Tensor) -> Tensor:
-    """View t [*, c] as a matrix [positions, c], its rows in the order of memory; copy it where no view exists."""
+    """View t [*, c] as a matrix [positions, c] with the rows in memory order, or copy it if there is no such view."""
     order = sorted(range(t.dim() - 1), key=t.stride, reverse=True)
     return t.permute(*order, t.dim() - 1).reshape(-1, t.shape[-1])
 
 
 def weight_gradients(dy: Tensor, h: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute the gradient of a weight, dy^T h, in fp32, and that of a bias of the first outputs.
+    """Compute the gradient of a weight, dy^T h, in fp32, and the gradient of a bias of the first outputs.
 
     dy: [P, o]; h: [P, c], or with a bias [P, c + ONES], where column c is one.
     Returns [o, c] and [b]; without a bias the latter has no elements.
     """
     dy = dy.t()
     if dy.device.type == "cpu" or torch.version.hip is not None:
-        # torch multiplies 16 bits into fp32 on NVIDIA's GPUs alone.
+        # torch supports fp32 products of 16-bit matrices on NVIDIA GPUs only.
         product = torch.mm(dy.float(), h.float())
     else:
         product = torch.mm(dy, h, out_dtype=torch.float32)
@@ -125,7 +120,8 @@ def weight_gradients(dy: Tensor, h: Tensor, bias: Tensor | None) -> tuple[Tensor
     return dweight, dbias
 
 
-PROGRAMS = 1024  # at most, of the backward kernel: eight on each core of a large GPU
+# The largest number of programs of the backward kernel: eight per core of a large GPU.
+PROGRAMS = 1024
 
 
 @triton.jit
@@ -154,13 +150,13 @@ def _layer_norm_backward(
     residual: tl.tuple, dx: tl.tuple, normed: tl.tuple, partials: tl.tensor, axes: tl.tuple,
     C: tl.constexpr, ONES: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store dx; and in partials [programs, 2 C] what this program's positions add to the gradients of weight and bias.
+    """Store dx, and in partials [programs, 2 C] the partial gradients of weight and bias over this program's positions.
 
     With x_hat the normalised channels and dn = dy weight: dx = (dn - c2 - x_hat c1) rstd, c1 and c2 the means over the
     channels of dn x_hat and of dn.
 
-    residual: None, or what is added to dx.  normed: None, or where x_hat * weight + bias is stored, with ONES columns
-    behind it as `store_ones` makes them; it may lie in the memory of grad.
+    residual: a summand of dx, or None.  normed: memory for x_hat * weight + bias, followed by ONES columns as in
+    `store_ones`, or None.  It may share the memory of grad.
     """
     c = tl.arange(0, BLOCK_C)
     w = tl.load(weight + c, mask=c < C, other=0).to(tl.float32)
@@ -185,7 +181,7 @@ def _layer_norm_backward(
             out += tl.load(pointers(residual, m, c, axes), mask=valid, other=0).to(tl.float32)
         tl.store(pointers(dx, m, c, axes), out.to(dx.data.dtype.element_ty), mask=valid)
         if normed is not None:
-            # No thread may overwrite a gradient that another one has not read yet.
+            # No thread may overwrite a gradient before all other threads have read it.
             tl.debug_barrier()
             n = shifted(x_hat * w[None, :], bias, c, C)
             tl.store(pointers(normed, m, c, axes), n.to(normed.data.dtype.element_ty), mask=valid)
@@ -233,7 +229,7 @@ def layer_norm_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor]:
 def _launch_layer_norm_backward(
     t: Operands, grad: Tensor, dx: Tensor, residual: Tensor | None = None, normed: Tensor | None = None
 ) -> Tensor:
-    """Write dx and, if asked for, the normalised channels; return the parameters' partial sums, [programs, 2 C]."""
+    """Compute dx and, optionally, the normalised channels; return the parameters' partial sums, [programs, 2 C]."""
     x, c = t.x, t.x.shape[-1]
     wanted = {"dx": dx, "normed": normed}
     p = Positions(
@@ -258,11 +254,16 @@ def _launch_layer_norm_backward(
     return partials
 
 
-TILES = 128  # programs at least of the narrow backward kernel, where there are positions enough
-PARTIALS = 2**21  # numbers of partial sums of that kernel, if more programs than TILES can share them
-NARROW = 64 * 256  # weights whose gradient a program of that kernel keeps in registers
-FEW = 64  # outputs or channels of that kernel, at most: of 128 by 128 weights its registers spill
-WIDEST = 256  # channels of 16 bits that a program of the projection holds
+# The narrow backward kernel has at least this many programs, if there are enough positions.
+TILES = 128
+# It has more programs than TILES as long as their partial sums have at most this many elements.
+PARTIALS = 2**21
+# The largest weight whose gradient a program of this kernel holds in registers.
+NARROW = 64 * 256
+# The most outputs or channels of this kernel. With 128 by 128 weights its registers spill.
+FEW = 64
+# The most 16-bit channels that a program of the projection holds.
+WIDEST = 256
 
 
 @triton.jit
@@ -272,10 +273,10 @@ def _norm_linear(
     C: tl.constexpr, OUTPUTS: tl.constexpr, BIASED: tl.constexpr, PADDED: tl.constexpr, FIRST_PLANE: tl.constexpr,
     PLANES: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store y = layer_norm(x) weight^T + bias, times the mask of a position, if there is one, and the statistics: of
-    BLOCK_M positions, the first OUTPUTS.
+    """Store y = layer_norm(x) weight^T + bias, times an optional mask, and the statistics.
 
-    planes: None, or where PLANES outputs from FIRST_PLANE on are stored, for those who read them one by one.
+    A program owns BLOCK_M positions and computes the first OUTPUTS.
+    planes: memory for PLANES outputs from FIRST_PLANE on as separate planes, or None.
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.arange(0, BLOCK_C)
@@ -289,7 +290,7 @@ def _norm_linear(
     tl.store(rstd + at, r, mask=m < axes.positions)
     if y is not None:
         y_rows = y.data + offsets(y, m, axes)[:, None]
-        # What pads a position's outputs to whole rows is ours too: written, so that every word is a wide one.
+        # The padding of a position's outputs is written, too, so that every store is a wide word.
         for start in range(0, OUTPUTS, BLOCK_O):
             o = start + tl.arange(0, BLOCK_O)
             wt = tl.load(weight + o[None, :] * C + c[:, None], mask=(o < OUTPUTS)[None, :] & (c < C)[:, None], other=0)
@@ -299,7 +300,8 @@ def _norm_linear(
             out = _masked(out, mask, m, axes)
             writable = (m < axes.positions)[:, None] & (o < PADDED)[None, :]
             tl.store(y_rows + o[None, :], out.to(y.data.dtype.element_ty), mask=writable)
-    if planes is not None:  # a few outputs, where y has them too multiplied once more
+    # These are few outputs. Those that y has as well are computed twice.
+    if planes is not None:
         p = tl.arange(0, BLOCK_P)
         o = FIRST_PLANE + p
         wt = tl.load(weight + o[None, :] * C + c[:, None], mask=(p < PLANES)[None, :] & (c < C)[:, None], other=0)
@@ -318,8 +320,10 @@ def _norm_linear_wide(
     C: tl.constexpr, OUTPUTS: tl.constexpr, BIASED: tl.constexpr, PADDED: tl.constexpr, FIRST_PLANE: tl.constexpr,
     PLANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the same, BLOCK_O of all outputs, of BLOCK_M positions; BLOCK_K channels at a time, first for the
-    statistics."""
+    """Store the same as `_norm_linear`, for BLOCK_O of all outputs and BLOCK_M positions.
+
+    BLOCK_K channels are loaded at a time, first for the statistics.
+    """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     k = tl.arange(0, BLOCK_K)
@@ -329,7 +333,7 @@ def _norm_linear_wide(
     for start in range(0, C, BLOCK_K):
         valid = (m < axes.positions)[:, None] & (start + k < C)[None, :]
         v = tl.load(x_rows + ((start + k).to(tl.int64) * x.strides[3])[None, :], mask=valid, other=0).to(tl.float32)
-        # Of this block by itself, then joined with those before: no difference of large numbers (Chan et al., 1979).
+        # Merge the statistics of the blocks without a difference of large numbers (Chan et al., 1979).
         size = tl.sum(tl.where(start + k < C, 1.0, 0.0), 0)
         level = tl.sum(v, 1) / size
         d = tl.where(valid, v - level[:, None], 0.0)
@@ -373,11 +377,10 @@ def _norm_linear_backward(
     C: tl.constexpr, OUTPUTS: tl.constexpr, BIASED: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_O: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store dx, through the projection and then the norm, plus residual if there is one; and in partials
-    [programs, OUTPUTS C + BIASED + 2 C] what this program's positions add to the gradients of weight, bias, norm_weight
-    and norm_bias.
+    """Store dx, through the projection and then the norm, plus an optional residual, and partial gradients.
 
-    BLOCK_C and BLOCK_O hold all channels and outputs.
+    partials [programs, OUTPUTS C + BIASED + 2 C]: for weight, bias, norm_weight and norm_bias.  BLOCK_C and BLOCK_O
+    hold all channels and outputs.
     """
     c, o = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_O)
     w = tl.load(norm_weight + c, mask=c < C, other=0).to(tl.float32)
@@ -443,7 +446,7 @@ PROJECTION_BACKWARD = register(
 
 
 class Planes(NamedTuple):
-    """Where some outputs of a projection are written, [*, p], each by itself; begin: the first of them."""
+    """Memory [*, p] for some outputs of a projection as separate planes; begin: the first output."""
 
     data: Tensor
     begin: int
@@ -457,10 +460,9 @@ def norm_linear(t: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def project(t: Operands, y: Tensor | None, planes: Planes | None = None, mask: Tensor | None = None) -> None:
-    """Write linear(layer_norm(x)) into y, rows padded as those of `empty_projected`, and the statistics of x.
+    """Write linear(layer_norm(x)) to y, with the padded rows of `empty_projected`, and the statistics of x.
 
-    y: of the first outputs, those of all that are not in `planes` at least.  mask: [*], by which all of it is
-    multiplied.
+    y: the first outputs, including at least all that are not in `planes`.  mask: [*], multiplies all outputs.
     """
     x, (outputs, c) = t.x, t.weight.shape
     kept, dense = None if mask is None else mask[..., None], 0 if y is None else y.shape[-1]
@@ -492,9 +494,10 @@ def project(t: Operands, y: Tensor | None, planes: Planes | None = None, mask: T
 def norm_linear_backward(
     t: Operands, residual: Tensor | None = None, beside: Sequence[Sum] = (), slabs: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute warpfold::norm_linear_backward; residual [*, c]: added to the gradient of x; beside: sums to make too.
+    """Compute warpfold::norm_linear_backward.
 
-    slabs [slabs, *, p] in fp32: their sum is the gradient of the last outputs, which is written into t.grad first.
+    residual [*, c]: is added to the gradient of x.  beside: further sums to compute in the same launch.
+    slabs [slabs, *, p] in fp32: their sum is the gradient of the last outputs, which is written to t.grad first.
     """
     if slabs is not None:
         t.grad[..., -slabs.shape[-1] :].copy_(slabs.sum(0))
@@ -507,9 +510,9 @@ def norm_linear_backward(
 def _backward_of_many(
     t: Operands, residual: Tensor | None, beside: Sequence[Sum]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients by two products of torch, around a kernel that reads one tensor and writes the other.
+    """Compute the gradients by two torch products, with a kernel between them.
 
-    The normalised channels are written where the gradient dn of the norm's result is read.
+    The kernel reads dn, the gradient of the norm's result, and overwrites it by the normalised channels.
     """
     grad, x, c = t.grad, t.x, t.x.shape[-1]
     dy, dx = matrix(grad), empty_like(x)
@@ -526,7 +529,7 @@ def _backward_of_many(
 def _backward_of_few(
     t: Operands, residual: Tensor | None, beside: Sequence[Sum]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients by one kernel: of few outputs the products around it would move more bytes."""
+    """Compute the gradients by one kernel.  With few outputs, torch products would move more bytes."""
     x, (outputs, c) = t.x, t.weight.shape
     dx, biased = empty_like(x), 0 if t.bias is None else len(t.bias)
     p = Positions({"x": x, "grad": t.grad, "mean": t.mean[..., None], "residual": residual}, writes={"dx": dx})
@@ -624,7 +627,7 @@ def gate_backward(t: Operands) -> tuple[Tensor, Tensor]:
 
 
 def _innermost_last(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return views whose last axis is the one that lies innermost in memory in the first of them."""
+    """Permute tensors such that the last axis is the innermost in memory for the first tensor."""
     x = tensors[0]
     axes = [axis for axis in range(x.dim()) if x.shape[axis] != 1] or [x.dim() - 1]
     inner = min(reversed(axes), key=x.stride)
@@ -637,9 +640,9 @@ def _gated_linear_residual(
     y: tl.tuple, axes: tl.tuple, number: tl.tensor, word: tl.tensor, rate: tl.tensor, scale: tl.tensor,
     C: tl.constexpr, INPUTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store y = x + factors * ((o * sigmoid(g)) weight^T + bias): BLOCK_C channels of BLOCK_M positions.
+    """Store y = x + factors * ((o * sigmoid(g)) weight^T + bias) for BLOCK_C channels of BLOCK_M positions.
 
-    x: None, of an update alone.
+    x: None to store the update without x.
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -673,12 +676,12 @@ def _gated_linear_residual_backward(
     C: tl.constexpr, INPUTS: tl.constexpr, ONES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store do and dg, from dh = (grad * factors) weight, and the gated h: BLOCK_I inputs of BLOCK_M positions.
+    """Store do and dg, from dh = (grad * factors) weight, and the gated h for BLOCK_I inputs of BLOCK_M positions.
 
-    ONES: 0, or the number of columns behind h, of which the first is filled with ones and the others with zeros.
-    dz: where grad * factors is stored, or None without factors.
+    ONES: the number of columns after h, of which the first gets ones and the others zeros, or 0.
+    dz: memory for grad * factors, or None without factors.
     """
-    # Programs that read the same positions of grad follow each other, so the second one finds them in the L2 cache.
+    # Consecutive programs read the same positions of grad, so that all but the first find them in the L2 cache.
     tiles: tl.constexpr = tl.cdiv(INPUTS, BLOCK_I)
     tile = tl.program_id(0) % tiles
     m = (tl.program_id(0) // tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -724,7 +727,7 @@ RESIDUAL_FORWARD = register("tail", _gated_linear_residual, configs("BLOCK_M BLO
 RESIDUAL_BACKWARD = register(
     "tail_backward",
     _gated_linear_residual_backward,
-    # Wider tiles spill: a program holds dh, the gates and o at once.
+    # Wider tiles spill, because a program holds dh, the gates and o at the same time.
     configs(
         "BLOCK_M BLOCK_I BLOCK_K",
         *((64, 64, k, w, s) for k in (32, 64) for w in (4, 8) for s in (2, 3)),
@@ -734,7 +737,7 @@ RESIDUAL_BACKWARD = register(
 
 
 def gated_linear_residual(t: Operands, residual: bool = True) -> Tensor:
-    """Compute warpfold::gated_linear_residual; or, where `residual` is False, that without x, but laid out as x is."""
+    """Compute warpfold::gated_linear_residual; without `residual`, x is not added, but determines the layout."""
     x = t.x
     c, inputs, y = x.shape[-1], t.o.shape[-1], empty_like(x)
     reads = {"x": x if residual else None, "o": channels_last(t.o), "g": channels_last(t.g)}
@@ -759,7 +762,7 @@ def gated_linear_residual_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor,
 
 
 def gated_linear_residual_gradients(t: Operands, do: Tensor, dg: Tensor) -> tuple[Tensor, Tensor]:
-    """Write the gradients of o and g into do and dg, and return those of weight and bias."""
+    """Write the gradients of o and g to do and dg, and return the gradients of weight and bias."""
     o, dropout = t.o, DropoutOperands(t.grad, t)
     reads: dict[str, Tensor | None] = {name: channels_last(getattr(t, name)) for name in ("grad", "o", "g")}
     dz, c, inputs = reads["grad"], t.grad.shape[-1], o.shape[-1]

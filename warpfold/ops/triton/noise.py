@@ -1,4 +1,4 @@
-"""Dropout factors on a GPU: the hash of ops/noise.py in 32 bits, for kernels that draw as they go, and by itself."""
+"""Dropout factors on a GPU: the hash of ops/noise.py in 32 bits, drawn in other kernels or in a separate one."""
 
 import math
 from collections.abc import Sequence
@@ -14,20 +14,22 @@ from warpfold.ops.noise import kept_factor
 from warpfold.ops.triton.launch import configs, register
 from warpfold.ops.triton.positions import Positions, Strided, coalesce, offsets
 
-SCALARS = ["number", "word", "rate", "scale"]  # they differ from draw to draw: nothing is compiled anew for them
+# These differ between draws, so kernels are not specialised for them.
+SCALARS = ["number", "word", "rate", "scale"]
 
 
 @triton.jit
 def _mix(x: tl.tensor) -> tl.tensor:
     """Apply the finaliser after its first shift, on uint32."""
-    x = tl.mul(x, 0x7FEB352D, sanitize_overflow=False)  # it is meant to wrap around
+    # The multiplication shall wrap around.
+    x = tl.mul(x, 0x7FEB352D, sanitize_overflow=False)
     x = tl.mul(x ^ (x >> 15), 0x846CA68B, sanitize_overflow=False)
     return x ^ (x >> 16)
 
 
 @triton.jit
 def drawn(key: tl.tensor, numbers: tl.tensor, word: tl.tensor, rate: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """Return the factors of the elements of these numbers (int64), in fp32."""
+    """Compute the dropout factors in fp32 of the elements with these numbers (int64)."""
     first, second = tl.load(key), tl.load(key + 1)
     x = numbers ^ first
     x = _mix((x ^ (x >> 16)).to(tl.uint32))
@@ -43,10 +45,10 @@ def dropout_tile(
     factors: tl.tuple, at: tl.tensor, valid: tl.tensor, key: tl.tensor, number: tl.tensor, word: tl.tensor,
     rate: tl.tensor, scale: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """Return dropout factors in fp32: loaded at these offsets; or, with a key, drawn for the elements number + at."""
+    """Return dropout factors in fp32, loaded at these offsets or, with a key, drawn for the elements number + at."""
     if key is not None:
         return drawn(key, number + at, word, rate, scale)
-    else:  # not after the `if`: Triton compiles what follows it, and there may be no data
+    else:  # compiled only without a key
         return tl.load(factors.data + at, mask=valid, other=0).to(tl.float32)
 
 
@@ -62,13 +64,15 @@ def _keep(
     tl.store(out.data + offsets(out, i, axes), kept.to(out.data.dtype.element_ty), mask=i < axes.positions)
 
 
-KEEP = register("keep", _keep, configs("BLOCK", (1024, 4, 1)))  # too little work for the launch to matter
+# The kernel has so little work that one configuration suffices.
+KEEP = register("keep", _keep, configs("BLOCK", (1024, 4, 1)))
 
 
 def scalars(stream: int, rate: float, dtype: torch.dtype) -> tuple[int, float, float]:
-    """Return word, rate and scale of a draw, as the kernels take them."""
+    """Return the kernels' arguments word, rate and scale of a draw."""
     word = stream * 0x9E3779B9 & 0xFFFFFFFF
-    return word - 2**32 if word >= 2**31 else word, rate, kept_factor(rate, dtype)  # signed, for any stream
+    # The word is signed, so that its type is the same for every stream.
+    return word - 2**32 if word >= 2**31 else word, rate, kept_factor(rate, dtype)
 
 
 def dropout_factors(t: Operands) -> Tensor:
@@ -79,9 +83,10 @@ def dropout_factors(t: Operands) -> Tensor:
 
 
 def fill(out: Tensor, key: Tensor, number: int, strides: Sequence[int], draw: tuple[int, float, float]) -> None:
-    """Draw into `out`, whose first element has this number; draw: what `scalars` returned."""
+    """Draw into `out`, whose first element has this number; draw: the result of `scalars`."""
     found = coalesce(out.shape, out.stride(), strides)
-    if found is None:  # more than three axes that cannot be coalesced
+    # More than three axes remain after coalescing.
+    if found is None:
         for i in range(len(out)):
             fill(out[i], key, number + i * strides[0], strides[1:], draw)
         return
@@ -98,9 +103,9 @@ def fill(out: Tensor, key: Tensor, number: int, strides: Sequence[int], draw: tu
 
 
 class DropoutOperands:
-    """Dropout factors as the kernels take them: given, to be drawn by the kernel, or none.
+    """Dropout factors as kernel arguments: a tensor, numbers to draw from, or none.
 
-    of: the factors [*, c]; of those to be drawn a tensor on "meta", with the strides of the numbers to draw for.
+    of: the factors [*, c].  If they are to be drawn, this is a meta tensor with the strides of the element numbers.
     """
 
     def __init__(self, x: Tensor, t: Operands) -> None:
@@ -113,11 +118,11 @@ class DropoutOperands:
     def walked_with(
         self, reads: dict[str, Tensor | None], writes: dict[str, Tensor]
     ) -> tuple[Positions, dict[str, Any]]:
-        """Return the positions of these tensors and of the factors, and the kernel's arguments about all of them."""
+        """Return the positions of these tensors and the factors, and the kernel's arguments for all of them."""
         if self.of is not None and self.key is not None:
             walked = [t for t in (*reads.values(), self.of, *writes.values()) if t is not None]
             if coalesce(self.of.shape[:-1], *(t.stride()[:-1] for t in walked)) is None:
-                # They want a copy in order, and "meta" holds nothing: draw first, once for each element that differs.
+                # Contiguous copies are needed, and meta tensors have no values, so draw the distinct elements first.
                 shape = [1 if stride == 0 else size for size, stride in zip(self.of.shape, self.of.stride())]
                 factors = walked[0].new_empty(shape)
                 fill(factors, self.key, self.number, self.of.stride(), self.draw)

@@ -1,23 +1,24 @@
-"""The outer product mean on a GPU: one fused kernel forward, and products of the vendor's library backward.
+"""The outer product mean on a GPU: one fused kernel forward, and cuBLAS products backward.
 
-What decides the shape of the forward kernel is what a tile of positions (i, j) reads from the second cache.  With
-c = d = 32 channels, z = 128 and s sequences, of a tile of 16 x 8 positions:
+The traffic from the L2 cache for a tile of positions (i, j) determines the shape of the forward kernel.  With c = d =
+32 channels, z = 128 and s sequences, a tile of 16 x 8 positions reads
 
     the projection's weight, once                   2 z c d                                   262 kB
     a and b, once for every TILE_C left channels    2 s (16 TILE_C + 8 d) c / TILE_C          655 kB
 
-with s = 128 and TILE_C = 4, for 2 x 128 c d (s + z) = 67 million operations: 73 a byte.  All left channels at once
-would read less, but their products alone, 512 x 256 numbers in fp32, are two register files.  With TILE_C = 4 they are
-a quarter of one, and the sums of 128 positions by 128 channels another.  Between its two matrix products a program
-changes the order of the products, (c, i), (j, d) to (i, j), (c, d); no [i, j, c d] is ever in memory.
+with s = 128 and TILE_C = 4, for 2 x 128 c d (s + z) = 67 million operations, 73 per byte.  Processing all left channels
+at once would read less, but their products alone, 512 x 256 elements in fp32, fill two register files.  With TILE_C = 4
+they take a quarter of one, and the sums of 128 positions by 128 channels take another quarter.  Between its two matrix
+products a program changes the order of the products from (c, i), (j, d) to (i, j), (c, d); the tensor [i, j, c d] never
+exists in memory.
 
-The backward pass works on chunks of the pair rows, whose products [i, j, c, d] stay in the second cache.  For a chunk,
-`_outer_products` stores the products of the factors, or their gradients, in the order that the next product needs;
-torch.mm (cuBLAS) makes the gradients of the weight and of the factors from them.  In total it multiplies six times what
-one forward product costs.  Five would do, but then the gradient of b would be summed over chunks in fp32.
+The backward pass processes chunks of pair rows, whose products [i, j, c, d] stay in the L2 cache.  For a chunk,
+`_outer_products` stores the products of the factors, or their gradients, in the order that the next product needs, and
+torch.mm (cuBLAS) computes the gradients of the weight and of the factors from them.  In total it multiplies six times
+as much as a forward product.  Five times would suffice, but then the gradient of b would be summed over chunks in fp32.
 
-As a whole layer, outer_product_mean, the forward pass is two kernels: `norm_linear` masks both factors as it writes
-them, and stores b with its channels before the residues; `_outer_product` counts sequences and adds the residual.
+For the whole layer, outer_product_mean, the forward pass is two kernels.  `norm_linear` masks both factors as it writes
+them, and stores b with its channels before the residues.  `_outer_product` counts sequences and adds the residual.
 """
 
 import itertools
@@ -46,8 +47,8 @@ from warpfold.ops.triton.positions import (
     sum_partials,
 )
 
-# The products of a chunk of pair rows, [i, j, c, d]: 64 rows of 256 residues and 32 channels.  They must stay in the
-# 50 MB of an H100's second cache between the kernel that stores them and the product that reads them.
+# Bytes of the products of a chunk of pair rows, [i, j, c, d]: 64 rows of 256 residues with 32 channels.  They must stay
+# in the 50 MB of an H100's L2 cache between the kernel that writes them and the product that reads them.
 CHUNK_BYTES = 2**25
 
 
@@ -57,9 +58,9 @@ def _products(
     S: tl.tensor, I: tl.tensor, J: tl.tensor, C: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     TILE_I: tl.constexpr, TILE_J: tl.constexpr, TILE_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return [(i, j), (c, d)], the products from left channel `first` on, of positions from i and j on.
+    """Compute the products [(i, j), (c, d)] from left channel `first` on, for positions from i and j on.
 
-    a [s, c, i] and b [s, j, d] of one batch; pitch: from one position of b to the next.
+    a [s, c, i] and b [s, j, d] of one batch; pitch: the stride of the positions of b.
     """
     row = tl.arange(0, TILE_C * TILE_I)
     column = tl.arange(0, TILE_J * BLOCK_D)
@@ -90,7 +91,7 @@ def _shares(
     a_mask: tl.tensor, b_mask: tl.tensor, i: tl.tensor, j: tl.tensor, added: tl.tensor, least: tl.tensor,
     S: tl.tensor, I: tl.tensor, J: tl.tensor, TILE_I: tl.constexpr, TILE_J: tl.constexpr, BLOCK_S: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return 1 / count [(i, j)] of positions from i and j on, of masks [s, i] and [s, j] of one batch."""
+    """Compute 1 / count [(i, j)] for positions from i and j on, from the masks [s, i] and [s, j] of one batch."""
     at_i, at_j = i + tl.arange(0, TILE_I), j + tl.arange(0, TILE_J)
     both = tl.zeros([BLOCK_S, TILE_I, TILE_J], tl.float32)
     for start in range(0, S, BLOCK_S):
@@ -110,10 +111,10 @@ def _outer_product(
     C: tl.constexpr, D: tl.constexpr, Z: tl.constexpr, BIAS_DIVIDED: tl.constexpr, BLOCK_D: tl.constexpr,
     TILE_I: tl.constexpr, TILE_J: tl.constexpr, TILE_C: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_Z: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store BLOCK_Z channels of TILE_I x TILE_J positions of out [batch, positions, z], and their share.
+    """Store BLOCK_Z channels of TILE_I x TILE_J positions of out [batch, positions, z], and their 1 / count.
 
-    stride_i, stride_j: positions from one i, and one j, to the next.  BIAS_DIVIDED: the bias is added before the
-    division by the count, else after it.  pair: the residual that is added last, or None.
+    stride_i, stride_j: strides of i and j in positions.  BIAS_DIVIDED: the bias is added before the division by the
+    count, otherwise after it.  pair: the residual that is added last, or None.
     """
     across, down = tl.cdiv(J, TILE_J), tl.cdiv(I, TILE_I)
     tile = tl.program_id(0)
@@ -150,10 +151,10 @@ def _outer_product(
 
 
 class Operand(NamedTuple):
-    """One side of a product as `_outer_products` takes it: [depth, outer, inner].
+    """An operand [depth, outer, inner] of `_outer_products`.
 
-    Strides of the depth, outer and inner axis; of outer and inner in the result (`_out`) and in the share (`_share`).
-    The fields are no tuples of their own: in those Triton 3.6 loses a stride of 1.
+    It has the strides of the depth, outer and inner axis, and those of outer and inner in the result (`_out`) and in
+    the share (`_share`).  They are separate fields, because Triton 3.6 loses a stride of 1 in nested tuples.
     """
 
     data: Tensor
@@ -172,7 +173,7 @@ class Operand(NamedTuple):
         cls, t: Tensor, strides: tuple[int, int, int], sizes: tuple[int, int], out: tuple[int, int],
         share: tuple[int, int] = (0, 0),
     ) -> "Operand":  # fmt: skip
-        """Describe t [depth, outer, inner] by its strides, the sizes of its last axes, and their strides elsewhere."""
+        """Make the operand t [depth, outer, inner] with the strides of its axes in the result and the share."""
         return cls(t, *strides, *out, *share, *sizes)
 
 
@@ -181,10 +182,10 @@ def _outer_products(
     left: tl.tuple, right: tl.tuple, share: tl.tensor, out: tl.tensor, depth: tl.tensor,
     SHARE_OF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store share * left^T right: BLOCK_M of the left operand's (outer, inner) by BLOCK_N of the right one's.
+    """Store share * left^T right for BLOCK_M of the left operand's (outer, inner) by BLOCK_N of the right operand's.
 
-    A plain product, but for the order of its four axes in `out`, which no library's product can choose.
-    SHARE_OF: "left" or "right" where the share is of that operand's axes alone, else "both".
+    This is a product with a free order of its four axes in `out`, which cuBLAS does not offer.
+    SHARE_OF: "left" or "right" if the share has the axes of that operand only, otherwise "both".
     """
     rows, columns = left.outer_size * left.inner_size, right.outer_size * right.inner_size
     across = tl.cdiv(columns, BLOCK_N)
@@ -263,7 +264,7 @@ def outer_product_mean(t: Operands) -> tuple[Tensor, ...]:
     out, share = x.new_empty(*batch, r, r, len(t.out_weight)), empty_share(x, *batch, r, r)
     (a, b), (mean, scale) = empty_factors(x, h), empty_statistics(x)
     project(t.but(mean=mean, scale=scale), a, Planes(b, h), mask)
-    # b is the factor that lies turned here, so the weight's channels and the axes of the pairs change places.
+    # b is the transposed factor here, so the weight's channels and the axes of the pairs are exchanged.
     masks, weight = batched(mask, 3), _exchanged(t.out_weight, h, h, x)
     of_factors = t.but(turned=batched(b.mT, 4), b=batched(a, 4), a_mask=masks, b_mask=masks, bias=t.out_bias)
     _forward(of_factors.but(weight=weight), (1, r), batched(out, 4), batched(share, 3))
@@ -285,19 +286,19 @@ def outer_product_mean_backward(t: Operands) -> tuple[Tensor, ...]:
 
 
 def _turned(a: Tensor) -> Tensor:
-    """Return a [batch, s, i, c] as [batch, s, c, i]: a program reads few channels of many positions."""
+    """Transpose a [batch, s, i, c] to [batch, s, c, i], because a program reads few channels of many positions."""
     return a.mT.contiguous()
 
 
 def _exchanged(weight: Tensor, c: int, d: int, like: Tensor) -> Tensor:
-    """Return a weight [z, c d] as [z, d c], in the dtype of `like`."""
+    """Reorder a weight [z, c d] to [z, d c], in the dtype of `like`."""
     return like.new_empty(len(weight), d, c).copy_(weight.unflatten(-1, (c, d)).mT).flatten(1)
 
 
 def _forward(t: Operands, strides: tuple[int, int], out: Tensor, share: Tensor) -> None:
-    """Write the result [B, positions, z] and the share of each pair, of factors turned [B, s, c, i] and b [B, s, j, d].
+    """Compute the result [B, positions, z] and 1 / count of each pair from a^T [B, s, c, i] and b [B, s, j, d].
 
-    strides: positions of the result from one i, and one j, to the next.
+    strides: the strides of i and j in positions of the result.
     """
     (batches, s, c, i), (_, _, j, d), z = t.turned.shape, t.b.shape, len(t.weight)
     kernel = FORWARD.tiled((s, c, z), t.b)
@@ -326,9 +327,9 @@ def _forward(t: Operands, strides: tuple[int, int], out: Tensor, share: Tensor) 
 def _backward(
     t: Operands, a: Tensor, b: Tensor, da: Tensor, db: Tensor, mask: Tensor | None, of_weight: tuple[Tensor, ...]
 ) -> list[Sum]:
-    """Write the gradients of the factors, times a mask [B, s, i] of both; return the sums that make those `of_weight`.
+    """Write the gradients of the factors, times a mask [B, s, i] for both, and return the sums for `of_weight`.
 
-    a [B, s, i, c] and b [B, s, d, j], both contiguous; da [B, s, i, c] and db [B, s, j, d] of any strides.
+    a [B, s, i, c] and b [B, s, d, j] are contiguous; da [B, s, i, c] and db [B, s, j, d] may have any strides.
     """
     grad, share, (dweight, dbias) = t.grad.contiguous(), t.share, of_weight
     (batches, s, i, c), (_, _, d, j), z = a.shape, b.shape, len(t.weight)
@@ -377,15 +378,16 @@ def _backward(
 
 
 def _rows_at_once(row_bytes: int) -> int:
-    """Return how many rows a chunk has: a multiple of 4, so that the tiles of 32 channels are full."""
+    """Return the number of rows of a chunk, a multiple of 4, so that the tiles of 32 channels are full."""
     rows = max(1, CHUNK_BYTES // row_bytes)
     return rows if rows < 4 else rows // 4 * 4
 
 
 def _parts_of_share(t: Operands, share: Tensor) -> Tensor:
-    """Return the rows [n, B, i, j] by which `grad` is multiplied for the gradient of the bias: none without a bias.
+    """Return the rows [n, B, i, j] that multiply `grad` for the gradient of the bias; no rows without a bias.
 
-    The share takes two rows of 16 bits, which sum to it: of one, each pair with the same count is off by up to 0.4 %.
+    In 16 bits 1 / count is the sum of two rows, because one row would be off by up to 0.4 % for all pairs with the same
+    count.
     """
     if t.bias is None:
         return t.grad.new_empty(0, *share.shape)
@@ -407,7 +409,7 @@ def _product(left: Operand, right: Operand, share: Tensor, out: Tensor, depth: i
 
 
 def _put(where: Tensor, values: Tensor, mask: Tensor | None) -> None:
-    """Store values [s, i, c], times a mask [s, i]."""
+    """Store values [s, i, c] times a mask [s, i]."""
     if mask is None:
         where.copy_(values)
     else:
@@ -415,5 +417,5 @@ def _put(where: Tensor, values: Tensor, mask: Tensor | None) -> None:
 
 
 def _sizes(s: int, i: int, j: int, c: int, d: int, z: int) -> dict[str, int]:
-    """Return the sizes as the kernels take them."""
+    """Return the kernels' arguments for the sizes."""
     return {"S": s, "I": i, "J": j, "C": c, "D": d, "Z": z, "BLOCK_D": power_of_two(d)}

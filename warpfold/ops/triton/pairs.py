@@ -1,9 +1,10 @@
-"""aligned_errors on a GPU: tiles of frames by points, of which nothing but sums is written.
+"""aligned_errors and overlaps on a GPU, without a pair matrix in memory.
 
-Forward a program owns a tile.  Backward one kernel owns frames and runs over all points, another owns points and runs
-over all frames; both compute the distances again.  No matrix products, so nothing is rounded to TF32.
+aligned_errors uses tiles of frames by points.  In the forward pass a program owns a tile.  In the backward pass one
+kernel owns frames and iterates over all points, and another owns points and iterates over all frames; both recompute
+the distances.  There are no matrix products, so nothing is rounded to TF32.
 
-overlaps on a GPU: a program owns some atoms and runs over all, forward and backward; no pair is ever written.
+A program of overlaps owns some atoms and iterates over all atoms, forward and backward.
 """
 
 from typing import Any
@@ -21,13 +22,13 @@ from warpfold.ops.triton.positions import contiguous
 
 @triton.jit
 def _number(at: tl.tensor, there: tl.tensor) -> tl.tensor:
-    """Load in fp32, 0 where there is nothing."""
+    """Load in fp32, with 0 where the mask is false."""
     return tl.load(at, mask=there, other=0).to(tl.float32)
 
 
 @triton.jit
 def _apart(rotation: tl.tuple, y: tl.tuple, true_rotation: tl.tuple, z: tl.tuple, K: tl.constexpr) -> tl.tensor:
-    """Return how far points are off along axis K of frames, [frames, points]; rotations row by row."""
+    """Compute the differences along axis K of frames, [frames, points]; rotations are row-major."""
     seen = rotation[K][:, None] * y[0] + rotation[3 + K][:, None] * y[1] + rotation[6 + K][:, None] * y[2]
     true = (
         true_rotation[K][:, None] * z[0] + true_rotation[3 + K][:, None] * z[1] + true_rotation[6 + K][:, None] * z[2]
@@ -37,7 +38,7 @@ def _apart(rotation: tl.tuple, y: tl.tuple, true_rotation: tl.tuple, z: tl.tuple
 
 @triton.jit
 def _frames(frames: tl.tensor, f: tl.tensor, there: tl.tensor) -> tl.tuple:
-    """Return the rotation, row by row, and the translation of frames, each [frames]."""
+    """Load the row-major rotation and the translation of frames, each element [frames]."""
     at = frames + f * 12
     r0, r1, r2, t0 = _number(at, there), _number(at + 1, there), _number(at + 2, there), _number(at + 3, there)
     r3, r4, r5, t1 = _number(at + 4, there), _number(at + 5, there), _number(at + 6, there), _number(at + 7, there)
@@ -47,7 +48,7 @@ def _frames(frames: tl.tensor, f: tl.tensor, there: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def _from(points: tl.tensor, p: tl.tensor, there: tl.tensor, origin: tl.tuple) -> tl.tuple:
-    """Return points as seen from origins [frames], not turned: three of [frames, points]."""
+    """Subtract origins [frames] from points, without rotation: x, y and z, each [frames, points]."""
     at = points + p * 3
     x, y, z = _number(at, there), _number(at + 1, there), _number(at + 2, there)
     return x[None, :] - origin[0][:, None], y[None, :] - origin[1][:, None], z[None, :] - origin[2][:, None]
@@ -58,7 +59,7 @@ def _weights(
     frame_mask: tl.tensor, point_mask: tl.tensor, pair_mask: tl.tensor, f: tl.tensor, p: tl.tensor, F: tl.tensor,
     P: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """Return the weight of each pair, 0 beyond the last."""
+    """Load the weight of each pair, 0 out of range."""
     weight = _number(frame_mask + f, f < F)[:, None] * _number(point_mask + p, p < P)[None, :]
     if pair_mask is not None:
         at = pair_mask + (f.to(tl.int64) * P)[:, None] + p[None, :]
@@ -68,7 +69,7 @@ def _weights(
 
 @triton.jit
 def _squares(a: tl.tensor, b: tl.tensor, c: tl.tensor, added: tl.tensor) -> tl.tensor:
-    """Return the squares of the softened lengths of vectors."""
+    """Compute the squares of the softened lengths of vectors."""
     return a * a + b * b + c * c + added
 
 
@@ -99,11 +100,12 @@ def aligned_errors_kernel(
 
 @triton.jit
 def _slope(squares: tl.tensor, weight: tl.tensor, grad: tl.tensor, clamp: tl.tensor, least: tl.tensor) -> tl.tensor:
-    """Return the factor of a pair's coordinates in its gradient; grad: of the two sums."""
+    """Compute the factor of a pair's coordinates in its gradient; grad: the gradients of the two sums."""
     capped, whole = tl.load(grad).to(tl.float32), tl.load(grad + 1).to(tl.float32)
     distance = tl.sqrt(tl.maximum(squares, least))
     slope = weight * (tl.where(distance <= clamp, capped, 0.0) + whole) / distance
-    return tl.where(squares < least, 0.0, slope)  # not by the distance: a root of `least` may be rounded up
+    # Compare squares, because the root of `least` may be rounded up.
+    return tl.where(squares < least, 0.0, slope)
 
 
 @triton.jit
@@ -228,7 +230,7 @@ C_PLACE, N_PLACE, SG_PLACE = tl.constexpr(C_ATOM), tl.constexpr(N_ATOM), tl.cons
 
 @triton.jit
 def _atoms(atoms: tl.tensor, radius: tl.tensor, exists: tl.tensor, a: tl.tensor, n: tl.tensor) -> tl.tuple:
-    """Return coordinates and radii of atoms, and whether they are there, in fp32."""
+    """Load coordinates, radii and existence of atoms in fp32."""
     at, there = atoms + a * 3, a < n
     x = tl.load(at, mask=there, other=0).to(tl.float32)
     y = tl.load(at + 1, mask=there, other=0).to(tl.float32)
@@ -241,7 +243,7 @@ def _atoms(atoms: tl.tensor, radius: tl.tensor, exists: tl.tensor, a: tl.tensor,
 def _numbers(
     index: tl.tensor, after: tl.tensor, order: tl.tensor, chain: tl.tensor, slot: tl.tensor, a: tl.tensor, n: tl.tensor,
 ) -> tl.tuple:  # fmt: skip
-    """Return index, order, chain and slot of atoms, and the index that follows."""
+    """Load index, order, chain and slot of atoms, and the next index."""
     there = a < n
     i, o = tl.load(index + a, mask=there, other=0), tl.load(order + a, mask=there, other=0)
     c, s = tl.load(chain + a, mask=there, other=0), tl.load(slot + a, mask=there, other=0)
@@ -250,7 +252,7 @@ def _numbers(
 
 @triton.jit
 def _pairs(one: tl.tuple, other: tl.tuple, ids: tl.tuple, other_ids: tl.tuple, tolerance: tl.tensor) -> tl.tuple:
-    """Return of pairs [a, b] the overlap, the distance, and 1 where they are compared."""
+    """Compute the overlap and distance of pairs [a, b], and 1 for pairs that are compared."""
     dx = one[0][:, None] - other[0][None, :]
     dy = one[1][:, None] - other[1][None, :]
     dz = one[2][:, None] - other[2][None, :]
@@ -271,7 +273,7 @@ def overlaps_kernel(
     chain: tl.tensor, slot: tl.tensor, out: tl.tensor, n: tl.tensor, tolerance: tl.tensor,
     BLOCK_F: tl.constexpr, BLOCK_P: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the overlaps of BLOCK_F atoms, how many, and with how many they were compared."""
+    """Store the sum and number of overlaps of BLOCK_F atoms, and the number of compared atoms."""
     a = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     one, ids = _atoms(atoms, radius, exists, a, n), _numbers(index, after, order, chain, slot, a, n)
     errors, count = tl.zeros([BLOCK_F], tl.float32), tl.zeros([BLOCK_F], tl.float32)
@@ -352,6 +354,6 @@ def overlaps_backward(t: Operands) -> tuple[Tensor, Tensor]:
 
 
 def _atoms_of(t: Operands) -> dict[str, Tensor]:
-    """Return the tensors that both kernels of overlaps are given, by their names."""
+    """Return the tensors that both kernels of overlaps take, by name."""
     names = "atoms", "radius", "exists", "index", "order", "chain", "slot"
     return {name: getattr(t, name).contiguous() for name in names} | {"after": t.index.contiguous() + 1}

@@ -1,19 +1,20 @@
 """transition on a GPU: the hidden layer stays in registers, tile by tile, forward and backward.
 
-Forward, a program owns BLOCK_M positions: their normalised channels, and the sums of all outputs.  It runs over the
-hidden layer, BLOCK_H numbers at a time, whose weights it reads from the second cache: BLOCK_M multiplications for each
-number read, so with 16 bits 2 BLOCK_M operations a byte: at 128 positions as much as tensor cores and cache have.
+In the forward pass a program owns BLOCK_M positions: their normalised channels, and the sums of all outputs.  It
+iterates over BLOCK_H hidden units at a time, and reads their weights from the L2 cache.  Each weight is used for
+BLOCK_M multiplications, so with 16 bits there are 2 BLOCK_M operations per byte; at 128 positions this balances tensor
+cores and cache.
 
-The backward pass of ReLU over at most 128 channels in 16 bits is two kernels, since the gradient of x is a sum over the
-hidden layer, that of the weights one over positions, and neither fits beside the other.  Of each number of the hidden
-layer the first costs 6 C operations, 2 C a product, and the second, which computes the number and its gradient again,
-8 C.  The first stores the normalised x, so that the second has nothing but products to do.
+The backward pass of ReLU with at most 128 channels in 16 bits consists of two kernels, because the gradient of x is a
+sum over the hidden layer, that of the weights is a sum over positions, and both do not fit the registers.  For each
+hidden activation the first kernel costs 6 C operations, 2 C per product.  The second kernel recomputes the activation
+and its gradient and costs 8 C.  The first kernel stores the normalised x, so that the second only multiplies.
 
-Of more channels, of SwiGLU, and in fp32, the products are torch's (cuBLAS), for as many positions at a time that the
-hidden layer and its gradient stay in the second cache: `_by_products`.
+With more channels, for SwiGLU, and in fp32, torch (cuBLAS) computes the products.  They run on so many positions at a
+time that the hidden layer and its gradient stay in the L2 cache: `_by_products`.
 
-A tile of normalised channels goes through memory: made some rows at a time, then read as it lies, in 16 bits, it leaves
-the registers to the sums.  The gradient of the norm is made likewise.
+A tile of normalised channels passes through memory: it is written a few rows at a time and read as a whole in 16 bits,
+which leaves the registers to the sums.  The gradient of the norm is computed in the same way.
 """
 
 import torch
@@ -42,12 +43,13 @@ from warpfold.ops.triton.positions import (
     sum_partials,
 )
 
-TILES = 256  # programs of the gradient of the weights: as in `norm_linear`
-FUSED = 128  # channels of ReLU, at most, whose backward pass is fused
-# Outputs of `up` and the gradient of the hidden layer, for some positions: 8,192 of 256 channels.  They must stay in
-# the 50 MB of an H100's second cache between the products that store and read them.
+TILES = 256  # programs for weight gradients
+FUSED = 128  # most channels of the fused ReLU backward
+# Bytes of the outputs of `up` and of the hidden layer's gradient in a chunk, 8,192 positions with 256 channels.  They
+# must stay in the 50 MB of an H100's L2 cache between the products that write and read them.
 CHUNK_BYTES = 2**25
-SPANS = 64  # of the positions of a chunk, whose gradients of the bias of `up` are summed apart
+# Spans of the positions of a chunk, with separate sums for the bias of `up`.
+SPANS = 64
 
 
 def transition(t: Operands) -> Tensor:
@@ -106,7 +108,7 @@ def _by_products(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, T
     x, grad, (c, hidden) = t.x, t.grad, t.down.shape
     halves, dx = HALVES[t.activation], empty_like(x)
     outputs = halves * hidden
-    # The gradient of the normalised x lies where dx replaces it, if the channels of a position lie side by side there.
+    # dx replaces the gradient of the normalised x in memory, if the channels of a position are contiguous there.
     written = dx if dx.stride(-1) == 1 else x.new_empty(x.shape)
     order = sorted(range(x.dim() - 1), key=written.stride, reverse=True)
     normalised, *_ = layer_norm(Operands(x=x, weight=t.norm_weight, bias=t.norm_bias, eps=t.eps))
@@ -165,7 +167,7 @@ def _by_products(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, T
 
 
 def _sizes(t: Operands) -> tuple[tuple[int, int, int], dict[str, int]]:
-    """Return the key of the kernels' launches, and their constants."""
+    """Return the key of the kernels' launch configurations, and their constants."""
     c, hidden = t.down.shape
     sizes = {"C": c, "HIDDEN": hidden, "BLOCK_C": power_of_two(c)}
     if t.x.element_size() == 2:
@@ -174,14 +176,14 @@ def _sizes(t: Operands) -> tuple[tuple[int, int, int], dict[str, int]]:
 
 
 def _parameters(t: Operands, positions: int) -> dict[str, Tensor | None]:
-    """Return the parameters as the kernels take them, by the names of their arguments."""
+    """Return the kernels' arguments for the parameters, by name."""
     whole = {name: contiguous(getattr(t, name)) for name in ("norm_weight", "norm_bias", "up_bias")}
     return whole | {name: cast_weight(getattr(t, name), t.x, positions) for name in ("up", "down")}
 
 
 @triton.constexpr_function
 def rows_at_once(rows: int, channels: int) -> int:
-    """Return how many rows of a tile are worked on at once where registers are few: of 16 numbers for each thread."""
+    """Return the number of rows of a tile to process at a time if registers are scarce: 16 elements per thread."""
     return min(int(rows), 4096 // int(channels))
 
 
@@ -190,9 +192,9 @@ def _normalise(
     x: tl.tuple, norm_weight: tl.tensor, norm_bias: tl.tensor, n: tl.tuple, axes: tl.tuple, eps: tl.tensor,
     C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store in n the normalised x of BLOCK_M positions, and wait until all threads of the program can read it.
+    """Store the normalised x of BLOCK_M positions in n, and wait until all threads of the program can read it.
 
-    Some positions at a time: a whole tile in fp32, with what is wanted beside it, would not fit the registers.
+    Some positions are processed at a time, because a whole tile in fp32 would not fit the registers.
     """
     BLOCK_R: tl.constexpr = rows_at_once(BLOCK_M, BLOCK_C)
     c = tl.arange(0, BLOCK_C)
@@ -209,7 +211,7 @@ def _normalise(
 
 @triton.jit
 def _load_whole(x: tl.tuple, m: tl.tensor, axes: tl.tuple, C: tl.constexpr, BLOCK_C: tl.constexpr) -> tl.tensor:
-    """Load all channels of positions m, past the last those of the last: without a mask that would be held for long."""
+    """Load all channels of positions m, clamped to the last one: a mask would occupy registers for long."""
     c = tl.arange(0, BLOCK_C)
     return tl.load(pointers(x, tl.minimum(m, axes.positions - 1), c, axes), mask=(c < C)[None, :], other=0)
 
@@ -219,9 +221,9 @@ def _up(
     n: tl.tensor, weight: tl.tensor, normalised: tl.tuple, up: tl.tensor, up_bias: tl.tensor, m: tl.tensor,
     o: tl.tensor, known: tl.tensor, axes: tl.tuple, C: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the outputs o of `up` in fp32, [m, o], of normalised channels n [m, c] and weights [o, c].
+    """Compute the outputs o of `up` in fp32, [m, o], from normalised channels n [m, c] and weights [o, c].
 
-    With BLOCK_K, of so many channels at a time, from memory: products without tensor cores must be short.
+    With BLOCK_K, this many channels at a time are loaded: products without tensor cores must be short.
     """
     if BLOCK_K == 0:
         pre = tl.dot(n, tl.trans(weight))
@@ -242,7 +244,7 @@ def _up(
 def _dhidden(
     g: tl.tensor, down: tl.tensor, h: tl.tensor, C: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_C: tl.constexpr
 ) -> tl.tensor:
-    """Return the gradient of numbers h of the hidden layer in fp32, [m, h], given that of the output, g [m, c]."""
+    """Compute the gradient of hidden activations h in fp32, [m, h], from that of the output, g [m, c]."""
     c = tl.arange(0, BLOCK_C)
     w = tl.load(down + c[:, None] * HIDDEN + h[None, :], mask=(c < C)[:, None] & (h < HIDDEN)[None, :], other=0)
     return tl.dot(g, w.to(g.dtype))
@@ -252,7 +254,7 @@ def _dhidden(
 def _of_up(
     up: tl.tensor, o: tl.tensor, known: tl.tensor, dtype: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr
 ) -> tl.tensor:
-    """Load the weights of the outputs o of `up`, [o, c]."""
+    """Load the weights of outputs o of `up`, [o, c]."""
     c = tl.arange(0, BLOCK_C)
     return tl.load(up + o[:, None] * C + c[None, :], mask=known[:, None] & (c < C)[None, :], other=0).to(dtype)
 
@@ -264,13 +266,13 @@ def _transition(
     C: tl.constexpr, HIDDEN: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store y of BLOCK_M positions; GATED: silu of one half of the outputs of `up` times the other, else their relu."""
+    """Store y of BLOCK_M positions; GATED: silu of one half of `up`'s outputs times the other, otherwise their relu."""
     _normalise(x, norm_weight, norm_bias, y, axes, eps, C, BLOCK_C, BLOCK_M)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.arange(0, BLOCK_C)
     dtype = y.data.dtype.element_ty
     n = _load_whole(y, m, axes, C, BLOCK_C)
-    # In 16 bits the sum begins with x: added last, it costs 80 registers more.  In fp32 the sum's roundings would show.
+    # In 16 bits the sum starts with x, since adding x last takes 80 registers more.  In fp32 this would lose digits.
     acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     if RESIDUAL and BLOCK_K == 0:
         acc = _load_whole(x, m, axes, C, BLOCK_C).to(tl.float32)
@@ -292,7 +294,8 @@ def _transition(
         acc += tl.load(down_bias + c, mask=c < C, other=0).to(tl.float32)[None, :]
     valid = (m < axes.positions)[:, None] & (c < C)[None, :]
     if BLOCK_K > 0:
-        tl.debug_barrier()  # the normalised x is in y, and other threads may read it until here
+        # The normalised x is in y, and other threads may read it until here.
+        tl.debug_barrier()
     if RESIDUAL and BLOCK_K > 0:
         acc += tl.load(pointers(x, m, c, axes), mask=valid, other=0).to(tl.float32)
     tl.store(pointers(y, m, c, axes), acc.to(dtype), mask=valid)
@@ -304,9 +307,9 @@ def _through_norm(
     axes: tl.tuple, eps: tl.tensor,
     C: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store dx at BLOCK_M positions, given the gradient of the normalised x, which may lie in dx; and the partials.
+    """Store dx and the partials of BLOCK_M positions from the gradient of the normalised x, which may be in dx.
 
-    As `_layer_norm_backward`, some positions at a time, as `_normalise`.
+    This is `_layer_norm_backward` for some positions at a time, as in `_normalise`.
     """
     BLOCK_R: tl.constexpr = rows_at_once(BLOCK_M, BLOCK_C)
     c = tl.arange(0, BLOCK_C)
@@ -345,10 +348,9 @@ def _transition_backward(
     C: tl.constexpr, HIDDEN: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store dx and the normalised x of BLOCK_M positions; and in partials [programs, 3 C] what they add to the
-    gradients of the norm's weight and bias, as in `_layer_norm_backward`, and of the bias of `down`.
+    """Store dx and the normalised x of BLOCK_M positions, and their partial gradients, for ReLU.
 
-    Of ReLU.
+    partials [programs, 3 C]: for the norm's weight and bias, as in `_layer_norm_backward`, and the bias of `down`.
     """
     _normalise(x, norm_weight, norm_bias, normalised, axes, eps, C, BLOCK_C, BLOCK_M)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -365,7 +367,7 @@ def _transition_backward(
         pre = _up(n, weight, normalised, up, up_bias, m, h, known, axes, C, BLOCK_K)
         dpre = tl.where(pre > 0, dh, 0.0).to(dtype)
         dn = tl.dot(dpre, weight, dn)
-    # Through memory, rounded as the gradient of a layer apart would be: for the norm it is read some rows at a time.
+    # It passes through memory, rounded like the gradient of a separate layer, and the norm reads a few rows at a time.
     tl.store(pointers(dx, m, c, axes), dn.to(dtype), mask=(m < axes.positions)[:, None] & (c < C)[None, :])
     tl.debug_barrier()
     _through_norm(grad, x, norm_weight, dx, dx, partials, axes, eps, C, RESIDUAL, BLOCK_C, BLOCK_M)
@@ -377,7 +379,7 @@ def _transition_norm_backward(
     axes: tl.tuple, eps: tl.tensor,
     C: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store dx and the partials as `_through_norm` does."""
+    """Store dx and the partials with `_through_norm`."""
     _through_norm(grad, x, norm_weight, dnormed, dx, partials, axes, eps, C, RESIDUAL, BLOCK_C, BLOCK_M)
 
 
@@ -386,9 +388,12 @@ def _transition_activation(
     pre: tl.tensor, inner: tl.tensor, bias: tl.tensor, partials: tl.tensor, rows: tl.tensor,
     HIDDEN: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Replace the outputs of `up` without their bias, pre [rows, outputs], by their gradient, and the gradient of the
-    hidden layer, inner [rows, HIDDEN], by the layer; and store in partials [programs, outputs] the sums over a span of
-    the rows that the gradient of the bias is made of."""
+    """Replace pre and inner in place, and store the partial gradients of the bias of `up`.
+
+    pre [rows, outputs]: the outputs of `up` without their bias; replaced by their gradient.
+    inner [rows, HIDDEN]: the gradient of the hidden layer; replaced by the layer.
+    partials [programs, outputs]: the sums of the bias's gradient over a span of the rows.
+    """
     OUTPUTS: tl.constexpr = HIDDEN * (1 + GATED)
     h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     known = h < HIDDEN
@@ -432,8 +437,10 @@ def _transition_activation(
 
 @triton.jit
 def _span(axes: tl.tuple, along: tl.constexpr, BLOCK_M: tl.constexpr) -> tl.tuple:
-    """Return the first position of this program's span, of as many as there are programs `along` an axis of the grid;
-    and the first that is past it."""
+    """Return the first position of this program's span, and the first position after it.
+
+    There is one span for each program `along` an axis of the grid.
+    """
     each = tl.cdiv(tl.cdiv(axes.positions, BLOCK_M), tl.num_programs(along)) * BLOCK_M
     first = tl.program_id(along) * each
     return first, min(axes.positions, first + each)
@@ -446,10 +453,10 @@ def _transition_weight(
     C: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store in partials [programs, ...], of BLOCK_H numbers of the hidden layer and a span of positions, what is added
-    to the gradients of `up` [HIDDEN, C], of its bias [HIDDEN] and of `down` [C, HIDDEN], which follow each other.
+    """Store the partial gradients for BLOCK_H hidden units and a span of positions, for ReLU.
 
-    Of relu, the hidden layer and its gradient made again.
+    partials [programs, ...] has `up` [HIDDEN, C], its bias [HIDDEN] and `down` [C, HIDDEN] one after another.  The
+    hidden layer and its gradient are recomputed.
     """
     h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     known = h < HIDDEN
@@ -467,7 +474,7 @@ def _transition_weight(
         valid = (m < axes.positions)[:, None] & (c < C)[None, :]
         n = tl.load(pointers(normalised, m, c, axes), mask=valid, other=0)
         g = tl.load(pointers(grad, m, c, axes), mask=valid, other=0)
-        # Channels of the hidden layer along the rows: as a product leaves them in registers the next ones want them.
+        # Hidden units are along the rows, so that products need the registers as the product before leaves them.
         pre = tl.dot(weight, tl.trans(n))
         if up_bias is not None:
             pre += tl.load(up_bias + h, mask=known, other=0).to(tl.float32)[:, None]
