@@ -8,7 +8,8 @@ each key has weight 0.
 
 gated_attention: a whole attention layer as one operation, from the input of its norm to the new residual.
 
-Forward: y = linear(layer_norm(x)) with all projections joined; o = attention of y; out = x + factors linear(gate(o)).
+The forward pass computes y = linear(layer_norm(x)) with all projections joined, o = attention of y, and
+out = x + factors linear(gate(o)).
 
 A bias that is projected from x is written in planes, one per head.
 

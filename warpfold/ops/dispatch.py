@@ -55,7 +55,9 @@ from warpfold.errors import UserError
 from warpfold.ops.capabilities import NO_TRITON, TRITON, no_kernels_reason
 from warpfold.ops.torch_internals import below_autograd, direct_function, is_observed
 
-# fast: use the fast path if it supports the arguments; strict: raise an error if it does not; definition: never use it.
+# fast: use the fast path if it supports the arguments, otherwise the definition.
+# strict: raise an error if the fast path does not support the arguments.
+# definition: always use the definition.
 Kernels = Literal["fast", "strict", "definition"]
 
 # Iterations of a subsampled loop: warm-up, steady state, one spare.
@@ -330,7 +332,7 @@ def report_refusal(refusal: str) -> None:
     """Count a refusal and log it the first time; raise UserError if kernels are "strict"."""
     if choice.kernels == "strict":
         raise UserError(f"{refusal}. Omit --strict to compute it more slowly by its definition.")
-    # A compiled graph has no memory of what was reported, and meta tensors compute nothing.
+    # A compiled graph has no state for the count, and meta tensors compute nothing.
     if torch.compiler.is_compiling() or choice.stands_for is not None:
         return
     _refused[refusal] += 1
@@ -745,8 +747,8 @@ class register:
         result, with the layout of the first operand.
     mutates: the operands that the operation changes in place; it then has no results.
     results: the names of the results.  The caller gets the first; the others are saved for the backward pass.
-    keeps: the operands of the backward operation besides `grad`: operands and results by name, and `NAME_wanted`,
-        which says whether the gradient of NAME is needed.
+    keeps: the operands of the backward operation besides `grad`.  They are operands and results by name, and
+        `NAME_wanted`, which says whether the gradient of NAME is needed.
     gradients: the operands whose gradients the backward operation returns, at least two; "" if there is no gradient.
     empty_gradients: operands of the backward operation -> gradients, allocated as `empty` allocates the results.  None:
         gradients of tensors with leading axes get the layout of the tensors, and gradients of parameters are
@@ -755,8 +757,8 @@ class register:
     composed: definition's arguments -> result, computed from other operations where that is faster than the registered
         one, or None.  The decision may depend on dtypes, shapes, strides, devices and numbers only.
     same_dtype: the operands that must have the same dtype.
-    kept: whether the registered operation has an additional last operand `kept`: whether a backward pass may follow.
-        If it is False, all results but the first are tensors without elements.
+    kept: adds a last operand `kept` to the registered operation, which says whether a backward pass may follow.  If
+        not, all results except the first are tensors without elements.
     check: (name, sizes, operands) -> None.  Raises ValueError for errors that `shapes` cannot express.
     expand: the parameter of the definition that is several operands of the registered operation.
     caller_shapes: the shapes of the definition's arguments, if `adapter` changes them.

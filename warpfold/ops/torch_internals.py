@@ -1,7 +1,7 @@
-"""The private interfaces of torch that WarpFold uses; no other file names one (tests/laws/test_hygiene.py).
+"""The private interfaces of torch that WarpFold uses; no other file uses any (tests/laws/test_hygiene.py).
 
-torch 2.11 to 2.15 have all of them, and there is no fallback: check/versions.py warns where torch is newer.  Each
-function says what its interface is needed for, where no public one does the same.
+All of them exist in torch 2.11 to 2.15, and there is no fallback: check/versions.py warns if torch is newer.  Each
+function documents why no public interface suffices.
 """
 
 import sys
@@ -44,13 +44,13 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether a module is the result of torch.compile, or was compiled in place."""
-    # By its name: loading the class takes a second.
+    # Compare names, because importing the class takes a second.
     wrapped = any(kind.__name__ == "OptimizedModule" for kind in type(module).__mro__)
     return wrapped or module._compiled_call_impl is not None
 
 
-# () -> index of the current CUDA device, and index -> address of the current stream there.  The public functions cost a
-# recipe several calls of Python at each operation.  None where torch was built without CUDA.
+# () -> index of the current CUDA device, and index -> address of its current stream.  The public functions make several
+# Python calls, which would slow down each operation.  Both are None if torch was built without CUDA.
 current_cuda_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 current_cuda_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -61,9 +61,9 @@ def device_sleep(cycles: int) -> None:
 
 
 def constant_when_traced(function: Function) -> Function:
-    """Have torch.compile call a function while it traces, and take the result for a constant.
+    """Make torch.compile call a function while it traces and treat the result as a constant.
 
-    `torch.compiler.assume_constant_result` does the same, but loads all of torch._dynamo.
+    `torch.compiler.assume_constant_result` does the same but imports all of torch._dynamo.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -91,17 +91,17 @@ def current_node() -> "Node | None":
 
 
 def next_node_number() -> int:
-    """Return the sequence number of the next node that this thread makes."""
+    """Return the sequence number of the next node that this thread creates."""
     return torch.autograd._get_sequence_nr()
 
 
 def node_number(node: "Node") -> int:
-    """Return the sequence number of a node; numbers only grow within a thread."""
+    """Return the sequence number of a node; the numbers increase within a thread."""
     return node._sequence_nr()
 
 
 def set_node_number(node: Any, number: int) -> None:
-    """Set the sequence number of a node: of the nodes that are ready, autograd runs the one with the highest."""
+    """Set the sequence number of a node: autograd runs the ready node with the highest number first."""
     node._set_sequence_nr(number)
 
 
@@ -149,9 +149,9 @@ def direct_function(
 
 
 def is_observed() -> bool:
-    """Return whether a dispatch mode, a profiler or a transform of torch.func watches this thread.
+    """Return whether a dispatch mode, a profiler or a torch.func transform is active in this thread.
 
-    It would miss the work of another thread, and what is done past torch's dispatcher.
+    These would miss work in another thread, and work that bypasses torch's dispatcher.
     """
     return bool(
         torch._C._len_torch_dispatch_stack()
@@ -161,26 +161,26 @@ def is_observed() -> bool:
 
 
 def without_modes(function: Callable[..., T], *args: Any) -> T:
-    """Call a function outside of all dispatch modes of this thread."""
+    """Call a function without the dispatch modes of this thread."""
     with _disable_current_modes():
         return function(*args)
 
 
 def without_wrapper(func: Any) -> Callable[..., Any]:
-    """Return the C function of one of torch's operations, whose call from Python is otherwise two calls."""
+    """Return the C function of a torch operation.  Calling the operation would add a Python call."""
     function: Callable[..., Any] = func._op
     return function
 
 
 def is_composite(func: Any) -> bool:
-    """Return whether an operation of torch is made of other operations."""
-    made: bool = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
-    return made
+    """Return whether a torch operation is composed of other operations."""
+    is_composed: bool = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    return is_composed
 
 
 # ---- ranks
 
-# On flat buffers, without gradients.  Both are public: torch 2.13 renamed them and warns of the old names.
+# Both work on flat buffers without gradients.  They are public, but torch 2.13 renamed them and warns of the old names.
 all_gather_flat: Any = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
 reduce_scatter_flat: Any = (
     getattr(torch.distributed, "reduce_scatter_single", None) or torch.distributed.reduce_scatter_tensor
@@ -188,28 +188,29 @@ reduce_scatter_flat: Any = (
 
 # The tables of torch.distributed that list process groups.
 _TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state")
-_FIRST_FAKE = 1 << 20  # number of the first fake group, above those of real ones
+# The number of the first fake group, above those of real groups.
+_FIRST_FAKE = 1 << 20
 
 
 def set_group_limit(group: Any, device: torch.device, seconds: float) -> None:
     """Set how long a group's collectives on a device wait for other ranks.
 
-    The public `group.set_timeout` sets one limit for all devices, but NCCL's has to be longer than Gloo's.
+    The public `group.set_timeout` sets one limit for all devices, but that of NCCL has to be longer than that of Gloo.
     """
     group._get_backend(device).set_timeout(timedelta(seconds=seconds))
 
 
 def group_limit(group: Any, device: torch.device) -> float:
-    """Return how many seconds a group's collectives on a device wait for other ranks."""
+    """Return the limit of `set_group_limit` in seconds."""
     limit: timedelta = group._get_backend(device).options._timeout
     return limit.total_seconds()
 
 
 @contextmanager
 def fake_process_group(rank: int, ranks: int) -> Iterator[None]:
-    """Within the context, be one rank of many that do not exist: collectives end at once.
+    """Act as one rank of many fake ranks within the context; collectives return at once.
 
-    The process may also be one of real ranks, so the state of torch.distributed is saved and restored.
+    The process may also be a real rank, so the state of torch.distributed is saved and restored.
     """
     c10d = torch.distributed.distributed_c10d
     world = c10d._world

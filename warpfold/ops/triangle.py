@@ -60,7 +60,7 @@ class _ContiguousGradient(torch.autograd.Function):
 def row_pitch(x: Tensor, n: int | None = None) -> int:
     """Return the number of elements from one row of a plane to the next: in half precision on a GPU, whole sectors.
 
-    Then a matrix product reads rows of any length in wide words.  n: elements of a row; None: the rows of x.
+    Then a matrix product reads rows of any length in wide words.  n: the elements of a row (None: those of x).
     """
     n = x.shape[-2] if n is None else n
     return -(-n // ROW) * ROW if x.element_size() == 2 and backend(x) == "triton" else n
@@ -300,7 +300,7 @@ def triangle_multiplication(
     norm_weight, norm_bias [c], out_norm_weight, out_norm_bias [h], out_weight [c, h], out_bias [c].
     weight: [4 h + c, c], the rows of a, of its gate, of b, of its gate and of the gate of the product.  fused
     (AlphaFold 2.3): a, b, a's gate, b's gate, gate of the product.  bias: of the first rows of weight.
-    factors: of dropout; axes of size 1 are shared; None: ones.  residual: False leaves out x.
+    factors: dropout factors, with axes of size 1 for shared draws, or None.  residual: whether x is added.
 
     Returns [*, i, k, c] in the dtype and layout of x.  Parameters may have any float dtype, and each bias may be None.
     outgoing: sum_k a_ik b_jk; incoming: sum_k a_kj b_ki.

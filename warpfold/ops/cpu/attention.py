@@ -508,7 +508,7 @@ class _HeadsBackward:
 class _Memory(NamedTuple):
     """The buffers of the backward pass.
 
-    p: weights; ds: gradients of logits; gradients: of q, k and v, [3, rows, h, d, K].
+    p: weights.  ds: gradients of logits.  gradients: those of q, k and v, [3, rows, h, d, K].
     narrow: a block with the size of the logits in the dtype of the products, or None if that is the dtype of p.
     """
 

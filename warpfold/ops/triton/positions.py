@@ -60,7 +60,7 @@ def strided_by_length(t: Tensor | None, strides: Sequence[int]) -> Strided:
 class Axes(NamedTuple):
     """The axes of positions as a kernel argument.
 
-    positions: the number of positions; middle, inner: axis sizes; number: the number of axes, a constant.
+    positions: the number of positions.  middle, inner: sizes of these axes.  number: the number of axes, a constant.
     """
 
     positions: int

@@ -88,7 +88,7 @@ def _span(t: Tensor) -> int:
 class _Place:
     """The location of a tensor in a slot, that is an argument or an allocation.
 
-    offset: elements from the start of the slot; whole: the tensor is the slot's own.
+    offset: elements from the start of the slot.  whole: whether the tensor is that of the slot.
     """
 
     slot: int
@@ -149,7 +149,7 @@ class _Launch:
     specialise: launches the kernel through Triton, which selects the compiled code by the arguments.
     run: the launcher of the code that the recorded call used, or None if an address was not aligned.
     grid: three numbers.
-    fixed: the arguments of `run` between the stream and the kernel's own: code, metadata and hooks.
+    fixed: code, metadata and hooks, the arguments of `run` after the stream and before the kernel's own.
     values: the kernel's arguments in its order, with None instead of tensors.
     pointers: (position, slot, offset in bytes, remainder of the tuple) of each argument with one tensor.
     nested: (position, steps that build the argument) of each argument with several tensors.
