@@ -1,4 +1,4 @@
-"""A step that was recorded and is replayed equals the step itself, bit for bit, whatever the host has changed since."""
+"""A replayed step equals a normal step bit for bit, whatever the host has changed since the recording."""
 
 import gc
 import re
@@ -44,7 +44,7 @@ LOSSES = LossConfig(violation=1.0, experimentally_resolved=0.01, predicted_align
 
 @pytest.fixture(autouse=True)
 def recorder(monkeypatch: pytest.MonkeyPatch) -> OperationRecorder:
-    """Record operations, as there is no GPU."""
+    """Record operations instead of CUDA graphs."""
     found = OperationRecorder()
     monkeypatch.setattr(device, "find_recorder", lambda _: found)
     return found
@@ -69,7 +69,7 @@ def learner(plan: Plan, config: OptimConfig, work: Work = WORK, mesh: Mesh | Non
 def steps(
     plan: Plan, config: OptimConfig, work: Work = WORK, count: int = 4, mesh: Mesh | None = None
 ) -> tuple[list[list[float]], Named, Graphs]:
-    """Some steps of training: what each example said, the state at the end, and the graphs."""
+    """Run some training steps; return the examples' results, the final state and the graphs."""
     one, said = learner(plan, config, work, mesh), []
     for step in range(count):
         recycles = (2, 0, 1, 2)[step]
@@ -98,13 +98,13 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_replayed_step_is_the_step(name: str) -> None:
-    """With other examples, dropout, numbers of recycles and learning rates in every step."""
+    """Examples, dropout, numbers of recycles and learning rates differ in every step."""
     plan, config = CASES[name]
     expected, weights, _ = steps(plan, config)
     found, replayed, graphs = steps(replace(plan, graph=True), config)
     assert found == expected
     examples = [tuple(said) for said in found if len(said) > 1]
-    assert len(set(examples)) == len(examples)  # each says something else
+    assert len(set(examples)) == len(examples)  # all results differ
     for key in weights:
         assert torch.equal(replayed[key], weights[key]), key
     assert graphs.recorded == 3  # a pass without gradient, the last pass, the update
@@ -114,7 +114,7 @@ def test_a_replayed_step_is_the_step(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_recording_leaves_no_tensors_and_no_garbage(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor that only one graph's replay fills would lie where earlier graphs write."""
+    """A tensor that only one graph's replay fills would share memory with earlier graphs."""
     monkeypatch.setattr(device, "find_recorder", lambda _: LeftoverRecorder())
     plan, config = CASES[name]
     found, _, graphs = steps(replace(plan, graph=True), config)
@@ -168,8 +168,7 @@ def test_data_ranks_record_their_passes_and_send_what_they_would(name: str, reco
 
 @pytest.mark.parametrize("step_to_come", [1, 3])
 def test_a_rank_that_meets_a_new_shape_sends_what_others_replay(step_to_come: int) -> None:
-    """With two shapes and an example per rank: one rank replays a graph with cuts while the other calls for the first
-    time."""
+    """With two shapes, one rank replays a graph with cuts during the first call of the other rank."""
     config = OptimConfig(accumulate=2)
 
     def on_a_rank() -> bool:
@@ -195,7 +194,7 @@ def test_a_rank_that_meets_a_new_shape_sends_what_others_replay(step_to_come: in
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_graph_of_a_pass_that_sends_does_not_serve_one_that_does_not(first: bool) -> None:
-    """Calls of one function with the same shapes: the context says whether a call sends."""
+    """Calls of one function with the same shapes differ in their context, which says whether a call sends."""
     model, execution = torch.nn.Linear(1, 1), Execution(Plan(graph=True))
     sends, sent = first, list[int]()
 
@@ -213,7 +212,7 @@ def test_a_graph_of_a_pass_that_sends_does_not_serve_one_that_does_not(first: bo
 
 
 COMPLEX = Work(chains=(3, 2, 3), sequences=3, extra=2, templates=1, residues=8, recycles=2)
-SHARED = {  # of ranks that share an example
+SHARED = {  # ranks that share an example
     "axial": (Plan(axial=2), OptimConfig(accumulate=2)),
     "axial, equal chains": (Plan(axial=2), OptimConfig()),
     "axial, recomputed, bf16": (Plan(axial=2, recompute="block", precision="bf16"), OptimConfig()),
@@ -232,8 +231,7 @@ SHARED = {  # of ranks that share an example
 
 @pytest.mark.parametrize("name", SHARED)
 def test_ranks_that_share_an_example_record_their_messages(name: str, recorder: OperationRecorder) -> None:
-    """All are begun and awaited within a recording, before and after what the host does between its parts: a capture
-    ends with no message under way."""
+    """All messages start and end within a part of a recording, because a capture must not end with pending messages."""
     plan, config = SHARED[name]
     work, nearest = COMPLEX if "chains" in name else WORK, permutation.nearest_copies
     messages: list[int] = []
@@ -265,7 +263,7 @@ def test_ranks_that_share_an_example_record_their_messages(name: str, recorder: 
         assert found == expected
         for key in weights:
             assert torch.equal(replayed[key], weights[key]), key
-        # A pass without gradient, and the last; apart where it sends.
+        # A pass without gradient, and the last pass; a pass that sends has its own graph.
         assert graphs.recorded == len(messages) == (3 if "second sends" in name else 2)
         assert min(messages) > 1
         assert graphs.replayed >= 4
@@ -279,7 +277,7 @@ def test_ranks_that_share_an_example_record_their_messages(name: str, recorder: 
 def test_graphs_that_one_rank_records_again_are_recorded_again_by_those_that_share_its_example(
     recorder: OperationRecorder,
 ) -> None:
-    """NCCL allows no message that one rank records and another replays."""
+    """NCCL does not allow messages between a rank that records and a rank that replays."""
 
     def on_a_rank() -> int:
         mesh, record, recorded = make_mesh(1, 2), recorder.record, list[Callable[[], Named]]()
@@ -322,7 +320,7 @@ def test_weights_that_are_loaded_between_replays_are_those_that_a_graph_reads() 
 
 
 def test_each_replay_assigns_equal_chains_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of examples whose copies lie in one order or the other; the host decides between the parts of a pass."""
+    """The copies in the examples have either order, and the host assigns them between the parts of a pass."""
     nearest, chosen = permutation.nearest_copies, list[list[int]]()
 
     def noted(*given: torch.Tensor) -> torch.Tensor:
@@ -390,7 +388,7 @@ def test_graphs_of_many_shapes_share_the_memory_of_their_inputs_and_results() ->
         for size in (1000, 10, 500):
             given = {"x": torch.ones(size), "mask": torch.zeros(size, dtype=torch.bool), "none": torch.ones(0, 3)}
             assert torch.equal(graphs.call(double, given)["twice"], given["x"] * 2)
-    assert len(graphs._buffers["inputs"]) == 4096 + 1024  # of the largest, in steps of 512 bytes
+    assert len(graphs._buffers["inputs"]) == 4096 + 1024  # rounded up to 512 bytes
     assert len(graphs._buffers["results"]) == 4096
     assert graphs.recorded == 3
 
@@ -400,20 +398,20 @@ def test_the_least_recently_used_graph_is_deleted_for_another(monkeypatch: pytes
     graphs = Graphs()
 
     def called(size: int) -> tuple[int, int]:
-        """Call the function; return how many graphs there are, and how many calls were replayed."""
+        """Call the function; return the number of graphs and of replayed calls."""
         assert torch.equal(graphs.call(double, {"x": torch.ones(size)})["twice"], torch.full((size,), 2.0))
         return graphs.recorded, graphs.replayed
 
     assert [called(size) for size in (1, 1, 2, 2, 1)] == [(0, 0), (1, 1), (1, 1), (2, 2), (2, 3)]
     assert not graphs.refused
-    assert called(3) == (1, 3)  # of 1 and 2 the latter was used less recently
+    assert called(3) == (1, 3)  # 2 was used less recently than 1
     assert called(1) == (1, 4)
     assert [called(2), called(2)] == [(1, 4), (2, 5)]
     assert graphs.refused == {"graph of double: more than 2 shapes (plan.sizes makes them fewer)": 2}
 
 
 def test_the_first_call_reads_the_memory_that_the_recording_reads() -> None:
-    """Kernels are compiled for alignment and strides, and cannot be compiled in a recording."""
+    """Kernels depend on alignment and strides, and cannot be compiled during a recording."""
     seen: list[tuple[int, tuple[int, ...]]] = []
 
     def noted(inputs: Batch) -> Named:
@@ -463,10 +461,10 @@ def test_a_rank_that_is_lost_while_others_record_is_not_called_bad_settings() ->
 
 
 class FakeCapture:
-    """Stands for `torch.cuda.CUDAGraph`: a capture that can be invalidated, of calls that are made at once."""
+    """Stand-in for `torch.cuda.CUDAGraph`: a capture that can be invalidated, of calls that run immediately."""
 
     captures: list["FakeCapture"] = []  # noqa: RUF012  (replaced by each test)
-    begins = 0  # how many captures may begin; 0: any number
+    begins = 0  # captures that may start; 0: any
 
     def __init__(self) -> None:
         self.state, self.is_valid = "new", True
@@ -489,12 +487,12 @@ class FakeCapture:
 
 
 class FakePool:
-    """Stands for `torch.cuda.MemPool`: says which addresses tensors hold."""
+    """Stand-in for `torch.cuda.MemPool` that reports the addresses of tensors."""
 
     id = (0, 1)
 
     def __init__(self) -> None:
-        self.blocks: dict[int, object] = {}  # by address: what holds it, or returns whether it is held
+        self.blocks: dict[int, object] = {}  # owner by address
 
     def snapshot(self) -> list[dict[str, object]]:
         held = {address: block() if callable(block) else block for address, block in self.blocks.items()}
@@ -504,7 +502,7 @@ class FakePool:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> CUDARecorder:
-    """Return a recorder of CUDA graphs whose CUDA is a stand-in."""
+    """Make a recorder of CUDA graphs with a stand-in for CUDA."""
     monkeypatch.setattr(FakeCapture, "captures", [])
     for name, value in {
         "CUDAGraph": FakeCapture, "MemPool": FakePool, "Stream": lambda device: None, "device": nullcontext,
@@ -520,7 +518,7 @@ def invalidates() -> Named:
 
 
 def test_a_capture_that_fails_says_why(fake: CUDARecorder) -> None:
-    """Ending it raises another error, which says only that there was one."""
+    """Ending a failed capture raises another error without the cause."""
     with pytest.raises(ValueError, match="a kernel was loaded"):
         fake.record(invalidates)
     assert FakeCapture.captures[-1].state == "ended"
@@ -540,7 +538,7 @@ def test_a_capture_that_is_invalid_without_an_error_is_one(fake: CUDARecorder) -
 
 
 def test_a_capture_that_did_not_begin_does_not_end(fake: CUDARecorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeCapture, "begins", 2)  # the graph that keeps the pool, and the first part
+    monkeypatch.setattr(FakeCapture, "begins", 2)  # the pool's graph, the first part
     with pytest.raises(RuntimeError, match="out of streams"):
         fake.record(lambda: outside_graph(lambda: None) or {})
     assert [each.state for each in FakeCapture.captures] == ["ended", "ended", "new"]
@@ -549,7 +547,7 @@ def test_a_capture_that_did_not_begin_does_not_end(fake: CUDARecorder, monkeypat
 def test_a_recording_that_leaves_memory_in_the_pool_is_an_error(fake: CUDARecorder) -> None:
     pool = fake._pool
     assert isinstance(pool, FakePool)
-    pool.blocks[512] = True  # a table of an earlier call
+    pool.blocks[512] = True  # from an earlier call
     fake.record(dict)
 
     def leaves() -> Named:
@@ -568,7 +566,7 @@ def test_memory_that_only_a_reference_cycle_holds_is_no_error(fake: CUDARecorder
 
 
 def cyclic(pool: FakePool) -> Callable[[], Named]:
-    """Return a function that leaves a block of the pool to the garbage collector."""
+    """Make a function that leaves a block of the pool to the garbage collector."""
 
     class Cycle:
         def __init__(self) -> None:
@@ -612,7 +610,7 @@ def test_no_garbage_is_collected_while_a_graph_is_captured(fake: CUDARecorder, f
 
 
 def test_a_pool_keeps_one_graph_that_is_never_deleted(fake: CUDARecorder) -> None:
-    """torch cannot record into a pool whose last graph was deleted; no other graph has to stay."""
+    """torch cannot record into a pool whose last graph was deleted, so one graph keeps the pool alive."""
     fake.record(dict)
     assert [each.state for each in FakeCapture.captures] == ["ended", "ended"]
     fake.record(dict)
@@ -661,14 +659,14 @@ def test_where_graphs_are_recorded_unless_it_is_said() -> None:
         assert str(replace(few, **changes).why_no_graphs(kind)).count(why) == 1  # type: ignore[arg-type]
     for changes in ({"sizes": 0}, {"axial": 2}, {"branch": 2}):
         assert replace(few, graph=True, **changes).why_no_graphs("cuda") is None  # type: ignore[arg-type]
-    for graph, records in (("auto", False), (False, False), (True, True)):  # on a CPU
+    for graph, records in (("auto", False), (False, False), (True, True)):  # CPU
         execution = Execution(replace(few, graph=graph))
         execution.bind(torch.nn.Linear(1, 1))
         assert execution.records is records
 
 
 def test_a_run_with_graphs_is_the_run(tmp_path: Path) -> None:
-    """Validated and stopped on the way; of few shapes."""
+    """The run has few shapes, validates, and is stopped and continued."""
     store, config = make_store(tmp_path / "store"), replace(tiny_run(steps=4), plan=Plan(sizes=1))
     train(config, store, tmp_path / "plain")
     with_graphs = replace(config, plan=replace(config.plan, graph=True))

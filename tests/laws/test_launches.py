@@ -1,6 +1,6 @@
-"""How many kernels an Evoformer block launches on a GPU, counted without one: it may fall, and must not rise.
+"""The number of kernels that an Evoformer block launches on a GPU, counted without a GPU, must not rise.
 
-The backward pass is a real one, as in training: gradients of weights end where the optimizer wants them.
+The backward pass is that of training: gradients of weights end in the optimizer's buffer.
 """
 
 import sys
@@ -23,15 +23,11 @@ from warpfold.parallel.plan import Plan
 
 SIZES = ExampleSizes(residues=256, sequences=128, extra=1, templates=0)
 BLOCK = BlockSizes.of(ModelConfig(), SIZES)
-# What was counted last; the bars were 25 forward and 60 backward. A weight's gradient that cuBLAS makes adds two small
-# copies, of the weight's and the bias's columns of one product: 59 became 67, in fp32 89 became 97.
-# The outer product's gradients take 9 launches for each of 4 chunks and 3 more, instead of 3 in all: 67 became 103. Its
-# forward pass lays the weight out anew, for one launch more, and in fp32 it is computed by its definition.
-# So are triangle products in fp32, by 28 launches more forward and 58 backward.
-# Projections are two products around one kernel, and torch sums the slabs of their bias: 103 became 117.
-# In fp32 projections and gated outputs are their definitions, by 18 launches more forward and 41 fewer backward.
-# The MSA transition takes 6 launches for each of 4 chunks and 2 more, instead of 2: 117 became 141. In fp32, whose
-# chunks have half as many positions, both transitions do: 143 became 238.
+# The last counts. A weight gradient by cuBLAS takes two small copies, of the columns of weight and bias in one product.
+# The outer product's gradients take 9 launches for each of 4 chunks and 3 more. Its forward pass reorders the weight.
+# The backward pass of projections is two products around one kernel, and torch sums the slabs of their bias.
+# The MSA transition takes 6 launches for each of 4 chunks and 2 more. In fp32 both transitions do, and chunks have half
+# as many positions. In fp32 the outer product, triangle products, projections and gated outputs are their definitions.
 MOST = {
     "bf16": {"forward": 26, "training": 26, "backward": 141},
     "fp32": {"forward": 95, "training": 95, "backward": 238},
@@ -54,7 +50,7 @@ def test_sizes_do_not_change_the_count_of_a_forward_pass() -> None:
 def test_what_is_counted() -> None:
     x = torch.ones(4, 6, device="meta", requires_grad=True)
     with counting() as count:
-        y = (x + 1).t().detach()[1:]  # the sum alone launches something
+        y = (x + 1).t().detach()[1:]  # only the sum launches
         torch.empty_like(y).mul_(2)
         torch.ones(3, device="cpu") * 2
         torch.zeros(3, device="meta")
@@ -87,9 +83,9 @@ def test_a_count_of_zero_is_an_error() -> None:
 
 
 def test_the_host_works_a_launch_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count the functions of Python that are called for each launch of a block, three of Triton's launcher included.
+    """Count the Python calls for each launch of a block, including three of Triton's launcher.
 
-    Where there are no graphs the host's time decides how fast short proteins are predicted, and layers trained.
+    Without CUDA graphs the host's time limits the speed of predictions of short proteins and of training.
     """
     launches = 0
 
@@ -97,7 +93,7 @@ def test_the_host_works_a_launch_out_once(monkeypatch: pytest.MonkeyPatch) -> No
         pass
 
     class Compiled:
-        """Stands for compiled code, whose launcher calls two functions to allocate memory that no kernel wants."""
+        """Stand-in for compiled code, whose launcher makes two calls to allocate scratch memory that no kernel uses."""
 
         function, packed_metadata = 0, ()
 
@@ -120,7 +116,7 @@ def test_the_host_works_a_launch_out_once(monkeypatch: pytest.MonkeyPatch) -> No
         calls += event == "call" and frame.f_code is not launched.__code__
 
     monkeypatch.setattr(KernelInterface, "__getitem__", lambda kernel, grid: launched)
-    monkeypatch.setattr(recipe, "ALIGNMENT", 1)  # on a CPU small tensors lie anywhere
+    monkeypatch.setattr(recipe, "ALIGNMENT", 1)  # small CPU tensors have any address
     sizes = BlockSizes.of(ModelConfig(), ExampleSizes(residues=64, sequences=16, extra=1, templates=0))
     block = RandomBlock(sizes, Plan(precision="bf16"), "cpu")
     block.stack.eval()
@@ -145,7 +141,7 @@ def test_the_host_works_a_launch_out_once(monkeypatch: pytest.MonkeyPatch) -> No
             with torch.no_grad():
                 block.forward()
                 found["alone", how] = counted(block.forward)
-            for _ in range(2):  # the first gradient of a parameter is another call
+            for _ in range(2):  # the first differs
                 differentiated().backward()
             found["forward", how] = counted(lambda: loss.append(differentiated()))
             found["backward", how] = counted(loss.pop().backward)

@@ -1,4 +1,4 @@
-"""What attention does with masks, biases and layouts, whoever computes it: tests for every file that imports them."""
+"""Rules for masks, biases and layouts of attention, tested in every module that imports them."""
 
 from typing import Any
 
@@ -10,18 +10,18 @@ from warpfold.ops.attention import attention
 
 
 def call(dtype: torch.dtype = torch.float32, lead: tuple[int, ...] = (2,), keys: int = 37, **more: Any) -> Call:
-    """A call of 20 queries and one head, each tensor by itself; more: for `cases.attentions`."""
+    """Make a call of 20 queries and one head with separate tensors; more: arguments of `cases.attentions`."""
     sizes = {"lead": lead, "queries": 20, "keys": keys, "heads": 1, "width": 16, "mask": "random"}
     return made("attention one key", dtype, **(sizes | more))
 
 
 def fast(of: Call) -> dict[str, Tensor]:
-    """Its results, computed the fast path's way."""
+    """Compute the results by the fast path."""
     return of.answers(attention.fast)
 
 
 def change(of: Call, name: str, to: Tensor) -> None:
-    """Give the call another argument, which has a gradient where that had one."""
+    """Replace an argument of the call; the new one requires a gradient if the old one did."""
     of.given[name] = to.detach().requires_grad_(of.given[name].requires_grad)
 
 
@@ -33,7 +33,7 @@ def test_a_fully_masked_row_attends_to_all_alike() -> None:
     assert not one.mistakes(ours)
     v, grad = (t.detach().double() for t in (one.given["v"], one.grad))
     for name, mean in (("out", v[1].mean(0)), ("v", grad[1].sum(0) / 37)):
-        # Of 37 values, or 20 gradients, of at most 4, in fp32: each addition rounds by half a unit.
+        # Sums of 37 values or 20 gradients up to 4 in fp32, where each addition rounds by half a unit.
         torch.testing.assert_close(ours[name][1].double(), mean.expand_as(ours[name][1]), rtol=0, atol=37 * 4 * 2**-24)
     assert not ours["q"][1].any()
     assert not ours["k"][1].any()
@@ -54,8 +54,7 @@ def test_masked_keys_do_not_exist() -> None:
 
 
 def test_a_bias_of_minus_infinity() -> None:
-    """Over a first tile of keys, over keys here and there, and over all that are not masked: those that are masked are
-    then attended to alike, as the definition has it."""
+    """At a first tile of keys, at single keys, and at all unmasked keys, where masked keys get uniform weights."""
     for dtype in (torch.float32, torch.float16):
         one = call(dtype, (3,), 70, mask="clear")
         one.given["mask"][1, 40:] = 0
@@ -65,7 +64,7 @@ def test_a_bias_of_minus_infinity() -> None:
             bias[..., 3, 40:] = float("-inf")
             bias[..., 4, :69] = float("-inf")
             bias[..., 5, ::3] = float("-inf")
-            bias[..., 6, :40] = float("-inf")  # in row 1 nothing is left
+            bias[..., 6, :40] = float("-inf")  # row 1 has no keys left
         assert not one.mistakes()
 
 
@@ -73,11 +72,11 @@ def test_a_query_without_any_key_is_not_a_number() -> None:
     one = call(mask="clear")
     one.given["mask"][1, 30:] = 0
     with torch.no_grad():
-        one.given["bias"][..., 2, :] = float("-inf")  # of row 0 no key is left; of row 1 those that are masked
+        one.given["bias"][..., 2, :] = float("-inf")  # row 0: no keys, row 1: masked
     ours, true = fast(one), one.answers(attention.definition)
     for name, x in true.items():
         assert torch.equal(ours[name].isnan(), x.isnan()), name
-        # Sums over 37 keys, 20 queries and 16 products of numbers of at most 4, in fp32.
+        # Sums over 37 keys, 20 queries and 16 products of numbers up to 4 in fp32.
         torch.testing.assert_close(ours[name], x, rtol=0, atol=(37 + 20 + 16) * 16 * 2**-24, equal_nan=True)
     assert true["out"][0, 2].isnan().all()
     assert not true["out"][1].isnan().any()
@@ -132,7 +131,7 @@ def test_large_logits_are_finite() -> None:
 
 
 def test_templates_far_apart_and_a_mask_of_all_pairs() -> None:
-    """As TemplatePointwiseAttention calls it: one query, templates outermost in memory, one mask for every pair."""
+    """TemplatePointwiseAttention has one query, templates outermost in memory and one mask for all pairs."""
     draw = torch.Generator().manual_seed(0)
     q, *kv = (torch.randn(*s, generator=draw) for s in ((6, 5, 1, 2, 16), *2 * [(3, 6, 5, 2, 16)]))
     one = placed(attention, [q, *(t.movedim(0, 2) for t in kv), torch.tensor([1.0, 0.0, 1.0]), None], torch.float16)

@@ -1,6 +1,6 @@
-"""Calls of every operation, as the model's layers make them and beyond: one table for CPUs, the interpreter and GPUs.
+"""Calls of every operation, including those of the model's layers, for tests on CPUs, in the interpreter and on GPUs.
 
-Tensors are laid out as the model's are, in buffers of NaN: what reads or writes beside one is seen.
+Tensors have the model's layouts and are surrounded by NaN, which reveals accesses out of bounds.
 """
 
 import inspect
@@ -24,17 +24,17 @@ from warpfold.ops.pairs import aligned_errors, overlaps
 from warpfold.ops.transition import HALVES, transition
 from warpfold.ops.triangle import empty_factor, triangle_factor, triangle_multiplication
 
-GUARD = 64  # numbers of NaN before and after a tensor
+GUARD = 64  # NaNs before and after a tensor
 Shape = tuple[int, ...]
-Order = Sequence[int] | None  # of axes in memory, the outermost first
-# Of operations' arguments: those that stay in fp32 whatever the activations are, and those without a gradient.
+Order = Sequence[int] | None  # axes in memory, outermost first
+# Arguments that stay in fp32 for all dtypes of activations, and arguments without a gradient.
 PARAMETERS = ("weight", "bias", "up", "down", "mask", "count", "radius", "exists")
 CONSTANT = ("mask", "factors", "count", "true", "exists", "index", "order", "chain", "slot")
 LIKE_FIRST = ("layer_norm", "gate", "gated_linear_residual", "transition", "triangle_multiplication", "gated_attention")
 
 
 class Draw:
-    """Draws random numbers in fp64, laid out as they will be: axes in memory in an order, the innermost padded."""
+    """Draws random tensors in fp64 with a given order of axes in memory and padding of the innermost axis."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(0)
@@ -48,15 +48,15 @@ class Draw:
         return values[..., : sizes[-1] - pad].permute(back)
 
     def norm(self, c: int, biased: bool = True) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of a norm."""
+        """Draw weight and bias of a norm."""
         return 1 + 0.3 * self(c), 0.3 * self(c) if biased else None
 
     def weight(self, outputs: int, inputs: int) -> Tensor:
-        """A weight that keeps the size of what it multiplies."""
+        """Draw a weight that preserves the scale of its operand."""
         return self(outputs, inputs) * inputs**-0.5
 
     def mask(self, *shape: int, share: float = 0.7) -> Tensor:
-        """Zeros and ones; zeros throughout in the last row."""
+        """Draw zeros and ones, with zeros in the whole last row."""
         mask = (torch.rand(*shape, dtype=torch.float64, generator=self.generator) < share).double()
         mask[..., -1, :] = 0
         return mask
@@ -64,30 +64,30 @@ class Draw:
 
 @dataclass
 class Drawn:
-    """Dropout factors of this shape, which the operation is to draw itself."""
+    """Dropout factors of this shape that the operation draws itself."""
 
     shape: Shape
 
 
 @dataclass
 class Call:
-    """An operation, its arguments by name, tensors laid out where they are computed; and a gradient of the output."""
+    """An operation, its arguments by name on the device that computes, and a gradient of the output."""
 
     op: Op[..., Tensor]
     given: dict[str, Any]
     grad: Tensor
 
     def answers(self, way: Callable[..., Tensor]) -> dict[str, Tensor]:
-        """The output of a way to compute it, "out", and the gradient of each argument that has one."""
+        """Compute the output "out" by a function, and the gradients of the arguments that require one."""
         return dict(zip(("out", *self.wanted), answer(way, list(self.given.values()), self.grad)))
 
     @property
     def wanted(self) -> list[str]:
-        """The names of the arguments with a gradient."""
+        """The names of the arguments that require a gradient."""
         return [name for name, t in self.given.items() if isinstance(t, Tensor) and t.requires_grad]
 
     def mistakes(self, found: dict[str, Tensor] | None = None) -> list[str]:
-        """What is wrong (check/checks.py) with results and their strides; found None: with those of the fast path."""
+        """List errors (check/checks.py) of results and their strides; found None: of those of the fast path."""
         ours = self.answers(self.op.fast) if found is None else found
         true = truth(self.op.definition, list(self.given.values()), self.grad, self.wanted)
         wrong = [str(error) for error in true.errors(list(ours.values())) if error.red]
@@ -104,7 +104,7 @@ class Call:
 
 
 def within(values: Tensor, dtype: torch.dtype, device: str = "cpu") -> Tensor:
-    """The values in another dtype, strides as they are, in a buffer of NaN."""
+    """Convert values to a dtype with the same strides, inside a buffer of NaN."""
     if not values.is_floating_point():
         return values.to(device)
     span = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride()))
@@ -115,9 +115,9 @@ def within(values: Tensor, dtype: torch.dtype, device: str = "cpu") -> Tensor:
 def placed(
     op: Op[..., Tensor], values: Sequence[Any], dtype: torch.dtype, device: str = "cpu", grad: Tensor | None = None
 ) -> Call:
-    """A call of these values in a dtype on a device; grad: a gradient of the output, None: a random one."""
+    """Make a call of these values in a dtype on a device; grad: the gradient of the output, None: a random one."""
     wide, given = torch.float64 if dtype == torch.float64 else torch.float32, {}
-    dtype = wide if op in (overlaps, aligned_errors) else dtype  # coordinates need more than 16 bits
+    dtype = wide if op in (overlaps, aligned_errors) else dtype  # more than 16 bits for coordinates
     for name, value in zip(op.arguments._fields, values):
         kind = name.split("_")[-1]
         if isinstance(value, Drawn):
@@ -138,7 +138,7 @@ def placed(
 
 
 def made(name: str, dtype: torch.dtype, device: str = "cpu", **more: Any) -> Call:
-    """The call of that name in the table; more: what differs."""
+    """Make the call of this name in the table; more: arguments that differ."""
     op, make, sizes = CASES[name]
     values, *grad = make(Draw(), **(sizes | more))
     return placed(op, values, dtype, device, *grad)
@@ -146,7 +146,7 @@ def made(name: str, dtype: torch.dtype, device: str = "cpu", **more: Any) -> Cal
 
 @contextmanager
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Within it, new tensors are full of NaN, in larger buffers of NaN which must be so still at the end."""
+    """Fill new tensors with NaN within the context, and check at its end that the NaNs around them are unchanged."""
     buffers: list[tuple[Tensor, int]] = []
     plain = Tensor.new_empty
 
@@ -168,12 +168,12 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         assert buffer[GUARD + count :].isnan().all(), "written past the end of a tensor"
 
 
-# Layouts: shape of the positions, order in memory of them and the channels, padding
+# Layouts: shape of the positions; memory order of positions and channels; padding.
 PLAIN: tuple[Shape, Order, int] = ((7, 19), None, 0)
 TURNED: tuple[Shape, Order, int] = ((11, 13), (1, 0, 2), 0)  # within columns
-SLICED: tuple[Shape, Order, int] = ((9, 10), None, 8)  # some of the outputs of a projection
+SLICED: tuple[Shape, Order, int] = ((9, 10), None, 8)  # a slice of projections
 BATCHED: tuple[Shape, Order, int] = ((2, 5, 9), (0, 2, 1, 3), 8)
-FIRST: tuple[Shape, Order, int] = ((8, 16), (2, 0, 1), 0)  # channels in front, as a triangle's product lays them
+FIRST: tuple[Shape, Order, int] = ((8, 16), (2, 0, 1), 0)  # channels first, as triangle products
 MANY: tuple[Shape, Order, int] = ((2, 3, 2, 3, 2), (4, 0, 2, 1, 3, 5), 8)  # axes that cannot be merged
 ONE: tuple[Shape, Order, int] = ((1, 1), None, 0)
 Layout = tuple[Shape, Order, int]
@@ -194,7 +194,7 @@ def linears(
     draw: Draw, c: int, outputs: int, biases: int, of: Layout, norm_biased: bool = True, mean: float = 0.0,
     planes: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """planes: the result by outputs, and its gradient too."""
+    """planes: write the result, and its gradient, by outputs."""
     (norm,) = norms(draw, c, of, norm_biased, mean)
     turned = draw(*of[0], outputs, order=of[1]) if of[0] == TURNED[0] else draw(*of[0], outputs, pad=of[2])
     if planes:
@@ -217,7 +217,7 @@ def residuals(
 def triangle_factors(
     draw: Draw, shape: Shape, c: int, h: int, which: int, fused: bool, biased: bool = True, turned: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Of some rows and columns of x."""
+    """Make factors of some rows and columns of x."""
     axes = len(shape)
     x = draw(*shape, c, order=(*range(axes - 2), axes - 1, axes - 2, axes) if turned else None, pad=8 * (not turned))
     into = *draw.norm(c, biased), draw.weight(4 * h + c, c), draw(4 * h) if biased else None
@@ -227,11 +227,11 @@ def triangle_factors(
 def transitions(
     draw: Draw, c: int, n: int, activation: str, biased: str, residual: bool, of: Layout
 ) -> tuple[Any, ...]:
-    """biased: which of the norm, up and down have a bias."""
+    """biased: the layers with a bias, among the norm, up and down."""
     x, u = _x(draw, c, of), HALVES[activation] * n
     of_norm, of_up, of_down = (draw(size) if kind in biased else None for kind, size in zip("nud", (c, u, c)))
     if activation == "relu" and of_up is not None:
-        of_up += 5 * of_up.sign()  # away from 0, where one rounding makes or unmakes a whole gradient
+        of_up += 5 * of_up.sign()  # at 0 rounding could flip gradients
     values = [x, draw.norm(c)[0], of_norm, draw.weight(u, c), of_up, draw.weight(c, n), of_down]
     return [*values, residual, 1e-5, activation], draw(*of[0], c, order=of[1], pad=8 if of[2] == 0 else 0)
 
@@ -240,10 +240,10 @@ def outers(
     draw: Draw, batches: int, s: int, i: int, j: int, c: int, d: int, z: int, biased: bool = True, divided: bool = True,
     alone: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """divided: the bias too; alone: without z.  a and b lie as halves of a projection; some pairs no sequence has."""
+    """divided: the bias, too, is divided; alone: without z.  a and b are halves of a projection, some counts are 0."""
     a_mask, b_mask = draw.mask(batches, s, i), draw.mask(batches, s, j)
     a, b = draw(batches, s, i, c, pad=8) * a_mask[..., None], draw(batches, s, j, d, pad=3) * b_mask[..., None]
-    a_mask[..., 0], b_mask[..., -1] = 0, 0  # though factors have something there
+    a_mask[..., 0], b_mask[..., -1] = 0, 0  # where factors are not 0
     pair = None if alone else draw(batches, i, j, z)
     how = a_mask, b_mask, pair, *((1e-3, 0.0) if divided else (0.0, 1.0)), divided
     return [a, b, draw.weight(z, c * d), draw(z) if biased else None, *how], draw(batches, i, j, z, pad=5)
@@ -253,7 +253,7 @@ def outer_means(
     draw: Draw, lead: Shape, s: int, r: int, c: int, h: int, z: int, biased: str = "nwo", divided: bool = True,
     alone: bool = False, turned: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """biased: which of the norm, the projection and the output have a bias; turned: residues before sequences."""
+    """biased: the layers with a bias, among the norm, projection and output; turned: residues before sequences."""
     order = (*range(len(lead)), len(lead) + 1, len(lead), len(lead) + 2) if turned else None
     x, mask = draw(*lead, s, r, c, order=order, pad=8), draw.mask(*lead, s, r)
     mask[..., 0] = 0
@@ -269,8 +269,8 @@ def triangles(
     draw: Draw, lead: Shape, n: int, c: int, h: int, outgoing: bool, fused: bool, biased: bool = True,
     turned: bool = False, dropped: str = "", alone: bool = False, cut: int = 0,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """dropped: "", "given" or "drawn"; alone: without x, and without biases of norms; cut: of a slice of so many rows,
-    or columns, and the whole b."""
+    """dropped: "", "given" or "drawn"; alone: without x and biases of norms; cut: a slice of this many rows or columns,
+    with the whole b."""
     rows, columns = (cut or n, n) if outgoing else (n, cut or n)
     axes, shared = len(lead) + 3, (*(1 for _ in lead), 1, columns, c)
     order = (*range(len(lead)), axes - 2, axes - 3, axes - 1) if turned else None
@@ -298,7 +298,7 @@ def layers(
     draw: Draw, lead: Shape, length: int, c: int, heads: int, width: int, bias: str = "", turned: bool = False,
     biases: bool = True, dropped: str = "", alone: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """bias: "own", "given" or "projected" (heads innermost); the rest as of a triangle."""
+    """bias: "own", "given" or "projected" (heads innermost); the others as in `triangles`."""
     inner, shape, shared = heads * width, (*lead, length), (*(1 for _ in lead), length, c)
     order = (*range(len(lead) - 1), len(lead), len(lead) - 1, len(lead) + 1)
     x = draw(*shape, c, order=order if turned else None, pad=8)
@@ -315,9 +315,9 @@ def attentions(
     draw: Draw, lead: Shape, queries: int, keys: int, heads: int, width: int, layout: str = "own", bias: str = "shared",
     mask: str = "random",
 ) -> tuple[Any, ...]:  # fmt: skip
-    """layout: "row" (q, k and v parts of one projection), "column" (the same, turned), "own" (each a tensor).
-    bias: "", "shared" (one for all), "batched" (one for each of the leading axes but rows).
-    mask: "clear", "random" (and the last row masked throughout), "tail" (padded ends, of another length in each row).
+    """layout: "row" (q, k and v are slices of a projection), "column" (the same, transposed), "own" (separate tensors).
+    bias: "", "shared" (one for all), "batched" (one for each index of the leading axes except rows).
+    mask: "clear", "random" (with the whole last row masked), "tail" (padding of a different length in each row).
     """
     c, vectors = heads * width, (heads, width)
     if layout == "own":
@@ -337,7 +337,7 @@ def attentions(
 
 
 def global_attentions(draw: Draw, columns: int, queries: int, keys: int, width: int) -> tuple[Any, ...]:
-    """Queries of one head; keys and values read through the strides of the alignment."""
+    """Make queries of one head, with keys and values that have the strides of the alignment."""
     k, v = (draw(columns, keys, width, order=(1, 0, 2)) for _ in range(2))
     return ([draw(columns, queries, width), k, v, draw.mask(columns, keys)],)
 
@@ -345,14 +345,14 @@ def global_attentions(draw: Draw, columns: int, queries: int, keys: int, width: 
 def frames(
     draw: Draw, f: int, p: int, leading: Shape = (), some: bool = False, clamp: float = 3.0, softening: float = 0.01
 ) -> tuple[Any, ...]:
-    """some: only some pairs count."""
+    """some: use a pair mask."""
     ours, true = [draw(*leading, f, 3, 4), 2 * draw(*leading, p, 3)], [draw(f, 3, 4, mean=0.1), 2 * draw(p, 3)]
     masks = [(draw(n) > -0.8).double() for n in (f, p)]
     return ([*ours, *true, *masks, draw(f, p) > 0 if some else None, clamp, softening],)
 
 
 def atoms(draw: Draw, residues: int, every_pair: bool) -> tuple[Any, ...]:
-    """Residues of 14 atoms in two chains, one number twice and one chain counted backwards; two atoms in one place."""
+    """Make residues of 14 atoms in two chains: one number twice, one chain in descending order, two equal positions."""
     n = 14 * residues
     places = 2 * draw(n, 3)
     places[n // 2] = places[0]
@@ -448,7 +448,7 @@ _TABLE: dict[Op[..., Tensor], tuple[Callable[..., tuple[Any, ...]], dict[str, tu
     attention: (attentions, {
         "several tiles": ((3,), 37, 37, 2, 16, "row"), "no mask": ((3,), 37, 37, 2, 16, "row", "shared", "clear"),
         "columns, no bias": ((2, 3), 67, 67, 1, 16, "column", "", "tail"),
-        "two slabs": ((11,), 20, 20, 2, 16, "column"),  # of rows of the bias's gradient, 6 and 5
+        "two slabs": ((11,), 20, 20, 2, 16, "column"),  # slabs of 6 and 5 rows
         "a bias a batch, 64 wide": ((2, 3), 19, 33, 1, 64, "own", "batched", "tail"),
         "one key": ((3,), 5, 1, 2, 8, "own", "shared", "clear"), "8 wide": ((2,), 33, 40, 1, 8),
         "32 wide": ((1, 2), 21, 48, 1, 32, "own", "shared", "tail"),
@@ -464,7 +464,7 @@ _TABLE: dict[Op[..., Tensor], tuple[Callable[..., tuple[Any, ...]], dict[str, tu
     }),
     overlaps: (atoms, {"of one residue": (1, False), "of numbers": (6, False), "of every pair": (6, True)}),
 }  # fmt: skip
-# Of each call the operation, what makes its arguments, and what that is given.
+# For each call: the operation, the function that makes its arguments, and the parameters of this function.
 CASES: dict[str, tuple[Op[..., Tensor], Callable[..., tuple[Any, ...]], dict[str, Any]]] = {
     f"{op.name} {name}".strip(): (op, make, dict(zip(list(inspect.signature(make).parameters)[1:], sizes)))
     for op, (make, table) in _TABLE.items()

@@ -1,4 +1,4 @@
-"""A step of Adam on flat buffers: on a CPU as by its definition, and where it is not used nothing changes."""
+"""A step of Adam on flat buffers equals the definition on a CPU, and an unused step changes nothing."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ def buffers(n: int, packed: torch.dtype | None, dtype: torch.dtype = torch.float
 
 
 def numbers(used: bool = True, scale: float = 0.25, rate: float = 1e-2, steps: int = 3) -> tuple[Tensor, ...]:
-    """Return the operands that are numbers on the device."""
+    """Return the scalar operands on the device."""
     return torch.tensor(used), torch.tensor(scale), torch.tensor(rate), torch.tensor(float(steps))
 
 
@@ -33,7 +33,7 @@ def taken(
     of: Sequence[Tensor],
     factors: Sequence[float] = FACTORS,
 ) -> list[Tensor]:
-    """Return what is changed: weights, moments, average and packed copy."""
+    """Return the tensors that a step changes: weights, moments, average and packed copy."""
     own = [None if t is None else t.clone() for t in given]
     way(*own, *of, *factors)
     return [t for i, t in enumerate(own) if t is not None and i != 1]
@@ -42,7 +42,7 @@ def taken(
 def wrong(
     ours: Sequence[Tensor], given: Sequence[Tensor | None], of: Sequence[Tensor], factors: Sequence[float] = FACTORS
 ) -> list[str]:
-    """Say which results are farther from fp64 than draws of the definition allow (check/checks.py)."""
+    """List results with a larger error against fp64 than the definition's (check/checks.py)."""
     exact = taken(adam_step.definition, [None if t is None else t.double() for t in given], of, factors)
     draws = []
     for seed in range(DRAWS):

@@ -1,4 +1,4 @@
-"""aligned_errors keeps its digits wherever the structures lie, and has no gradient where a point is right."""
+"""aligned_errors is accurate far from the origin, and has no gradient for points without error."""
 
 from collections.abc import Callable
 
@@ -11,12 +11,12 @@ from warpfold.ops.pairs import LEAST, aligned_errors
 
 EPS = torch.finfo(torch.float32).eps
 WAYS = pytest.mark.parametrize("way", [aligned_errors.definition, aligned_errors.fast], ids=["definition", "cpu"])
-AWAY = torch.tensor([300.0, -280.0, 310.0])  # angstrom: where a crystal's coordinates may well be
+AWAY = torch.tensor([300.0, -280.0, 310.0])  # angstrom, as in crystals
 FRAMES, POINTS = 37, 90
 
 
 def structures(generator: torch.Generator) -> list[Tensor]:
-    """Frames and points of a prediction, half an angstrom off its truth; on a grid, so that AWAY is added exactly."""
+    """Make frames and points of a prediction with errors of 0.5 angstrom; on a grid, so that AWAY is added exactly."""
     rotation = torch.linalg.qr(torch.randn(FRAMES, 3, 3, generator=generator))[0]
     places, truth = (15 * torch.randn(n, 3, generator=generator) for n in (FRAMES, POINTS))
     off = [x + 0.5 * torch.randn(x.shape, generator=generator) for x in (places, truth)]
@@ -30,7 +30,7 @@ def moved(structure: list[Tensor]) -> list[Tensor]:
 
 
 def found(way: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
-    """The two sums, and the gradients of frames and points."""
+    """Compute the two sums and the gradients of frames and points."""
     ones = [torch.ones(n, dtype=given[0].dtype) for n in (FRAMES, POINTS)]
     ours = [x.clone().requires_grad_() for x in given[:2]]
     return answer(
@@ -39,7 +39,7 @@ def found(way: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
 
 
 def same_anywhere(way: Callable[..., Tensor]) -> bool:
-    """Whether not one bit changes where the truth, or the prediction, lies 300 angstrom away."""
+    """Return whether the results are bitwise equal if the truth or the prediction is moved by 300 angstrom."""
     given = structures(torch.Generator().manual_seed(0))
     here = found(way, given)
     there = found(way, given[:2] + moved(given[2:])), found(way, moved(given[:2]) + given[2:])
@@ -53,19 +53,19 @@ def test_far_from_the_origin_nothing_changes(way: Callable[..., Tensor]) -> None
 
 @WAYS
 def test_gradients_far_from_the_origin_are_those_of_fp64(way: Callable[..., Tensor]) -> None:
-    """Each pair's direction may be off by some rounding of what is subtracted, |x - t|, over its distance."""
+    """The error of a pair's direction is at most some rounding of the operands, |x - t|, over its distance."""
     given = structures(torch.Generator().manual_seed(1))
     given = given[:2] + [x + 0.1 for x in moved(given[2:])]  # off the grid
     exact = [x.double() for x in given]
     ours, truth = found(way, given)[2], found(aligned_errors.definition, exact)[2]
     local = [(x[None] - f[:, None, :, 3]) @ f[..., :3] for f, x in (exact[:2], exact[2:])]
     off = (local[0] - local[1]).norm(dim=-1)
-    rounding = 8 * EPS * (local[0].norm(dim=-1) / off).square().sum(0).sqrt()  # 8 roundings a pair, not all one way
+    rounding = 8 * EPS * (local[0].norm(dim=-1) / off).square().sum(0).sqrt()  # 8 roundings per pair
     assert ((ours - truth).norm(dim=-1) <= rounding).all()
 
 
 def right() -> tuple[list[Tensor], Tensor]:
-    """Operands of points nearer to their places than what a distance counts as at least, and a gradient."""
+    """Make operands with distances below the minimum that counts, and a gradient."""
     generator = torch.Generator().manual_seed(2)
     frames, x = torch.eye(3, 4).expand(3, 3, 4).contiguous(), torch.randn(40, 3, generator=generator)
     points = (x + LEAST / 100).requires_grad_()

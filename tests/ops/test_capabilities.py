@@ -1,4 +1,4 @@
-"""What a GPU can do is known before any work starts; GPUs, compilers and folders are stand-ins."""
+"""The capabilities of a GPU are known before any work starts; GPUs, compilers and folders are stand-ins."""
 
 import subprocess
 import sysconfig
@@ -21,7 +21,7 @@ MakeGPU = Callable[..., None]
 
 @pytest.fixture
 def make_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeGPU]:
-    """Stand in for one GPU with its compute capability, and for what torch was built for."""
+    """Stand in for one GPU with its compute capability, and for the architectures of the torch build."""
 
     def make(name: str, major: int, minor: int, built_for: list[str] = CUDA_13, problem: str = "") -> None:
         properties = SimpleNamespace(name=name, major=major, minor=minor, gcnArchName=name)
@@ -39,7 +39,7 @@ def make_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeGPU]:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Stand in for a machine that has all that Triton needs, in a folder from which a test takes it away."""
+    """Stand in for a machine with all requirements of Triton, in a folder from which tests remove some."""
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "Python.h").touch()
     (tmp_path / "lib").mkdir()

@@ -1,4 +1,4 @@
-"""The CPU's fast paths, block by block, against the definitions; and the memory that they take."""
+"""The fast paths on a CPU against the definitions, and their memory."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -30,7 +30,7 @@ SMALL += [(cpu_triangle, "POSITIONS", 14), (outer, "PRODUCTS", 2000), (pairs, "P
 
 
 class Largest(TorchDispatchMode):
-    """Notes how many elements the largest storage has that any torch operation returns, views of `inputs` apart."""
+    """Records the size of the largest storage that a torch operation returns, except views of `inputs`."""
 
     elements = 0
 
@@ -48,7 +48,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def two_threads() -> Iterator[None]:
-    """Have threads compute parts of an operation, as where more than one is free; elsewhere tests have one."""
+    """Compute parts of operations in two threads; other tests have one."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -57,7 +57,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of a few positions, in memory that holds NaN before it is written."""
+    """Use blocks of a few positions, in memory that is initialised to NaN."""
     for module, name, size in SMALL:
         monkeypatch.setattr(module, name, size)
     empty, plain, new = torch.empty, torch.empty_like, Tensor.new_empty
@@ -120,12 +120,12 @@ def test_a_query_whose_bias_leaves_it_no_key_attends_to_its_masked_ones() -> Non
         mask[:] = 1
         mask[:, 4] = 0
         mask[3] = 0
-        bias[1, 2] = float("-inf")  # in a row with masked keys; without any it is NaN, as in the definition
+        bias[1, 2] = float("-inf")  # row 1 has masked keys
         bias[0, 1, :3] = float("-inf")
     ours, right = call.answers(gated_attention.fast), call.answers(gated_attention.definition)
     for name, x in right.items():
         assert ours[name].isfinite().all()
-        torch.testing.assert_close(ours[name], x, rtol=1e-12, atol=1e-12)  # some 100 additions of numbers about 1
+        torch.testing.assert_close(ours[name], x, rtol=1e-12, atol=1e-12)  # some 100 additions near 1
     mask[0] = 1
     out = gated_attention.fast(**call.given)
     assert out[0, 2].isnan().all()
@@ -142,7 +142,7 @@ def test_what_is_not_a_number_stays_so() -> None:
 
 
 def test_swiglu_is_the_formula() -> None:
-    """silu of the first half, times the second; the halves lie one after the other in `up`."""
+    """SwiGLU is silu of the first half of `up` times the second half."""
     draw = Draw()
     x, nw, up, down = draw(5, 24), draw(24), draw.weight(96, 24), draw.weight(24, 48)
     n = torch.nn.functional.layer_norm(x, x.shape[-1:], nw)
@@ -159,7 +159,7 @@ def test_a_bias_that_is_not_divided_is_added_last() -> None:
 
 
 def test_what_lies_between_never_exists_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits, normalised rows, hidden layers, products of channels, projections of layers: each for a block alone."""
+    """Logits, normalised rows, hidden layers, products of channels and projections exist for one block at a time."""
     rows, n, heads = 24, 32, 2
     monkeypatch.setattr(cpu_attention, "BLOCK", 4 * heads * n * n)
     for masked in (False, True):

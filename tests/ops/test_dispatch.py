@@ -1,4 +1,4 @@
-"""Which way an operation is computed, and what is said of it."""
+"""The choice between definition and fast path, and the report of refusals."""
 
 import logging
 import threading
@@ -29,7 +29,7 @@ def minus(given: Any) -> Tensor:
 
 @dispatch.op(minus, odd)
 def plus(x: Tensor) -> Tensor:
-    """A definition, and a fast path that can be told from it."""
+    """A definition with a fast path that gives another result."""
     return +x
 
 
@@ -53,7 +53,7 @@ def test_definitions_alone_where_they_are_asked_for() -> None:
 
 
 def test_a_choice_is_the_thread_s_own() -> None:
-    """So two models in one process run differently at once.  A new thread begins with the fast path."""
+    """So two models in one process can run differently at the same time.  A new thread starts with the fast path."""
     found: list[list[float]] = []
     with dispatch.using("definition"):
         thread = threading.Thread(target=lambda: found.append(plus(EVEN).tolist()))

@@ -1,4 +1,4 @@
-"""The dropout noise: the right rate, the same for every cut, another for every step, pass and layer."""
+"""Dropout noise has the right rate, is the same for every split, and differs between steps, passes and layers."""
 
 import hashlib
 
@@ -25,7 +25,7 @@ def test_rate_and_scale():
     kept = draw(noise)
     assert kept.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
     assert abs((kept == 0).float().mean() - 0.25) < 0.01
-    # no stripes: every row and column is dropped at about the rate
+    # There are no stripes: every row and column is dropped at about the rate.
     assert ((kept == 0).float().mean(0) - 0.25).abs().max() < 0.3
     assert ((kept == 0).float().mean(1) - 0.25).abs().max() < 0.1
 
@@ -45,7 +45,7 @@ def test_the_key_decides():
 
 
 def test_the_numbers_are_those_of_2026():
-    """Bit for bit: runs that were begun go on, whatever computes the draw.  Made with the code of d722388."""
+    """Draws are bitwise stable, so that old runs can be continued.  The values are from commit d722388."""
     noise = Noise()
     noise.seed(11, 22)
     noise.at_pass(3)
@@ -134,7 +134,7 @@ def residual_arguments(n=3):
 
 
 def test_gated_linear_residual_draws_on_the_way():
-    """With factors that it draws: forward and backward are the definition's, and nothing is drawn beside them."""
+    """With factors that it draws itself, forward and backward equal the definition, and nothing else is drawn."""
     given, grad = residual_arguments(), torch.randn(4, 3, 6, dtype=torch.float64)
     for part in (factors(), factors((9, 3, 6)).narrow(0, 4, 4), factors((3, 1)), factors((6,))):
         assert gated_linear_residual.unsupported_reason(*given, part) is None
@@ -146,7 +146,7 @@ def test_gated_linear_residual_draws_on_the_way():
 
 
 def test_a_new_key_does_not_recompile():
-    """Nor does a new pass; and the graph has no break."""
+    """Neither does a new pass, and the graph has no break."""
     torch._dynamo.reset()
     noise, given = Noise(), residual_arguments()
     compiled = []
@@ -171,7 +171,7 @@ def test_a_new_key_does_not_recompile():
 
 
 def test_a_key_that_was_used_stays_what_it_was():
-    """A new one before the backward pass of the old one: each graph has its own."""
+    """With a new key before the backward pass of the old one, each graph has its own."""
     noise, given = Noise(), residual_arguments()
     noise.seed(1)
     first = noise.factors((4, 1, 6), 0.4, 1000, given[0])

@@ -20,7 +20,7 @@ from warpfold.ops.triangle import triangle_factor, triangle_multiplication
 
 
 class Properties:
-    """The properties of a GPU, as torch has them."""
+    """The properties of a GPU in torch's form."""
 
     def __init__(self, major: int) -> None:
         self.major, self.minor, self.name = major, 0, "GPU"
@@ -28,7 +28,7 @@ class Properties:
 
 @pytest.fixture(params=[9])
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A GPU of some compute capability as torch.cuda.get_device_properties sees it, and tensors that have no memory."""
+    """Stand in for a GPU of some compute capability, with fake tensors."""
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "_get_device_properties", lambda _: Properties(request.param), raising=False)
@@ -47,7 +47,7 @@ def cuda(*shape: int) -> Tensor:
 
 
 def traced(run: Callable[..., Tensor], *args: Tensor, whole: bool = True, dynamic: bool = False) -> list[Counter[str]]:
-    """Of each graph the operations of ours in it, and how often."""
+    """Count our operations in each graph."""
     graphs: list[Counter[str]] = []
 
     def note(module: torch.fx.GraphModule, _: object) -> Callable[..., object]:
@@ -64,7 +64,7 @@ def everything(x: Tensor, m: Tensor, weight: Tensor, square: Tensor) -> Tensor:
     """x [3, 4, 16], m [5, 3, 16], weight [16], square [16, 16]."""
     n = norm_linear(layer_norm(x, weight, weight), weight, weight, square)
     q = n.unflatten(-1, (2, 8))
-    mask = x.select(-1, 0)  # where a GPU is not linked, indexing such tensors fails
+    mask = x.select(-1, 0)  # indexing fails without CUDA
     o = attention(q, q, q, mask).flatten(-2)
     x = gated_linear_residual(x, gate(o, n), n, square, weight)
     x = x + global_attention(x, n, n, mask)
@@ -88,7 +88,7 @@ def test_every_operation_is_one_node_of_one_graph(gpu: None, kernels: dispatch.K
         "transition",
         "outer_product",
     )
-    assert graph == Counter(dict.fromkeys(once, 1)) + Counter(attention=2)  # a global attention is one
+    assert graph == Counter(dict.fromkeys(once, 1)) + Counter(attention=2)  # including global_attention
 
 
 @pytest.mark.parametrize("drawn", [False, True])
@@ -113,7 +113,7 @@ def test_a_whole_outer_product_mean_is_one_node(gpu: None) -> None:
 @pytest.mark.parametrize("drawn", [False, True])
 @pytest.mark.parametrize("own", [False, True])
 def test_a_whole_attention_layer_is_one_node(gpu: None, drawn: bool, own: bool) -> None:
-    """Whether it makes its bias or is given one, turned as columns are."""
+    """The bias is projected or an operand, and x is transposed as for columns."""
 
     def attended(
         x: Tensor, mask: Tensor, row: Tensor, weight: Tensor, out: Tensor, bias: Tensor, key: Tensor
@@ -147,7 +147,7 @@ def test_a_wrong_shape_is_an_error_that_names_the_operand_in_a_graph_too(gpu: No
 
 
 def test_what_is_compiled_follows_the_choice_of_kernels() -> None:
-    """Compiled for one choice, a function is compiled again for another: torch guards what it has read."""
+    """A function is compiled again for another choice, because torch guards the choice."""
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: x + (dispatch.kernels() == "definition"), backend="eager", fullgraph=True)
 
@@ -158,7 +158,7 @@ def test_what_is_compiled_follows_the_choice_of_kernels() -> None:
                 found.append(compiled(torch.zeros(())).item())
         return found
 
-    with ThreadPoolExecutor(1) as fresh:  # a thread that has chosen nothing yet
+    with ThreadPoolExecutor(1) as fresh:  # a thread without a choice
         assert fresh.submit(results).result() == [0, 1, 0]
 
 

@@ -1,4 +1,4 @@
-"""The registered operations: what torch's own checks, compilation and checkpointing make of them, and their layouts."""
+"""The registered operations under torch's opcheck, compilation and checkpointing, and their layouts."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from warpfold.ops import dispatch
 from warpfold.ops.attention import attention
 from warpfold.ops.linear import gate, norm_linear
 
-# Of every operation; layouts, biases left out, factors given and drawn.
+# Cases of every operation, with different layouts, omitted biases, and factors that are given or drawn.
 NAMES = [
     name
     for name in CASES
@@ -19,7 +19,7 @@ NAMES = [
 
 
 class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-    """Notes the operations of ours that run, and their arguments."""
+    """Records calls of our operations and their arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,9 +44,9 @@ def test_torch_finds_schema_shapes_and_gradients_in_order(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES[::4])
 def test_a_whole_graph_compiles_and_trains(name: str) -> None:
-    torch._dynamo.reset()  # of graphs of other cases: so many are allowed
+    torch._dynamo.reset()  # the number of graphs is limited
     call = made(name, torch.float64)
-    # not `op`, which takes the definition where all is small
+    # Calling `op` would use the definition for small tensors.
     run = torch.compile(call.op.fast, fullgraph=True, backend="aot_eager", dynamic=False)
     assert not call.mistakes(call.answers(run))
 

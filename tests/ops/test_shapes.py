@@ -1,4 +1,4 @@
-"""Operands of other shapes than an operation has are an error that names the operand, whatever computes it."""
+"""Operands of wrong shapes raise an error that names the operand, whichever implementation computes."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -23,12 +23,12 @@ from warpfold.ops.outer import outer_product, outer_product_mean
 from warpfold.ops.transition import transition
 from warpfold.ops.triangle import triangle_factor, triangle_multiplication
 
-# What is read in a wrong place is NaN, or off by about 1.  What is right is off by its rounding in fp64: a hundred
-# additions of numbers about 1, after a norm that divides by a deviation of 0.3 or more, cost some 1e-13, and a softmax
-# of logits of some hundreds a hundred times as much.
+# Values read from a wrong address are NaN or off by about 1.  Correct values have rounding errors in fp64: some 1e-13
+# for a hundred additions of numbers near 1 after a norm that divides by a deviation of at least 0.3, and 100 times as
+# much for a softmax of logits of several hundred.
 CLOSE = 1e-9
 ROW = (16,)
-# c = 16 and d = 8: of those that the Triton kernels serve.  Beside the shapes, what else the operation is given.
+# c = 16 and d = 8 are supported by the Triton kernels.  After the shapes come the other arguments.
 OPERANDS: dict[str, tuple[Op[..., Tensor], dict[str, Shape], dict[str, Any]]] = {
     "attention": (
         attention,
@@ -84,7 +84,7 @@ OPERANDS: dict[str, tuple[Op[..., Tensor], dict[str, Shape], dict[str, Any]]] = 
         {"outgoing": True, "fused": False},
     ),
 }  # fmt: skip
-# Of those that broadcast in a definition, and of those that a kernel would read past the end: (operand, shape).
+# Shapes that a definition would broadcast, and shapes that a kernel would read out of bounds: (operand, shape).
 KNOWN: dict[str, list[tuple[str, Shape]]] = {
     "attention": [
         *[("k", (2, 3, 4, 1, 8)), ("v", (2, 3, 3, 2, 8)), ("v", (2, 3, 4, 1, 8)), ("v", (2, 3, 4, 2, 4))],
@@ -125,7 +125,7 @@ KNOWN: dict[str, list[tuple[str, Shape]]] = {
 }
 
 
-# Of these, attention takes what broadcasts, and values of another width; a bias may be shorter than the outputs.
+# Of these, attention accepts shapes that broadcast and values of another width; a bias may be shorter.
 RIGHT: set[tuple[str, str, Shape]] = {
     *[("attention", "v", (2, 3, 4, 2, 4)), ("attention", "mask", (4,)), ("attention", "bias", (5, 4))],
     *[("attention", "bias", (2, 1, 2, 5, 1)), ("global_attention", "v", (1, 4, 8)), ("norm_linear", "bias", (1,))],
@@ -136,7 +136,7 @@ RIGHT: set[tuple[str, str, Shape]] = {
 
 @st.composite
 def changed(draw: st.DrawFn, name: str) -> dict[str, Shape]:
-    """The shapes of an operation's operands, of which one or two have an axis more, less, longer, shorter or of 1."""
+    """Yield the operands' shapes with one or two changed: an axis added, removed, longer, shorter or of size 1."""
     shapes = dict(OPERANDS[name][1])
     for _ in range(draw(st.integers(1, 2))):
         which = draw(st.sampled_from(sorted(shapes)))
@@ -156,26 +156,28 @@ def changed(draw: st.DrawFn, name: str) -> dict[str, Shape]:
 
 
 def operands(name: str, shapes: dict[str, Shape], dtype: torch.dtype) -> dict[str, Any]:
-    """Random numbers, each tensor in a buffer of NaN: who reads past one has NaN."""
+    """Draw random operands in buffers of NaN, which reveal reads out of bounds."""
     draw = torch.Generator().manual_seed(0)
     values = {n: torch.rand(shape, generator=draw, dtype=torch.float64) + 0.5 for n, shape in shapes.items()}
     return {n: within(t, dtype) for n, t in values.items()} | OPERANDS[name][2]
 
 
 def outcome(run: Callable[..., Tensor], given: dict[str, Any], wanted: Sequence[str]) -> object:
-    """The output and the gradients of those wanted; or the error, which comes before anything is computed."""
+    """Return the output and the gradients, or the error, which must be raised before anything is computed."""
     leaves = {n: t.detach().requires_grad_(n in wanted) if isinstance(t, Tensor) else t for n, t in given.items()}
     try:
         out = run(**leaves)
-    except (RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:  # the last: heads without width
+    except (RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:  # heads of width 0
         return error
     towards = torch.linspace(-1, 1, max(out.numel(), 1), dtype=out.dtype)[: out.numel()].view(out.shape)
     return [out.detach(), *torch.autograd.grad(out, [leaves[n] for n in wanted], towards)]
 
 
 def check(name: str, shapes: dict[str, Shape], dtype: torch.dtype = torch.float64, close: float = CLOSE) -> bool:
-    """Assert that the operation computes its definition, or raises an error that names an operand, the same error
-    whatever computes it; return whether it takes these shapes."""
+    """Assert that the operation equals its definition, or that both raise the same error, which names an operand.
+
+    Returns whether the operation accepts these shapes.
+    """
     op, given = OPERANDS[name][0], operands(name, shapes, dtype)
     wanted = [n for n in shapes if not n.endswith("mask")]
     truth, chosen = outcome(op.definition, given, wanted), outcome(op, given, wanted)
@@ -225,7 +227,7 @@ REGISTERED = (
     ),
     *("outer_product_mean as the model's", "gated_attention batch, given bias", "gated_attention batch, no biases"),
 )
-# Axes that no other operand has: positions, the width of values, outputs, and biases, which may be fewer than outputs.
+# Axes that no other operand has: positions, width of values, outputs, and biases, which may be shorter than outputs.
 FREE = {("attention", "v", 4), *(("layer_norm", "x", i) for i in (0, 1)), *(("transition", "x", i) for i in (0, 1))}
 FREE |= {("norm_linear", "weight", 0), *(("norm_linear", "x", i) for i in (0, 1))}
 FREE |= {(f"norm_linear{back}", "bias", 0) for back in ("", "_backward")}
@@ -236,7 +238,7 @@ FREE |= {(f"triangle_{which}{back}", "bias", 0) for which in ("factor", "multipl
 
 @pytest.mark.parametrize("name", REGISTERED)
 def test_registered_operations_name_the_operand_that_is_wrong(name: str) -> None:
-    """Called directly, as compiled graphs do.  Each axis of each operand in turn is one shorter."""
+    """Direct calls, like those of compiled graphs, with each axis of each operand one shorter in turn."""
     call = made(name, torch.float64)
     with Watch() as watch:
         call.answers(call.op.fast)

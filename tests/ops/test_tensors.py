@@ -1,4 +1,4 @@
-"""Rows of a table by their indices and the sums that are their gradient; products that TF32 must not reach."""
+"""Table lookups with deterministic gradients, and products without TF32."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +23,7 @@ def as_before() -> Iterator[None]:
 
 
 class Products(TorchDispatchMode):
-    """Notes every product: the lengths of its operands' axes, and how torch may compute it."""
+    """Records each product: the shapes of its operands, and torch's precision setting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,10 +46,10 @@ def test_tf32_does_not_reach_points_and_frames() -> None:
     with Products() as products:
         output = module(s, z, torch.zeros(9, dtype=torch.long), torch.ones(9))
         output.final_atom37.sum().backward()
-    # Of the logits' features, the values' features, all projections of s, and the update of the frames.
+    # Features of the logits, features of the values, all projections of s, and the update of the frames.
     geometry = {c.c_hidden + 3 * c.qk_points + 1, c.c_hidden + 3 * c.v_points, 60, 6}
     exact = [how for lengths, how in products.seen if lengths & geometry]
-    assert len(exact) == 2 * 4 * 3  # of each layer four, and both gradients of each
+    assert len(exact) == 2 * 4 * 3  # 4 per layer, with 2 gradients
     assert set(exact) == {"highest"}
     assert "high" in {how for _, how in products.seen}  # activations
     assert torch.get_float32_matmul_precision() == "high"
@@ -61,7 +61,7 @@ def test_the_setting_comes_back_whoever_leaves_first() -> None:
     first.__enter__()
     second.__enter__()
     assert dispatch.fp32_products() == ("ieee",)
-    first.__exit__(None, None, None)  # as of two threads
+    first.__exit__(None, None, None)  # as in two threads
     assert torch.get_float32_matmul_precision() == "highest"
     second.__exit__(None, None, None)
     assert torch.get_float32_matmul_precision() == "high"
@@ -95,7 +95,7 @@ def test_rows_are_taken_and_their_gradients_add_up() -> None:
 @pytest.mark.parametrize("ones", [1 << 25, 7 * 100], ids=["at once", "in parts"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_sums_by_a_product_are_those_in_order(ones: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU computes: exact sums of small whole numbers; a row that nothing asks for is zero."""
+    """Sums of small integers are exact on a GPU, and rows without an index are zero."""
     monkeypatch.setattr(tensors, "ONES", ones)
     generator = torch.Generator().manual_seed(1)
     x = torch.randint(-9, 10, (1010, 4), generator=generator).to(dtype)

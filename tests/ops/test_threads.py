@@ -1,4 +1,4 @@
-"""Parts of an operation on threads that compute alone: all parts, the same sums each time, and nothing unseen."""
+"""Parts of an operation in threads: all are computed, sums repeat, and observers miss nothing."""
 
 import os
 import threading
@@ -24,7 +24,7 @@ def three_threads() -> Iterator[None]:
 
 
 def sum_of(count: int, slow: int = -1) -> Tensor:
-    """The sum of fp32 numbers that round when they are added; `slow`: the part that takes long."""
+    """Sum fp32 numbers whose sum rounds; `slow`: the part that takes long."""
     numbers = torch.rand(count, 100, generator=torch.Generator().manual_seed(1))
 
     def compute(sums: list[Tensor], part: int) -> None:
@@ -52,7 +52,7 @@ def test_a_sum_does_not_depend_on_who_is_faster() -> None:
 
 def test_a_thread_computes_alone_and_the_process_as_before() -> None:
     seen: set[tuple[str, int]] = set()
-    together = threading.Barrier(2)  # on a busy machine one thread could do all before another begins
+    together = threading.Barrier(2)  # both threads must take part
 
     def compute(part: int) -> None:
         together.wait(60)

@@ -1,4 +1,4 @@
-"""The private interfaces of torch do what the package needs them for; a later torch may lack or change one."""
+"""The private interfaces of torch behave as the package requires; a later torch may change or remove them."""
 
 from collections import namedtuple
 from datetime import timedelta

@@ -1,6 +1,6 @@
-"""What a launch, compiled for a GPU that is not here, takes of each architecture, against what there is.
+"""The resources that a launch needs on each architecture, compiled without a GPU, against the limits.
 
-Works on launches noted by `launch.recorded`; not under TRITON_INTERPRET.
+This works on launches recorded by `launch.recorded`, and not under TRITON_INTERPRET.
 """
 
 import re
@@ -23,10 +23,9 @@ from warpfold.ops.triton.launch import KernelLaunch
 
 @dataclass(frozen=True)
 class Budget:
-    """What a program may take on an architecture.
+    """The limits of a program on an architecture.
 
-    shared: bytes; registers: of a thread; together: registers of a thread times warps, or the program cannot start.
-    Spilled may be nothing at all.
+    shared: bytes.  registers: per thread.  together: registers per thread times warps.  Nothing may be spilled.
     """
 
     target: GPUTarget
@@ -42,17 +41,21 @@ BUDGETS = {
     "sm_100": Budget(GPUTarget("cuda", 100, 32), 227 * 1024, 255),
     "gfx942": Budget(GPUTarget("hip", "gfx942", 64), 64 * 1024, 512),
 }
-# GPUs with 99 KB of shared memory for a program: RTX 4090 and 5090.  Compiled for by the tests of the headline step.
+# GPUs with 99 KB of shared memory per program: RTX 4090 and 5090.  The tests of the headline step compile for them.
 SMALL = {arch: Budget(GPUTarget("cuda", int(arch[3:]), 32), 99 * 1024, 255) for arch in ("sm_89", "sm_120")}
 COLUMNS = 512
-MAKERS = ("R2UR", "S2UR", "VOTEU", "CS2UR", "REDUX")  # beside those that begin with U, of uniform registers
+# Instructions that write uniform registers, besides those that start with U.
+MAKERS = ("R2UR", "S2UR", "VOTEU", "CS2UR", "REDUX")
 _ttir: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a compiled kernel takes and does.  In bytes: shared, spilled (a thread's local memory).  Instructions, as
-    they stand in the code: tensor (tensor cores), wide (loads of 128 bits) and loads (of any width, from global)."""
+    """Resources and instructions of a compiled kernel.
+
+    Bytes: shared, spilled (local memory of a thread).  Instructions in the code: tensor (tensor cores), wide (128-bit
+    loads) and loads (of any width from global memory).
+    """
 
     registers: int
     spilled: int
@@ -60,15 +63,15 @@ class Figures:
     tensor: int
     wide: int
     loads: int
-    dots: int  # matrix products, as Triton sees them
-    columns: int = 0  # of tensor memory (Blackwell)
-    wgmma: int = 0  # of the instructions of tensor cores, those of four warps together (Hopper)
-    copies: int = 0  # of the loads, those to shared memory that nobody waits for: cp.async, or TMA's
-    unwritten: tuple[str, ...] = ()  # instructions that read a uniform register before any wrote it (Hopper)
+    dots: int  # matrix products in Triton
+    columns: int = 0  # tensor memory (Blackwell)
+    wgmma: int = 0  # warpgroup products (Hopper)
+    copies: int = 0  # asynchronous loads (cp.async, TMA)
+    unwritten: tuple[str, ...] = ()  # reads of uninitialised uniform registers
 
 
 def distinct(launches: Iterable[KernelLaunch], target: GPUTarget = SM_80) -> list[KernelLaunch]:
-    """Return the launches that lead to different code, the first of each."""
+    """Return the first launch for each different code."""
     found: dict[tuple[str, str], KernelLaunch] = {}
     for launch in launches:
         specialised, options = source(launch, target)
@@ -77,9 +80,9 @@ def distinct(launches: Iterable[KernelLaunch], target: GPUTarget = SM_80) -> lis
 
 
 def ttir(launch: KernelLaunch, target: GPUTarget = SM_80) -> str:
-    """Return Triton's own representation of the kernel, optimised, with places in the source."""
+    """Return the optimised TTIR of the kernel, with source locations."""
     specialised, options = source(launch, target)
-    code = specialised.hash() + options.hash()  # launches of the same code differ in numbers alone
+    code = specialised.hash() + options.hash()  # same code, other numbers
     if code not in _ttir:
         _ttir[code] = _lowered(specialised, options, target)
     return _ttir[code]
@@ -93,9 +96,9 @@ def _lowered(specialised: ASTSource, options: Any, target: GPUTarget) -> str:
 
 
 def front_end(launch: KernelLaunch, target: GPUTarget = SM_80) -> str:
-    """Return what the compiler's front end makes of the kernel's source, each function of it apart.
+    """Compile the kernel's source with the front end of the compiler, without inlining functions.
 
-    Errors: CompilationError for what it refuses.
+    Raises CompilationError for code that it rejects.
     """
     return str(_module(*source(launch, target), target, *_prepared(target)))
 
@@ -113,13 +116,13 @@ def _module(specialised: ASTSource, options: Any, target: GPUTarget, backend: An
 
 
 def figures(launch: KernelLaunch, target: GPUTarget) -> Figures:
-    """Compile a launch for a target, and read what it takes.  Errors: Triton's own, for what cannot be compiled."""
+    """Compile a launch for a target and read its figures.  Raises Triton's errors for kernels that do not compile."""
     read = _read_amd if target.backend == "hip" else _read_nvidia
     return read(compiled(launch, target))
 
 
 def breaches(launch: KernelLaunch, found: Figures, budget: Budget) -> list[str]:
-    """Return in words where a launch takes more than there is, or does what is slow; none if it is within limits."""
+    """List the limits that a launch exceeds and the slow instructions that it has."""
     warps = launch.config.warps
     wrong = []
     if found.spilled:
@@ -134,13 +137,13 @@ def breaches(launch: KernelLaunch, found: Figures, budget: Budget) -> list[str]:
     if found.dots and _dtype(launch) in ("bf16", "fp16"):
         if not found.tensor:
             wrong.append("matrix products without tensor cores")
-        if not found.wide and budget.target.warp_size == 32:  # over AMD's 64 threads small tiles are too thin for it
+        if not found.wide and budget.target.warp_size == 32:  # small tiles on 64 threads have none
             wrong.append("matrix products of which nothing is loaded in 128 bits at once")
     return wrong
 
 
 def _dtype(launch: KernelLaunch) -> str:
-    """Return the dtype of the first floating-point tensor among the arguments, as Triton names it."""
+    """Return Triton's name of the dtype of the first floating-point tensor among the arguments."""
     names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
     dtypes = (str(t.dtype).removeprefix("torch.") for t in launch.tensors)
     return next((names[d] for d in dtypes if d in names), "")
@@ -167,10 +170,11 @@ def _read_nvidia(kernel: Any) -> Figures:
 
 
 def _unwritten(binary: bytes) -> tuple[str, ...]:
-    """Return the instructions of code for Hopper that read a uniform register which no instruction before them wrote.
+    """Return the instructions of Hopper code that read a uniform register before any instruction wrote it.
 
-    The descriptors of wgmma's operands lie in these registers.  ptxas 12.8, which Triton 3.6 has, leaves the making of
-    some out (seen on an H200, 2026-11-26: the gradient was NaN, or the address illegal; right without optimisation).
+    These registers hold the descriptors of wgmma's operands.  ptxas 12.8, which Triton 3.6 contains, omits the
+    initialisation of some (on an H200, 2026-11-26, the gradient was NaN or the address illegal; without optimisation
+    the code was right).
     """
     written, wrong = {"UR63"}, []
     for name, operands in re.findall(
@@ -182,7 +186,7 @@ def _unwritten(binary: bytes) -> tuple[str, ...]:
         wide = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
         for part in parts:
             for text, first in re.findall(r"(g?desc\[)?\bUR(\d+)\b", part):
-                of_register = len(parts) > 1 and parts.index(part) == 2  # the left operand of wgmma lies in registers
+                of_register = len(parts) > 1 and parts.index(part) == 2  # left operand in registers
                 places = {"gdesc[": range(2, 4) if of_register else range(4), "desc[": range(2)}.get(text, range(1))
                 if not all(f"UR{int(first) + place}" in written for place in places):
                     wrong.append(f"{name} {operands.strip()}")
@@ -213,7 +217,7 @@ def _dots(kernel: Any) -> int:
 
 
 def _tool(name: str, option: str, binary: bytes) -> str:
-    """Return what one of the CUDA programs in Triton's wheel says of a binary."""
+    """Run a CUDA tool of Triton's wheel on a binary and return its output."""
     program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)

@@ -1,8 +1,8 @@
-"""Every kernel that the model launches at any size, with its arguments, on a machine that has no GPU and no room.
+"""All kernel launches of the model at any size, with their arguments, on a machine without a GPU.
 
-The model runs on the device "meta" (shapes and strides alone); where it would launch a kernel, the launch is noted
-instead.  So what is compiled offline, and what index arithmetic is followed, is what the model does: no list of shapes
-beside it that could fall behind.
+The model runs on the device "meta" (shapes and strides only), and launches are recorded instead of run.  So the kernels
+that are compiled offline, and whose index arithmetic is checked, are those of the model, without a separate list of
+shapes that could become outdated.
 """
 
 import math
@@ -29,15 +29,15 @@ from warpfold.parallel.sharded import ChannelExchange, exhaust
 
 
 def wider() -> ModelConfig:
-    """Return a model wider than AlphaFold2: heads of 64 numbers, alignments of 512 channels, templates of 128 whose
-    transitions are SwiGLU."""
+    """Make a model wider than AlphaFold2: heads of width 64, alignments of 512 channels, templates of 128 channels with
+    SwiGLU transitions."""
     c = ModelConfig(c_m=512, c_z=256, c_e=128)
     pair = replace(c.templates.pair, c_triangle=128, activation="swiglu")
     return replace(c, templates=replace(c.templates, c=128, pair=pair))
 
 
 def one_block(config: ModelConfig) -> ModelConfig:
-    """Return the same model with one block of each stack: it launches the same kernels."""
+    """Return the same model with one block per stack, which launches the same kernels."""
     return replace(
         config,
         evoformer=replace(config.evoformer, blocks=1),
@@ -48,8 +48,8 @@ def one_block(config: ModelConfig) -> ModelConfig:
 
 
 Shape = tuple[int, ...]
-# Layers of other people's models, of no bias but AlphaFold3's queries', and the shapes of x, its mask and the other:
-# attention with pair bias has heads 24 and 48 wide.
+# Layers of third-party models, without biases except that of AlphaFold3's queries, and the shapes of x, its mask and
+# the other input.  Attention with pair bias has heads of width 24 and 48.
 FOREIGN: dict[str, tuple[Callable[[], AxialUpdate], Shape, Shape, Shape | None]] = {
     "pair bias, 24": (lambda: AttentionPairBias(384, 128, 16), (1, 256, 384), (1, 256), (256, 256, 128)),
     "pair bias, 48": (lambda: AttentionPairBias(768, 128, 16), (1, 256, 768), (1, 256), (256, 256, 128)),
@@ -64,7 +64,7 @@ FOREIGN: dict[str, tuple[Callable[[], AxialUpdate], Shape, Shape, Shape | None]]
 
 
 def foreign_launches(name: str, dtype: torch.dtype) -> list[KernelLaunch]:
-    """Return the launches of a layer's update alone, forward and backward."""
+    """Record the launches of a layer's update, forward and backward."""
     make, x, mask, other = FOREIGN[name]
     with torch.device("meta"), launching() as launches:
         layer = make()
@@ -80,7 +80,7 @@ def foreign_launches(name: str, dtype: torch.dtype) -> list[KernelLaunch]:
 
 
 def launches_of(plan: Plan, config: ModelConfig, sizes: Mapping[str, int], training: bool = True) -> list[KernelLaunch]:
-    """Return the launches of one training step, or with `training` False of folding, in order; tensors are on "meta".
+    """Record the launches of a training step, or of folding if `training` is False, in order, on meta tensors.
 
     sizes: residues "res", sequences "seq", "extra" sequences and templates "tmpl".
     """
@@ -94,7 +94,7 @@ def launches_of(plan: Plan, config: ModelConfig, sizes: Mapping[str, int], train
 
 
 def exchange_channels(config: ModelConfig, residues: int, dtype: torch.dtype) -> None:
-    """Compute a triangle product forward and backward as ranks that exchange channels do, here one rank."""
+    """Compute a triangle product forward and backward like ranks that exchange channels, with one rank."""
     with torch.device("meta"):
         layer = TriangleMultiplication(config.c_z, config.evoformer.pair.c_triangle, outgoing=True)
         z = torch.empty(residues, residues, config.c_z, dtype=dtype, requires_grad=True)
@@ -105,7 +105,7 @@ def exchange_channels(config: ModelConfig, residues: int, dtype: torch.dtype) ->
 
 
 def update(packed: torch.dtype) -> None:
-    """Take a step of Adam, with as many parameters as one rank could hold."""
+    """Take a step of Adam with the most parameters that one rank could hold."""
     *flat, copy = (torch.empty(2**32 + 2**20, device="meta") for _ in range(6))
     numbers = [torch.empty((), device="meta") for _ in range(4)]
     numbers[0] = numbers[0].bool()
@@ -113,7 +113,7 @@ def update(packed: torch.dtype) -> None:
 
 
 def demanding(launches: Iterable[KernelLaunch]) -> list[KernelLaunch]:
-    """Return of each kernel the launch with the largest key."""
+    """Return the launch with the largest key of each kernel."""
     found: dict[str, KernelLaunch] = {}
     for launch in launches:
         other = found.setdefault(launch.kernel.name, launch)

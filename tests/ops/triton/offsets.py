@@ -1,9 +1,9 @@
-"""Whether a kernel's index arithmetic can overflow: intervals of every integer that leads to a pointer or a mask.
+"""Detect overflows in a kernel's index arithmetic by intervals of all integers that lead to a pointer or a mask.
 
-A tensor past 2^31 elements is too large for most machines, its shape is not: launchers are given tensors without
-memory (`launch.recorded`), and what a call would compute is followed through Triton's representation (TTIR), from the
-arguments' values and the grid on.  A product of two 32-bit integers that passes 2^31 is found where it stands, whether
-or not it is widened afterwards.  Sound, not exact: what cannot be bounded counts as overflowing.
+Tensors with more than 2^31 elements are too large for most machines, so launchers get meta tensors (`launch.recorded`),
+and the computation is followed through Triton's representation (TTIR), starting with the values of the arguments and
+the grid.  A product of two 32-bit integers that exceeds 2^31 is found even if it is widened afterwards.  The analysis
+is sound but not exact: values without a bound count as overflows.
 """
 
 import re
@@ -17,11 +17,11 @@ from tests.ops.triton.ttir import Operation, SourceLines, arguments, parse
 from warpfold.ops.triton.compile import source
 from warpfold.ops.triton.launch import KernelLaunch
 
-GRID = (2**31 - 1, 65535, 65535)  # the programs that CUDA allows along each axis
+GRID = (2**31 - 1, 65535, 65535)  # CUDA's limits
 
-Interval = tuple[int, int]  # both ends belong to it
+Interval = tuple[int, int]  # both ends inclusive
 WIDTHS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "index": 64}
-SAME = (  # operations that keep the numbers, or move them
+SAME = (  # operations that preserve or move values
     *("tt.splat", "tt.expand_dims", "tt.broadcast", "tt.reshape", "tt.trans", "tt.unsplat"),
     *("arith.extsi", "arith.trunci", "arith.index_cast"),
 )
@@ -29,11 +29,11 @@ SAME = (  # operations that keep the numbers, or move them
 
 @dataclass(frozen=True)
 class Overflow:
-    """An integer that may not fit: where in the source, what it is, and how large it gets."""
+    """An integer that may overflow: source location, operation, and interval."""
 
     where: str
     operation: str
-    interval: Interval | None  # None: without bound
+    interval: Interval | None  # None: unbounded
 
     def __str__(self) -> str:
         size = f"reaches {max(self.interval, key=abs):,}" if self.interval else "cannot be bounded"
@@ -41,7 +41,7 @@ class Overflow:
 
 
 def overflows(launch: KernelLaunch) -> list[Overflow]:
-    """Every overflow that this launch may have, in the order of the source; also a grid that no GPU takes."""
+    """List the possible overflows of a launch in source order, including a grid that exceeds the limits."""
     text = ttir(launch)
     values = _Values(text, launch)
     for op in values.ops:
@@ -67,21 +67,21 @@ def _constant(text: str) -> Interval | None:
 
 
 def _arguments(text: str, launch: KernelLaunch) -> dict[str, Interval | None]:
-    """The intervals of the kernel's arguments, by their names in the text: they stand there in the same order."""
+    """Return the intervals of the kernel's arguments by their names in the text, which have the same order."""
     specialised, _ = source(launch, SM_80)
     values = [v for name, kind in specialised.signature.items() for v in _leaves(kind, launch.arguments.get(name))]
     return {n: (v, v) if isinstance(v, int) else None for n, v in zip(arguments(text), values, strict=True)}
 
 
 def _leaves(kind: Any, value: Any) -> list[Any]:
-    """What of an argument a kernel is given when it runs: all that is not constant, of tuples each member."""
+    """Yield the values of an argument at run time: everything that is not constant, and all members of tuples."""
     if isinstance(kind, tuple):
         return [leaf for k, v in zip(kind, value, strict=True) for leaf in _leaves(k, v)]
     return [] if kind == "constexpr" else [int(value) if isinstance(value, bool) else value]
 
 
 class _Values:
-    """The intervals of a kernel's integers; `overflows`: those that may not fit, of the ones asked for."""
+    """The intervals of a kernel's integers; `overflows`: possible overflows among those that were looked up."""
 
     def __init__(self, text: str, launch: KernelLaunch) -> None:
         self.launch = launch
@@ -93,9 +93,9 @@ class _Values:
         self.overflows: list[Overflow] = []
 
     def of(self, name: str) -> Interval | None:
-        """The interval of an integer; None for what is no integer, or has no bound."""
+        """Return the interval of an integer, or None if it is unbounded or no integer."""
         if name not in self.known:
-            self.known[name] = None  # while it is worked out: of a value that depends on itself
+            self.known[name] = None  # for values that depend on themselves
             self.known[name] = self._work_out(name)
         return self.known[name]
 
@@ -113,7 +113,7 @@ class _Values:
         return self._fit(op, self._exact(op))
 
     def _fit(self, op: Operation, exact: Interval | None) -> Interval | None:
-        """What is left of a result in as many bits as it has; notes where that is not all."""
+        """Clamp a result to its number of bits, and record an overflow."""
         if op.name not in CHECKED:
             return exact
         width = WIDTHS[op.type]
@@ -125,7 +125,7 @@ class _Values:
         return exact
 
     def _exact(self, op: Operation) -> Interval | None:
-        """Of an operation on integers of any size."""
+        """Compute the interval of an operation on integers of unlimited size."""
         if op.name == "tt.get_program_id":
             axis = "xyz".index(op.text.split("tt.get_program_id ")[1][0])
             return 0, (*self.launch.grid, 1, 1)[axis] - 1
@@ -151,7 +151,7 @@ class _Values:
         return rule(given[0], given[1]) if rule and len(given) == 2 and None not in given else None  # type: ignore[arg-type]
 
     def _of_loop(self, loop: Operation, name: str) -> Interval | None:
-        """The counter, or what is carried from turn to turn, if each adds a bounded number."""
+        """Compute the interval of a loop's counter, or of a carried value to which iterations add a bounded number."""
         lower, upper, step, *first = loop.operands
         low, high, by = self.of(lower), self.of(upper), self.of(step)
         if low is None or high is None or by is None or by[0] <= 0:
@@ -167,11 +167,11 @@ class _Values:
         return self._kept(inside, end, start) or self._summed(inside, end, start, turns)
 
     def _kept(self, inside: str, end: str, start: Interval) -> Interval | None:
-        """An interval that a turn does not leave, of what is carried; None if two turns find none."""
+        """Find an interval that an iteration does not leave, for a carried value; None if two iterations find none."""
         interval = start
         for _ in range(2):
             trial = copy(self)
-            # Without what is still being worked out: it may depend on `inside`, of which this is the assumption.
+            # Forget unfinished values, because they may depend on `inside`, which is an assumption here.
             trial.known = {n: i for n, i in self.known.items() if i is not None}
             trial.known[inside] = interval
             trial.overflows = []
@@ -184,7 +184,7 @@ class _Values:
         return None
 
     def _summed(self, inside: str, end: str, start: Interval, turns: int) -> Interval | None:
-        """What is carried, if a turn adds a bounded number to it."""
+        """Compute the interval of a carried value to which an iteration adds a bounded number."""
         made = self.made.get(end)
         if made is None or made.name != "arith.addi" or made.operands.count(inside) != 1:
             return None

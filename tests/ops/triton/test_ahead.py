@@ -1,4 +1,4 @@
-"""Kernels that are compiled ahead, in processes, are found in Triton's cache when they are launched."""
+"""Kernels that were compiled ahead in processes are found in Triton's cache when they are launched."""
 
 import ctypes
 import fcntl
@@ -41,12 +41,12 @@ from warpfold.training import planning
 TARGET = GPUTarget("cuda", 90, 32)
 JOB = Job(model=tiny_config(), sizes=ExampleSizes(residues=16, sequences=14, extra=16, templates=2))
 LEARNS = {"loss": LossConfig(violation=1.0), "optim": OptimConfig(accumulate=2)}
-DEVICE = 4242  # of the stand-in: none of Triton's own caches in this process knows it
+DEVICE = 4242  # unknown to Triton's caches
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Triton's driver of a GPU that is not there, and an empty cache."""
+    """Stand in for Triton's driver of a GPU, with an empty cache."""
     stand_in = SimpleNamespace(
         get_current_device=lambda: DEVICE,
         get_current_stream=lambda device: 0,
@@ -58,7 +58,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def gates() -> list[KernelLaunch]:
-    """Return the two launches of a gate, forward and backward."""
+    """Record the two launches of a gate, forward and backward."""
     ((_, case),) = shapes("gate", ["pair:8"])
     found = {identity(launch, TARGET): launch for launch in launches_of(Workload("gate", case, "bf16"))}
     return list(found.values())
@@ -96,7 +96,7 @@ def test_a_launch_finds_what_processes_compiled_ahead(
 
 
 def test_kernels_of_a_model_travel_to_processes_whole(driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With named tuples, constants of all kinds and absent tensors: what comes out has Triton's own key."""
+    """With named tuples, all kinds of constants and missing tensors, Triton's key stays the same."""
     job = replace(JOB, model=ModelConfig(), loss=LossConfig(), optim=OptimConfig())
     launches = {identity(launch, TARGET): launch for launch in launches_of_job(job, Plan(precision="bf16"))}
     hashes: list[str] = []
@@ -140,7 +140,7 @@ def test_a_process_that_ends_fails_its_kernels_alone(
 def test_one_process_of_a_machine_compiles_and_others_wait(
     driver: None, gates: list[KernelLaunch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They find the kernels afterwards."""
+    """The other processes find the kernels afterwards."""
     monkeypatch.setattr(ahead, "POLL_SECONDS", 0.01)
     told: list[str] = []
     found: list[Compilations] = []
@@ -164,7 +164,7 @@ def test_one_process_of_a_machine_compiles_and_others_wait(
 def test_launchers_are_made_ahead(
     driver: None, gates: list[KernelLaunch], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With a library in the place of the driver's that has its names: a launcher calls them when it launches."""
+    """A library with the names of the driver's replaces it, because a launcher calls them when it launches."""
     compiler = shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("no C compiler")
@@ -176,13 +176,13 @@ def test_launchers_are_made_ahead(
     monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
     nvidia.libcuda_dirs.cache_clear()
     nvidia.library_dirs.cache_clear()
-    # Here, because a process would not find the stand-in of the library.
+    # Compile in this process, because another would not find the stand-in of the library.
     assert compile_ahead(gates, TARGET, workers=0, launchers=True) == Compilations(0, 2)
     made: list[str] = []
     monkeypatch.setattr("triton.runtime.build._build", lambda *given: made.append(given[0]))
     for launch in gates:
         kernel = compiled(launch, TARGET)
-        nvidia.CudaLauncher(kernel.src, kernel.metadata)  # as at its first launch
+        nvidia.CudaLauncher(kernel.src, kernel.metadata)  # as at the first launch
     assert not made
 
 
@@ -190,7 +190,7 @@ LENGTHS = (76, 98, 101, 118, 128, 137, 150, 160, 171, 185, 200, 223, 256, 263, 2
 
 
 def kernels_of(length: int, rows: int = 512, extra: int = 1024) -> set[str]:
-    """Return the kernels of a bf16 prediction of a single chain without templates on sm_90, as it is padded there."""
+    """Return the kernels of a padded bf16 prediction of a single chain without templates on sm_90."""
     model = replace(ModelConfig(), templates=TemplateConfig(enabled=False))
     job = Job(model=model, sizes=ExampleSizes(residues=length, sequences=rows, extra=extra, templates=0))
     padded = padded_shape(features_of(job, 1), Plan().multiple_on("cuda"))
@@ -201,12 +201,12 @@ def kernels_of(length: int, rows: int = 512, extra: int = 1024) -> set[str]:
 
 
 def test_one_set_of_kernels_serves_all_lengths() -> None:
-    """Whatever the alignment: docs/explanation/kernels.md has more counts."""
+    """One set serves all alignments, too: docs/explanation/kernels.md has more counts."""
     first = kernels_of(LENGTHS[0])
     assert len(first) <= 30
     assert len(first.union(*map(kernels_of, LENGTHS[1:]))) <= 35
     assert kernels_of(101) == kernels_of(98, rows=500, extra=999)
-    assert len(kernels_of(101, rows=1, extra=1) - kernels_of(101)) <= 2  # few rows have tiles of their own
+    assert len(kernels_of(101, rows=1, extra=1) - kernels_of(101)) <= 2  # few rows have other tiles
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_launches_are_collected_for_every_plan(model: ModelConfig, plan: dict[st
 
 @pytest.fixture
 def h100(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """A GPU that is not there, for the part of a run that compiles."""
+    """Stand in for a GPU, for the compilation in a run."""
     monkeypatch.setattr(planning, "_without_kernels", lambda device: False)
     monkeypatch.setattr(planning, "_compiled_for", set())
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))

@@ -1,4 +1,4 @@
-"""What attention launches, and over which memory: on tensors that have shapes and strides alone."""
+"""The launches of attention and their memory, on meta tensors."""
 
 import pytest
 import torch
@@ -17,14 +17,14 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def projected(rows: int, length: int, heads: int, width: int, turned: bool = False) -> tuple[Tensor, ...]:
-    """q, k and v as parts of one projection [rows, length, c]; turned, of the transposed."""
+    """Make q, k and v as slices of one projection [rows, length, c]; turned: of the transposed projection."""
     c = heads * width
     x = meta(1, length, rows, 4 * c + 16).transpose(1, 2) if turned else meta(1, rows, length, 4 * c + 16)
     return tuple(t.unflatten(-1, (heads, width)) for t in x.split([c, c, c, c + 16], -1)[:3])
 
 
 def launched(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> dict[str, KernelLaunch]:
-    """Return the launches of a forward and a backward pass, by name."""
+    """Record the launches of a forward and a backward pass by name."""
     mask = meta(*k.shape[:3], dtype=torch.float32)
     with recorded() as found:
         t = Operands(q=q, k=k, v=v, mask=mask, bias=bias)
@@ -42,17 +42,17 @@ def test_no_vector_is_copied(turned: bool) -> None:
         assert all(launch.arguments[name].data is t for name, t in (("q", q), ("k", k), ("v", v)))
         given = launch.arguments["q"]
         strides = tuple(stride * given.unit.value for stride in given.strides)
-        assert strides == (0, *q.stride()[1:4])  # of the one batch none is needed
+        assert strides == (0, *q.stride()[1:4])  # a single batch has stride 0
 
 
 def test_addresses_are_known_to_be_wide() -> None:
-    """Of padded projections all strides are multiples of 16 numbers, as Triton sees; of heads 8 wide, of 8."""
+    """All strides of padded projections are multiples of 16 for Triton; for heads of width 8, multiples of 8."""
     wide = launched(*projected(40, 24, 4, 32), meta(1, 24, 24, 4).permute(0, 3, 1, 2))
     assert wide["attention_forward"].arguments["q"].unit.value == 1
     assert all(stride % 16 == 0 for stride in wide["attention_forward"].arguments["q"].strides)
     assert launched(*projected(40, 24, 8, 8), None)["attention_forward"].arguments["q"].unit.value == 8
     bias = wide["attention_forward"].arguments["bias"].data
-    assert bias.stride() == (4 * 24 * 32, 24 * 32, 32, 1)  # laid out for 16-byte loads; 24 keys padded to 32
+    assert bias.stride() == (4 * 24 * 32, 24 * 32, 32, 1)  # 24 keys padded to 32
 
 
 def test_a_bias_that_is_projected_by_heads_is_read_where_it_lies() -> None:
@@ -62,7 +62,7 @@ def test_a_bias_that_is_projected_by_heads_is_read_where_it_lies() -> None:
 
     bias = empty_linear(meta(1, 24, 24, 8), 4, planes=True).movedim(-1, -3)
     assert place(bias) == (bias.untyped_storage()._cdata, 32)
-    cut = meta(1, 4, 24, 32)[..., 8:]  # its last row, 32 long, would end behind the memory
+    cut = meta(1, 4, 24, 32)[..., 8:]  # the last row would exceed the memory
     assert place(cut)[0] != cut.untyped_storage()._cdata
 
 
@@ -80,8 +80,8 @@ def test_rows_of_the_gradient_of_the_bias_are_cut_into_slabs(rows: int, length: 
 @pytest.mark.parametrize("tiles", [32, 64, 72, 144, 288, 512])
 @pytest.mark.parametrize("rows", [128, 256, 384, 768])
 def test_no_wave_of_programs_is_two_thirds_empty(rows: int, tiles: int) -> None:
-    """What the slabs take, in rows of one program, is at most a quarter more than if every core worked throughout;
-    where it is more, no count of slabs is better."""
+    """The time of the slabs, in rows of one program, is at most a quarter above that of fully used cores, or no other
+    number of slabs is better."""
     cores = 132
 
     def turns(slabs: int) -> int:
@@ -102,9 +102,9 @@ def test_short_rows_have_one_kernel_for_three_gradients() -> None:
 
 
 def test_one_query_and_few_keys_have_the_smallest_tiles() -> None:
-    """Templates have one query for each pair, so a tile of 64 keys would be nearly empty.
+    """Templates have one query per pair, so a tile of 64 keys would be nearly empty.
 
-    Two rows a program keep the grid of 25,000 residues below 2^31 programs.
+    With two rows per program the grid for 25,000 residues stays below 2^31 programs.
     """
     vectors = [meta(6, 7, n, 4, 16) for n in (1, 4, 4)]
     launches = launched(*vectors, None)
@@ -127,7 +127,7 @@ def test_no_index_overflows_with_one_query_for_each_pair() -> None:
 
 @pytest.mark.parametrize("sizes", [(1, 1, 5, 1, 1), (1, 1, 1, 1, 1), (2, 1, 17, 1, 3)], ids=str)
 def test_sizes_of_one_compile(sizes: tuple[int, ...]) -> None:
-    """Triton takes an argument that is 1 for a constant, which has no methods."""
+    """Triton turns an argument of 1 into a constant, which has no methods."""
     batches, rows, queries, keys, heads = sizes
     q, k = meta(batches, rows, queries, heads, 16), meta(batches, rows, keys, heads, 16)
     for launch in launched(q, k, k, meta(batches, heads, queries, keys)).values():

@@ -1,8 +1,8 @@
-"""Offline compilation: every launch of the shipped tables, on four architectures, within what there is of each.
+"""Offline compilation: all launches of the shipped tables are within the limits of four architectures.
 
-No GPU is needed.  By default the most demanding launch of each kernel is compiled for every architecture, and every
-tile of the default table for one of them in turn; with --slow every launch of the model that leads to code of its own,
-and every candidate.
+No GPU is needed.  By default the most demanding launch of each kernel is compiled for every architecture, and each
+tile of the default table for one of them in turn.  With --slow, every launch of the model with different code and every
+candidate are compiled.
 """
 
 import dataclasses
@@ -40,27 +40,27 @@ from warpfold.ops.triton.launch import (
 )
 from warpfold.parallel.plan import Plan, Precision
 
-# Where nothing is in Triton's cache yet, one test compiles for a minute of a core, which others may share.
+# With an empty Triton cache, one test compiles for a minute on a core that other tests may share.
 pytestmark = pytest.mark.timeout(900)
 INITIAL = {"res": 256, "seq": 128, "extra": 1024, "tmpl": 4}
-# The shipped table that a GPU of each architecture takes before default.json (`launch.family_table`).
+# The shipped table that precedes default.json on each architecture (`launch.family_table`).
 FAMILY = {"sm_80": "default", "sm_90": "sm_90", "sm_100": "sm_90", "gfx942": "64KB", **dict.fromkeys(SMALL, "99KB")}
-# Launches by the default table that spill, and always did.  A smaller tile would change the order of sums.
+# Launches of the default table that spill and always did.  A smaller tile would change the order of sums.
 KNOWN: tuple[str, ...] = (
     "attention_dkdv (8, 1, 8, 1024) BLOCK_Q 16, BLOCK_K 64, ROWS 1, 2 warps, 2 stages on sm_90"
     ": 8 bytes of a thread are spilled",
     "attention_dkdv_fp32 (32, 2, 256, 256) BLOCK_Q 32, BLOCK_K 32, ROWS 1, 4 warps, 2 stages on sm_80"
     ": 8 bytes of a thread are spilled",
-    # Heads of 64 in fp32, with the strides of padded lengths.
+    # Heads of width 64 in fp32, with the strides of padded lengths.
     "attention_dkdv_fp32 (64, 2, 256, 256) BLOCK_Q 16, BLOCK_K 32, ROWS 1, 4 warps, 2 stages on sm_80"
     ": 8 bytes of a thread are spilled",
-    # Of the extra alignment; products of cuBLAS around the norm would move twice as many bytes.
+    # For the extra alignment; cuBLAS products around the norm would move twice as many bytes.
     *(
         f"norm_linear_backward (64, 256) BLOCK_M 16, 8 warps, 1 stages on {arch}: {n} bytes of a thread are spilled"
         for arch, n in (("sm_80", 16), ("sm_80", 24), ("sm_80", 32), ("sm_89", 16), ("gfx942", 260))
     ),
     "norm_linear_backward (64, 80) BLOCK_M 16, 8 warps, 1 stages on sm_89: 8 bytes of a thread are spilled",
-    # Of lengths that 16 does not divide, to which training seldom crops.  Of other tiles some spill where 16 divides
+    # For lengths that are no multiples of 16, which are rare in training.  Some other tiles spill for multiples of 16,
     # it, and those of 32 positions, which fit, read the weights twice as often at every length.
     "triangle_factors_backward (128,) BLOCK_M 64, BLOCK_O 32, 4 warps, 2 stages on sm_90"
     ": 16 bytes of a thread are spilled",
@@ -74,7 +74,7 @@ KNOWN: tuple[str, ...] = (
         f": {spilled} bytes of a thread are spilled"
         for spilled in (28, 124)
     ),
-    # Of cards with 99 KB.
+    # For GPUs with 99 KB.
     *(
         f"{launch}: 8 bytes of a thread are spilled"
         for launch in (
@@ -82,11 +82,11 @@ KNOWN: tuple[str, ...] = (
             "adam_step (4296015872,) BLOCK 1024, 4 warps, 1 stages on sm_89",
         )
     ),
-    # Of layers of other models, without biases; and of 64 sequences.
+    # For layers of third-party models without biases, and for 64 sequences.
     "triangle_factors_backward (128,) BLOCK_M 64, BLOCK_O 32, 4 warps, 2 stages on sm_80"
     ": 56 bytes of a thread are spilled",
 )
-# By Triton 3.6 alone; from the second on, of a model that is wider than AlphaFold2.
+# With Triton 3.6 only; all except the first for a model that is wider than AlphaFold2.
 if triton.__version__.startswith("3.6."):
     KNOWN += (
         *(
@@ -97,7 +97,7 @@ if triton.__version__.startswith("3.6."):
         "triangle_factors_weight (256,) BLOCK_M 32, BLOCK_O 16, 8 warps, 2 stages on gfx942"
         ": 40 bytes of a thread are spilled",
     )
-# By Triton 3.9 alone, which fewer launches fit: the tables are of 3.7.
+# With Triton 3.9 only, where fewer launches fit, because the tables were made with 3.7.
 if triton.__version__.startswith("3.9."):
     KNOWN += tuple(
         f"{launch}: {spilled} bytes of a thread are spilled"
@@ -113,12 +113,12 @@ if triton.__version__.startswith("3.9."):
     )
 
 
-# Of the headline step.  Wgmma has tiles of 64 rows: global attention has 8 queries, and the heads of a bias are 8.
-# Where a loop has one tile, of few outputs or inputs, nothing comes after it that could be loaded ahead.
+# In the headline step.  wgmma needs tiles of 64 rows, but global attention has 8 queries and a bias has 8 heads.
+# A loop over a single tile, with few outputs or inputs, has nothing to load ahead.
 BESIDE = (
     *(f"attention_{of} (8, 1, 8, 1024): products without wgmma" for of in ("forward", "dq", "dkdv")),
     "norm_linear_backward (128, 8): products without wgmma",
-    # Template pointwise attention has one query.
+    # Template pointwise attention has a single query.
     *(f"attention_{of} (16, 1, 1, 4): products without wgmma" for of in ("forward", "short")),
     *(f"norm_linear {key}: products whose operands nobody loads ahead" for key in ((128, 8), (64, 64), (256, 64))),
     "tail_backward (64, 64): products whose operands nobody loads ahead",
@@ -127,14 +127,14 @@ BESIDE = (
 
 @cache
 def launches(table: str, precision: Precision) -> tuple[KernelLaunch, ...]:
-    """Return every launch of a step of initial training, of AlphaFold2 and of a wider model, by a table."""
+    """Record all launches of a step of initial training with a table, for AlphaFold2 and for a wider model."""
     plan = Plan(precision=precision)
     with table_used(read(SHIPPED / f"{table}.json")):
         return tuple(launch for model in (ModelConfig(), wider()) for launch in launches_of(plan, model, INITIAL))
 
 
 def over_budget(found: Iterable[KernelLaunch], arch: str) -> list[str]:
-    """Return what each launch takes too much of, less what is known."""
+    """List the limits that launches exceed, except known cases."""
     budget = (BUDGETS | SMALL)[arch]
     wrong = [
         f"{launch.kernel.name} {launch.key} {launch.config} on {arch}: {breach}"
@@ -145,8 +145,7 @@ def over_budget(found: Iterable[KernelLaunch], arch: str) -> list[str]:
 
 
 def beside_the_fast_path(launch: KernelLaunch, found: Figures, arch: str) -> list[str]:
-    """Return in words what a launch's products lack, less what is known: wgmma on sm_90, and wherever there are stages
-    loads that run ahead."""
+    """List what a launch's products lack, except known cases: wgmma on sm_90, asynchronous loads with stages."""
     wrong = []
     if found.dots and arch == "sm_90" and not found.wgmma:
         wrong.append(f"{launch.kernel.name} {launch.key}: products without wgmma")
@@ -156,13 +155,13 @@ def beside_the_fast_path(launch: KernelLaunch, found: Figures, arch: str) -> lis
 
 
 def retiled(launch: KernelLaunch, config: KernelConfig) -> KernelLaunch:
-    """Return the launch with other tiles, to be compiled: its grid is still that of its own."""
+    """Return the launch with other tiles for compilation; the grid stays the same."""
     return dataclasses.replace(launch, config=config, arguments={**launch.arguments, **config.sizes})
 
 
 @cache
 def by_kernel() -> dict[str, list[KernelLaunch]]:
-    """Return each kernel's launches that lead to different code, those with the smallest keys first."""
+    """Return each kernel's launches with different code, sorted by keys."""
     found: dict[str, list[KernelLaunch]] = {}
     for launch in distinct([*launches("default", "bf16"), *launches("default", "fp32")]):
         found.setdefault(launch.kernel.name, []).append(launch)
@@ -180,18 +179,19 @@ def test_in_fp32_they_are_too() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("positions", [133, 4900])  # fewer than 4,096 read the weights in fp32
+@pytest.mark.parametrize("positions", [133, 4900])  # below 4,096: fp32 weights
 @pytest.mark.parametrize("channels", [16, 24, 32, 48, 64])
 def test_transitions_narrower_than_the_models_are_within_the_budget(channels: int, positions: int) -> None:
-    """On Hopper, where ptxas 12.8 left out descriptors of 32 channels by 64 hidden ones."""
+    """On Hopper, ptxas 12.8 omitted descriptors for 32 channels by 64 hidden units."""
     of = OpCase(op="transition", where="rows", rows=7, length=positions // 7, channels=channels, outputs=4 * channels)
     with table_used(read(SHIPPED / "sm_90.json")):
         assert not over_budget(distinct(of_workload(Workload("transition", of, "bf16"))), "sm_90")
 
 
 def largest_of_each_tile(table: LaunchTable) -> list[TableEntry]:
-    """Return the entries of a table without those that another one covers: it has the same kernel and configuration,
-    and a key that is at least as large in every number, so it takes at least as much."""
+    """Return the entries of a table that no other entry covers.
+
+    A covering entry has the same kernel and configuration, and a key that is at least as large in every number."""
 
     def covers(a: TableEntry, b: TableEntry) -> bool:
         same = (a.kernel, a.config) == (b.kernel, b.config)
@@ -201,18 +201,19 @@ def largest_of_each_tile(table: LaunchTable) -> list[TableEntry]:
 
 
 def test_every_tile_of_the_default_table_is_within_the_budget() -> None:
-    """Compile each tile for one of the architectures that take it, in turn: the most demanding launch that its entry
-    decides; or, where the model has none, the launch that is nearest to its key."""
+    """Compile each tile for one of its architectures in turn.
+
+    The launch is the most demanding one with this entry, or that with the nearest key if the model has none."""
     wrong, table = [], read(SHIPPED / "default.json")
     most = [launch for precision in ("bf16", "fp32") for launch in demanding(launches("default", precision))]
     compiled_above = {(launch.kernel.name, launch.config) for launch in most}
     entries = [e for e in largest_of_each_tile(table) if (e.kernel, e.config) not in compiled_above]
-    # Each kernel begins with the first architecture, so that a tile's does not depend on other kernels' entries.
+    # Each kernel starts with the first architecture, so that a tile's does not depend on other kernels' entries.
     of_kernel: dict[str, Iterator[str]] = defaultdict(lambda: itertools.cycle(BUDGETS))
     for entry in entries:
         arch = next(of_kernel[entry.kernel])
         if any(entry.kernel == own.kernel for own in read(SHIPPED / f"{FAMILY[arch]}.json").entries):
-            arch = "sm_80"  # the other one has a tile of its own
+            arch = "sm_80"  # others have another tile
         launched = by_kernel()[entry.kernel]
         own = [launch for launch in launched if table.nearest(entry.kernel, launch.key) == entry]
         nearest = min(launched, key=lambda launch: sum(abs(math.log2(a / b)) for a, b in zip(launch.key, entry.key)))
@@ -262,7 +263,7 @@ def test_an_entry_covers_those_that_take_less() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", sorted(kernels()))
 def test_every_candidate_is_fit(name) -> None:
-    """What no architecture can launch at any size of the model is no candidate."""
+    """Every candidate can be launched on some architecture for some size of the model."""
     assert not [str(candidate) for candidate in kernels()[name].candidates if not is_fit(name, candidate)]
 
 
@@ -285,9 +286,9 @@ def test_every_launch_is_within_the_budget(arch, precision) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("arch", ["sm_90", *SMALL])
 def test_the_headline_step_is_on_the_fast_path(arch: str) -> None:
-    """Of 256 residues and 128 + 4 sequences in bf16: registers, spills, shared memory, wgmma, loads that run ahead.
+    """Registers, spills, shared memory, wgmma and asynchronous loads for 256 residues and 128 + 4 sequences in bf16.
 
-    sm_89 and sm_120 are an RTX 4090 and 5090: what spills there is listed as elsewhere.
+    sm_89 and sm_120 are an RTX 4090 and 5090, for which known spills are listed, too.
     """
     target = (BUDGETS | SMALL)[arch].target
     with table_used(read(SHIPPED / f"{FAMILY[arch]}.json")):
@@ -308,17 +309,17 @@ def test_launches_without_a_gpu_are_those_of_the_default() -> None:
 
 @pytest.mark.parametrize("arch", BUDGETS)
 def test_giant_tiles_are_over_the_budget(arch) -> None:
-    """So the tests above can fail."""
+    """The tests above can fail."""
     good, bad = (product_launch(tiles, torch.bfloat16) for tiles in (SMALL_TILES, GIANT_TILES))
     assert not over_budget([good], arch)
     found = "\n".join(over_budget([bad], arch))
     assert "bytes of shared memory, of" in found
-    assert ("bytes of a thread are spilled" in found) is (arch in ("sm_80", "sm_90"))  # others keep sums elsewhere
+    assert ("bytes of a thread are spilled" in found) is (arch in ("sm_80", "sm_90"))  # others store sums elsewhere
 
 
 @pytest.mark.parametrize("arch", BUDGETS)
 def test_instructions_are_counted(arch) -> None:
-    """A product runs on tensor cores and loads in wide words; a copy of fp32, one number a thread, does neither."""
+    """A product uses tensor cores and wide loads; an fp32 copy with one element per thread uses neither."""
     product = figures(product_launch(SMALL_TILES, torch.bfloat16), BUDGETS[arch].target)
     assert product.dots == 1
     assert product.tensor > 0
@@ -364,7 +365,7 @@ def test_many_warps_share_the_registers() -> None:
 
 
 def test_arguments_are_specialised_as_triton_does() -> None:
-    """One is a constant, sixteenths are known as such, what passes 2^31 has 64 bits: what runs is what is compiled."""
+    """1 is a constant, multiples of 16 are marked, and values above 2^31 have 64 bits, as in Triton's JIT."""
     target = GPUTarget("cuda", 90, 32)
     x = torch.empty(64, 64, device="meta")
     launch = copy_launch(COPY, 1, 2**31 + 16)

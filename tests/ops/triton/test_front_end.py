@@ -1,7 +1,7 @@
-"""Every launch through the front end of the Triton that is installed: the interpreter takes much that it refuses.
+"""The front end of the installed Triton accepts all launches; the interpreter accepts code that it rejects.
 
-The launches are those of the real code, noted on tensors without memory: training steps and predictions of every
-preset, what `warpfold doctor --kernels` checks, layers of other people's models, and sizes that users may choose.
+The launches are recorded from the real code on meta tensors: training steps and predictions of every preset, the checks
+of `warpfold doctor --kernels`, layers of third-party models, and sizes that users may choose.
 `./dev triton` runs these tests with the oldest Triton that pyproject.toml admits; under --slow every launch is compiled
 to the end, for each architecture.
 """
@@ -41,16 +41,16 @@ from warpfold.ops.triton.launch import KernelLaunch, kernels
 from warpfold.parallel.plan import Plan, Precision
 
 pytestmark = pytest.mark.timeout(900)
-# What 16 divides, what it does not, and what is one: Triton makes other code of each.
+# Multiples of 16, other sizes, and 1, for which Triton generates different code.
 UNEVEN_SIZES = ExampleSizes(residues=37, sequences=5, extra=1, templates=1)
 FOLDED = {
     64: ExampleSizes(residues=256, sequences=132, extra=1024, templates=4),
     16: UNEVEN_SIZES,
-}  # by a slice's rows
+}  # by rows of a slice
 
 
 def training(preset: str, precision: Precision) -> Iterator[KernelLaunch]:
-    """Yield the launches of whole steps: dropout drawn, recycled, all losses, clipped, Adam, the averaged weights."""
+    """Yield the launches of whole steps: drawn dropout, recycling, all losses, clipping, Adam, averaged weights."""
     bench = bench_of(settings.load(preset), preset)
     for sizes in (bench.sizes, UNEVEN_SIZES):
         plan = replace(bench.plan, precision=precision)
@@ -80,13 +80,13 @@ def doctor(preset: str, precision: Precision) -> Iterator[KernelLaunch]:
 
 
 def foreign(name: str, precision: Precision) -> Iterator[KernelLaunch]:
-    """Yield the launches of a layer of other people's models."""
+    """Yield the launches of a layer of third-party models."""
     yield from foreign_launches(name, PRECISIONS[precision])
 
 
 Source = Callable[[str, Precision], Iterator[KernelLaunch]]
 PRECISIONS: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-# The others, under --slow, differ in numbers or in the dtype alone.
+# The others, under --slow, differ only in numbers or dtype.
 QUICK: dict[tuple[Source, str], set[Precision]] = {
     (training, "monomer"): {"bf16", "fp32"},
     (training, "multimer"): {"bf16"},
@@ -97,7 +97,7 @@ QUICK: dict[tuple[Source, str], set[Precision]] = {
     (doctor, "multimer"): {"fp32"},
     **{(foreign, name): {"bf16", "fp32"} for name in FOREIGN},
 }
-# Layers that torch computes in fp32, without a kernel of ours.
+# Layers that torch computes in fp32 without our kernels.
 WITHOUT_FP32 = ("triangle product", "outer product")
 EVERY: list[tuple[Source, str, Precision]] = [
     *((of, preset, p) for of in (training, folding) for preset in settings.presets() for p in PRECISIONS),
@@ -120,7 +120,7 @@ def recorded(of: Source, what: str, precision: Precision) -> dict[str, KernelLau
 
 
 def by_code(launches: Iterable[KernelLaunch]) -> dict[str, KernelLaunch]:
-    """Return the launches that lead to different code, by what tells it apart."""
+    """Return the launches with different code, by the identity of the code."""
     return {identity(launch, SM_80): launch for launch in launches}
 
 
@@ -207,7 +207,7 @@ def test_one_query_of_heads_whose_width_is_no_power_of_two(width: int) -> None:
 
 
 def test_what_the_interpreter_takes_is_refused() -> None:
-    """So the tests above can fail."""
+    """The tests above can fail."""
     assert not refused(by_code([copy_launch(COPY, 4, 64)]))
     (why,) = refused(by_code([copy_launch(UNEVEN, 4, 64)]))
     assert why.startswith("_copy_uneven")

@@ -1,4 +1,4 @@
-"""How kernels walk positions: which axes are coalesced, in which order, and what happens to more than three."""
+"""Positions in kernels: coalesced axes, their order, and copies if more than three remain."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def _strides(*tensors: Tensor) -> Coalesced | None:
 
 
 def _visited(p: Coalesced, tensor: int) -> list[int]:
-    """Where the kernel finds its positions in a tensor, in its order: what `offsets` computes."""
+    """Compute the offsets of positions in a tensor, in the kernel's order, like `offsets`."""
     middle, inner = p.sizes
     outer_step, middle_step, inner_step = p.strides[tensor]
     at = range(p.count)

@@ -1,4 +1,4 @@
-"""Recipes: what an operation is repeated by, and when it must be worked out again.  No kernel runs here."""
+"""Recipes repeat calls of operations, and are not used for other layouts or settings.  No kernel runs here."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -22,13 +22,13 @@ from warpfold.ops.triton import launch, recipe
 from warpfold.ops.triton.compile import source
 from warpfold.ops.triton.launch import KernelConfig, LaunchTable, TableEntry, forced, recorded, table_used
 
-Launched = list[dict[str, Any]]  # the arguments and options of each launch
+Launched = list[dict[str, Any]]  # arguments and options
 WEIGHT = torch.ones(16)
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
-    """Kernels are not run but noted here; tensors on a CPU go to them, without gradient; nothing is known at first."""
+    """Record launches of CPU tensors without running them, without gradients, and with empty tables of recipes."""
     found: Launched = []
     monkeypatch.setattr(KernelInterface, "__getitem__", lambda kernel, grid: lambda **given: found.append(given))
     for table in dispatch.recipes.values():
@@ -41,7 +41,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
 
 
 def norm(x: Tensor | None = None) -> Tensor:
-    """A call with a layout that is always the same, or with this tensor."""
+    """Call the operation with a tensor of a fixed layout, or with this tensor."""
     return layer_norm(torch.randn(4, 6, 16) if x is None else x, WEIGHT, None)
 
 
@@ -82,7 +82,7 @@ def test_another_layout_is_worked_out(launched: Launched, x: Tensor) -> None:
 
 
 def test_what_lies_behind_a_tensor_counts() -> None:
-    """A bias whose rows are padded is read past its end, where there is something."""
+    """A bias with padded rows is read past its end if there is memory."""
     padded = torch.randn(7 * 16)
     with_more, without = padded.as_strided((5, 6), (16, 1)), padded[: 4 * 16 + 6].clone().as_strided((5, 6), (16, 1))
     assert recipe.layout([with_more]) != recipe.layout([without])
@@ -111,7 +111,7 @@ def test_nothing_is_repeated_where_somebody_looks_on(launched: Launched) -> None
 
 
 def of_warps(warps: int) -> LaunchTable:
-    """A table of which launches are known by their warps."""
+    """Make a table whose launches are identified by their warps."""
     entry = TableEntry("layer_norm", (16, 4), KernelConfig({"BLOCK_M": 16}, warps, 1))
     return LaunchTable(launch.SHIPPED / "toy.json", {}, (entry,))
 
@@ -166,9 +166,9 @@ def test_refusals_are_counted_each_time(launched: Launched) -> None:
 
 
 def test_a_recipe_holds_no_memory_and_frees_what_it_is_done_with(launched: Launched) -> None:
-    """Of a gated attention nothing but the result is left at the end; what no kernel is given is not allocated."""
+    """A gated attention frees everything except the result, and allocates nothing that no kernel uses."""
     c = 32
-    # In fp32 the operation is several others on a GPU, which have no recipe as a whole.
+    # In fp32 the operation is composed of others on a GPU.
     x, bias = torch.randn(6, 8, c).half(), torch.randn(2, 8, 8).half()
     weights = [torch.ones(c), None, torch.randn(4 * c, c), None, torch.randn(c, c), None]
     gated_attention._recipes.clear()
@@ -190,7 +190,7 @@ def test_a_recipe_holds_no_memory_and_frees_what_it_is_done_with(launched: Launc
 
 
 class Compiled:
-    """Stands for Triton's CompiledKernel, which the interpreter does not have."""
+    """Stand-in for Triton's CompiledKernel, which the interpreter does not have."""
 
     function, packed_metadata = 7, (4, 1, 0)
 
@@ -200,7 +200,7 @@ class Compiled:
     def run(self, x: int, y: int, z: int, stream: int, function: int, metadata: object, *values: Any) -> None:
         assert (function, metadata, stream) == (self.function, self.packed_metadata, 0)
         assert (x, y, z) == (*self.grid, 1, 1)[:3]
-        assert values[:3] == (None, None, None)  # metadata of the launch, and hooks
+        assert values[:3] == (None, None, None)  # launch metadata, hooks
         self.direct.append((self, values[3:]))
 
 
@@ -209,7 +209,7 @@ Direct = tuple[Compiled, tuple[Any, ...]]
 
 @pytest.fixture
 def direct(monkeypatch: pytest.MonkeyPatch, launched: Launched) -> list[Direct]:
-    """Launches of code that was compiled for an earlier launch; the others are in `launched`."""
+    """Record direct launches of compiled code; the others are in `launched`."""
     found: list[Direct] = []
 
     def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Compiled]:
@@ -235,7 +235,7 @@ def test_a_repeated_launch_goes_past_triton(launched: Launched, direct: list[Dir
 def test_addresses_that_16_does_not_divide_go_through_triton(
     launched: Launched, direct: list[Direct], first: int
 ) -> None:
-    """Triton compiles other code for them, forward and backward."""
+    """Triton compiles different code for them, forward and backward."""
     memory = torch.randn(2, 4 * 6 * 16 + 1)[:, first : first + 4 * 6 * 16]
     for part, other in ((0, 1), (1, 0), (0, 1)):
         norm(memory[part].view(4, 6, 16))
@@ -248,14 +248,14 @@ def test_addresses_that_16_does_not_divide_go_through_triton(
 
 
 def test_code_of_one_device_does_not_serve_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its handle belongs to a device; a layout names that of each tensor."""
+    """A handle of code belongs to a device, so a layout contains the device of each tensor."""
     monkeypatch.setattr(launch, "state", lambda: 0)
     on_cpu, on_meta = (recipe.layout([torch.ones(2, device=device)]) for device in ("cpu", "meta"))
     assert on_cpu != on_meta
 
 
 def with_gradient(x: Tensor) -> Tensor:
-    """A call with a gradient, and its backward pass."""
+    """Make a call with a gradient, and its backward pass."""
     with torch.enable_grad():
         out = layer_norm(x.detach().requires_grad_(), WEIGHT.clone().requires_grad_(), None)
         out.sum().backward()
@@ -266,7 +266,7 @@ def test_a_gradient_is_computed_past_the_dispatcher(launched: Launched, direct: 
     x = torch.randn(4, 6, 16)
     names = [type(with_gradient(x).grad_fn).__name__ for _ in range(3)]
     assert names == ["DirectBackward"] * 3
-    assert len(launched) + len(direct) == 9  # of each forward pass one, of each backward pass two
+    assert len(launched) + len(direct) == 9  # 1 forward, 2 backward
     assert len(direct) >= 3
 
 
@@ -276,7 +276,7 @@ def test_a_gradient_goes_through_the_dispatcher_where_somebody_looks_on(launched
     with Launches() as seen:
         assert "Generated" in type(with_gradient(x).grad_fn).__name__
     assert seen.count > 0
-    out = torch.vmap(lambda row: row * 2)(x)  # a transform that has ended
+    out = torch.vmap(lambda row: row * 2)(x)  # a finished transform
     assert type(with_gradient(out).grad_fn).__name__ == "DirectBackward"
 
 
@@ -321,7 +321,7 @@ def test_the_arguments_of_a_direct_launch_are_those_that_its_code_was_compiled_f
 ) -> None:
     """Forward and backward, compared with the signature for sm_90 and with what Triton was given."""
     monkeypatch.setattr(launch, "state", lambda: 0)
-    monkeypatch.setattr(recipe, "ALIGNMENT", 1)  # a buffer of a few numbers lies anywhere on a CPU
+    monkeypatch.setattr(recipe, "ALIGNMENT", 1)  # small CPU buffers have any address
     for table in dispatch.recipes.values():
         table.clear()
     call = made(name, torch.bfloat16)
@@ -357,7 +357,7 @@ def test_the_arguments_of_a_direct_launch_are_those_that_its_code_was_compiled_f
 
 
 def test_the_launcher_of_this_triton_takes_what_a_recipe_gives() -> None:
-    """grid, stream, code, metadata, metadata of the launch and two hooks stand before the kernel's arguments."""
+    """grid, stream, code, metadata, launch metadata and two hooks precede the kernel's arguments."""
     names = list(inspect.signature(CudaLauncher.__call__).parameters)
     assert names[:6] == ["self", "gridX", "gridY", "gridZ", "stream", "function"]
     assert names[6:] in (

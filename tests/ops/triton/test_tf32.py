@@ -1,4 +1,4 @@
-"""plan.tf32: how torch and the kernels multiply fp32, for the whole process."""
+"""plan.tf32 sets the precision of fp32 products of torch and the kernels, for the whole process."""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,7 @@
-"""How much of the work of each launch is of rows that do not exist: a tile is as long as it is.
+"""The share of each launch's work that is wasted on rows in the last tile that do not exist.
 
-An alignment of 128 rows has 132 with its templates, and one of 512 has 516.  Work is what the kernels' matrix products
-make of the axes that an example decides: positions, residues, sequences, queries and keys.
+An alignment of 128 rows has 132 with its templates, and one of 512 has 516.  Work is counted in the matrix products,
+along the axes that depend on the example: positions, residues, sequences, queries and keys.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from warpfold.model.alphafold import ModelConfig
 from warpfold.ops.triton.launch import SHIPPED, KernelLaunch, read, table_used
 from warpfold.parallel.plan import Plan
 
-# Of the initial training and of fine-tuning.
+# Initial training and fine-tuning.
 EXAMPLES = {
     132: {"res": 256, "seq": 128, "extra": 1024, "tmpl": 4},
     516: {"res": 384, "seq": 512, "extra": 5120, "tmpl": 4},
@@ -40,25 +40,25 @@ KNOWN = {
 
 
 def rounded(n: int, block: int, tail: int = 0) -> int:
-    """Return how long the tiles of an axis are together; tail: the last one, if it is not as long as the others."""
+    """Return the total length of the tiles of an axis; tail: the length of a smaller last tile."""
     return n // block * block + tail if tail else -(-n // block) * block
 
 
 def attention(launch: KernelLaunch) -> tuple[int, int]:
-    """Return logits that are made, and those of them that exist."""
+    """Return the number of computed logits, and that of existing ones."""
     sizes, n, tiles = launch.arguments["sizes"], launch.kernel.name, launch.config.sizes
     tail_q, tail_k = (launch.arguments.get(name, 0) for name in ("TAIL_Q", "TAIL_K"))
     keys = rounded(sizes.keys, tiles["BLOCK_K"], tail_k)
-    if n in ("attention_forward", "attention_dq"):  # what is left of whole tiles goes by half ones
+    if n in ("attention_forward", "attention_dq"):  # the remainder has half tiles
         whole = sizes.keys // tiles["BLOCK_K"] * tiles["BLOCK_K"]
         keys = whole + rounded(sizes.keys - whole, tiles["BLOCK_K"] // 2)
     return rounded(sizes.queries, tiles["BLOCK_Q"], tail_q) * keys, sizes.queries * sizes.keys
 
 
 def outer(launch: KernelLaunch) -> tuple[int, int]:
-    """Return multiplications for a left and a right channel, and those of them that are of what exists.
+    """Return the number of multiplications for a left and a right channel, and that for existing rows.
 
-    Of a position there are products over sequences, and for each a projection.
+    A position has products over sequences, and a projection of each.
     """
     given, tiles = launch.arguments, launch.config.sizes
     s, z, block = given["S"], given["Z"], tiles["BLOCK_S"]
@@ -67,7 +67,7 @@ def outer(launch: KernelLaunch) -> tuple[int, int]:
 
 
 def products(launch: KernelLaunch) -> tuple[int, int]:
-    """Return multiplications of a product of two operands, and those of them that are of what exists."""
+    """Return the number of multiplications of a product, and that for existing rows."""
     given, tiles = launch.arguments, launch.config.sizes
     m, n = (given[side].outer_size * given[side].inner_size for side in ("left", "right"))
     done = rounded(m, tiles["BLOCK_M"]) * rounded(n, tiles["BLOCK_N"]) * rounded(given["depth"], tiles["BLOCK_K"])
@@ -75,12 +75,12 @@ def products(launch: KernelLaunch) -> tuple[int, int]:
 
 
 def positions(launch: KernelLaunch) -> tuple[int, int]:
-    """Return positions that are worked on, and those of them that exist."""
+    """Return the number of processed positions, and that of existing ones."""
     exist = launch.arguments["axes"].positions
     return rounded(exist, launch.config.sizes["BLOCK_M"]), exist
 
 
-# The other kernels have no products: what does not exist is neither read nor written.
+# The other kernels have no products; they neither read nor write rows that do not exist.
 WORK: dict[str, Callable[[KernelLaunch], tuple[int, int]]] = {
     **dict.fromkeys(("norm_linear", "norm_linear_wide", "norm_linear_backward"), positions),
     **dict.fromkeys(("tail", "tail_backward"), positions),
@@ -93,7 +93,7 @@ WORK: dict[str, Callable[[KernelLaunch], tuple[int, int]]] = {
 
 
 def wasted(table: str, rows: int) -> dict[str, float]:
-    """Return which part of the work of each launch of a training step, by kernel and key, is of what does not exist."""
+    """Return the wasted share of the work of each launch of a training step, by kernel and key."""
     with table_used(read(SHIPPED / f"{table}.json")):
         launches = launches_of(Plan(precision="bf16"), ModelConfig(), EXAMPLES[rows])
     counted = [(launch, WORK[launch.kernel.name](launch)) for launch in launches if launch.kernel.name in WORK]
@@ -104,7 +104,7 @@ def wasted(table: str, rows: int) -> dict[str, float]:
 @pytest.mark.parametrize("rows", EXAMPLES)
 @pytest.mark.parametrize("table", ["default", "sm_90", "99KB"])
 def test_rows_that_are_no_multiple_of_a_tile_waste_little(table: str, rows: int) -> None:
-    """At most a tenth of the work of each launch, but for those that are known, and no more of them than is known."""
+    """Each launch wastes at most a tenth of its work, except known cases, which have their own limits."""
     over = {name: part for name, part in wasted(table, rows).items() if part > MOST}
     assert not {name: part for name, part in over.items() if part > KNOWN.get(name, 0) + 1e-3}
     tall = [name for name in over if "attention_" in name and f"{rows}, {rows}" in name]
@@ -112,5 +112,5 @@ def test_rows_that_are_no_multiple_of_a_tile_waste_little(table: str, rows: int)
 
 
 def test_a_tile_that_is_too_long_is_seen() -> None:
-    """So the test above can fail."""
+    """The test above can fail."""
     assert (rounded(132, 64), rounded(132, 64, 16), rounded(128, 64)) == (192, 144, 128)

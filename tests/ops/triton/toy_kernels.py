@@ -1,4 +1,4 @@
-"""Small kernels, right ones and wrong ones, that show what the looks at kernels see."""
+"""Small correct and incorrect kernels that test the analyses of kernels."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from warpfold.ops.triton.launch import Kernel, KernelConfig, KernelLaunch, Tiled
 
 @triton.jit
 def _copy(x, y, rows, channels, stride, BLOCK: tl.constexpr):
-    """y = x, one row a program; offsets in as many bits as the stride has."""
+    """y = x, one row per program, with offsets of the stride's bits."""
     row, c = tl.program_id(0), tl.arange(0, BLOCK)
     kept = c < channels
     tl.store(y + row * stride + c, tl.load(x + row * stride + c, mask=kept), mask=kept)
@@ -20,7 +20,7 @@ def _copy(x, y, rows, channels, stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def _copy_wide(x, y, rows, channels, stride, BLOCK: tl.constexpr):
-    """The same, in 64 bits."""
+    """The same with 64-bit offsets."""
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     kept = c < channels
     tl.store(y + row * stride + c, tl.load(x + row * stride + c, mask=kept), mask=kept)
@@ -28,7 +28,7 @@ def _copy_wide(x, y, rows, channels, stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def _copy_late(x, y, rows, channels, stride, BLOCK: tl.constexpr):
-    """Widened after the product, when it is too late."""
+    """Widens offsets after the product, which is too late."""
     row, c = tl.program_id(0), tl.arange(0, BLOCK)
     kept = c < channels
     start = (row * stride).to(tl.int64)
@@ -37,7 +37,7 @@ def _copy_late(x, y, rows, channels, stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def _copy_walking(x, y, rows, channels, stride, BLOCK: tl.constexpr):
-    """One program, whose offset grows from turn to turn."""
+    """One program whose offset grows with each iteration."""
     c = tl.arange(0, BLOCK)
     kept, start = c < channels, 0
     for _ in range(rows):
@@ -47,7 +47,7 @@ def _copy_walking(x, y, rows, channels, stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def _copy_looking_up(x, y, rows, channels, stride, BLOCK: tl.constexpr):
-    """Of the row that x names; nothing says how many rows there are."""
+    """Copies the row whose number is in x; the number of rows is unknown."""
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     kept = c < channels
     other = tl.load(x + row).to(tl.int64) * stride
@@ -56,7 +56,7 @@ def _copy_looking_up(x, y, rows, channels, stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def _copy_until(x, y, rows, channels, stride, BLOCK: tl.constexpr):
-    """As many rows as the least of what the last one holds, and no more than there are."""
+    """Copies as many rows as the last one says, but at most all."""
     c = tl.arange(0, BLOCK)
     kept = c < channels
     fewest = tl.zeros([BLOCK], tl.int32) + rows
@@ -70,14 +70,14 @@ def _copy_until(x, y, rows, channels, stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def _copy_uneven(x, y, rows, channels, stride, BLOCK: tl.constexpr):
-    """The same, of a width that is no power of two: the interpreter takes it, no compiler does."""
+    """The same with a width that is no power of two, which the interpreter accepts and compilers reject."""
     i = tl.program_id(0) * stride + tl.arange(0, BLOCK - BLOCK // 4)
     tl.store(y + i, tl.load(x + i))
 
 
 @triton.jit
 def _product(x, y, z, n, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """z = x y, of matrices whose sizes the blocks divide."""
+    """z = x y for matrices whose sizes are multiples of the blocks."""
     m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None] * stride
     columns, k = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -97,20 +97,20 @@ PRODUCT = Kernel("_product", _product, (SMALL_TILES, GIANT_TILES))
 
 
 def launch_of(kernel: Kernel, grid: tuple[int, ...], config: KernelConfig, **arguments: Any) -> KernelLaunch:
-    """Return what launching it would be."""
+    """Make a launch of the kernel."""
     with recorded() as launches:
         TiledKernel(kernel, (), config, torch.device("meta")).run(grid, **arguments)
     return launches[0]
 
 
 def copy_launch(kernel: Kernel, rows: int, stride: int, programs: int | None = None) -> KernelLaunch:
-    """Return the launch of a copy of [rows, 64], rows `stride` apart, in fp32."""
+    """Make a launch that copies [rows, 64] in fp32, with this stride of rows."""
     x = torch.empty_strided((rows, 64), (stride, 1), device="meta")
     grid = (rows if programs is None else programs,)
     return launch_of(kernel, grid, kernel.candidates[0], x=x, y=x, rows=rows, channels=64, stride=stride)
 
 
 def product_launch(config: KernelConfig, dtype: torch.dtype, n: int = 1024) -> KernelLaunch:
-    """Return the launch of a product of two [n, n]."""
+    """Make a launch of a product of two [n, n] matrices."""
     x: Tensor = torch.empty(n, n, dtype=dtype, device="meta")
     return launch_of(PRODUCT, (n // config.sizes["BLOCK_M"],), config, x=x, y=x, z=x, n=n, stride=n)

@@ -1,4 +1,4 @@
-"""Triton's representation of a kernel (TTIR), read from its text: operations, who makes which value, and where."""
+"""Parser of Triton's representation of a kernel (TTIR): operations, their values, and source locations."""
 
 import re
 from dataclasses import dataclass, field
@@ -9,11 +9,12 @@ NAME = r"%[\w$.-]+(?:#\d+)?"
 
 @dataclass
 class Operation:
-    """One operation.
+    """An operation.
 
-    results: names of what it makes; of a loop its counter, what it carries from turn to turn as seen within, and after;
-    operands: names, of a loop its bounds, its step, and what the carried begin as; type: of its first result's numbers.
-    Names are those of the text, made unique: the text uses them again once the braces are closed.
+    results: the names of its results; for a loop its counter, the carried values inside the loop, and those after it.
+    operands: the names of its operands; for a loop its bounds, its step, and the initial carried values.
+    type: the element type of the first result.
+    Names are those of the text made unique, because the text reuses them after a closing brace.
     """
 
     name: str
@@ -21,18 +22,18 @@ class Operation:
     operands: list[str]
     text: str
     type: str = ""
-    place: str = ""  # its name in the text
-    yields: list[list[str]] = field(default_factory=list)  # what each of its regions ends with
-    inner: list["Operation"] = field(default_factory=list)  # operations of its regions, theirs apart
+    place: str = ""  # name in the text
+    yields: list[list[str]] = field(default_factory=list)  # results of its regions
+    inner: list["Operation"] = field(default_factory=list)  # operations directly inside
 
 
 class _Reader:
-    """Reads a text once, from the top."""
+    """Reads a text once from start to end."""
 
     def __init__(self) -> None:
         self.ops: list[Operation] = []
-        self.within: list[Operation] = []  # whose braces are open
-        self.scopes: list[dict[str, str]] = [{}]  # names in the text -> unique names; the innermost last
+        self.within: list[Operation] = []  # with open braces
+        self.scopes: list[dict[str, str]] = [{}]  # text names -> unique names
         self.taken: set[str] = set()
 
     def read(self, text: str) -> list[Operation]:
@@ -46,7 +47,7 @@ class _Reader:
         if line.startswith("}"):
             self.scopes.pop()
             closed = self.within.pop()
-            if line.endswith("{"):  # the other branch
+            if line.endswith("{"):  # else branch
                 self._open(closed)
         elif line.startswith("^"):
             for name in re.findall(rf"({NAME}): ", line):
@@ -95,7 +96,7 @@ class _Reader:
 
 
 def parse(text: str) -> list[Operation]:
-    """Return every operation, in order.  Errors: ValueError for what is not followed: calls and while loops."""
+    """Return all operations in order.  Raises ValueError for calls and while loops, which are not supported."""
     if found := re.search(r"\b(tt\.call|scf\.while|cf\.\w+)\b", text):
         raise ValueError(f"{found[1]} is not followed")
     return _Reader().read(text)
@@ -107,13 +108,13 @@ def arguments(text: str) -> list[str]:
 
 
 class SourceLines:
-    """The lines of the source that operations stem from."""
+    """The source lines of operations."""
 
     def __init__(self, text: str) -> None:
         self.known = dict(re.findall(r"^#(loc\d*) = loc\((.*)\)$", text, re.MULTILINE))
 
     def of(self, op: Operation) -> str:
-        """Return "norm.py:61"; of what was inlined, the place in the function that was."""
+        """Return "norm.py:61"; for inlined code, the location in the inlined function."""
         place = op.place
         for _ in range(20):
             if found := re.search(r'"([^"]*\.py)":(\d+)', self.known.get(place, "")):

@@ -35,15 +35,15 @@ if INTERPRETING:
         return interpreter.TensorHandle((t.data.astype(np.uint32) << 16).view(np.float32), _tl.float32)
 
     def _exact_dot(self, a, b, *rest):
-        """The interpreter multiplies the raw bits of bf16 numbers; widened first, the product is right."""
+        """The interpreter multiplies the raw bits of bf16 numbers, so widen them first."""
         return _dot(self, _wide(a), _wide(b), *rest)
 
     def _exact_cast(self, source, to):
-        """The interpreter cuts fp32 off to bf16; a GPU rounds to the nearest, ties to even."""
+        """The interpreter truncates fp32 to bf16, whereas a GPU rounds to nearest even."""
         if source.dtype.scalar != _tl.float32 or to.scalar != _tl.bfloat16:
             return _cast(self, source, to)
         bits = np.ascontiguousarray(source.data).view(np.uint32)
-        nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16  # NaN stays one: its low bits are 0
+        nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16  # NaN stays NaN
         return interpreter.TensorHandle(nearest.astype(np.uint16), _tl.bfloat16)
 
     _builder.create_dot, _builder.cast_impl = _exact_dot, _exact_cast
@@ -52,8 +52,10 @@ if INTERPRETING:
     _patched: set[str] = set()
 
     def _quick_call(self, *args, **kwargs):
-        """Each call of a function within a kernel patches triton.language anew: for ours, the kernel's launch has; for
-        Triton's own, their first call, which is not undone."""
+        """Skip the patching of triton.language in each call of a function within a kernel.
+
+        For our functions the kernel's launch has patched it, and for Triton's their first call, which is not undone.
+        """
         if self.fn.__module__.startswith("warpfold.") or self.fn.__module__ in _patched:
             return self.rewrite()(*args, **kwargs)
         _patched.add(self.fn.__module__)
@@ -63,17 +65,17 @@ if INTERPRETING:
     _np_dtype, _np_dtype_of_numbers = interpreter._get_np_dtype, cache(interpreter._get_np_dtype)
 
     def _quick_np_dtype(to):
-        """The interpreter makes a table of all dtypes each time."""
+        """The interpreter would build a table of all dtypes each time."""
         return _np_dtype(to) if to.scalar.is_ptr() else _np_dtype_of_numbers(to.scalar)
 
     interpreter._get_np_dtype = _quick_np_dtype
-    # Every sum and product of 32 bits is computed in 64 bits, too, and then not looked at unless `debug` is on.
+    # The interpreter also computes 32-bit sums and products in 64 bits, but checks them only if `debug` is on.
     _options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = replace(_options, sanitize_overflow=_options.debug)
     _sizes = cache(lambda shape: (_tl.constexpr(math.prod(shape)), _tl.tuple([_tl.constexpr(size) for size in shape])))
 
     def _begin_tensor(self, handle, type):
-        """What `tensor` does when it is made, but that tensors of one shape have one tuple of its sizes."""
+        """Initialise `tensor` as usual, but share the tuple of sizes between tensors of a shape."""
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.numel, self.shape = _sizes(tuple(type.shape) if type.is_block() else ())
 
@@ -81,7 +83,7 @@ if INTERPRETING:
     _patch_tensor = interpreter._patch_lang_tensor
 
     def _patch_tensor_anew(tensor, scope):
-        """Of Triton 3.6, a number is an array [1] to numpy, which from 2.4 on does not take that for an integer."""
+        """In Triton 3.6 a scalar is an array [1], which numpy 2.4 does not accept as an integer."""
         _patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
@@ -90,20 +92,21 @@ if INTERPRETING:
 
 @pytest.fixture(autouse=True)
 def interpreting() -> Iterator[None]:
-    """Give tensors on a CPU to the Triton kernels."""
+    """Pass CPU tensors to the Triton kernels."""
     with dispatch.interpreting():
         yield
 
 
 @pytest.fixture
 def default_tiles() -> None:
-    """Ask for the tiles of default.json."""
+    """Use the tiles of default.json."""
 
 
 @pytest.fixture(autouse=True)
 def large_tiles(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Launch every kernel with large tiles, unless the test asks for `default_tiles`; those of attention, of which a
-    row should have several, with smaller ones."""
+    """Launch all kernels with large tiles unless the test uses `default_tiles`.
+
+    Attention has smaller tiles, so that a row has several."""
     if "default_tiles" in request.fixturenames:
         yield
         return

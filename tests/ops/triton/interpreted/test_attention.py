@@ -1,4 +1,4 @@
-"""Attention's rules for the Triton kernels, interpreted: with gradients as those of long rows, and as of short ones."""
+"""Rules of attention for the interpreted Triton kernels, with the gradient kernels of long and of short rows."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from warpfold.ops.triton.launch import configs, forced
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["long", "short"])
 def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute gradients in any dtype as those of long rows, as a GPU does in fp32, and as those of short ones."""
+    """Compute gradients with the kernels of long rows, and with those of short rows."""
     monkeypatch.setattr(launchers, "serves_short", lambda *_: request.param)
 
 

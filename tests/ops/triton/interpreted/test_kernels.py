@@ -1,4 +1,4 @@
-"""The Triton kernels, interpreted, against the definitions; and what they draw, launch, sum up and refuse."""
+"""The interpreted Triton kernels against the definitions: results, dropout, launches, sums and refusals."""
 
 import math
 from typing import Any
@@ -23,18 +23,18 @@ from warpfold.ops.triton.launch import recorded
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 HALF = ("fp16", "bf16")
-# In fp32 these have kernels, or tiles, of their own; the others are the same code in each dtype.
+# In fp32 these have other kernels or tiles.  The other operations have the same code for all dtypes.
 BOTH = ("transition", "attention")
-# In fp32 they are torch's products.
+# In fp32 torch computes these.
 BY_TORCH = (
     *("norm_linear", "gated_linear_residual", "outer_product", "outer_product_mean"),
     *("triangle_factor", "triangle_multiplication"),
 )
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of what pads rows
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # padding of rows
 
 
 def chosen(place: int, name: str) -> tuple[str, ...]:
-    """The dtypes that a case is computed in: all of them among the cases of each operation."""
+    """Choose the dtypes of a case such that the cases of each operation cover all dtypes."""
     op = CASES[name][0].name
     if op in ("aligned_errors", "overlaps"):
         return ("fp32",)
@@ -55,7 +55,7 @@ IN_DEFAULT_TILES = [
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So few programs that each has several blocks of positions, and so few sums at once that there are two rounds."""
+    """Use few programs, so that each has several blocks of positions, and sums need two rounds."""
     for module, name in ((linear, "TILES"), (linear, "PROGRAMS"), (of_transition, "TILES"), (of_transition, "SPANS")):
         monkeypatch.setattr(module, name, 2)
     for module in (outer, of_transition):
@@ -85,7 +85,7 @@ def test_in_the_default_tiles(monkeypatch: pytest.MonkeyPatch, name: str, dtype:
 
 @pytest.mark.parametrize(("c", "dtype"), [(64, "fp16"), (128, "bf16"), (256, "fp16"), (384, "bf16"), (512, "fp16")])
 def test_triangle_products_and_transitions_of_any_width(monkeypatch: pytest.MonkeyPatch, c: int, dtype: str) -> None:
-    """Forward and backward: transitions by one operation or by several, wide triangle products by torch."""
+    """Transitions are one operation or several, and torch computes wide triangle products."""
     of = DTYPES[dtype]
     triangle = made("triangle_multiplication incoming, alone", of, n=3, c=c, h=min(c, 128))
     if c in (64, 512):
@@ -109,14 +109,14 @@ def test_channels_around_ten_thousand() -> None:
 
 
 def test_the_mean_is_not_rounded_before_it_is_subtracted() -> None:
-    ((x, *_),) = norms(Draw(), 200, ((3, 3), None, 0), mean=1e6)  # a mean has steps of 1/16 there
+    ((x, *_),) = norms(Draw(), 200, ((3, 3), None, 0), mean=1e6)  # fp32 has steps of 1/16
     row = torch.ones(200)
     apart = layer_norm.fast(x.float(), row, 0 * row) - layer_norm.definition(x.float().double(), row.double(), None)
     assert apart.abs().max() < 1e-5
 
 
 def test_a_point_that_is_right_has_no_gradient_and_far_from_the_origin_nothing_changes() -> None:
-    """Nor does one that is nearer to its place than what a distance counts as at least."""
+    """Neither do points with distances below the minimum that counts."""
     given, grad = right()
     assert not answer(lambda *x: aligned_errors.fast(*x, None, 10.0, 0.0), given, grad)[1].any()
     assert same_anywhere(aligned_errors.fast)
@@ -124,7 +124,7 @@ def test_a_point_that_is_right_has_no_gradient_and_far_from_the_origin_nothing_c
 
 # Dropout
 
-KEY = torch.tensor([0xF0E1D2C3, 0xFFFFFFFF + 5 * 0x85EBCA6B])  # the second word of a later pass is longer than 32 bits
+KEY = torch.tensor([0xF0E1D2C3, 0xFFFFFFFF + 5 * 0x85EBCA6B])  # second word of more than 32 bits
 # shape, strides and offset of the numbers
 DRAWS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
     "a slice of columns": ((9, 3, 16), (800, 16, 1), 320),
@@ -156,7 +156,7 @@ def test_a_draw_is_its_definition(monkeypatch: pytest.MonkeyPatch, name: str) ->
     ],
 )
 def test_dropout_that_is_drawn_on_the_way_is_what_is_drawn_ahead(name: str, dtype: str, more: dict[str, Any]) -> None:
-    """The same kernels with the factors drawn before: every number is the same, forward and backward."""
+    """Factors that are drawn before give the same numbers, forward and backward."""
     call = made(name, DTYPES[dtype], **more)
     drawn = call.answers(call.op.fast)
     call.given["factors"] = call.given["factors"].draw()
@@ -168,7 +168,7 @@ def test_dropout_that_is_drawn_on_the_way_is_what_is_drawn_ahead(name: str, dtyp
 def test_factors_may_be_wider_than_the_rest() -> None:
     call = made("gated_linear_residual starting node", torch.float16)
     narrow = call.answers(call.op.fast)
-    call.given["factors"] = call.given["factors"].float()  # 0 and 1.25 are the same in both
+    call.given["factors"] = call.given["factors"].float()  # 0 and 1.25 are exact
     torch.testing.assert_close(call.answers(call.op.fast)["out"], narrow["out"])
 
 
@@ -186,7 +186,7 @@ def test_without_a_gradient_nothing_is_kept(name: str) -> None:
 
 @pytest.mark.parametrize("swapped", [(1, 2), (0, 1)], ids=["rows between batches", "batches turned"])
 def test_batch_axes_that_are_not_one_in_memory(monkeypatch: pytest.MonkeyPatch, swapped: tuple[int, int]) -> None:
-    """What the kernels write apart is copied to where it belongs, forward and backward."""
+    """Results in temporary memory are copied back, forward and backward."""
     name = "triangle_multiplication fused, incoming, in two batches"
     call = made(name, torch.float16, lead=(2, 3), n=2, h=8, dropped="")
     x = call.given["x"].detach()
@@ -198,7 +198,7 @@ def test_batch_axes_that_are_not_one_in_memory(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_gated_attention_launches_nothing_but_its_kernels() -> None:
-    """Three kernels forward; backward all gradients of the projection are written to one tensor."""
+    """There are three kernels forward, and backward all gradients of the projection are written to one tensor."""
     call = made("gated_attention triangle, starting", torch.float16)
     with recorded(run=True) as launches:
         out = gated_attention.fast(**call.given)
@@ -270,7 +270,7 @@ def test_adam_writes_nothing_behind_the_buffers(default_tiles: None) -> None:
 
 
 def test_sums_of_several_partials_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has a number of programs and a width of its own; some are summed span by span first."""
+    """Partials differ in number of programs and width; some are summed span by span first."""
     monkeypatch.setattr(positions, "ONCE", 64)
     monkeypatch.setattr(positions, "SPANS", 4)
     drawn = torch.Generator().manual_seed(0)
@@ -283,7 +283,7 @@ def test_sums_of_several_partials_in_one_launch(monkeypatch: pytest.MonkeyPatch)
     for launch in launched:
         launch.run()
     for of, parts in zip(partials, results):
-        bound = 5 * len(of) ** 1.5 * 2**-24  # so many additions of numbers of at most 5, in fp32
+        bound = 5 * len(of) ** 1.5 * 2**-24  # additions of numbers up to 5
         torch.testing.assert_close(torch.cat(parts).double(), of.double().sum(0), rtol=0, atol=bound)
 
 
@@ -292,11 +292,11 @@ def test_sums_of_several_partials_in_one_launch(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(("name", "which", "shape"), [(n, *case) for n, cases in KNOWN.items() for case in cases])
 def test_shapes_that_were_taken_for_others(name: str, which: str, shape: tuple[int, ...]) -> None:
-    """What is right is off by its rounding in fp32: a hundred additions of numbers about 1 cost 1e-5 at most."""
+    """Correct results have rounding errors of at most 1e-5 in fp32, for a hundred additions of numbers near 1."""
     op, shapes = OPERANDS[name][0], OPERANDS[name][1] | {which: shape}
-    in_parts = op.name in (*BY_TORCH, "gated_attention")  # in fp32, where each part checks its own operands
+    in_parts = op.name in (*BY_TORCH, "gated_attention")  # its operations check in fp32
     dtype = torch.float16 if in_parts else torch.float32
     taken = op.unsupported_reason(**operands(name, shapes, dtype)) is None
-    if not taken or (which, shape) == ("bias", (2, 1, 2, 5, 1)):  # it broadcasts in the kernels too
+    if not taken or (which, shape) == ("bias", (2, 1, 2, 5, 1)):  # broadcasts in kernels, too
         check(name, shapes, dtype, 2e-3)
-    assert taken <= (which in ("bias", "mask", "v"))  # which broadcast over leading axes and, a bias, over all
+    assert taken <= (which in ("bias", "mask", "v"))  # these broadcast

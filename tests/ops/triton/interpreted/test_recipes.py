@@ -1,4 +1,4 @@
-"""Calls that are repeated by recipe: of other tensors they make what working it out makes, to the bit."""
+"""Calls that are repeated by a recipe with other tensors give bitwise the same results as normal calls."""
 
 import pytest
 import torch
@@ -9,14 +9,14 @@ from tests.ops.triton.repeated import REPEATED
 from warpfold.ops import dispatch
 from warpfold.ops.triton import launch
 
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of what pads rows
-# Dropout that is drawn, which a pass with a gradient has; and one tensor that is two of the arguments.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # padding of rows
+# Dropout factors to be drawn, which only occur with a gradient, and one tensor as two arguments.
 NOT_REPEATED = ["gated_attention update alone", "overlaps of one residue"]
 
 
 @pytest.mark.parametrize("name", [*REPEATED, *NOT_REPEATED])
 def test_what_is_repeated_is_what_was_worked_out(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(launch, "state", lambda: 0)  # large tiles are forced here, and stay the same
+    monkeypatch.setattr(launch, "state", lambda: 0)  # forced tiles stay the same
     first, second = made(name, torch.bfloat16), made(name, torch.bfloat16)
     recipes = first.op._recipes
     recipes.clear()
@@ -24,7 +24,7 @@ def test_what_is_repeated_is_what_was_worked_out(monkeypatch: pytest.MonkeyPatch
         right = first.op(**first.given).clone()
         for t in first.given.values():
             if isinstance(t, Tensor):
-                t.zero_()  # whoever reads it again is found out
+                t.zero_()  # reveals reads of old tensors
         found = first.op(**second.given)
     assert torch.equal(found.nan_to_num(), right.nan_to_num())
     assert any(recipe is not None for recipe in recipes.values()) == (name in REPEATED)
