@@ -110,8 +110,8 @@ every = pytest.mark.parametrize(
     [pytest.param(*one, marks=() if one in CHOSEN else pytest.mark.slow) for one in EVERY],
     ids=[f"{of.__name__}-{what}-{precision}" for of, what, precision in EVERY],
 )
-_answers: dict[str, tuple[str, frozenset[str]]] = {}  # by what tells the code apart,
-_given: dict[str, tuple[str, frozenset[str]]] = {}  # and by what the front end is given
+_answers: dict[str, tuple[str, frozenset[str]]] = {}  # by identity of the code
+_given: dict[str, tuple[str, frozenset[str]]] = {}  # by input of the front end
 
 
 @cache
@@ -125,10 +125,10 @@ def by_code(launches: Iterable[KernelLaunch]) -> dict[str, KernelLaunch]:
 
 
 def refused(launches: Mapping[str, KernelLaunch]) -> list[str]:
-    """Return the launches that the front end refuses, and why.
+    """Return the launches that the front end rejects, with the reasons.
 
-    Which arguments 16 divides it writes down for later passes and asks nowhere: of launches that differ in that alone
-    it is given one, which are half of them.
+    The front end only passes divisibility by 16 to later passes, so launches that differ in nothing else, half of all,
+    are compiled once.
     """
     for key in launches.keys() - _answers.keys():
         specialised, options = source(launches[key], SM_80)
@@ -138,7 +138,7 @@ def refused(launches: Mapping[str, KernelLaunch]) -> list[str]:
 
 
 def _answer(key: str, launch: KernelLaunch) -> tuple[str, frozenset[str]]:
-    """Return why the front end refuses a launch, if so, and the functions that it reached."""
+    """Return the reason why the front end rejects a launch, or "", and the functions that it compiled."""
     if key not in _given:
         try:
             functions = re.findall(r'tt\.func \w+ @"?([\w.]+?)(?:__|["(])', front_end(launch))
@@ -156,7 +156,7 @@ def test_no_launch_is_refused(of: Source, what: str, precision: Precision) -> No
 
 
 def test_no_kernel_is_forgotten() -> None:
-    """Every kernel is among the launches, and every function of the package that Triton compiles is reached."""
+    """The launches include every kernel and reach every function of the package that Triton compiles."""
     launches = {key: launch for source in CHOSEN for key, launch in recorded(*source).items()}
     assert not refused(launches)
     assert {launch.kernel.name for launch in launches.values()} == set(kernels())
@@ -179,7 +179,7 @@ SIZES = {
 
 @st.composite
 def sizes_of_users(draw: st.DrawFn) -> tuple[OpCase, torch.dtype]:
-    """An operation at any size that settings, or a call of the operation, may give it."""
+    """Yield launches of operations at all sizes that settings or calls allow."""
     case = draw(st.sampled_from(ODD))
     chosen = {name: draw(sizes) for name, sizes in SIZES.items() if getattr(case, name) > 1}
     chosen["rows"] = chosen.get("rows", 1) * chosen.get("batches", 1)

@@ -1,4 +1,4 @@
-"""On a GPU: kernels against definitions, at the model's sizes and beyond 2^31 elements; checks, clock, tuning."""
+"""Tests on a GPU: kernels against definitions, at the model's sizes and beyond 2^31 elements; timing and tuning."""
 
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ TRUE: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def found(call: Call, kernels: dispatch.Kernels = "strict") -> dict[str, torch.Tensor]:
-    """What the kernels make of it."""
+    """Compute the call's results by the kernels."""
     with poisoned(pytest.MonkeyPatch()), dispatch.using(kernels):
         return call.answers(call.op.fast)
 
@@ -66,7 +66,7 @@ def found(call: Call, kernels: dispatch.Kernels = "strict") -> dict[str, torch.T
 @pytest.mark.parametrize("name", CASES)
 def test_is_as_exact_as_the_definition(name: str, dtype: str) -> None:
     call = made(name, DTYPES[dtype], "cuda")
-    assert not call.mistakes(found(call, "fast"))  # a part of an operation may be too small for kernels
+    assert not call.mistakes(found(call, "fast"))  # some steps have no kernels
 
 
 @pytest.mark.parametrize("name", TRUE)
@@ -96,11 +96,11 @@ def test_noise_is_that_of_a_cpu(dtype: str) -> None:
         assert torch.equal(dropout_factors.fast(key.cuda(), *draw).cpu(), dropout_factors.definition(key, *draw))
 
 
-# Memory, and sizes past what 32 bits count
+# Memory, and sizes beyond 32 bits
 
 
 def peak(call: Call, gradient: bool = False) -> int:
-    """The bytes that a call allocates at most, beside what there was."""
+    """Measure the peak memory of a call in bytes above the memory in use."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -110,7 +110,7 @@ def peak(call: Call, gradient: bool = False) -> int:
 
 
 def test_what_lies_between_never_exists() -> None:
-    """The hidden layer of a transition, four times as large as x, the products of all channels, and all logits."""
+    """The hidden layer of a transition, the products of all channels and all logits never exist as a whole."""
     for name, most in (("transition of 256, relu", 1.1 * 130 * 131 * 256), ("outer product", 1.2 * 9000 * 128)):
         of, sizes = TRUE[name]
         call = made(of, torch.bfloat16, "cuda", **sizes)
@@ -128,7 +128,7 @@ def test_what_lies_between_never_exists() -> None:
 
 @pytest.mark.parametrize("turned", [False, True], ids=["starting", "ending"])
 def test_attention_past_two_to_the_31_elements(turned: bool) -> None:
-    """The projection, the output and every gradient; rows are independent, so a few are compared."""
+    """Projection, output and gradients are right; a few rows are compared, because rows are independent."""
     n, heads, width = 4112, 4, 32
     c = heads * width
     needed = n * n * 2 * (3 * c + 6 * c)
@@ -181,7 +181,7 @@ def test_norms_and_gates_past_two_to_the_31_elements() -> None:
             torch.testing.assert_close(ours, wanted, rtol=2**-6, atol=2**-6)
 
 
-# Checks and the clock, on which bench and doctor stand
+# Checks and timing of bench and doctor
 
 
 @pytest.mark.parametrize("dtype", CHECKED)
@@ -192,7 +192,7 @@ def test_odd_sizes(case: OpCase, dtype: str) -> None:
 
 
 def test_the_clock_is_the_device_s() -> None:
-    """A product that is known takes what the ceiling says, whatever this process does meanwhile."""
+    """A known product takes the expected time, whatever the host does at the same time."""
     n = 4096
     a = torch.randn(n, n, device=CUDA).bfloat16().requires_grad_()
     b = torch.randn(n, n, device=CUDA).bfloat16()
@@ -205,7 +205,7 @@ def test_the_clock_is_the_device_s() -> None:
     x = torch.ones(8, device=CUDA, requires_grad=True)
     for _ in range(5):
         clock.once(Subject("small", lambda: x * 2, [x], torch.ones_like(x)), small)
-    assert min(small.seconds["forward"]) < 3e-5  # a launch from this process takes as long; the device alone does not
+    assert min(small.seconds["forward"]) < 3e-5  # less than a launch takes the host
 
 
 def test_the_bench_runs() -> None:
@@ -228,7 +228,7 @@ ATTENTION = Workload(
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> torch.device:
-    """The GPU, with a home of its own for tables."""
+    """Return the GPU, with a separate home for tables."""
     monkeypatch.setattr(launches, "home", lambda: tmp_path)
     launches.reset()
     return torch.device("cuda:0")
@@ -246,7 +246,7 @@ def test_the_table_that_is_made_is_used(workload: Workload, gpu: torch.device, t
 
 
 def test_what_would_be_launched_is_what_is_launched(gpu: torch.device) -> None:
-    """Calls that were noted without memory, against those on the GPU: the same kernels, keys, grids and launches."""
+    """Launches recorded on meta tensors have the kernels, keys, grids and configurations of launches on the GPU."""
     with recorded(run=True) as launched:
         given = inputs(GATE.case, torch.bfloat16, gpu)
         torch.autograd.grad(gate.fast(*given.args), given.wanted, given.grad)

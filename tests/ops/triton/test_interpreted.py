@@ -1,4 +1,4 @@
-"""The tests of `interpreted/`, in one process that Triton interprets its kernels in; it chooses when it is imported."""
+"""Run the tests of `interpreted/` in a separate process, because Triton selects its interpreter when it is imported."""
 
 import os
 import re
@@ -12,9 +12,10 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 
 
-@pytest.mark.timeout(900)  # about a minute of one core, which other tests may share
+# This takes about a minute of a core, which other tests may share.
+@pytest.mark.timeout(900)
 def test_kernels_in_the_interpreter() -> None:
-    """Every failure there is named here, with what pytest says of it."""
+    """The error contains the other process's failures with the output of pytest."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", str(HERE / "interpreted")]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=880)
@@ -25,7 +26,7 @@ def test_kernels_in_the_interpreter() -> None:
 
 
 def test_they_are_left_out_where_kernels_are_compiled() -> None:
-    """A kernel cannot be interpreted in this process; its tests are not collected, rather than fail."""
+    """Tests of interpreted kernels are not collected in a process that compiles kernels."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--co", str(HERE / "interpreted")]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)

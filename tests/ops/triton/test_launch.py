@@ -1,4 +1,4 @@
-"""Launch tables: the nearest entry, the same everywhere; which table for which GPU; launches noted or forced."""
+"""Launch tables: nearest entries, tables for GPUs, and contexts that record or force launches."""
 
 import json
 import re
@@ -39,13 +39,13 @@ KEYS = st.tuples(st.integers(0, 4096), st.integers(1, 4096))
 
 
 def table(*keys: tuple[int, ...], kernel: str = "_copy") -> LaunchTable:
-    """A table whose launches have as many warps as their place in it."""
+    """Make a table whose launches are identified by their numbers of warps."""
     entries = [TableEntry(kernel, key, KernelConfig({"BLOCK": 64}, i + 1, 1)) for i, key in enumerate(keys)]
     return LaunchTable(Path("toy.json"), {}, tuple(entries))
 
 
 def warps(of: LaunchTable, *key: int) -> int:
-    """Of the launch that is taken for a key."""
+    """Return the number of warps of the configuration for a key."""
     found = of.nearest("_copy", key)
     assert found is not None
     return found.config.warps
@@ -90,7 +90,7 @@ def test_sizes_of_another_version_are_refused(monkeypatch) -> None:
 
 
 def test_an_entry_for_the_very_key_goes_before_a_near_one(monkeypatch) -> None:
-    """A table tuned at a few sizes says nothing about others, whose tiles may not fit: default.json may have them."""
+    """A table may be tuned for few sizes, and its tiles may not fit others, which default.json may have."""
     partial, default = table((32, 256)), table((64, 256), (32, 512))
     monkeypatch.setattr(launches, "read", lambda path: default)
     by_default = {e.key: e.config for e in default.entries}
@@ -98,13 +98,13 @@ def test_an_entry_for_the_very_key_goes_before_a_near_one(monkeypatch) -> None:
         assert config_for("_copy", (64, 256), CPU) is by_default[64, 256]
         assert config_for("_copy", (32, 512), CPU) is by_default[32, 512]
         assert config_for("_copy", (32, 256), CPU) is partial.entries[0].config
-        assert config_for("_copy", (64, 300), CPU) is by_default[64, 256]  # nobody has it, and this is nearer
+        assert config_for("_copy", (64, 300), CPU) is by_default[64, 256]  # no exact entry; this is nearer
         assert config_for("_copy", (32, 300), CPU) is partial.entries[0].config
         assert config_for("_copy", (16, 256), CPU) is partial.entries[0].config
 
 
 def test_a_table_of_another_triton_is_not_used(gpu, monkeypatch, tmp_path) -> None:
-    """Another compiler makes other code of the same tiles."""
+    """Another compiler generates other code for the same tiles."""
     monkeypatch.setattr(launches, "home", lambda: tmp_path)
     path = tmp_path / "NVIDIA-Toy-9000.json"
     path.write_text('{"gpu": "NVIDIA Toy 9000", "triton": "2.0.0", "launches": []}')
@@ -150,7 +150,7 @@ def test_names_of_gpus_are_names_of_files() -> None:
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path) -> torch.device:
-    """A GPU that is only said to be there, and a home without tables."""
+    """Stand in for a GPU, with a home without tables."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Toy 9000")
     monkeypatch.setattr(launches, "home", lambda: tmp_path)
     monkeypatch.setattr(launches, "family_table", lambda device: read(SHIPPED / "default.json"))
@@ -185,7 +185,7 @@ def test_a_known_gpu_gets_its_own_table(gpu, monkeypatch, tmp_path) -> None:
     ],
 )  # fmt: skip
 def test_a_gpu_without_a_table_gets_that_of_its_family(monkeypatch, major, kilobytes, hip, name) -> None:
-    """An H100, an A100; a 4090 and a 5090, whose programs have 99 KB; AMD's."""
+    """The families are H100, A100, 4090 and 5090 with 99 KB per program, and AMD GPUs."""
     properties = SimpleNamespace(major=major, shared_memory_per_block_optin=kilobytes * 1024)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.version, "hip", hip)
@@ -202,7 +202,7 @@ def test_of_three_tables_the_first_that_has_the_nearest_key_decides(monkeypatch)
 
 
 def test_what_is_no_gpu_gets_the_default() -> None:
-    """So kernels are interpreted, and noted without memory, in tiles that a GPU would get."""
+    """Interpreted and recorded kernels use the tiles of a GPU."""
     for device in (CPU, torch.device("meta")):
         assert table_for(device)[0].path == SHIPPED / "default.json"
 
@@ -237,7 +237,7 @@ def test_arguments_are_the_kernels_own() -> None:
 
 
 def test_the_package_says_which_table_without_triton() -> None:
-    """Where Triton is not installed, `doctor` can still tell."""
+    """`doctor` reports the table even if Triton is not installed."""
     code = (
         "import sys; sys.modules['triton'] = None; import torch; from warpfold.ops.triton.launch import table_for; "
         "print(table_for(torch.device('cpu'))[1])"
@@ -248,9 +248,9 @@ def test_the_package_says_which_table_without_triton() -> None:
 
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)
 def test_shipped_tables_are_of_this_version(path) -> None:
-    """Every entry names a kernel and its sizes; keys of a kernel are of one length, none twice.
+    """Every entry has an existing kernel with its sizes; keys of a kernel are unique and have the same length.
 
-    They serve with every version of Triton, as `./dev triton` checks, and name none.
+    The tables contain no version of Triton, because they serve all versions, as `./dev triton` checks.
     """
     found, known = read(path), kernels()
     assert "triton" not in found.head
@@ -267,13 +267,13 @@ def test_shipped_tables_are_of_this_version(path) -> None:
 
 
 def test_the_default_tiles_are_candidates() -> None:
-    """So the candidates beside a kernel are all the tiles that it is launched with, tuned or not."""
+    """The candidates of a kernel include all tiles that it is launched with."""
     known = kernels()
     assert not [str(e) for e in read(SHIPPED / "default.json").entries if e.config not in known[e.kernel].candidates]
 
 
 def test_tables_are_read_by_people_too() -> None:
-    """One launch a line, so that a change of a table is read as one."""
+    """A table has one launch per line, so that diffs are readable."""
     for path in SHIPPED.glob("*.json"):
         text = path.read_text(encoding="utf-8")
         entries = json.loads(text)["launches"]
@@ -281,7 +281,7 @@ def test_tables_are_read_by_people_too() -> None:
 
 
 def test_products_of_fp32_follow_the_plan() -> None:
-    """No kernel says for itself how it multiplies: exactly, or with TF32 where the plan allows it."""
+    """The plan decides for all kernels whether fp32 products are exact or use TF32."""
     said = re.compile(r"\b(allow_tf32|input_precision)=")
     own = [path.name for path in SHIPPED.parent.glob("*.py") if said.search(path.read_text())]
     assert not own, "take `, input_precision=...` out: `KernelConfig.options` says it"
@@ -289,7 +289,7 @@ def test_products_of_fp32_follow_the_plan() -> None:
 
 @pytest.mark.parametrize("allowed", [False, True])
 def test_what_runs_is_told_how_to_multiply_as_what_is_compiled_is(allowed: bool) -> None:
-    """Triton's own choice is TF32: a launch that said nothing would round fp32 to ten bits."""
+    """Triton's default is TF32, so that a launch without the option would round fp32 to ten bits."""
     told: list[dict[str, object]] = []
 
     class Function:

@@ -1,4 +1,4 @@
-"""Index arithmetic past 2^31 elements: what overflows is found, what does not is not, and no kernel of ours does."""
+"""Index arithmetic beyond 2^31 elements: overflows are detected, and our kernels have none."""
 
 import math
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from warpfold.model.alphafold import ModelConfig
 from warpfold.ops.triton.launch import KernelLaunch, kernels
 from warpfold.parallel.plan import Plan, Precision
 
-ROWS, STRIDE = 2**16, 2**15 + 16  # each of 32 bits; the product is not
+ROWS, STRIDE = 2**16, 2**15 + 16  # 32 bits each, unlike the product
 LAST = (ROWS - 1) * STRIDE
 
 
@@ -61,7 +61,7 @@ def test_the_place_is_named() -> None:
 
 @pytest.mark.parametrize(("rows", "stride"), [(ROWS, 2**15), (2**20, 64), (4, 2**31)])
 def test_what_fits_is_let_pass(rows, stride) -> None:
-    """Also a stride of more than 32 bits, which Triton passes as 64."""
+    """This includes strides of more than 32 bits, which Triton passes in 64 bits."""
     assert not overflows(copy_launch(COPY, rows, stride))
 
 
@@ -111,7 +111,7 @@ def _python(name: str) -> Callable[[int, int], int]:
 @pytest.mark.parametrize("name", sorted(RULES))
 @given(a=st.tuples(st.integers(-40, 40), st.integers(0, 9)), b=st.tuples(st.integers(-3, 9), st.integers(0, 5)))
 def test_intervals_hold_every_result(name, a, b) -> None:
-    """Each rule, against all pairs of numbers in two intervals; a rule may also say that it does not know."""
+    """Each rule contains the results for all pairs of numbers in two intervals, or is unbounded."""
     (a0, a1), (b0, b1) = (a[0], sum(a)), (b[0], sum(b))
     exact = _python(name.removeprefix("arith."))
     found = RULES[name]((a0, a1), (b0, b1))
@@ -122,8 +122,8 @@ def test_intervals_hold_every_result(name, a, b) -> None:
         assert max(results) <= found[1]
 
 
-# Everything past 2^31 elements: pairs and alignments with strides of 32 bits, whose products are in danger; an
-# alignment by its depth alone; and pairs of which four numbers each, as of lse and bias, are past it.
+# Cases beyond 2^31 elements: pairs and alignments with 32-bit strides, whose products may overflow, a deep alignment,
+# and pairs with four numbers each, like lse and bias.
 LONG = {"res": 4300, "seq": 3000, "extra": 16_000, "tmpl": 1}
 DEEP = {"res": 300, "seq": 30_000, "extra": 120_000, "tmpl": 1}
 LONGER = {"res": 25_000, "seq": 600, "extra": 4000, "tmpl": 2}
@@ -137,7 +137,7 @@ RUNS: dict[str, tuple[Precision, ModelConfig, dict[str, int]]] = {
 
 
 def kernel_launches(run: str) -> list[KernelLaunch]:
-    """Return those of a training step that differ in code, in grid or in a number; no machine could compute it."""
+    """Record the launches of a training step, too large for any machine, that differ in code, grid or numbers."""
     precision, model, sizes = RUNS[run]
     found: dict[object, KernelLaunch] = {}
     for launch in launches_of(Plan(precision=precision), model, sizes):
@@ -149,12 +149,12 @@ def kernel_launches(run: str) -> list[KernelLaunch]:
 
 
 def all_overflows(launches: list[KernelLaunch]) -> list[str]:
-    """Return each once."""
+    """Return each overflow once."""
     return list(dict.fromkeys(f"{one.kernel.name} {one.grid}: {o}" for one in launches for o in overflows(one)))
 
 
 def test_no_kernel_overflows() -> None:
-    """Every launch of one step, of kernels that it lacks every launch of another, and attention once more."""
+    """Check all launches of one step, all launches of another for kernels that it lacks, and attention again."""
     seen: set[str] = set()
     for run in RUNS:
         found = kernel_launches(run)
