@@ -156,10 +156,6 @@ def _empty_factor(t: Operands) -> tuple[Tensor, ...]:
     return factor, *(empty_statistics(t.x) if t.kept else (t.x.new_empty(0), t.x.new_empty(0)))
 
 
-def _unsupported_factor(t: Any) -> str | None:
-    return _unsupported_by_kernels(t.x, factor_channels(t.weight))
-
-
 def _prefer_definition_of_factor(t: Any) -> bool:
     if _unsupported_by_kernels(t.x, factor_channels(t.weight)):
         return True
@@ -176,7 +172,7 @@ def _prefer_definition_of_factor(t: Any) -> bool:
     kept=True,
     check=_check_factor,
     misfit=_misfit_of_factor,
-    unsupported=_unsupported_factor,
+    unsupported=lambda t: _unsupported_by_kernels(t.x, factor_channels(t.weight)),
     prefer_definition=_prefer_definition_of_factor,
 )
 def triangle_factor(
@@ -242,10 +238,6 @@ def _check(op: str, sizes: Sizes, t: Operands) -> None:
         raise ValueError(f"{op}: own_b is {list(own.shape)}, not {list(right)}")
 
 
-def _unsupported(t: Any) -> str | None:
-    return _unsupported_by_kernels(t.x, t.out_weight.shape[1])
-
-
 def _prefer_definition(t: Any) -> bool:
     x, (outputs, _) = t.x, t.weight.shape
     if _unsupported_by_kernels(x, t.out_weight.shape[1]):
@@ -271,7 +263,7 @@ def _prefer_definition(t: Any) -> bool:
     check=_check,
     expand=FACTOR_OPERANDS,
     misfit=_misfit,
-    unsupported=_unsupported,
+    unsupported=lambda t: _unsupported_by_kernels(t.x, t.out_weight.shape[1]),
     prefer_definition=_prefer_definition,
 )
 def triangle_multiplication(
