@@ -167,37 +167,37 @@ class Op(Generic[P, R]):
         # Kernels take a few microseconds, so the path to a recipe makes as few Python calls as possible. The arguments
         # get their names only after it.
         is_complete = len(args) == self._count and not kwargs
-        given: Any = args if is_complete else self.arguments(*args, **kwargs)
+        arguments: Any = args if is_complete else self.arguments(*args, **kwargs)
         gradient, direct, key = torch.is_grad_enabled(), self._direct, None
-        if (given[0].is_cuda or _interpreting) and (direct is not None or not gradient) and repeats():
-            key = _module("triton", "recipe").layout(given, gradient)
+        if (arguments[0].is_cuda or _interpreting) and (direct is not None or not gradient) and repeats():
+            key = _module("triton", "recipe").layout(arguments, gradient)
             repeat = self._recipes.get(key)
             if repeat is not None:
-                return direct(given, repeat) if gradient and direct is not None else repeat(given)
-        given = self.arguments(*given)
-        if self._is_empty(given):
+                return direct(arguments, repeat) if gradient and direct is not None else repeat(arguments)
+        arguments = self.arguments(*arguments)
+        if self._is_empty(arguments):
             return self.definition(*args, **kwargs)
-        if self.prefer_definition is not None and not choice.always_fast and self.prefer_definition(given):
+        if self.prefer_definition is not None and not choice.always_fast and self.prefer_definition(arguments):
             return self.definition(*args, **kwargs)
-        reason = self._unsupported(given)
+        reason = self._unsupported(arguments)
         if reason is None:
             if key is None:
-                return self._fast(given)
+                return self._fast(arguments)
             record = functools.partial(_module("triton", "recipe").record, self._recipes, key)
             if not gradient or direct is None:
-                noted: R = record(self.fast, given)
+                noted: R = record(self.fast, arguments)
                 return noted
-            composed: R | None = None if self._composed is None else self._composed(given)
-            return direct(given, functools.partial(record, runs[self.name])) if composed is None else composed
+            composed: R | None = None if self._composed is None else self._composed(arguments)
+            return direct(arguments, functools.partial(record, runs[self.name])) if composed is None else composed
         if reason != EMPTY:
             report_refusal(f"{self.name}: {reason}")
         return self.definition(*args, **kwargs)
 
     __call__ = choose  # `observed` replaces it
 
-    def _is_empty(self, given: Any) -> bool:
+    def _is_empty(self, arguments: Any) -> bool:
         """Return whether there is nothing to compute.  Raises ValueError for an operand of a wrong shape."""
-        misfit = None if self._misfit is None else self._misfit(given)
+        misfit = None if self._misfit is None else self._misfit(arguments)
         if misfit:
             raise ValueError(f"{self.name}: {misfit}")
         return misfit == EMPTY
@@ -208,9 +208,9 @@ class Op(Generic[P, R]):
 
     def unsupported_reason(self, *args: P.args, **kwargs: P.kwargs) -> str | None:
         """Return the reason why the fast path does not support the arguments, or None."""
-        given = self.arguments(*args, **kwargs)
-        misfit = None if self._misfit is None else self._misfit(given)
-        return self._unsupported(given) if misfit is None else misfit
+        arguments = self.arguments(*args, **kwargs)
+        misfit = None if self._misfit is None else self._misfit(arguments)
+        return self._unsupported(arguments) if misfit is None else misfit
 
 
 def op(
@@ -570,14 +570,14 @@ class Shapes:
         # Models call an operation with few different shapes, and a lookup is faster than a comparison.
         self._remembered = functools.lru_cache(maxsize=1024)(self._compare)
 
-    def misfit(self, given: Sequence[Any]) -> str | None:
+    def misfit(self, arguments: Sequence[Any]) -> str | None:
         """Describe the first operand of a wrong shape; EMPTY if there is nothing to compute, else None.
 
-        given: the operands with a shape here, in order.
+        arguments: the operands with a shape here, in order.
         """
-        wrong, sizes = self._find(given)
+        wrong, sizes = self._find(arguments)
         if wrong is not None:
-            return self._misfit(wrong, sizes, given)
+            return self._misfit(wrong, sizes, arguments)
         return EMPTY if sizes["empty"] else None
 
     def require(self, op: str, args: Sequence[Any]) -> Sizes:
@@ -585,15 +585,15 @@ class Shapes:
 
         args: all operands, in the order of `names`.
         """
-        given = [args[i] for i in self.positions]
-        wrong, sizes = self._find(given)
+        arguments = [args[i] for i in self.positions]
+        wrong, sizes = self._find(arguments)
         if wrong is not None:
-            raise ValueError(f"{op}: {self._misfit(wrong, sizes, given)}")
+            raise ValueError(f"{op}: {self._misfit(wrong, sizes, arguments)}")
         return sizes
 
-    def _misfit(self, wrong: _Operand, sizes: Sizes, given: Sequence[Any]) -> str:
+    def _misfit(self, wrong: _Operand, sizes: Sizes, arguments: Sequence[Any]) -> str:
         """Describe a wrong operand: "mask is [4, 1], not [*, i, k] = [4, 4], as x is [4, 4, 16]"."""
-        shapes = {operand.name: list(t.shape) for operand, t in zip(self.operands, given) if t is not None}
+        shapes = {operand.name: list(t.shape) for operand, t in zip(self.operands, arguments) if t is not None}
         right, decided = _right(wrong, sizes), sizes["decided by"]
         if right is None:
             return f"{wrong.name} is {shapes[wrong.name]}, not {wrong.text}"
@@ -601,8 +601,8 @@ class Shapes:
         because = " and ".join(f"{name} is {shapes[name]}" for name in by if name != wrong.name)
         return f"{wrong.name} is {shapes[wrong.name]}, not {wrong.text} = {list(right)}{because and f', as {because}'}"
 
-    def _find(self, given: Sequence[Any]) -> tuple[_Operand | None, Sizes]:
-        shapes = tuple([None if t is None else t.shape for t in given])
+    def _find(self, arguments: Sequence[Any]) -> tuple[_Operand | None, Sizes]:
+        shapes = tuple([None if t is None else t.shape for t in arguments])
         # A graph cannot contain the cache, and symbolic sizes have no hash.
         if torch.compiler.is_compiling():
             return self._compare(shapes)
@@ -613,10 +613,10 @@ class Shapes:
         # The operand that sets the size of each axis.
         decided: dict[str, str] = {}
         sizes: Sizes = {"1": 1, "2": 2, "3": 3, "4": 4, "empty": False, "decided by": decided}
-        for operand, given in zip(self.operands, shapes):
-            if given is None:
+        for operand, actual in zip(self.operands, shapes):
+            if actual is None:
                 continue
-            shape, rank = tuple(given), len(operand.axes)
+            shape, rank = tuple(actual), len(operand.axes)
             sizes["empty"] = sizes["empty"] or 0 in shape
             if operand.expands:
                 # After "..." only the named axes are compared. Missing axes count as shared.
@@ -883,16 +883,16 @@ class register:
             """Compute the gradient of each operand; None where it is not needed."""
             if grad is None:
                 return (None,) * len(sources)
-            wanted = ctx.needs_input_grad
+            is_needed = ctx.needs_input_grad
             # Through the dispatcher a request for a second derivative raises an error.
-            given = grad, *ctx.saved_tensors, *ctx.constants, *map(wanted.__getitem__, flags)
+            needed = grad, *ctx.saved_tensors, *ctx.constants, *map(is_needed.__getitem__, flags)
             if type(grad) is not Tensor or grad.is_meta or torch.is_grad_enabled() or not repeats():
-                computed = through_dispatcher(*given)
+                computed = through_dispatcher(*needed)
             else:
                 with below_autograd():
-                    computed = repeat_or_run(backward, given)
+                    computed = repeat_or_run(backward, needed)
             computed = *computed, grad
-            return tuple([computed[at] if at is not None and wanted[i] else None for i, at in enumerate(sources)])
+            return tuple([computed[at] if at is not None and is_needed[i] else None for i, at in enumerate(sources)])
 
         return save, differentiate
 
@@ -914,38 +914,38 @@ class register:
         all_have_shapes = shapes.positions == list(range(len(parameters)))
         differ = f"{', '.join(same[:-1])} and {''.join(same[-1:])} differ in dtype"
 
-        def call_with(compute: Callable[..., Any], given: Any, *last: Any) -> Any:
+        def call_with(compute: Callable[..., Any], arguments: Any, *last: Any) -> Any:
             """Call the registered operation by compute(*operands, *last), with the arguments of the adapter."""
             if expand is not None:
-                given = *given[:at], *expand.split(given[at], given[0]), *given[at + 1 :]
-            out = compute(*given, torch.is_grad_enabled(), *last) if kept else compute(*given, *last)
+                arguments = *arguments[:at], *expand.split(arguments[at], arguments[0]), *arguments[at + 1 :]
+            out = compute(*arguments, torch.is_grad_enabled(), *last) if kept else compute(*arguments, *last)
             return out[0] if several else out
 
-        def call(compute: Callable[..., Any], given: Any, *last: Any) -> Any:
+        def call(compute: Callable[..., Any], arguments: Any, *last: Any) -> Any:
             """Call the registered operation by compute(*operands, *last), with the definition's arguments."""
             if adapter is None:
-                return call_with(compute, given, *last)
-            return adapter(lambda *adapted: call_with(compute, adapted, *last), *given)
+                return call_with(compute, arguments, *last)
+            return adapter(lambda *adapted: call_with(compute, adapted, *last), *arguments)
 
-        def fast(given: Any) -> Any:
-            computed = None if composed is None else composed(given)
-            return call(registered, given) if computed is None else computed
+        def fast(arguments: Any) -> Any:
+            computed = None if composed is None else composed(arguments)
+            return call(registered, arguments) if computed is None else computed
 
-        def misfit(given: Any) -> str | None:
+        def misfit(arguments: Any) -> str | None:
             """Describe the first operand of a wrong shape; EMPTY if there is nothing to compute, else None."""
-            wrong = shapes.misfit(given if all_have_shapes else [given[i] for i in shapes.positions])
-            other = None if wrong or further is None else further(given)
+            wrong = shapes.misfit(arguments if all_have_shapes else [arguments[i] for i in shapes.positions])
+            other = None if wrong or further is None else further(arguments)
             return wrong if other is None else other
 
-        def why_not(given: Any) -> str | None:
+        def why_not(arguments: Any) -> str | None:
             """Return the reason why the fast path does not support the arguments: common reasons first."""
-            reason = unsupported_device(given if all_have_shapes else [given[i] for i in shapes.positions])
+            reason = unsupported_device(arguments if all_have_shapes else [arguments[i] for i in shapes.positions])
             if reason is not None:
                 return reason
             for i in others:
-                if given[i].dtype != given[first].dtype:
+                if arguments[i].dtype != arguments[first].dtype:
                     return differ
-            return None if unsupported is None else unsupported(given)
+            return None if unsupported is None else unsupported(arguments)
 
         direct = (
             None

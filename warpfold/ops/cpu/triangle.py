@@ -55,8 +55,8 @@ def triangle_factor_backward(t: Operands) -> tuple[Tensor, ...]:
     def compute(sums: _InputSums, at: tuple[int, ...], some: slice) -> None:
         """Propagate the gradient from some rows of the factor to those of x."""
         nothing = x.new_empty(x[at][some].shape[:-1].numel(), 0)
-        found = _back_to_x(t, of, sums, at, some, [t.grad[at][:, some]], nothing)
-        dx[at][some].copy_(found.view(dx[at][some].shape))
+        dx_rows = _back_to_x(t, of, sums, at, some, [t.grad[at][:, some]], nothing)
+        dx[at][some].copy_(dx_rows.view(dx[at][some].shape))
 
     sums.add(summed(compute, parts_of(x, POSITIONS), lambda: _InputSums.zeros(of)))
     return dx, *sums.gradients(of)
@@ -128,11 +128,11 @@ def triangle_multiplication_backward(t: Operands) -> tuple[Tensor, ...]:
     def through_input(sums: _InputSums, at: tuple[int, ...], some: slice) -> None:
         """Propagate the gradient from some rows of the factors and the logits to those of x."""
         planes = [da[:, some]] if own_db is None else [da[:, some], own_db[:, some]]
-        found = _back_to_x(t, of, sums, at, some, planes, dlogits[some].flatten(0, 1)).view(dx[at][some].shape)
+        dx_rows = _back_to_x(t, of, sums, at, some, planes, dlogits[some].flatten(0, 1)).view(dx[at][some].shape)
         if t.residual:
-            torch.add(grad[at][some], found, out=dx[at][some])
+            torch.add(grad[at][some], dx_rows, out=dx[at][some])
         else:
-            dx[at][some].copy_(found)
+            dx[at][some].copy_(dx_rows)
 
     for at in examples(x):
         parts = [(at, some) for some in row_slices(i, k, POSITIONS)]
@@ -207,10 +207,10 @@ def _back_to_x(
     dn = torch.mm(dy.t(), of.factor_weight).addmm_(of_gate, of.gate_weight)
     statistics = (rows(each[..., None]).contiguous() for each in (m, s))
     one = torch.ones_like(of.norm_weight)
-    found: Tensor = torch.ops.aten.native_layer_norm_backward(
+    dx_rows: Tensor = torch.ops.aten.native_layer_norm_backward(
         dn, xs, [xs.shape[1]], *statistics, of.norm_weight, one, [True, False, False]
     )[0]
-    return found
+    return dx_rows
 
 
 class _Input:

@@ -51,7 +51,7 @@ MOST = 512
 Memory = list[Any]
 
 
-def layout(given: Sequence[Any], gradient: bool | None = None) -> tuple[Any, ...] | None:
+def layout(arguments: Sequence[Any], gradient: bool | None = None) -> tuple[Any, ...] | None:
     """Return the cache key for a call with these arguments, or None if the call cannot be cached.
 
     gradient: whether the call is of an operation's public function with a gradient, for the arguments that require
@@ -61,7 +61,7 @@ def layout(given: Sequence[Any], gradient: bool | None = None) -> tuple[Any, ...
     if state is None:
         return None
     key: list[Any] = [state, dispatch.products, gradient]
-    for t in given:
+    for t in arguments:
         kind = type(t)
         if kind is Tensor or kind is nn.Parameter:
             key += t.shape, t.stride(), t.dtype, t.device, gradient and t.requires_grad
@@ -183,13 +183,13 @@ class Recipe:
         self._gpu = device.index if device.type == "cuda" else None
         self._places = result if isinstance(result, tuple) else (result,)
 
-    def repeat(self, given: Sequence[Any]) -> Any:
+    def repeat(self, arguments: Sequence[Any]) -> Any:
         """Repeat the call with these arguments and return its results."""
         if self._gpu is not None and current_cuda_device() != self._gpu:
             with launch.on(self._device):
-                return self.repeat(given)
+                return self.repeat(arguments)
         # This is a single function, because Python calls take most of the host's time for a launch.
-        memory = [*given, *self._slots]
+        memory = [*arguments, *self._slots]
         stream = 0 if self._gpu is None else current_cuda_stream(self._gpu)
         for action, made, unused in self._steps:
             if isinstance(action, _Launch):
@@ -251,15 +251,15 @@ def record(
     recipes: MutableMapping[Any, Callable[[Any], Any] | None],
     key: tuple[Any, ...],
     call: Callable[..., Any],
-    given: Sequence[Any],
+    arguments: Sequence[Any],
 ) -> Any:
     """Make a call and store its recipe under the layout of its arguments, or None if it cannot be repeated."""
     if key in recipes:
-        return call(*given)
-    recorder = _Recorder(given)
+        return call(*arguments)
+    recorder = _Recorder(arguments)
     with recorder.noting():
-        result = call(*given)
-    made = recorder.recipe(result, given[0].device)
+        result = call(*arguments)
+    made = recorder.recipe(result, arguments[0].device)
     keep(recipes, key, None if made is None else made.repeat)
     return result
 
@@ -296,15 +296,15 @@ class _Slot(NamedTuple):
 class _Recorder(DispatchMode):
     """Records the allocations, launches and calls of torch in a call with these arguments."""
 
-    def __init__(self, given: Sequence[Any]) -> None:
+    def __init__(self, arguments: Sequence[Any]) -> None:
         super().__init__()
-        self._arguments = len(given)
+        self._arguments = len(arguments)
         # Each action with the slot of its allocation.
         self._actions: list[tuple[_Launch | _Call | Callable[..., Any], int | None]] = []
         # The last action that uses each slot.
         self._last: dict[int, int] = {}
         # Freed memory may be allocated again, so an address belongs to the last slot that contains it.
-        self._slots = [_Slot.of(t) for t in given]
+        self._slots = [_Slot.of(t) for t in arguments]
         spans = sorted(slot[:2] for slot in self._slots if slot is not None)
         # A view of overlapping arguments could belong to either.
         self._failed = any(after[0] < before[1] for before, after in pairwise(spans))
@@ -337,23 +337,23 @@ class _Recorder(DispatchMode):
         return Recipe(steps, len(self._slots) - self._arguments, place, device)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        given = kwargs or {}
+        kwargs = kwargs or {}
         # Record the steps of a registered operation instead of its call.
         if func.namespace == "warpfold":
             with self:
-                return dispatch.runs[func._opname](*args, **given)
-        out = func(*args, **given)
+                return dispatch.runs[func._opname](*args, **kwargs)
+        out = func(*args, **kwargs)
         changes = func._schema.is_mutable
         aliases = any(returned.alias_info is not None for returned in func._schema.returns)
         # A view needs no step, since its place is found by its address.
-        if not changes and aliases and not _is_copy(out, (args, given)):
+        if not changes and aliases and not _is_copy(out, (args, kwargs)):
             return out
         self._failed |= not (changes or isinstance(out, Tensor))
         slot = None if changes else len(self._slots)
         if func._opname in ALLOCATE:
             self._note(_allocation(out), slot)
         else:
-            placed, named = map_tensors(self._place, list(args)), map_tensors(self._place, dict(given))
+            placed, named = map_tensors(self._place, list(args)), map_tensors(self._place, dict(kwargs))
             places = [(at, value) for at, value in enumerate(placed) if isinstance(value, _Place)]
             nested = [at for at, value in enumerate(placed) if isinstance(value, _Empty | tuple | list)]
             of_kwargs = [(name, value) for name, value in named.items() if isinstance(value, _Place | _Empty)]
@@ -457,11 +457,11 @@ def _allocation(t: Tensor) -> Callable[[], Tensor]:
     return functools.partial(torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=t.device)
 
 
-def _is_copy(out: Any, given: Any) -> bool:
+def _is_copy(out: Any, arguments: Any) -> bool:
     """Return whether the result of an operation that may return a view, such as `contiguous`, has its own memory."""
     if not isinstance(out, Tensor) or not out.numel():
         return False
-    inputs = [t.untyped_storage().data_ptr() for t in tree_leaves(given) if isinstance(t, Tensor)]
+    inputs = [t.untyped_storage().data_ptr() for t in tree_leaves(arguments) if isinstance(t, Tensor)]
     return out.untyped_storage().data_ptr() not in inputs
 
 
