@@ -22,7 +22,7 @@ from torch.autograd.graph import increment_version
 
 from warpfold.model.axial import AxialUpdate
 from warpfold.model.layers import AdaptedLinear, Linear
-from warpfold.ops.torch_internals import call_after_backward
+from warpfold.ops.torch_internals import call_after_backward, members
 from warpfold.parallel.exchange import Layout, make_layout
 
 Joined = tuple[Tensor, Tensor | None]
@@ -239,7 +239,7 @@ class PackedWeights:
         read = [
             (holder, name, value, type(value))
             for m in modules
-            for holder in (m._modules, m._parameters)
+            for holder in members(m)
             for name, value in holder.items()
         ]
         self._gathered[key] = _Gathered(layer, weights, groups, read)

@@ -42,6 +42,11 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return tree_map_only(Tensor, function, value)
 
 
+def members(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the dictionaries of a module's submodules and parameters, in which a replacement is noticed."""
+    return module._modules, module._parameters
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Return whether a module is the result of torch.compile, or was compiled in place."""
     # Compare names, because importing the class takes a second.

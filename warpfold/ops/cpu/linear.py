@@ -125,6 +125,7 @@ def layer_norm_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor]:
     dx, w = empty_like(x), t.weight.to(t.mean.dtype)
 
     def compute(sums: Sequence[Tensor], xb: Tensor, dxb: Tensor, gb: Tensor, mb: Tensor, sb: Tensor) -> None:
+        """Compute the gradients of a block, and add to the sums."""
         dweight, dbias = sums
         # torch's kernel ignores strides.
         g, xs, m, s = (rows(t).contiguous() for t in (gb, xb, mb, sb))

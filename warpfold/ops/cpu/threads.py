@@ -92,6 +92,7 @@ def _divide(compute: Callable[[T], None], parts: Sequence[T], threads: int) -> N
                 yield left.popleft()
 
     def run() -> None:
+        """Compute parts until none are left."""
         try:
             # Both modes are thread-local.
             with torch.inference_mode(inference), torch.no_grad():
