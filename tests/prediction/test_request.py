@@ -62,6 +62,7 @@ def test_python_writes_out_what_a_request_declares() -> None:
 # Arguments besides a good query, parameters and output folder; {} is a folder with a.a3m and taken/file.
 WRONG = {
     "query": (["none.fasta", "--params", "p.npz", "-o", "out"], "none.fasta: no such file"),
+    "long text": (["no sequence " * 30, "--params", "p.npz", "-o", "out"], "no such file; check the path"),
     "params": ([ONE, "--params", "none.npz", "-o", "out"], "none.npz: no such file"),
     "msa": ([ONE, "--params", "p.npz", "-o", "out", "--msa", "none.a3m"], "none.a3m: no such file"),
     "template": ([ONE, "--params", "p.npz", "-o", "out", "--template", "none.cif:A"], "none.cif: no such file"),

@@ -6,6 +6,7 @@ This module imports neither torch nor NumPy: `warpfold predict --help` and the c
 """
 
 import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -517,7 +518,8 @@ class Request(Checked):
 
 def check_exists(file: Path) -> None:
     """Raise UserError if there is no such file or folder."""
-    if not file.exists():
+    # Unlike Path.exists, this returns False for names that are too long.
+    if not os.path.exists(file):
         raise UserError(f"{file}: no such file; check the path")
 
 
