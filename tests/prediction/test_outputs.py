@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gemmi
 import numpy as np
@@ -250,3 +251,19 @@ def test_the_distogram_lies_beside_the_arrays_and_goes_with_the_prediction(tmp_p
     p.save(tmp_path / "test", overwrite=True)
     remove_prediction(tmp_path / "test", "test")
     assert not (tmp_path / "test").exists()
+
+
+def test_a_folder_that_another_worker_removes_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers fold a protein with two models; one drops its prediction, and with it the protein's empty folder."""
+    mkdir, removed = Path.mkdir, list[Path]()
+
+    def racing(path: Path, *args: Any, **more: Any) -> None:
+        if path.suffix == ".partial" and not removed:
+            removed.append(path.parent)
+            path.parent.rmdir()
+        mkdir(path, *args, **more)
+
+    monkeypatch.setattr(Path, "mkdir", racing)
+    files = prediction().save(tmp_path / "q" / "model_seed_0")
+    assert removed == [tmp_path / "q"]
+    assert {path.name for path in (tmp_path / "q" / "model_seed_0").iterdir()} == set(files.values())

@@ -39,6 +39,7 @@ _RECORD = struct.Struct("<II")  # size of the header, checksum
 # Names in an output folder that no protein may have.
 RESERVED = ("alignments", RECORDS, "report.html", "summary.json", SCORES, PAIRS, PARQUET)
 FRAME = 900  # height in a notebook, pixels
+MAX_ATTEMPTS = 100  # to create a draft in a folder that other processes remove
 # Arrays that stay when a prediction is thinned.
 SMALL = (
     *("positions", "mask", "plddt", "asym_id", "chain_pair_iptm"),
@@ -651,9 +652,16 @@ def _is_prediction(path: Path) -> bool:
 def _draft(folder: Path) -> Iterator[Path]:
     """Create an empty folder on the same disk as `folder`; it is deleted afterwards."""
     parent = folder if folder.is_dir() else folder.parent
-    parent.mkdir(parents=True, exist_ok=True)
     draft = parent / f".{folder.name}.{uuid4().hex}.partial"
-    draft.mkdir()
+    for attempt in range(MAX_ATTEMPTS):
+        # Another worker, which drops the protein's other predictions, may remove the folder while it is empty.
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            draft.mkdir()
+            break
+        except (FileNotFoundError, FileExistsError):
+            if attempt == MAX_ATTEMPTS - 1:
+                raise
     try:
         yield draft
     finally:
