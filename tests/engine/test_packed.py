@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from warpfold.cost.observe import Operations
+from warpfold.cost.launches import Operations
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.engine.packed import GROUP, PackedWeights, packed_order
 from warpfold.model.evoformer import Evoformer, EvoformerConfig, GatedAttention, MSARowAttention, PairConfig

@@ -25,8 +25,8 @@ from warpfold.check.cases import OPS, PROFILES, inputs, meant_by, size_in_words
 from warpfold.check.checks import DTYPES, run, truth
 from warpfold.check.op_profile import OpCase
 from warpfold.check.sizes import DataSizes, of_settings
+from warpfold.cost.launches import Operations
 from warpfold.cost.machine import describe
-from warpfold.cost.observe import Operations
 from warpfold.errors import UserError
 from warpfold.files import update_file
 from warpfold.model.alphafold import ModelConfig

@@ -14,7 +14,6 @@ from torch import Tensor
 from warpfold import settings
 from warpfold.batch import FEATURES, Batch, stack
 from warpfold.check.sizes import UNCROPPED, DataSizes
-from warpfold.cost.observe import MODEL
 from warpfold.data.load.examples import Sample
 from warpfold.engine.gradient import ModelOutputs, Through, gradient_by_shares, loss_of_every_output
 from warpfold.engine.learn import DeviceResult, Learner
@@ -39,6 +38,8 @@ from warpfold.parallel.team import Team
 SECTIONS = ("model", "loss", "data", "optim", "plan", "train", "finetune")
 # Features that a prediction does not have.
 TRUTH = list(FEATURES)[list(FEATURES).index("copy_atom_positions") :]
+# Name of the model's code outside of its layers, as a phase of a run.
+MODEL = "model"
 T = TypeVar("T")
 # Angstrom between neighbouring residues.
 STEP = 3.8
@@ -86,7 +87,15 @@ def random_example(model: ModelConfig, sizes: ExampleSizes, device: torch.device
         batch[name] = _drawn(name, shape, getattr(torch, feature.dtype), draw)
     batch["residue_index"] = torch.arange(sizes.residues)
     if model.multimer is not None:
-        _as_complex(batch, sizes)
+        # Two equal chains
+        half = sizes.residues // 2
+        second = (torch.arange(sizes.residues) >= half).long()
+        batch["asym_id"] = batch["sym_id"] = second + 1
+        batch["entity_id"] = torch.ones_like(second)
+        batch["residue_index"] -= second * half
+        # Cluster centres of the alignment
+        rows = torch.arange(sizes.sequences + sizes.extra).expand(passes, -1)
+        batch["centre_rows"], batch["extra_rows"] = rows[:, : sizes.sequences], rows[:, sizes.sequences :]
     batch |= structure_labels(batch["aatype"], batch["all_atom_positions"], batch["all_atom_mask"])
     return {name: x.to(device) for name, x in batch.items()}
 
@@ -113,17 +122,6 @@ def _drawn(name: str, shape: list[int], dtype: torch.dtype, draw: torch.Generato
     if not dtype.is_floating_point:
         return torch.randint(20, shape, generator=draw).to(dtype)
     return torch.randn(shape, generator=draw).to(dtype)
-
-
-def _as_complex(batch: Batch, sizes: ExampleSizes) -> None:
-    """Split the residues into two equal chains, and select the cluster centres of the alignment."""
-    second = (torch.arange(sizes.residues) >= sizes.residues // 2).long()
-    batch["asym_id"] = batch["sym_id"] = second + 1
-    batch["entity_id"] = torch.ones_like(second)
-    batch["residue_index"] = torch.arange(sizes.residues) - second * (sizes.residues // 2)
-    passes = batch["centre_rows"].shape[0]
-    rows = torch.arange(sizes.sequences + sizes.extra).expand(passes, -1)
-    batch["centre_rows"], batch["extra_rows"] = rows[:, : sizes.sequences], rows[:, sizes.sequences :]
 
 
 def shortened(model: ModelConfig, blocks: int | None) -> ModelConfig:
@@ -354,6 +352,28 @@ class Job:
     def learns(self) -> bool:
         """Whether the model is trained, with gradients of its weights and an optimizer."""
         return self.loss is not None
+
+
+def run_example(
+    model: AlphaFold,
+    batch: Batch,
+    job: Job,
+    examples: int = 1,
+    mesh: Mesh | None = None,
+    enter: Callable[[str], None] = lambda phase: None,
+    reads_trunk: bool = False,
+) -> None:
+    """Run the forward pass of a job on an example, and the backward pass if it has one.
+
+    examples: of a batch, all equal. enter: called at the beginning of each phase. reads_trunk: see `train_on_example`.
+    """
+    with torch.set_grad_enabled(job.training):
+        if job.loss is not None:
+            train_on_example(model, batch, job.recycles, job.loss, examples, enter, reads_trunk)
+        elif job.gradient is not None:
+            gradient_of_example(model, batch, job.recycles, job.gradient, mesh, enter)
+        else:
+            predict_example(model, batch, job.recycles, enter)
 
 
 def predict_example(

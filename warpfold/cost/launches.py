@@ -6,7 +6,7 @@ slightly higher.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,24 +19,45 @@ from warpfold.cost.example import (
     Job,
     RandomBlock,
     TrainingStep,
-    gradient_of_example,
-    predict_example,
+    run_example,
     shortened,
-    train_on_example,
 )
 from warpfold.cost.fake import fake_mesh
-from warpfold.cost.observe import ALLOCATE, Operations, products
 from warpfold.cost.record import features_of
-from warpfold.cost.recorder import Recorder
+from warpfold.cost.recorder import ALLOCATE, Recorder, products
 from warpfold.engine.optim import Optimizer
 from warpfold.engine.packed import PackedWeights
 from warpfold.engine.trainable import freeze
 from warpfold.model.alphafold import AlphaFold
 from warpfold.ops import dispatch
-from warpfold.ops.torch_internals import tree_leaves
+from warpfold.ops.torch_internals import DispatchMode, tree_leaves
 from warpfold.ops.triton.launch import KernelLaunch, recorded, unlaunched
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan, Precision
+
+# A callback with an operation, its arguments, its keyword arguments and its result.
+Seen = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], object]
+
+
+class Operations(DispatchMode):
+    """Call `seen` with each torch operation within the context, forward and backward, after it has run.
+
+    launchers: for our registered operations, run the launchers of their kernels on meta tensors, and report the
+    operations that these call instead.
+    """
+
+    def __init__(self, seen: Seen, launchers: bool = False) -> None:
+        super().__init__()
+        self.seen, self.launchers = seen, launchers
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self.launchers and func.namespace == "warpfold":
+            with self:
+                return dispatch.implementation(func._opname, args[0])(*args, **kwargs)
+        out = func(*args, **kwargs)
+        self.seen(func, args, kwargs, out)
+        return out
 
 
 @dataclass(frozen=True)
@@ -129,7 +150,7 @@ def launches_of(job: Job, plan: Plan) -> list[KernelLaunch]:
     kernels = "fast" if plan.kernels == "strict" else plan.kernels
     plan = replace(plan, graph=False, compile=False, threads=None, tf32=False, keep_blocks=0, kernels=kernels)
     config = replace(shortened(job.model, 1), ensemble=1)
-    recycles, dtype = min(job.recycles, 1), DTYPES[plan.precision]
+    job, dtype = replace(job, recycles=min(job.recycles, 1)), DTYPES[plan.precision]
     with (
         torch.device("meta"),
         dispatch.standing_for("cuda"),
@@ -140,7 +161,7 @@ def launches_of(job: Job, plan: Plan) -> list[KernelLaunch]:
     ):
         model = Execution(plan, mesh).bind(AlphaFold(config).train(job.learns))
         model.noise.seed(0)
-        batch = features_of(job, recycles + 1)
+        batch = features_of(job, job.recycles + 1)
         if job.loss is not None and job.optim is not None:
             freeze(model, job.finetune_of_few)
             one = replace(
@@ -148,18 +169,14 @@ def launches_of(job: Job, plan: Plan) -> list[KernelLaunch]:
             )
             scaling = plan.precision == "fp16"
             optimizer = Optimizer(model, one, mesh, plan.sync, 1, dtype, scaling, plan.batch)
-            train_on_example(model, batch, recycles, job.loss, plan.batch)
+            run_example(model, batch, job, plan.batch)
             for _ in range(optimizer.share // plan.batch):
                 optimizer.collect()
             optimizer.step(0)
             return launches
         packed = PackedWeights(model, dtype)
         model.requires_grad_(job.gradient is None)
-        if job.gradient is not None:
-            gradient_of_example(model, batch, recycles, job.gradient, mesh)
-        else:
-            with torch.no_grad():
-                predict_example(model, batch, recycles)
+        run_example(model, batch, job, mesh=mesh)
         del packed
     return launches
 

@@ -17,11 +17,9 @@ from warpfold.cost.example import (
     TRUTH,
     ExampleSizes,
     Job,
-    gradient_of_example,
-    predict_example,
     random_example,
+    run_example,
     shortened,
-    train_on_example,
 )
 from warpfold.cost.record import (
     Device,
@@ -179,16 +177,12 @@ def work(job: Job, plan: Plan, device: torch.device | str = "cpu") -> None:
     model.noise.seed(0)
     if job.loss is None:
         packed = PackedWeights(model.requires_grad_(job.gradient is None), DTYPES[plan.precision])
-        if job.gradient is not None:
-            gradient_of_example(model, batch, job.recycles, job.gradient)
-        else:
-            with torch.no_grad():
-                predict_example(model, batch, job.recycles)
+        run_example(model, batch, job)
         del packed
         return
     scaling = plan.precision == "fp16"
     optimizer = Optimizer(model, job.optim or OptimConfig(), dtype=DTYPES[plan.precision], scaling=scaling)
-    train_on_example(model, batch, job.recycles, job.loss)
+    run_example(model, batch, job)
     optimizer.collect()
     optimizer.step(0)
 

@@ -227,8 +227,13 @@ def candidates(
                 keys["sync"] = SyncConfig(**sync)
             if not job.training and "in_place" not in fixed:
                 keys["in_place"] = keys.get("chunk") is not None
-            if (plan := _valid_plan(job, machine, keys)) is not None:
-                plans[plan if "sizes" in fixed else _padded_for_graphs(job, machine, plan)] = None
+            if (plan := _valid_plan(job, machine, keys)) is None:
+                continue
+            padded = replace(plan, sizes=SIZES)
+            if job.learns and "sizes" not in fixed and padded.why_no_graphs(machine.kind) is None:
+                # Graphs can replay passes if examples are padded to few shapes.
+                plan = padded
+            plans[plan] = None
     if plans:
         return list(plans)
     # `Plan` raises an error if the keys themselves exclude each other.
@@ -251,12 +256,6 @@ def _valid_plan(job: Job, machine: Machine, keys: Mapping[str, Any]) -> Plan | N
     splits_batch = plan.batch > 1 and examples_of(job) % (plan.data * plan.batch) > 0
     offloads_whole = not job.training and plan.offload and not plan.in_place
     return None if plan.unsupported_on(machine.kind) or splits_batch or offloads_whole else plan
-
-
-def _padded_for_graphs(job: Job, machine: Machine, plan: Plan) -> Plan:
-    """Make a training plan pad its examples to few shapes, if graphs may then replay passes."""
-    padded = replace(plan, sizes=SIZES)
-    return padded if job.learns and padded.why_no_graphs(machine.kind) is None else plan
 
 
 def grids(job: Job, cluster: Cluster, fixed: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:

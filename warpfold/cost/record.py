@@ -21,15 +21,13 @@ from torch import Tensor, nn
 from warpfold.batch import Batch
 from warpfold.check.op_profile import Cost
 from warpfold.cost.example import (
+    MODEL,
     TRUTH,
     Job,
-    gradient_of_example,
     left_out,
-    predict_example,
-    train_on_example,
+    run_example,
 )
 from warpfold.cost.fake import fake_batch, fake_mesh
-from warpfold.cost.observe import MODEL
 from warpfold.cost.rates import TORCH
 from warpfold.cost.recorder import HOST, META, Await, Begin, Entry, MemoryPiece, Operation, Recorder
 from warpfold.cost.watch import STACKS, StateSizes, Watch
@@ -126,13 +124,8 @@ def _record_example(job: Job, plan: Plan, device: Device, branch: int, reads_tru
                 early[:] = recorder.entries
 
         recorder.phase = "early"
-        with recorder, recorder.listening(), torch.set_grad_enabled(job.training):
-            if job.loss is not None:
-                train_on_example(model, batch, job.recycles, job.loss, few.batch, enter, reads_trunk)
-            elif job.gradient is not None:
-                gradient_of_example(model, batch, job.recycles, job.gradient, mesh, enter)
-            else:
-                predict_example(model, batch, job.recycles, enter)
+        with recorder, recorder.listening():
+            run_example(model, batch, job, few.batch, mesh, enter, reads_trunk)
         last = recorder.taken()
         del packed
     return Run(
@@ -308,7 +301,11 @@ def record_optimizer(
         # Adapters compute dense weights, which exist until the backward pass.
         dense = [module.get_submodule(name)._parameters["weight"] for name in adapted]
         held, loading = recorder.now, max(recorder.now, recorder.restart() - less)
-        arrivals = _arrivals(optimizer.packed.parameters) if is_whole else _bucket_arrivals(layout, parameters)
+        arrivals = _arrivals(optimizer.packed.parameters if is_whole else parameters)
+        if not is_whole:
+            # A bucket is complete when its first member has its gradient.
+            firsts = [members[0] for members in reversed(layout.members)]
+            arrivals = {f"of_forward.{number}": arrivals[name] for number, name in enumerate(firsts)}
         exchanges, batches = [], -(-optimizer.share // plan.batch)
         for number in range(batches):
             begun = _backward(recorder, optimizer, arrivals)
@@ -368,13 +365,6 @@ def _arrivals(named: Mapping[str, Tensor]) -> dict[str, tuple[str, float]]:
         names = list(group)
         arrivals |= {name: (part, (number + 1) / len(names)) for number, name in enumerate(names)}
     return arrivals
-
-
-def _bucket_arrivals(layout: Layout, named: Mapping[str, Tensor]) -> dict[str, tuple[str, float]]:
-    """Return the `_arrivals` of `_Buckets`: a bucket is complete when its first member has its gradient."""
-    arrivals = _arrivals(named)
-    firsts = [members[0] for members in reversed(layout.members)]
-    return {f"of_forward.{number}": arrivals[name] for number, name in enumerate(firsts)}
 
 
 # A step

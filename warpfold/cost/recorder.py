@@ -18,9 +18,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
 
 from warpfold.check.op_profile import Cost
-from warpfold.cost.observe import ALLOCATE, EXPONENTIALS, products, size
 from warpfold.cost.rates import TORCH, PassName, arguments_of, call_cost, name_of
 from warpfold.device import OnHost, Upload
 from warpfold.host import HostTensor
@@ -44,6 +44,10 @@ FACTORIES = {
     *(aten.arange.default, aten.arange.start, aten.arange.start_step, aten.eye.default, aten.eye.m),
     *(aten.linspace.default, aten.scalar_tensor.default, aten.rand.default, aten.randn.default),
 }
+# Torch operations that launch nothing: they allocate, or replace the storage of a tensor.
+ALLOCATE = {"set_", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
+# Torch operations that compute one exponential per element.
+EXPONENTIALS = {"_softmax", "exp", "sigmoid", "softplus"}
 PLAIN_TYPES = (Tensor, nn.Parameter)
 # Cached results in `_layouts`. The cache is emptied when it is full.
 MAX_LAYOUTS = 1 << 16
@@ -581,7 +585,7 @@ class Recorder(DispatchMode):
         if in_backward():
             phase = "recomputed" if torch.is_grad_enabled() else "backward"
         exps = sum(x.numel() for x in results) if func._opname in EXPONENTIALS else 0
-        cost = Cost(products(func, args, kwargs, out), exps, sum(map(size, (*operands, *results))))
+        cost = Cost(products(func, args, kwargs, out), exps, sum(x.nbytes for x in (*operands, *results)))
         dtype, times = _float(results[0]), dispatch.represented_iterations()
         self.entries.append(Operation(TORCH, "forward", cost, dtype, 1, phase, self.part, times))
 
@@ -663,6 +667,12 @@ def _kind(func: Any) -> Kind:
     if schema.arguments[changed.index(True)].name == "out":
         return Kind.OUT
     return Kind.IN_PLACE if changed[0] and func._opname.endswith("_") else Kind.OTHER
+
+
+def products(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> int:
+    """Compute the floating point operations of a torch operation if it is a matrix product; otherwise 0."""
+    formula = flop_registry.get(func._overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
 @functools.cache

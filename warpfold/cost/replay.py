@@ -164,7 +164,13 @@ def step_time(
     """
     ranks = ranks_of(plan)
     cluster = cluster or Cluster(ranks=ranks, per_node=ranks, within=rates.link, between=rates.link)
-    halves, pace = record_rank(job, plan, cluster, rates.device != "cpu", tell), Pace.of(rates, cluster)
+    pace, gpu = Pace.of(rates, cluster), rates.device != "cpu"
+    # The step of the rank with most work, once for each branch
+    share = 1 if job.optim is None else share_of(job.optim.accumulate, plan.data, 0)
+    halves = [
+        record(job, plan, share, cluster.per_node, gpu, branch, within(tell, branch, plan.branch))
+        for branch in range(plan.branch)
+    ]
     passes = range(job.recycles + 1) if job.training else [job.recycles]
     steps = [replay_longest(halves, n, plan, pace) for n in passes]
     parts: dict[str, float] = defaultdict(float)
@@ -178,15 +184,6 @@ def step_time(
         fmean(getattr(step, name) for step in steps) for name in ("seconds", "hidden", "sent", "launching")
     )
     return StepTime(total, ordered, hidden, sent, rates.how, overhead, launching)
-
-
-def record_rank(job: Job, plan: Plan, cluster: Cluster, gpu: bool, tell: Progress = no_progress) -> list[RecordedStep]:
-    """Record a step of the rank with most work, once for each branch of a plan."""
-    share = 1 if job.optim is None else share_of(job.optim.accumulate, plan.data, 0)
-    return [
-        record(job, plan, share, cluster.per_node, gpu, branch, within(tell, branch, plan.branch))
-        for branch in range(plan.branch)
-    ]
 
 
 def replay_longest(halves: Sequence[RecordedStep], passes: float, plan: Plan, pace: Pace) -> ReplayedStep:

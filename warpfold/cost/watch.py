@@ -1,5 +1,6 @@
 """Track the position of a run in a model, and the owners of the tensors that it allocates."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,15 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from warpfold.cost.observe import MODEL, MadeAt
+from warpfold.cost.example import MODEL
 from warpfold.cost.recorder import MemoryPiece, Place, Recorder
 from warpfold.model.axial import AxialUpdate, Block, BlockStack
-from warpfold.ops.torch_internals import in_backward
+from warpfold.ops.torch_internals import current_node, in_backward, next_node_number, node_number
 
 # Methods of a layer that work on slices. Other methods compute factors.
 SLICE_METHODS = ("prepare", "update")
 # The trunk's stacks, of which only a few blocks are run.
 STACKS = ("extra_stack", "evoformer")
+# Autograd nodes that accumulate gradients into parameters have numbers from here on.
+ACCUMULATING_NODES = 2**62
 # Owners of the tensors that other modules allocate.
 OWNERS = {
     **dict.fromkeys(("distogram", "masked_msa", "plddt", "resolved", "pae"), "heads"),
@@ -53,7 +56,10 @@ class Watch:
         # Places of the running modules, from the outermost to the innermost.
         self._places: list[Place] = []
         self._block: tuple[str, int] | None = None
-        self._made_at = MadeAt[Place]()
+        # Places of autograd nodes: a node belongs to the place of the largest number that is not above its own. Numbers
+        # increase with each creation within a thread.
+        self._node_numbers: list[int] = []
+        self._node_places: list[Place] = []
         for name, module in model.named_modules():
             if isinstance(module, BlockStack):
                 self._watch_stack(name, module)
@@ -69,12 +75,19 @@ class Watch:
         if self._places:
             # A layer is being recomputed.
             place = self._places[-1]._replace(backward=True)
-        elif (made_at := self._made_at.of_current()) is None:
+        elif (made_at := self._place_of_node()) is None:
             place = Place("backward", "gradients", backward=True)
         else:
             place = Place(f"{made_at.name} backward", "gradients", made_at.stack, made_at.block, backward=True)
         self._note(place)
         return place
+
+    def _place_of_node(self) -> Place | None:
+        """Return the place where the node that the backward pass is running was created; None for accumulation."""
+        node = current_node()
+        number = -1 if node is None else node_number(node)
+        index = bisect_right(self._node_numbers, number) - 1
+        return None if index < 0 or number >= ACCUMULATING_NODES else self._node_places[index]
 
     def enter_phase(self, name: str) -> None:
         """Start a phase outside of the model's modules, which owns the tensors that it allocates."""
@@ -104,9 +117,14 @@ class Watch:
             course.append((self.recorder.moment, place.name))
 
     def _entered(self, place: Place) -> None:
-        self._note(place._replace(name=f"{place.name} again") if in_backward() else place)
+        if in_backward():
+            # A recomputation may run in a thread with its own numbers of nodes.
+            self._note(place._replace(name=f"{place.name} again"))
+            return
+        self._note(place)
         if torch.is_grad_enabled():
-            self._made_at.now(place)
+            self._node_numbers.append(next_node_number())
+            self._node_places.append(place)
 
     def _push(self, place: Place) -> None:
         self._places.append(place)
