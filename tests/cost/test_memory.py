@@ -45,7 +45,7 @@ def run_everything(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         monkeypatch.setattr(record, "BLOCKS", 10**6)
         monkeypatch.setattr(record, "FOLDED_BLOCKS", 10**6)
         monkeypatch.setattr(record, "needs_every_parameter", lambda optim, finetune: True)
-        monkeypatch.setattr(dispatch, "TURNS", 10**6)
+        monkeypatch.setattr(dispatch, "SUBSAMPLED_ITERATIONS", 10**6)
         monkeypatch.setattr(Recorder, "run", lambda self, what, function, args, kwargs: function(*args, **kwargs))
         forget()
 
