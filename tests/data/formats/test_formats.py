@@ -258,6 +258,6 @@ def test_no_pickle_and_no_archive_of_arrays_is_read(tmp_path: Path) -> None:
             (parse_alignment, "Pass these as plain text"),
             (parse_structure, "Pass an mmCIF or PDB file"),
         ):
-            with pytest.raises(UserError, match=f"^features: is {kind}.*{remedy}$"):
+            with pytest.raises(UserError, match=f"^features: is {kind}.*{remedy}[.]$"):
                 parse(data, "features")
     assert not executed.exists()

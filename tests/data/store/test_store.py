@@ -187,7 +187,7 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
     later[8] += 1  # its format version
     index.write_bytes(later)
     sign(path)
-    with pytest.raises(UserError, match=r"index of version 2, newer than this WarpFold. Update"):
+    with pytest.raises(UserError, match=r"index of version 2, too new for this WarpFold. Update"):
         Store(path)
     index.write_bytes(whole)
     (path / "store.json").write_text(good)
