@@ -136,7 +136,8 @@ def test_asked_to_it_replaces_its_own_files_and_those_it_has_not_any_more(tmp_pa
     (tmp_path / "out" / "notes.txt").write_text("mine")
     prediction(pae=False).save(tmp_path / "out", overwrite=True)
     assert contents(tmp_path / "out").keys() == {
-        "test.cif", "test.npz", "test.pdb", "test_plddt.json", "test_scores.json", "notes.txt"
+        "test.cif", "test.npz", "test.pdb", "test_plddt.json", "test_scores.json", "notes.txt", "test_plddt.png",
+        "test_plddt.svg",
     }  # fmt: skip
 
 

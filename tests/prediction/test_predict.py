@@ -85,7 +85,7 @@ def test_every_record_is_folded(tmp_path: Path, fasta: Path, a3m: Path, tiny_par
     for entry in summary["predictions"]:
         assert set(entry["files"]) == {"mmcif", "pdb", "plddt", "pae", "scores", "arrays"}
         assert all((out / entry["folder"] / name).stat().st_size for name in entry["files"].values())
-    assert {p.name for p in out.iterdir()} == {"one", "two", "summary.json", "report.html"}
+    assert {p.name for p in out.iterdir()} == {"one", "two", "summary.json", "report.html", "cite.bibtex"}
     assert seen[-1][:2] == (2, 2)
 
 
@@ -207,7 +207,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, fasta: Path, tiny_par
     assert not contents(tmp_path / "mine")
 
 
-@pytest.mark.parametrize("name", ["alignments", "records", "Summary.json", "report.html"])
+@pytest.mark.parametrize("name", ["alignments", "records", "Summary.json", "report.html", "Cite.bibtex"])
 def test_names_that_the_run_needs_itself_are_refused_before_anything_is_folded(
     tmp_path: Path, tiny_params: Path, name: str
 ) -> None:

@@ -176,9 +176,11 @@ def test_force_takes_away_all_that_a_ranked_run_made(tmp_path: Path, fasta: Path
         predict(fasta, params["first"], tmp_path / "out", recycles=0)
     predict(fasta, params["first"], tmp_path / "out", recycles=0, force=True)
     stem = {f"trio/trio{end}" for end in (".cif", ".pdb", ".npz", "_plddt.json", "_pae.json", "_scores.json")}
+    stem |= {f"trio/trio_{name}.{form}" for name in ("plddt", "pae", "coverage") for form in ("png", "svg")}
     assert set(written(tmp_path / "out")) - {"scores.parquet"} == {
         "summary.json",
         "report.html",
+        "cite.bibtex",
         *TABLES,
         "trio/notes.txt",
         *stem,

@@ -106,6 +106,7 @@ def predict(
     pair_representation: Literal["pooled", "whole"] = "pooled",
     distogram: bool = False,
     save_recycles: bool = False,
+    figures: bool = True,
     keep: int | str | None = None,
     device: str | None = None,
     chunk: int | None = None,
@@ -303,7 +304,7 @@ def relax(
     device: Device = None,
     force: Annotated[bool, writes("Relax again what is relaxed already.")] = False,
 ) -> Answer:
-    """Remove clashes and broken bonds with Amber's force field; needs OpenMM: pip install "warpfold\\[relax]"."""
+    """Remove clashes and broken bonds with Amber's force field; needs OpenMM: pip install ".\\[relax]"."""
     from warpfold.relax.files import relax_paths
 
     with progress_bar() as progress:

@@ -41,6 +41,7 @@ from warpfold.files import (
     writing,
 )
 from warpfold.prediction import outputs
+from warpfold.prediction.citations import bibtex
 from warpfold.prediction.folding import FoldItem, FoldOutcome, Group, Key, part_of
 from warpfold.prediction.pages import prediction_report
 from warpfold.report.report import write_report
@@ -209,6 +210,8 @@ class PredictionFolder:
                 if self.tables is not None:
                     summary["tables"] = self.tables.rebuild(summary["predictions"], finished=True)
                 write_report(self.out / "report.html", prediction_report(self.out, summary))
+                multimer = any(item.model.multimer for item in self.items)
+                write_atomically(self.out / outputs.CITATIONS, bibtex(summary, multimer))
                 summary = write_summary(self.out, summary)
                 remove_records(self.out)
                 if self.store is not None:
@@ -544,19 +547,21 @@ def rank_predictions(entries: Sequence[Entry]) -> tuple[list[Entry], dict[str, A
 def copy_by_rank(out: Path, entries: Sequence[Entry]) -> list[Entry]:
     """Write a copy of each ranked structure, OUT/NAME/NAME_rank_1.cif and so on; return the entries with their names.
 
-    The scores are copied too, as NAME_rank_1_scores.json: ChimeraX loads the PAE from the JSON file whose name is most
-    similar to the structure's.  Earlier copies are replaced, or deleted if there is nothing to copy any more.
+    The scores and the figure of the PAE are copied too, as NAME_rank_1_scores.json and NAME_rank_1_pae.png. ChimeraX
+    loads the PAE from the JSON file whose name is most similar to the structure's. Earlier copies are replaced, and
+    those without a prediction are deleted.
     """
     copied = []
     for entry in entries:
         folder = Path(file_name(entry["name"]))
         copies = {}
-        for kind, ending in (("mmcif", ".cif"), ("pdb", ".pdb"), ("scores", "_scores.json")):
+        endings = {"mmcif": ".cif", "pdb": ".pdb", "scores": "_scores.json", "pae_png": "_pae.png"}
+        for kind, ending in endings.items():
             if kind not in entry["files"]:
                 continue
             source = out / entry["folder"] / entry["files"][kind]
             copy = folder / f"{folder}_rank_{entry['rank']}{ending}"
-            write_atomically(out / copy, source.read_text(encoding="utf-8"))
+            write_atomically(out / copy, source.read_bytes())
             copies[kind] = str(copy)
         copied.append(entry | {"ranked": copies})
     now = {copy for entry in copied for copy in entry["ranked"].values()}

@@ -29,6 +29,7 @@ from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.model import confidence
 from warpfold.prediction.notices import Notice
 from warpfold.prediction.sanity import check_geometry, confidence_notices
+from warpfold.report.charts import FORMATS
 from warpfold.report.coverage import Coverage
 from warpfold.report.report import ReportPage, Target, Warned, render
 from warpfold.scoring.interface import PairScore, chain_pair_scores
@@ -36,8 +37,9 @@ from warpfold.scoring.score_table import PAIRS, PARQUET, SCORES, design_scores, 
 
 StoredPair = Literal["pooled", "whole"]
 _RECORD = struct.Struct("<II")  # size of the header, checksum
+CITATIONS = "cite.bibtex"
 # Names in an output folder that no protein may have.
-RESERVED = ("alignments", RECORDS, "report.html", "summary.json", SCORES, PAIRS, PARQUET)
+RESERVED = ("alignments", RECORDS, "report.html", "summary.json", CITATIONS, SCORES, PAIRS, PARQUET)
 FRAME = 900  # height in a notebook, pixels
 MAX_ATTEMPTS = 100  # to create a draft in a folder that other processes remove
 # Arrays that stay when a prediction is thinned.
@@ -197,7 +199,9 @@ class Prediction:
         """Return ModelCIF text, with pLDDT also in the B column."""
         from warpfold.data.structure.write import Modelling, write_mmcif
 
+        # The parameters and the seed make copied files identifiable.
         protocol = {name: self.details[name] for name in ("recycles", "templates") if self.details.get(name)}
+        protocol |= {name: self.details[name] for name in ("model", "seed") if self.details.get(name) is not None}
         facts = [f"{name}: {', '.join(one) if isinstance(one, list) else one}" for name, one in protocol.items()]
         scores = {name: one for name, one in (("pTM", self.ptm), ("ipTM", self.iptm)) if one is not None}
         how = Modelling("; ".join(facts) or None, scores)
@@ -265,8 +269,19 @@ class Prediction:
         sequence = ":".join(self.sequence[span] for span in self.spans.values())
         return pack_record(halves, {"name": self.name, "sequence": sequence, "chains": list(self.spans)})
 
+    def figures(self) -> dict[str, bytes]:
+        """Draw pLDDT, PAE and alignment coverage: suffix, such as "pae.svg" -> content of the file."""
+        from warpfold.report.prediction_figures import draw_figures
+
+        chains = self.spans if self.asym_id is not None else {}
+        return draw_figures(self.plddt, self.pae, self.coverage, chains)
+
     def save(
-        self, folder: Path | str, overwrite: bool = False, stored_pair: StoredPair | None = None
+        self,
+        folder: Path | str,
+        overwrite: bool = False,
+        stored_pair: StoredPair | None = None,
+        figures: bool = True,
     ) -> dict[str, str]:
         """Write all files of this prediction into `folder` (docs/reference/outputs.md); return kind -> file name.
 
@@ -274,6 +289,7 @@ class Prediction:
         folder appears complete or not at all; in an existing folder, this holds for each file.
         overwrite: replace an earlier prediction of a protein of this name.  The PDB file is omitted if the format
         cannot hold the structure.  stored_pair: write the representations as a record for a store, not into the .npz.
+        figures: draw pLDDT, PAE and alignment coverage as PNG and SVG.
         Errors: UserError if a file of that name exists (with `overwrite`, one that does not belong to a prediction),
         and if the folder cannot be written.
         """
@@ -295,6 +311,8 @@ class Prediction:
             np.savez_compressed(draft / names["arrays"], **arrays)
             for kind, text in texts.items():
                 (draft / names[kind]).write_text(text, encoding="utf-8")
+            for suffix, content in (self.figures() if figures else {}).items():
+                (draft / names[suffix.replace(".", "_")]).write_bytes(content)
             if self.pae is not None and self.max_pae is not None:
                 write_pae(draft / names["pae"], self.pae, self.max_pae)
             scores = self.plddt, self.pae, self.ptm, self.iptm, self.chain_pair_iptm
@@ -325,12 +343,13 @@ def write_prediction(
     given: Mapping[str, Chain] | None = None,
     wanted: Callable[[Mapping[str, Any]], bool] | None = None,
     stored_pair: StoredPair | None = None,
+    figures: bool = False,
 ) -> dict[str, Any]:
     """Check a prediction's geometry, write it into its own folder in `out`, and return its entry in the summary.
 
     below: the folder inside that of the protein, if it has several predictions.  notices: about the input.
     fixed, given: as in `Prediction.design_scores`.  wanted: decides from the entry without files whether to write them.
-    stored_pair: as in `Prediction.save`.
+    stored_pair, figures: as in `Prediction.save`.
     """
     outcomes = [TemplateOutcome(**outcome) for outcome in prediction.templates]
     details = dict(prediction.details)
@@ -359,7 +378,7 @@ def write_prediction(
     files: dict[str, str] = {}
     if kept := wanted is None or wanted(head | results):
         # Files of an earlier run are there if it was killed, or is replaced with --force.
-        files = prediction.save(out / folder, overwrite=True, stored_pair=stored_pair)
+        files = prediction.save(out / folder, overwrite=True, stored_pair=stored_pair, figures=figures)
     warnings = [
         *(notice.record() for notice in notices),
         *lost,
@@ -515,6 +534,7 @@ def file_names(protein: str, recycles: Iterable[int] = ()) -> dict[str, str]:
         "scores": "_scores.json",
         "distogram": "_distogram.npy",
         "representations": "_representations.record",
+        **{f"{figure}_{form}": f"_{figure}.{form}" for figure in ("plddt", "pae", "coverage") for form in FORMATS},
         "templates": "_templates.json",
         "relaxed": "_relaxed.json",  # this and the next: by relax/files.py
         "relaxed_mmcif": "_relaxed.cif",

@@ -461,7 +461,8 @@ def _writer(out: Path, several: bool, shortlist: Shortlist | None, request: Requ
         if query.guess is not None:
             details |= {"initial_guess": Path(query.guess.source).name, "fixed_chains": list(query.fixed)}
         made = replace(made, details=details)
-        return write_prediction(made, out, below, query.notices, query.fixed, query.designed, wanted, pair)
+        notices, fixed, designed = query.notices, query.fixed, query.designed
+        return write_prediction(made, out, below, notices, fixed, designed, wanted, pair, request.figures)
 
     return write
 

@@ -314,6 +314,10 @@ class Request(Checked):
     pair_representation: PairRepresentation = "pooled"
     distogram: Distogram = False
     save_recycles: SaveRecycles = False
+    figures: Annotated[
+        bool,
+        writes("Draw pLDDT, PAE and alignment coverage of each prediction, PNG and SVG.", "--figures/--no-figures"),
+    ] = True
     keep: Annotated[
         int | str | None,
         writes(

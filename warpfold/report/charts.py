@@ -33,6 +33,8 @@ TRUTH = "#aab2bb"
 PAE_TOP = 32
 # The largest PAE image, in residues. The pixels of larger proteins are means over several residues.
 LARGEST = 1024
+# File formats of the figures of a prediction.
+FORMATS = ("png", "svg")
 # Opacities of the trace, from far to near.
 SHADES = (0.4, 0.7, 1.0)
 

@@ -8,12 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-from warpfold.report.charts import CLASSES, PAE_TOP, Spans, pooled, tick_labels
+from warpfold.report.charts import CLASSES, FORMATS, PAE_TOP, Spans, pooled, tick_labels
 from warpfold.report.coverage import Coverage
 from warpfold.report.figures import GREY, INK, STYLE, as_file
-
-# File formats of each figure.
-FORMATS = ("png", "svg")
 
 
 def draw_figures(
@@ -39,8 +36,8 @@ def draw_figures(
 
 
 def _draw_plddt(plddt: np.ndarray, chains: Spans) -> Figure:
-    figure = Figure(figsize=(6.4, 2.8), layout="constrained")
-    axes = figure.add_subplot()
+    figure = Figure(figsize=(6.4, 2.8))
+    axes = figure.add_axes((0.1, 0.18, 0.88, 0.72))
     upper = 100.0
     for bound, color, label in CLASSES:
         axes.axhspan(max(bound, 0.0), upper, color=color, alpha=0.22, linewidth=0, label=label)
@@ -53,21 +50,21 @@ def _draw_plddt(plddt: np.ndarray, chains: Spans) -> Figure:
 
 
 def _draw_pae(pae: np.ndarray, chains: Spans) -> Figure:
-    figure = Figure(figsize=(4.4, 3.8), layout="constrained")
-    axes, end = figure.add_subplot(), len(pae) + 0.5
+    figure = Figure(figsize=(4.8, 3.8))
+    axes, end = figure.add_axes((0.14, 0.15, 0.65, 0.82)), len(pae) + 0.5
     image = axes.imshow(
         pooled(pae), "Greens_r", vmin=0, vmax=PAE_TOP, extent=(0.5, end, end, 0.5), interpolation="nearest"
     )
     _label_residues(axes, chains, len(pae), "x", "scored residue")
     _label_residues(axes, chains, len(pae), "y", "aligned residue")
-    figure.colorbar(image, ax=axes, shrink=0.85, label="expected position error (Å)")
+    figure.colorbar(image, cax=figure.add_axes((0.83, 0.2, 0.035, 0.72)), label="expected position error (Å)")
     return figure
 
 
 def _draw_coverage(coverage: Coverage, chains: Spans) -> Figure:
     """Draw the rows by identity with the query, and the depth as a line, as ColabFold does."""
-    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
-    axes, residues = figure.add_subplot(), len(coverage.depth)
+    figure = Figure(figsize=(6.4, 3.2))
+    axes, residues = figure.add_axes((0.12, 0.15, 0.74, 0.77)), len(coverage.depth)
     identity = np.ma.masked_equal(coverage.rows.astype(float), 0) - 1
     image = axes.imshow(
         identity,
@@ -81,7 +78,7 @@ def _draw_coverage(coverage: Coverage, chains: Spans) -> Figure:
     axes.step(np.arange(1, residues + 1), coverage.depth, where="mid", color=INK, linewidth=1)
     axes.set(ylabel="alignment rows", ylim=(0, max(1, coverage.total)))
     _label_residues(axes, chains, residues, "x")
-    figure.colorbar(image, ax=axes, label="identity with the query (%)")
+    figure.colorbar(image, cax=figure.add_axes((0.89, 0.15, 0.025, 0.77)), label="identity with the query (%)")
     axes.set_title(f"{coverage.total:,} alignment rows", fontsize=9.5, loc="left")
     return figure
 

@@ -1,0 +1,24 @@
+"""The references beside predictions name the methods that were used, and no others."""
+
+import re
+
+import pytest
+
+from warpfold.prediction.citations import bibtex
+
+SUMMARY = {
+    "versions": {"warpfold": "0.1.0"},
+    "models": [{"file": "params_model_1_ptm.npz"}, {"file": "params_model_1_ptm.npz"}],
+}
+
+
+@pytest.mark.parametrize("multimer", [False, True])
+@pytest.mark.parametrize("server", [None, "https://example.org"])
+def test_the_methods_that_were_used_are_cited(multimer: bool, server: str | None) -> None:
+    text = bibtex({**SUMMARY, "msa_server": server}, multimer)
+    keys = re.findall(r"^@\w+\{(\w+),$", text, re.M)
+    expected = ["warpfold", "jumper2021alphafold"]
+    assert keys == expected + ["evans2021multimer"] * multimer + ["mirdita2022colabfold"] * (server is not None)
+    assert text.count("params_model_1_ptm.npz") == 1
+    assert "CC BY 4.0" in text
+    assert text.count("{") == text.count("}")
