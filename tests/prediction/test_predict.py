@@ -1,4 +1,4 @@
-"""`predict` as a function: what it writes, which alignment goes where, how it continues, what it refuses."""
+"""Test the function `predict`: output files, assignment of alignments, continued runs, refused input."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def a3m(tmp_path: Path) -> Path:
 def test_selenocysteine_is_unknown_in_the_sequence_and_cysteine_in_the_alignment(
     tmp_path: Path, tiny_params: Path
 ) -> None:
-    """As in the official code, from files and from Python; the alignment is found for either letter."""
+    """This follows the official code, for files and from Python. An alignment matches with either letter."""
     (tmp_path / "q.fasta").write_text(">one\nMKTAYIUKQRQISFVKSH\n")
     for letter in "UC":
         (tmp_path / f"{letter}.a3m").write_text(f">one\nMKTAYI{letter}KQRQISFVKSH\n>b\n-KTAYLUKQRQISFVRSH\n")
@@ -69,7 +69,8 @@ def test_alignments_are_stacked_in_the_official_order_whatever_the_shell_gives(t
     for file, letter in zip(files, "ACDEF"):
         file.write_text(f">one\n{ONE}\n>{file.stem}\n{ONE[:-1]}{letter}\n")
     rows = read_queries(fasta, files)[0].chains[0].msa
-    assert decode(rows[1:, -1]) == "FEDAC"  # the last two as given
+    # The last two are in the order of the user.
+    assert decode(rows[1:, -1]) == "FEDAC"
 
 
 def test_every_record_is_folded(tmp_path: Path, fasta: Path, a3m: Path, tiny_params: Path) -> None:
@@ -118,16 +119,17 @@ def test_a_failure_is_named_and_leaves_the_others_be(
     assert "out of memory" in (out / "report.html").read_text()
 
     monkeypatch.setattr(Predictor, "compute", fold)
-    again = predict(fasta, tiny_params, out)  # only what failed is folded
+    # The second run folds only the protein that failed.
+    again = predict(fasta, tiny_params, out)
     assert again["status"] == "complete"
-    assert [e["name"] for e in again["predictions"]] == ["one", "two"]  # in the order of the query
+    assert [e["name"] for e in again["predictions"]] == ["one", "two"]  # order of the query
     assert again["predictions"][1] == summary["predictions"][0]
 
 
 def stopped_at_two(
     self: Predictor, prepared: Prepared, *args: object, compute: Callable[..., warpfold.Prediction] = Predictor.compute
 ) -> warpfold.Prediction:
-    """`Predictor.compute`, until a protein called "two" comes."""
+    """Replace `Predictor.compute`: raise KeyboardInterrupt for the protein "two"."""
     if prepared.assembly.name == "two":
         raise KeyboardInterrupt
     return compute(self, prepared, *args)
@@ -146,7 +148,10 @@ def cut(path: Path) -> None:
 def test_damaged_results_are_folded_again(
     tmp_path: Path, fasta: Path, tiny_params: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each kind of file, flipped, cut or gone; what is damaged is kept beside, for somebody may have edited it."""
+    """Flip a bit of each kind of file, truncate it or delete it.
+
+    A damaged file is renamed, not deleted, because the user may have edited it.
+    """
     out = tmp_path / "out"
     files = predict(fasta, tiny_params, out)["predictions"][0]["files"]
     before, other = contents(out / "one"), (out / "two/two.cif").stat().st_mtime_ns
@@ -253,7 +258,7 @@ def test_bad_input_is_refused_before_anything_is_written(
 
 
 def test_several_processes_do_not_share_a_pipe(tmp_path: Path, a3m: Path, tiny_params: Path) -> None:
-    """Each process would read only what the others left in the pipe."""
+    """Each process would read only the bytes that the other processes left in the pipe."""
     read, write = os.pipe()
     pipe, team = Path(f"/dev/fd/{read}"), Team(ProcessInfo(rank=0, ranks=2))
     for query, msas in ((pipe, []), (a3m, [pipe])):
@@ -318,7 +323,7 @@ def test_folding_samples_the_alignment_as_training_did(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def template_params(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random parameters of a model that takes templates."""
+    """Save random parameters of a model that takes templates."""
     path = tmp_path_factory.mktemp("params") / "templates.safetensors"
     save_params(path, tiny_model())
     return path
@@ -326,7 +331,7 @@ def template_params(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def structures(tmp_path: Path) -> Path:
-    """A library of two entries, each with chain A of ONE's length and B, another protein."""
+    """Write two entries. Chain A of each has the length of ONE; chain B is another protein."""
     folder = tmp_path / "mmcif"
     folder.mkdir()
     chains = {"A": ONE[:9] + "WWW" + ONE[12:], "B": TWO * 2}
@@ -336,7 +341,7 @@ def structures(tmp_path: Path) -> Path:
 
 
 def a3m_hits(tmp_path: Path, name: str = "one.hits.a3m", entries: Sequence[str] = ("9not", "1abc", "2xyz")) -> Path:
-    """Hits in hmmsearch's A3M: the two entries' chains A, and one whose file is not there."""
+    """Write hits in the A3M format of hmmsearch: chain A of both entries, and of an entry without a file."""
     sequence = ONE[:9] + "WWW" + ONE[12:]
     path = tmp_path / name
     path.write_text("".join(f">{entry}_A/1-18 mol:protein\n{sequence}\n" for entry in entries))
@@ -357,7 +362,8 @@ def test_a_template_is_used_reported_and_counts(
     assert (without["templates"], without["templates_unused"]) == ([], 0)
     assert "templates" not in without["files"]
     assert (tmp_path / "with/one/one.cif").read_bytes() != (tmp_path / "without/one/one.cif").read_bytes()
-    with pytest.raises(UserError, match="another run"):  # templates decide the result
+    # Templates are part of the identity of a run.
+    with pytest.raises(UserError, match="another run"):
         predict(a3m, template_params, tmp_path / "with")
 
 
@@ -379,7 +385,7 @@ def test_hits_come_after_the_users_files_and_refusals_are_written(
 
 
 def test_the_users_files_leave_fewer_places_for_hits(tmp_path: Path, structures: Path) -> None:
-    """Hits fill what is left of the limit, and say so where nothing is."""
+    """Hits are used up to the model's limit of templates, after the user's files."""
     sources = TemplateSources(hits=[a3m_hits(tmp_path, entries=("1abc",))], structures=structures)
     for files, most, used in (((), 1, True), ((f"{structures / '2xyz.cif'}:A",), 2, True)):
         assert hits_used(sources, files, most) == (len(files) + used, ["1abc_A"])
@@ -388,7 +394,7 @@ def test_the_users_files_leave_fewer_places_for_hits(tmp_path: Path, structures:
 
 
 def hits_used(sources: TemplateSources, files: tuple[str, ...], most: int) -> tuple[int, list[str]]:
-    """Find the templates of ONE; return how many there are, and which hits were used."""
+    """Find the templates of ONE. Return their number and the names of the used hits."""
     ((found, outcomes),) = find_templates([TemplateQuery(ONE, ("one",), files)], sources, most)
     assert found is not None
     return len(found.aatype), [one.name for one in outcomes[len(files) :] if one.used]
@@ -411,7 +417,7 @@ def test_a_wrong_folder_of_structures_ends_the_run_before_it_writes(
     [
         (["8not", "9not", "2xyz"], "2015-01-01", 1, ["0 of 3", "0 of 3"]),
         (["9not", "1abc"], "2030-01-01", 0, ["1 of 2"]),
-        (["2xyz"], "2015-01-01", 0, ["0 of 1"]),  # refused by its date, as was asked
+        (["2xyz"], "2015-01-01", 0, ["0 of 1"]),  # too recent
     ],
 )
 def test_a_protein_without_templates_for_want_of_structures_is_said_and_exits_with_1(
@@ -425,7 +431,7 @@ def test_a_protein_without_templates_for_want_of_structures_is_said_and_exits_wi
     code: int,
     said: list[str],
 ) -> None:
-    """Some structures are there, but none for this protein.  Hits that are refused by the rules are no failure."""
+    """The folder has structures, but none for this protein. Hits that the rules exclude are not a failure."""
     a3m_hits(tmp_path, "one.a3m", entries)
     hits = ["--hits", tmp_path / "one.a3m", "--template-structures", structures, "--max-template-date", date]
     found, _, err = run_cli(capsys, fasta, "--params", template_params, *hits, "--out", tmp_path / "out")
@@ -456,7 +462,7 @@ def test_of_several_queries_hits_go_by_name_and_files_to_all(tmp_path: Path, fas
     queries = [TemplateQuery(ONE, ("one",), file), TemplateQuery(TWO, ("two",), file)]
     sources = TemplateSources(files=file, hits=[a3m_hits(tmp_path, "one.a3m")], structures=structures)
     found = [templates for templates, _ in find_templates(queries, sources, most=4)]
-    # B is the other protein, 2xyz_A a copy
+    # Chain B matches TWO. 2xyz_A is not used for ONE because it duplicates 1abc_A.
     assert [one and one.names for one in found] == [("1abc_A", "1abc_A"), ("1abc_B",)]
     with pytest.raises(UserError, match=r"three\.a3m: there is no query three"):
         find_templates(queries, replace(sources, hits=[a3m_hits(tmp_path, "three.a3m")]), most=4)

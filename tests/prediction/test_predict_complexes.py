@@ -1,4 +1,4 @@
-"""`predict` on complexes: the user's chains in the output, several models and seeds ranked, what is refused."""
+"""Test `predict` on complexes: chains in the output, ranking over models and seeds, refused input."""
 
 import html
 import json
@@ -46,7 +46,7 @@ def multimer(seed: int = 0, **changes: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def params(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Random parameters: two multimers, and a monomer."""
+    """Save random parameters of two multimer models and a monomer model."""
     folder = tmp_path_factory.mktemp("params")
     models = {"first": multimer(0), "second": multimer(1), "monomer": tiny_model()}
     for name, model in models.items():
@@ -63,7 +63,7 @@ def fasta(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def ranked(tmp_path_factory: pytest.TempPathFactory, params: dict[str, Path]) -> tuple[Path, Path, dict[str, Any]]:
-    """A complex folded by two models with two seeds each: query, folder, summary."""
+    """Fold a complex with two models and two seeds each. Return the folder of the inputs, the output and the summary."""
     folder = tmp_path_factory.mktemp("ranked")
     (folder / "trio.fasta").write_text(RECORDS)
     (folder / "h.a3m").write_text(PAIRED)
@@ -91,7 +91,8 @@ def test_the_users_chains_in_their_order_are_in_every_file(ranked: tuple[Path, P
         ("x", 18, 3),
     ]
     assert (entry["msa_depth"], entry["msa_given"]) == (3, 5)
-    assert entry["paired_rows"] == 1  # MOUSE in all three; HUMAN in the copies of H alone
+    # All three chains have a row of MOUSE; only the copies of H have one of HUMAN.
+    assert entry["paired_rows"] == 1
     assert re.fullmatch(r"chain breaks \(neighbouring Cα too near or too far\): \d+", entry["warnings"][0]["text"])
     folder = out / entry["folder"]
     for kind in ("mmcif", "pdb"):
@@ -254,7 +255,7 @@ def test_files_that_python_gives_and_nothing_uses_are_said(tmp_path: Path) -> No
 def test_every_warning_is_on_the_terminal_and_in_the_report(
     tmp_path: Path, params: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever it is about: the run, what was given, or what was predicted; of those that failed, too; each once."""
+    """Warnings concern the run, an input or a prediction, also of failed proteins. Each is shown once."""
     (tmp_path / "q.fasta").write_text(f">one\nMKUOBZ{ONE}\n>two\nMKUOBZ{ONE}\n")
     arguments = [tmp_path / "q.fasta", "--params", params["first"], "--no-complex", "--recycles", 0, "--seeds", 2]
     _, _, err = run_cli(capsys, *arguments, "--out", tmp_path / "out")
@@ -266,14 +267,18 @@ def test_every_warning_is_on_the_terminal_and_in_the_report(
     for warning in wanted:
         assert err.count(f": {warning}\n") == 1, warning
         assert f": {html.escape(warning)}<" in page, warning
-    assert "mean pLDDT</dt>" not in page.split("</header>")[0]  # of different proteins
+    # The header has no mean over different proteins.
+    assert "mean pLDDT</dt>" not in page.split("</header>")[0]
     given = summary | {"predictions": [], "warnings": [{"text": "of the run"}]}
     given["input_warnings"] = {"lost": [Notice("input", {"text": "as given"}).record()]}
     assert warnings_of(given) == [Warned("of the run"), Warned("as given", {"lost": ""})]
 
 
 def test_warnings_of_a_kind_are_one() -> None:
-    """Numbers become ranges, details that differ go; other words make a kind; each protein keeps what is its own."""
+    """Numbers that differ become ranges, and details that differ are dropped from the common text.
+
+    A different text makes another kind. Each protein is listed with its own values.
+    """
     low, missing = partial(Notice, "plddt_very_low"), partial(Notice, "templates_missing")
     counts = {"used": 0, "offered": 1024, "missing": 2, "folder": "x", "detail": "1abc, 2xyz"}
     said = {
@@ -296,7 +301,7 @@ def test_warnings_of_a_kind_are_one() -> None:
 
 
 def test_warnings_of_many_take_time_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 10,000 designs the report was made in an hour: each notice went through all of its kind."""
+    """Comparing each notice with all notices of its kind made the report of 10,000 designs take an hour."""
     looked, parts = [0], notices._parts
 
     def counted(some: Sequence[Notice]) -> Any:
@@ -328,12 +333,13 @@ def test_the_report_shows_what_was_relaxed(
     page = (out / "report.html").read_text()
     for shown in ("76 → 3", "infinite → -1027", "0.10"):
         assert shown in page
-    (out / "trio/trio.npz").unlink()  # then it cannot be drawn again
+    # Without its arrays, the report cannot be written again.
+    (out / "trio/trio.npz").unlink()
     relax_files.relax_paths([out])
     assert (out / "report.html").read_text() == page
 
 
-# ---- which records are a complex
+# ---- records that form a complex
 
 
 def test_records_are_chains_with_a_multimers_parameters_and_proteins_otherwise(tmp_path: Path, fasta: Path) -> None:
@@ -341,14 +347,15 @@ def test_records_are_chains_with_a_multimers_parameters_and_proteins_otherwise(t
     assert (complex.name, complex.ids) == ("trio", ("H", "L", "x"))
     assert complex.assembly.entity_id.tolist() == [1, 2, 1]
     fasta.write_text(f">H\n{ONE}\n>L\n{TWO}:{TWO}\n")
-    for together in (False, True):  # A:B is a complex of its own
+    # A record A:B is a complex by itself.
+    for together in (False, True):
         single, pair = read_queries(fasta, [], together)
         assert (single.name, pair.name) == ("H", "L")
         assert pair.ids == ("A", "B")
 
 
 def test_a_multimer_folds_one_sequence_as_chain_a(tmp_path: Path, params: dict[str, Path]) -> None:
-    """Also several of them, each alone, if the user says so."""
+    """With `complex=False`, several records are folded separately."""
     (tmp_path / "q.fasta").write_text(f">one\n{ONE}\n>two\n{TWO}\n")
     options: dict[str, Any] = {"recycles": 0, "complex": False}
     entry, other = predict(tmp_path / "q.fasta", params["first"], tmp_path / "o", **options)["predictions"]
@@ -416,7 +423,8 @@ def test_folding_chains_in_memory(
     alignments = {"H": parse_a3m(PAIRED), "L": parse_a3m(PARTNER)}
     p = predictor.fold(chains, alignments, name="trio", seed=8, recycles=0)
     with np.load(out / entry["folder"] / entry["files"]["arrays"], allow_pickle=False) as arrays:
-        np.testing.assert_allclose(p.positions, arrays["positions"], atol=1e-4)  # where seeds shared a pass
+        # Here the seeds shared a pass, so the rounding differs.
+        np.testing.assert_allclose(p.positions, arrays["positions"], atol=1e-4)
     assert p.spans == {"H": slice(0, 18), "L": slice(18, 29), "x": slice(29, 47)}
     assert p.iptm is not None
     assert p.ptm is not None
@@ -449,7 +457,7 @@ def test_what_cannot_be_folded_in_memory(params: dict[str, Path]) -> None:
 
 @pytest.fixture
 def structure(tmp_path: Path) -> Path:
-    """An entry with chain A like ONE and B like TWO."""
+    """Write an entry whose chain A resembles ONE and whose chain B is TWO."""
     chains = {"A": ONE[:9] + "WWW" + ONE[12:], "B": TWO}
     return write_entry(tmp_path / "1abc.cif", chains, "2010-01-01")
 
@@ -460,8 +468,10 @@ def test_a_template_goes_to_the_chains_that_it_fits(structure: Path) -> None:
         (f"{structure}", [str(structure)], [str(structure)]),
         (f"{structure}:A", [f"{structure}:A"], []),
         (f"{structure}:B", [], [f"{structure}:B"]),
-        (f"x={structure}:B", [f"{structure}:B"], []),  # as the user says
-        (f"Q={structure}", [], []),  # a chain of another complex
+        # The user assigns the template to chain x, although chain B does not resemble it.
+        (f"x={structure}:B", [f"{structure}:B"], []),
+        # Q is a chain of another complex.
+        (f"Q={structure}", [], []),
     ):
         assert files_of_chains([file], chains) == {ONE: one, TWO: two}
     with pytest.raises(UserError, match="no such file"):
@@ -478,7 +488,8 @@ def test_templates_of_complexes_are_found_used_and_reported(
         "template_structures": tmp_path,
     }
     entry = predict(fasta, params["first"], tmp_path / "out", recycles=0, **sources)["predictions"][0]
-    assert (entry["templates"], entry["templates_unused"]) == (["1abc_A"], 1)  # the hit is the query's own sequence
+    # The hit is not used because its sequence is that of the query.
+    assert (entry["templates"], entry["templates_unused"]) == (["1abc_A"], 1)
     outcomes = json.loads((tmp_path / "out/trio" / entry["files"]["templates"]).read_text())
     assert [(one["name"], one["chains"], one["used"]) for one in outcomes] == [
         ("1abc_A", ["H", "x"], True),

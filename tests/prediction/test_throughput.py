@@ -1,4 +1,4 @@
-"""Predictions by the thousand: order, groups, parts and processes change no result, and a kill loses none."""
+"""Test runs of many predictions: order, groups, shards and processes change no result, and a kill loses none."""
 
 import errno
 import json
@@ -65,12 +65,12 @@ def fasta(tmp_path: Path) -> Path:
 
 
 def times_of(out: Path, names: Sequence[str]) -> dict[str, int]:
-    """When the predictions of these proteins were written."""
+    """Return the time at which the prediction of each protein was written, in nanoseconds."""
     return {name: (out / name / f"{name}.npz").stat().st_mtime_ns for name in names}
 
 
 def predictions(out: Path) -> dict[str, bytes]:
-    """All files of predictions, without what has seconds in it."""
+    """Read all files of the predictions, but not those of the run, which contain timings."""
     files = [path for path in sorted(out.rglob("*")) if path.is_file() and path.parent != out]
     return {str(path.relative_to(out)): path.read_bytes() for path in files}
 
@@ -92,7 +92,7 @@ def made(lengths: Sequence[int]) -> list[Any]:
     return [query_of("A" * n, (), f"q{i}") for i, n in enumerate(lengths)]
 
 
-# ---- order, groups, parts
+# ---- order, groups, shards
 
 
 def test_costly_ones_come_first_and_tiny_ones_together(tiny_params: Path) -> None:
@@ -102,7 +102,8 @@ def test_costly_ones_come_first_and_tiny_ones_together(tiny_params: Path) -> Non
     assert [[lengths[given.index(item)] for item in group] for group in groups] == [
         [200], [90], [30, 28, 12, 11, 10, 10]
     ]  # fmt: skip
-    assert in_groups(given, None, "cuda:1") == in_groups(given, 1, "cpu")  # on a GPU nobody has measured it
+    # On a GPU the default is one protein per pass.
+    assert in_groups(given, None, "cuda:1") == in_groups(given, 1, "cpu")
     assert [len(group) for group in in_groups(given, 2, "cuda")] == [1, 1, 2, 2, 2]
     assert sorted(item.key for group in groups for item in group) == sorted(item.key for item in given)
 
@@ -112,8 +113,10 @@ def test_costly_ones_come_first_and_tiny_ones_together(tiny_params: Path) -> Non
     [
         (None, Recycling(), None, True),
         (0.5, Recycling(), None, False),
-        (0.5, Recycling(), 1, True),  # the pass after the first is the last, whatever it changes
-        (0.5, Recycling(0.0), None, True),  # which no change is below
+        # With one recycle, the second pass is the last one in any case.
+        (0.5, Recycling(), 1, True),
+        # No change is below a tolerance of 0.
+        (0.5, Recycling(0.0), None, True),
         (None, Recycling(0.5), None, False),
         (None, Recycling(long=(8, 1)), None, False),
     ],
@@ -122,7 +125,7 @@ def test_costly_ones_come_first_and_tiny_ones_together(tiny_params: Path) -> Non
 def test_what_may_end_early_shares_no_pass(
     tiny_params: Path, own: float | None, given: Recycling, recycles: int | None, shared: bool
 ) -> None:
-    """Single chains or complexes."""
+    """This holds for single chains and for complexes."""
     (model,) = read_params([tiny_params])
     for multimer in (None, MultimerConfig()):
         config = replace(model.config, recycles=3, recycle_tolerance=own, multimer=multimer)
@@ -144,11 +147,11 @@ def test_parts_are_a_partition_of_about_equal_cost(tiny_params: Path, count: int
     assert len(jobs) <= 2 * count + 1
 
 
-# ---- a batch is its examples
+# ---- batches equal their examples
 
 
 def test_what_shares_a_pass_is_as_it_is_alone() -> None:
-    """Of different lengths and depths, in fp64, with recycling and ensembles, confidences and representations too."""
+    """The proteins differ in length and depth. Recycling and ensembles are on; everything is computed in fp64."""
     model = tiny_model(heads=HeadsConfig(plddt_c=8, pae=True), templates=TemplateConfig(enabled=False)).double()
     predictor = Predictor(model, precision="fp64", sample=SampleConfig(max_msa=3, max_extra=2))
     deep = from_sequence(SEQUENCES[0], [parse_a3m(A3M, "p0", SEQUENCES[0])], "p0")
@@ -163,7 +166,8 @@ def test_what_shares_a_pass_is_as_it_is_alone() -> None:
         for name in ("positions", "mask", "plddt", "pae", "single", "pair", "msa"):
             one, other = getattr(found, name), getattr(alone, name)
             assert one.shape == other.shape
-            np.testing.assert_allclose(one, other, rtol=2e-7, atol=1e-6, err_msg=name)  # results are kept in fp32
+            # Results are stored in fp32.
+            np.testing.assert_allclose(one, other, rtol=2e-7, atol=1e-6, err_msg=name)
         assert found.ptm == pytest.approx(alone.ptm, abs=1e-6)
         assert found.details["together"] == 4
         kept = {"seed", "recycles", "ensemble", "msa_depth"}
@@ -174,7 +178,7 @@ def test_what_shares_a_pass_is_as_it_is_alone() -> None:
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["free", "fixed"])
 def test_complexes_that_share_a_pass_of_a_multimer_are_as_they_are_alone(fixed: bool) -> None:
-    """Of other chains, depths and guesses, chains that are their own templates: scores of chain pairs too."""
+    """The complexes differ in chains, depths and guesses. "fixed": chains are their own templates."""
     config = as_multimer(tiny_config(templates=replace(tiny_config().templates, enabled=fixed)))
     sample = SampleConfig(max_msa=3, max_extra=2, max_templates=2 if fixed else 0)
     predictor = Predictor(
@@ -196,7 +200,8 @@ def test_complexes_that_share_a_pass_of_a_multimer_are_as_they_are_alone(fixed: 
         for name in ("positions", "mask", "plddt", "pae", "single", "pair", "msa", "asym_id", "chain_pair_iptm"):
             one, other = getattr(found, name), getattr(alone, name)
             assert one.shape == other.shape
-            np.testing.assert_allclose(one, other, rtol=2e-7, atol=1e-6, err_msg=name)  # results are kept in fp32
+            # Results are stored in fp32.
+            np.testing.assert_allclose(one, other, rtol=2e-7, atol=1e-6, err_msg=name)
         assert found.iptm == pytest.approx(alone.iptm, abs=1e-6)
         assert (found.details["together"], found.details["recycles"]) == (3, 1)
     with pytest.raises(ValueError, match="may end early"):
@@ -204,7 +209,10 @@ def test_complexes_that_share_a_pass_of_a_multimer_are_as_they_are_alone(fixed: 
 
 
 def assert_each_is_as_alone(model: AlphaFold, examples: list[Batch], rows: str) -> None:
-    """Fold examples together and one by one; rows: the feature whose shape is an example's rows and residues."""
+    """Check that examples folded together equal those folded alone, to 1e-10.
+
+    rows: name of a feature of shape [..., rows, residues], from which the sizes of an example are read.
+    """
     with torch.no_grad():
         together = model.fold(stack(examples), 1).unbind()
         for batch, found in zip(examples, together):
@@ -225,16 +233,19 @@ def assert_each_is_as_alone(model: AlphaFold, examples: list[Batch], rows: str) 
 
 @pytest.mark.parametrize("plan", [{}, {"chunk": 2, "in_place": True}], ids=str)
 def test_the_last_pass_of_complexes_that_share_one_is_that_of_each_alone(plan: dict[str, Any]) -> None:
-    """To 1e-10 in fp64: of other chains, rows, clusters and extra rows; some rows agree with no centre."""
+    """The complexes differ in chains, rows, clusters and extra rows. Some rows agree with no cluster centre."""
     model = filled_model(as_multimer(tiny_config())).double()
     Execution(Plan(**plan, precision="fp64")).bind(model)
     model.config = replace(model.config, ensemble=2)
     examples = []
     for seed, (chains, *sizes) in enumerate([((4, 3), 9, 3, 2), ((3, 2, 3), 5, 2, 3), ((5,), 7, 4, 1)]):
         one = random_complex(chains, *sizes, 2, 4, seed)
-        one["alignment"][-2:] = GAP  # agrees with nothing, and all centres share it
-        one["alignment"][-1, : chains[0]] = 20  # X, which few have
-        one["alignment_mask"][one["extra_rows"][:, 0]] = 1  # where nothing is left, padding is seen too
+        # Rows of gaps agree with no cluster centre, so all centres share them.
+        one["alignment"][-2:] = GAP
+        # 20 is X, which few rows have.
+        one["alignment"][-1, : chains[0]] = 20
+        # Unmask the first extra row: attention whose keys are all masked would see the padding too.
+        one["alignment_mask"][one["extra_rows"][:, 0]] = 1
         one["seq_mask"][:] = 1
         examples.append({name: x.double() if x.is_floating_point() else x for name, x in one.items()})
     assert_each_is_as_alone(model, examples, "bert_mask")
@@ -242,7 +253,7 @@ def test_the_last_pass_of_complexes_that_share_one_is_that_of_each_alone(plan: d
 
 @pytest.mark.parametrize("plan", [{}, {"chunk": 2, "in_place": True}], ids=str)
 def test_the_last_pass_of_what_shares_one_is_that_of_each_alone(plan: dict[str, Any]) -> None:
-    """To 1e-10 in fp64: representations and atoms, with templates, recycling and ensembles."""
+    """Compare representations and atoms, with templates, recycling and ensembles."""
     model = tiny_model().double()
     Execution(Plan(**plan, precision="fp64")).bind(model)
     model.config = replace(model.config, ensemble=2)
@@ -267,7 +278,7 @@ def test_one_that_fails_in_a_group_leaves_the_others_be(
     monkeypatch.setattr(Predictor, "compute_together", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
     summary = predict(fasta, tiny_params, tmp_path / "out", **options())
     assert summary["failures"] == [{"name": "p3", "error": "p3: cannot be"}]
-    assert [entry["name"] for entry in summary["predictions"]] == ["p0", "p1", "p2", "p4", "p5"]  # one by one
+    assert [entry["name"] for entry in summary["predictions"]] == ["p0", "p1", "p2", "p4", "p5"]  # one by one, after MemoryError
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
@@ -303,11 +314,11 @@ def test_a_full_disk_ends_a_run_that_goes_on_after_what_is_one_proteins_fault(
     assert predictions(out) == predictions(whole)
 
 
-# ---- shared by processes
+# ---- several processes
 
 
 def test_parts_make_the_files_of_one_process(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:
-    """To the bit; the last part writes summary and report, in the order of the query."""
+    """The files are equal to the bit. The last shard writes summary and report in the order of the query."""
     alone = predict(fasta, tiny_params, tmp_path / "alone", **options(batch=2))
     out = tmp_path / "parts"
     for number in (3, 1):
@@ -335,8 +346,9 @@ def test_a_part_is_folded_by_one_process_at_a_time(
             predict(fasta, tiny_params, out, **options(), shard=argument)
     with pytest.raises(UserError, match="another process is at work there"):
         predict(fasta, tiny_params, out, **options(seed=1, force=True))
+    # Everything is predicted, but the process that holds the lock of shard 1/2 has not ended.
     second = predict(fasta, tiny_params, out, **options(), shard="2/2")
-    assert second["status"] == "running"  # though all is done: the first is still at work
+    assert second["status"] == "running"
     lock.close()
     assert predict(fasta, tiny_params, out, **options())["status"] == "complete"
 
@@ -357,7 +369,7 @@ def test_workers_make_the_files_of_one_process(tmp_path: Path, fasta: Path, tiny
 def test_two_workers_each_killed_once_make_the_same_files_and_nothing_twice(
     tmp_path: Path, fasta: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They die when they have done a job, which nobody has heard of."""
+    """Each worker dies after it has finished a job and before it reports the job."""
     predict(fasta, tiny_params, tmp_path / "alone", **options(batch=1))
     dies = DiesTwice("warpfold.prediction.predict", "fold_job", tmp_path / "killed", after=True)
     monkeypatch.setattr("warpfold.prediction.predict.fold_job", dies)
@@ -385,7 +397,7 @@ def test_ranks_with_examples_of_their_own_share_the_queries(tmp_path: Path, fast
 
 
 def test_how_many_predictions_a_query_has_is_counted_once() -> None:
-    """Not for each of 100,000 items, of which each goes through all."""
+    """Counting for each item would take quadratic time: a run may have 100,000 items."""
     counted: list[int] = []
 
     class Items(list[Any]):
@@ -400,11 +412,11 @@ def test_how_many_predictions_a_query_has_is_counted_once() -> None:
     assert len(counted) == 1
 
 
-# ---- stopped at any moment
+# ---- kills and failures
 
 
 def test_a_killed_run_continues_and_makes_nothing_twice(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:
-    """kill -9 as soon as something is there; what has no record is predicted again."""
+    """Kill the run with SIGKILL at the first record. Predictions without a record are made again."""
     out, program = tmp_path / "out", (
         "import sys; from warpfold import predict\n"
         "predict(*sys.argv[1:], device='cpu', recycles=0, batch=1)"
@@ -417,7 +429,8 @@ def test_a_killed_run_continues_and_makes_nothing_twice(tmp_path: Path, fasta: P
     process.wait()
     there = [row["entry"]["name"] for row in read_records(out, json.loads((out / "summary.json").read_text())["run"])]
     assert there
-    (out / f"records/.p5-{'0' * 16}.json.{'0' * 8}").write_text('{"run": ')  # a draft that was cut off
+    # Add a draft of a record that was cut off.
+    (out / f"records/.p5-{'0' * 16}.json.{'0' * 8}").write_text('{"run": ')
     times = times_of(out, there)
     left = next(name for name in (f"p{i}" for i in range(6)) if name not in there)
     half, other = (out / f".{name}.{'0' * 32}.partial" for name in (left, "somebody"))
@@ -452,7 +465,7 @@ def test_failures_of_other_parts_stay_and_own_ones_are_tried_again(
 
 
 def test_many_are_begun_and_ended_at_once(tmp_path: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything but the model, for 3,000: no step's time is a square of their number."""
+    """Run all steps except the model for 3,000 proteins, to exclude steps of quadratic time."""
     count = 3000
     groups = in_groups(items(tiny_params, [20 + i % 50 for i in range(count)]), 1, "cpu")
     start = time.process_time()
@@ -469,11 +482,11 @@ def test_many_are_begun_and_ended_at_once(tmp_path: Path, tiny_params: Path, mon
     assert time.process_time() - start < 5
 
 
-# ---- what is said
+# ---- progress, timings, report
 
 
 def test_what_is_written_late_takes_nothing_back_of_what_was_told(tiny_params: Path) -> None:
-    """The model is nearly through the second group when the files of the first are done, one after another."""
+    """The files of the first group are finished one by one while the model is near the end of the second group."""
     told: list[float] = []
     a, b, c, d = items(tiny_params, (4, 4, 5, 5))
     bar = ProgressOfRun(lambda done, total, _: told.append(done), 4, [(a, b), (c, d)])
@@ -495,7 +508,7 @@ def test_waiting_is_for_features_and_for_files() -> None:
 
 @pytest.mark.parametrize(("slow", "counted"), [("prepare", "features"), ("write", "files")])
 def test_what_the_device_waits_for_is_counted(slow: str, counted: str) -> None:
-    """The features of the first group and the files of the last are waited for."""
+    """The device waits for the features of the first group and for the files of the last."""
     asleep = 0.5
 
     def prepare(*_: Any, **__: Any) -> Any:
