@@ -1,9 +1,9 @@
-"""What tests of predictions share."""
+"""Fixtures of the prediction tests."""
 
 import pytest
 
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Structures are not drawn in reports: that takes longer than all else here."""
+    """Disable the pictures of structures in reports, which would take most of the time of these tests."""
     monkeypatch.setattr("warpfold.prediction.pages.DRAWN", 0)

@@ -1,4 +1,4 @@
-"""What tests of predictions share: the command, the files of a folder, an entry of a library of structures."""
+"""Shared helpers of the prediction tests: run the command, read a folder's files, write a structure entry."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +23,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def write_entry(path: Path, sequences: Mapping[str, str], date: str, seed: int = 0) -> Path:
-    """An entry with chains of these sequences, all atoms somewhere."""
+    """Write an mmCIF entry with chains of these sequences and random atom positions."""
     rng = np.random.default_rng(seed)
     chains = [
         Chain(

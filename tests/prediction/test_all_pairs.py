@@ -1,4 +1,4 @@
-"""--pairs all: a complex of each two chains, which share what was read of them; tables with a column for each chain."""
+"""Test `--pairs all`: one complex per pair of chains, features shared between complexes, a table column per chain."""
 
 import csv
 from pathlib import Path
@@ -37,7 +37,7 @@ def params(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def inputs(tmp_path: Path) -> tuple[Path, list[Path]]:
-    """Three chains, two with alignments whose rows can be paired."""
+    """Write three chains. Two of them have alignments whose rows can be paired."""
     (tmp_path / "q.fasta").write_text(RECORDS)
     (tmp_path / "one.a3m").write_text(PAIRED)
     (tmp_path / "two.a3m").write_text(PARTNER)

@@ -1,4 +1,4 @@
-"""`warpfold distill`: sequences folded and packed by one command, which goes on where it was stopped."""
+"""Test `warpfold distill`: one command folds sequences and packs them, and continues after a stop."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ from warpfold.data.store.stored_example import StoredExample
 
 @pytest.fixture
 def inputs(tmp_path: Path) -> tuple[str | Path, ...]:
-    """Sequences, one with an alignment, and parameters whose pLDDT is high for some residues and low for others."""
+    """Write sequences, one alignment, and parameters that predict high pLDDT for some residues and low for others."""
     (tmp_path / "q.fasta").write_text(f">one\n{ONE}\n>two\n{TWO}\n")
     alignment(tmp_path / "msas/one.a3m", ONE, ONE[:15] + "-" * 15)
     save_uneven_params(tmp_path / "p.safetensors")
@@ -38,9 +38,10 @@ def test_sequences_become_a_store(
     written = arrays.stat().st_mtime_ns
     code, out, err = run(capsys, *inputs)
     assert code == 0, err
-    assert arrays.stat().st_mtime_ns == written  # it is not folded a second time
+    assert arrays.stat().st_mtime_ns == written  # not folded again
     assert "2 chains kept (1 with their sequence alone)" in out
-    assert "dropped 2: another file of the same prediction is packed" in out  # the PDB files
+    # The PDB files are dropped.
+    assert "dropped 2: another file of the same prediction is packed" in out
     store = Store(tmp_path / "store")
     one = StoredExample(store, "one_A")
     assert (one.sequence, one.depth, one.is_predicted) == (ONE, 2, True)
@@ -60,7 +61,8 @@ def test_what_is_refused_comes_before_anything_is_folded(
     assert "store: exists already" in refused(run(capsys, *inputs))
     assert not (tmp_path / "store.predictions").exists()
     (tmp_path / "store").rmdir()
-    monkeypatch.setattr(os, "_exit", sys.exit)  # as one of several processes the command ends so
+    # The command ends with os._exit when it is one of several processes.
+    monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

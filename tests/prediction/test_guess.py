@@ -1,4 +1,4 @@
-"""Initial guesses and fixed chains: from files and arrays, for protein and complex, of both kinds of parameters."""
+"""Test initial guesses and fixed chains: files and arrays, proteins and complexes, monomer and multimer parameters."""
 
 import json
 import re
@@ -83,7 +83,7 @@ def test_of_zeros_a_guess_is_none(folds: Predictor) -> None:
 
 
 def test_a_fixed_chain_is_its_own_template_and_no_other(folds: Predictor, tmp_path: Path) -> None:
-    """Nor is a copy of it, though copies share their templates."""
+    """A fixed chain is not a template of its copy either, although copies share their templates otherwise."""
     chains = {"A": TARGET, "B": BINDER, "C": TARGET}
     path = design(tmp_path, chains=chains)
     query = with_guess(query_of(chains, (), "trio"), path, ("C",))
@@ -147,7 +147,7 @@ def test_designs_that_share_a_pass_have_their_own_guess(tmp_path: Path) -> None:
 
 
 def test_designs_share_what_is_their_targets(tmp_path: Path) -> None:
-    """Its rows and its templates are there once, whatever binds to it; what a design brings itself is its own."""
+    """All designs share the alignment and templates of the target in memory, but not those of one design alone."""
     folder = tmp_path / "designs"
     folder.mkdir()
     for seed, binder in enumerate((BINDER, "ACDEFGHIKLM", "MLKIHGFEDCA")):
@@ -181,7 +181,7 @@ def params(tmp_path: Path) -> dict[str, Path]:
 def test_the_command_scores_a_folder_of_designs(
     tmp_path: Path, params: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One has a gap, in its fixed chain and in another; one is of other chains, and is named while others go on."""
+    """Design "two" lacks residues in its fixed chain. Design "three" has other chains and fails alone."""
     folder, guesses = tmp_path / "designs", tmp_path / "guesses"
     folder.mkdir(), guesses.mkdir()
     for seed, name in enumerate(("one", "two")):
@@ -204,8 +204,9 @@ def test_the_command_scores_a_folder_of_designs(
     assert [entries["one"][key] for key in ("initial_guess", "fixed_chains")] == ["one.cif", ["A"]]
     assert {name: one["templates"] for name, one in entries.items()} == {"one": ["one_A"], "two": ["two_A"]}
     assert all(one["iptm"] is not None for one in entries.values())
-    assert run_cli(capsys, *given, "--initial-guess", guesses)[0] == 1  # continues: the same
-    code, _, said = run_cli(capsys, *given, "--initial-guess", "self")  # others
+    # The same guesses continue the run; other guesses are another run.
+    assert run_cli(capsys, *given, "--initial-guess", guesses)[0] == 1
+    code, _, said = run_cli(capsys, *given, "--initial-guess", "self")
     assert code == 2
     assert "holds the output of another run" in said
     assert run_cli(capsys, *given, "--initial-guess", "self", "--force")[0] == 0
@@ -217,7 +218,7 @@ def test_the_command_scores_a_folder_of_designs(
 def test_designs_are_compared_with_the_structure_that_they_are(
     tmp_path: Path, params: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a guess or without; and what is to be said of all of them is said once, of the run."""
+    """The RMSD is given with and without a guess. A warning that concerns all designs is a warning of the run."""
     folder = tmp_path / "designs"
     folder.mkdir()
     for seed, (name, binder) in enumerate({"one": BINDER, "two": BINDER[::-1], "three": BINDER + "A"}.items()):
@@ -243,7 +244,7 @@ def test_designs_are_compared_with_the_structure_that_they_are(
     [alone] = load(params["monomer"], "cpu").score_designs(
         design(tmp_path, "single", {"X": TARGET}), recycles=0, initial_guess="self", fixed="A"
     )
-    assert alone["rmsd"] == alone["binder_rmsd"] > 1  # nothing is beside it
+    assert alone["rmsd"] == alone["binder_rmsd"] > 1  # no other chain
     code, _, said = run_cli(capsys, *given, tmp_path / "pairs", "--initial-guess", "self", "--pairs", "all")
     assert (code, said.count("\n")) == (2, 1)
     assert "--pairs makes complexes, of which no structure is known; leave --initial-guess out" in said
@@ -251,7 +252,8 @@ def test_designs_are_compared_with_the_structure_that_they_are(
 
 SHORT, RENAMED = {"A": TARGET, "B": BINDER[1:]}, {"A": TARGET, "X": BINDER}
 NAN, FLAT = (np.full((18, 37, 3), np.nan), np.ones((18, 37))), (np.zeros((3, 3)), np.zeros(3))
-BAD = {  # the chains of the file, what else is given, and what is said
+# Each case has the chains of the file, the other arguments, and the message.
+BAD = {
     "a chain less": (
         {"A": TARGET},
         {},
@@ -316,7 +318,7 @@ def test_a_file_that_changed_since_is_refused(tmp_path: Path) -> None:
 
 
 def test_chains_of_an_assembly_stand_where_it_has_them(tmp_path: Path) -> None:
-    """The file's one chain is there twice, moved by its symmetry, and so it is folded."""
+    """The symmetry of the file makes a second, moved copy of its only chain, which is part of the guess."""
     text = design(tmp_path, chains={"A": TARGET}).read_text()
     path = tmp_path / "twice.cif"
     text += (

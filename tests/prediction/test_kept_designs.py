@@ -1,4 +1,4 @@
-"""--keep best:N and expressions: which structures are there at the end, whatever was killed, shared or asked before."""
+"""Test `--keep` with best:N and expressions: the kept structures do not depend on kills, shards or earlier options."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 
 @pytest.fixture(scope="module")
 def params(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Random parameters: two multimers, a monomer, and one without a head of aligned errors."""
+    """Save random parameters of two multimers, a monomer, and a model without the PAE head."""
     folder = tmp_path_factory.mktemp("params")
     heads = HeadsConfig(plddt_c=8, msa_classes=22)
     models = {"first": multimer(0), "second": multimer(1), "monomer": tiny_model(), "bare": multimer(0, heads=heads)}
@@ -33,7 +33,7 @@ def params(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, params: dict[str, Path]) -> list[dict[str, Any]]:
-    """The rows of a run that keeps everything: two models, five designs."""
+    """Return the score rows of a run of two models and five designs that keeps all structures."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "designs.fasta").write_text(DESIGNS)
     predict(folder / "designs.fasta", two(params), folder / "out", **options())
@@ -60,7 +60,7 @@ def best(whole: list[dict[str, Any]], count: int) -> set[str]:
 
 
 def check_kept(out: Path, whole: list[dict[str, Any]], kept: set[str]) -> None:
-    """All rows are there, and exactly these structures, with all their files."""
+    """Check that the table has all rows and that exactly these structures exist."""
     assert structures(out) == kept
     found = rows(out / "scores.csv")
     assert sorted(keys(out / "scores.csv")) == sorted(f"{row['name']} {row['model']} 0" for row in whole)
@@ -109,7 +109,8 @@ def test_a_later_run_makes_again_what_it_wants(
         assert len(folded) == new
         check_kept(out, whole, best(whole, count))
     folded.clear()
-    predict(designs, two(params), out, **options(keep=1))  # of each design one keeps all files, and all a structure
+    # With keep=1, the best prediction of each design keeps all its files, and the others keep their structures.
+    predict(designs, two(params), out, **options(keep=1))
     assert (len(folded), len(structures(out))) == (8, 10)
 
 
@@ -124,7 +125,10 @@ def test_a_killed_run_keeps_the_same(
     keep: str,
     after: int,
 ) -> None:
-    """Killed when a line is written, and nothing is deleted yet; never are there more structures than one too many."""
+    """Kill the run after a record is written and before anything is deleted.
+
+    At no time are there more structures than the limit plus one.
+    """
     out, kept = tmp_path / "out", best(whole, 3)
     if keep == "expression":
         most = sorted(row["clashes"] for row in whole)[2]

@@ -1,6 +1,6 @@
-"""What `predict` writes, read by others' parsers: structures, pLDDT, PAE as ChimeraX, PyMOL and Mol* take them.
+"""Read the output of `predict` with other parsers: structures, pLDDT and PAE as ChimeraX, PyMOL and Mol* read them.
 
-Those that are not installed are skipped: pip install biopython biotite modelcif.
+Tests of parsers that are not installed are skipped: pip install biopython biotite modelcif.
 """
 
 import io
@@ -20,7 +20,7 @@ NAMES = {letter: gemmi.expand_one_letter(letter, gemmi.ResidueKind.AA) for lette
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Prediction]:
-    """A saved complex of two chains, H and x."""
+    """Save a complex of two chains, H and x."""
     made = prediction("pair", LENGTHS, 3)
     folder = tmp_path_factory.mktemp("pair")
     made.save(folder)
@@ -28,7 +28,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Prediction]:
 
 
 def spelled(made: Prediction) -> list[tuple[str, int, str]]:
-    """Return chain, number and name of every residue."""
+    """List chain, number and name of every residue."""
     return [
         (chain, i + 1, NAMES[letter])
         for chain, span in made.spans.items()
@@ -44,7 +44,7 @@ def test_biopython(pair: tuple[Path, Prediction], ending: str) -> None:
     (model,) = parser.get_structure("pair", str(folder / f"pair{ending}"))
     residues = [residue for chain in model for residue in chain]
     assert [(r.get_parent().id, r.id[1], r.resname) for r in residues] == spelled(made)
-    assert {r.id[0] for r in residues} == {" "}  # none is a heteroatom
+    assert {r.id[0] for r in residues} == {" "}  # no heteroatoms
     np.testing.assert_allclose([r["CA"].bfactor for r in residues], made.plddt, atol=0.0051)
     np.testing.assert_allclose([r["CA"].coord for r in residues], made.ca, atol=0.00051)
 
@@ -67,7 +67,7 @@ def test_biotite(pair: tuple[Path, Prediction]) -> None:
 
 
 def test_modelcif(pair: tuple[Path, Prediction]) -> None:
-    """The metric by which Mol* colours: pLDDT of each residue, and of the model."""
+    """The file has the pLDDT of each residue and of the model. Mol* colours by this metric."""
     reader = pytest.importorskip("modelcif.reader", reason="pip install modelcif")
     folder, made = pair
     with (folder / "pair.cif").open() as file:
@@ -83,8 +83,9 @@ def test_modelcif(pair: tuple[Path, Prediction]) -> None:
     assert [type(one).__name__ for one in protocol.steps[0].input_data] == ["Entity", "Entity"]
 
 
-# Of mmcif_ma.dic 1.4.2 (https://github.com/ihmwg/ModelCIF): items without which a row is no row, of the categories that
-# a computed model needs and of those that they point to; and which item's values must be among those of another.
+# Requirements of mmcif_ma.dic 1.4.2 (https://github.com/ihmwg/ModelCIF). DEMANDED has the mandatory items of the
+# categories that a computed model needs, and of the categories to which they refer. The values of an item in PARENTS
+# must be among the values of its parent item.
 DEMANDED = {
     "audit_conform": "dict_name dict_version",
     "atom_type": "symbol",
@@ -132,12 +133,12 @@ KINDS = {
     "ma_protocol_step.method_type": {"modeling", "model refinement"},
     "ma_target_entity.origin": {"designed", "reference database"},
 }
-DICTIONARY = Path("/usr/share/libcifpp/mmcif_ma.dic")  # of Debian's package libcifpp-data
+DICTIONARY = Path("/usr/share/libcifpp/mmcif_ma.dic")  # Debian package libcifpp-data
 
 
 @pytest.fixture(scope="module", params=["predicted", "relaxed"])
 def modelcif(request: pytest.FixtureRequest, pair: tuple[Path, Prediction]) -> str:
-    """The text of a prediction, and of one that was relaxed."""
+    """Return the mmCIF text of a prediction, as predicted or relaxed."""
     made = pair[1]
     if request.param == "predicted":
         return made.mmcif()
@@ -174,7 +175,7 @@ def test_modelcif_follows_the_whole_dictionary(modelcif: str) -> None:
 
 
 def test_what_molstar_looks_for(pair: tuple[Path, Prediction]) -> None:
-    """`ma_qa_metric.id` and `ma_qa_metric_local.ordinal_id`, residues by label: its model-archive extension."""
+    """Mol*'s model-archive extension reads `ma_qa_metric` and `ma_qa_metric_local`, with residues by label."""
     folder, made = pair
     block = gemmi.cif.read(str(folder / "pair.cif")).sole_block()
     kinds = block.find("_ma_qa_metric.", ["id", "mode", "name", "type"])
@@ -189,7 +190,7 @@ def test_what_molstar_looks_for(pair: tuple[Path, Prediction]) -> None:
 
 
 def test_what_chimerax_takes_for_errors(pair: tuple[Path, Prediction]) -> None:
-    """The `.npz` of the structure's name, by its "pae"; or JSON, a list of AlphaFold DB's or ColabFold's "pae"."""
+    """ChimeraX reads "pae" of the `.npz` named like the structure, or JSON in the form of AlphaFold DB or ColabFold."""
     folder, made = pair
     with np.load(folder / "pair.npz", allow_pickle=False) as arrays:
         np.testing.assert_array_equal(arrays["pae"], made.pae)

@@ -1,4 +1,4 @@
-"""Predictions as files: their contents, that other programs read them, and that none is half-written."""
+"""Test the files of predictions: contents, readability by other programs, and complete writing."""
 
 import json
 from dataclasses import replace
@@ -61,11 +61,12 @@ def test_confidence_files_have_alphafold_db_layout(tmp_path: Path) -> None:
     assert plddt["confidenceCategory"] == expected
     rows = np.rint(p.pae).astype(int).tolist()
     text = json.dumps([{"predicted_aligned_error": rows, "max_predicted_aligned_error": 31.75}])
-    assert (tmp_path / "out" / files["pae"]).read_text() == text  # it is written row by row
+    # The code writes the text row by row.
+    assert (tmp_path / "out" / files["pae"]).read_text() == text
 
 
 def test_scores_have_colabfold_layout(tmp_path: Path) -> None:
-    """Text as `json.dumps` writes numbers rounded by NumPy to two decimals."""
+    """The text equals that of `json.dumps` for numbers that NumPy rounds to two decimals."""
     p = prediction()
     assert p.pae is not None
     files = p.save(tmp_path / "out")
@@ -176,7 +177,8 @@ def test_claim_tells_ours_from_others(tmp_path: Path) -> None:
     ours = tmp_path / "ours"
     ours.mkdir()
     assert claim_folder(ours, "kind", "run") is None
-    (ours / ".summary.json.0a1b2c3d").touch()  # of a run that was killed while it wrote its first file
+    # Add the draft of a run that was killed while it wrote its first file.
+    (ours / ".summary.json.0a1b2c3d").touch()
     assert claim_folder(ours, "kind", "run") is None
     written = write_summary(ours, {"format": "kind", "run": "run"})
     assert claim_folder(ours, "kind", "run") == written
@@ -193,7 +195,7 @@ def test_claim_tells_ours_from_others(tmp_path: Path) -> None:
 
 
 def ideal_chain(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """A straight chain of alanines: Cα 3.8 angstrom apart, every residue a translated copy of the first."""
+    """Build a straight chain of alanines. Each residue is the first one, translated by 3.8 angstrom per residue."""
     alanine = np.zeros((37, 3), np.float32)
     alanine[0], alanine[2], alanine[3] = (-0.525, 1.363, 0), (1.526, 0, 0), (-0.529, -0.774, -1.205)
     mask = np.zeros((n, 37), np.float32)
@@ -203,7 +205,7 @@ def ideal_chain(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize(("other", "bonded", "clashes"), [(6, True, 0), (6, False, 1), (9, True, 1)])
 def test_only_the_peptide_bond_to_the_next_residue_is_no_clash(other: int, bonded: bool, clashes: int) -> None:
-    """C of residue 5 and N of another, 1.3 angstrom apart."""
+    """C of residue 5 and N of another residue are 1.3 angstrom apart."""
     positions, mask = np.zeros((12, 37, 3), np.float32), np.zeros((12, 37), bool)
     mask[5, ATOM_ORDER["C"]] = mask[other, ATOM_ORDER["N"]] = True
     positions[other, ATOM_ORDER["N"], 0] = 1.3
@@ -255,7 +257,7 @@ def test_the_distogram_lies_beside_the_arrays_and_goes_with_the_prediction(tmp_p
 
 
 def test_a_folder_that_another_worker_removes_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two workers fold a protein with two models; one drops its prediction, and with it the protein's empty folder."""
+    """Two workers fold a protein with two models. One drops its prediction and removes the protein's empty folder."""
     mkdir, removed = Path.mkdir, list[Path]()
 
     def racing(path: Path, *args: Any, **more: Any) -> None:

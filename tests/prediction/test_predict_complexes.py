@@ -63,7 +63,7 @@ def fasta(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def ranked(tmp_path_factory: pytest.TempPathFactory, params: dict[str, Path]) -> tuple[Path, Path, dict[str, Any]]:
-    """Fold a complex with two models and two seeds each. Return the folder of the inputs, the output and the summary."""
+    """Fold a complex with two models and two seeds each. Return the folders of input and output, and the summary."""
     folder = tmp_path_factory.mktemp("ranked")
     (folder / "trio.fasta").write_text(RECORDS)
     (folder / "h.a3m").write_text(PAIRED)
