@@ -1,4 +1,4 @@
-"""Predictions whose features are padded, as on a GPU, are those without padding: in fp64, on a CPU."""
+"""Check in fp64 on a CPU that padding of features, as it is used on a GPU, does not change predictions."""
 
 from dataclasses import replace
 from typing import Any
@@ -35,7 +35,7 @@ def predictor_of(config: ModelConfig, templates: int = 0, team: Team | None = No
 
 
 def chain(predictor: Predictor, length: int, rows: int, templates: int = 0, recycles: int = 2) -> Prepared:
-    """Prepare a chain with so many rows beside its own, and with random templates."""
+    """Prepare a chain with this many random alignment rows after the query, and with random templates."""
     sequence, rng = LETTERS[:length], np.random.default_rng(length)
     drawn = ("".join(rng.choice([*LETTERS, "-"], length)) for _ in range(rows))
     a3m = "".join(f">{i}\n{row}\n" for i, row in enumerate([sequence, *drawn]))
@@ -48,7 +48,7 @@ def chain(predictor: Predictor, length: int, rows: int, templates: int = 0, recy
 
 
 def both(predictor: Predictor, prepared: Prepared, pad_to: int) -> tuple[Prediction, Prediction]:
-    """Return a prediction with padding and without."""
+    """Compute the prediction with padding and without."""
     found = []
     for predictor.pad_to in (pad_to, None):
         found.append(predictor.compute(prepared, ALL))
@@ -56,7 +56,7 @@ def both(predictor: Predictor, prepared: Prepared, pad_to: int) -> tuple[Predict
 
 
 def assert_equal(padded: Prediction, expected: Prediction) -> None:
-    """Compare everything that a prediction holds; results are kept in fp32 and, of the distogram, in fp16."""
+    """Compare all fields of a prediction. The distogram is stored in fp16, the other results in fp32."""
     for name in ("positions", "plddt", "mask", "pae", "single", "pair", "msa", "structure_module", "asym_id",
                  "chain_pair_iptm", "contacts", "distogram"):  # fmt: skip
         one, other = getattr(padded, name), getattr(expected, name)
@@ -101,7 +101,7 @@ def test_a_padded_chain_is_predicted_as_without_padding(
 def test_a_padded_complex_is_predicted_as_without_padding(
     plan: dict[str, Any], lengths: list[int], tolerance: float
 ) -> None:
-    """With recycling that ends early, and with the scores of pairs of chains."""
+    """Recycling ends early, and the scores of chain pairs are compared too."""
     predictor = predictor_of(MULTIMER, templates=2, **plan)
     predictor.recycling = Recycling(tolerance)
     query = query_of([LETTERS[i : i + length] for i, length in enumerate(lengths)], (), "q")
@@ -133,7 +133,7 @@ def test_proteins_that_share_a_pass_are_padded() -> None:
 
 
 def test_a_padded_protein_is_shared_by_ranks() -> None:
-    """Shards hold padding at their ends, or nothing else: 11 of 16 residues on 3 ranks."""
+    """11 residues are padded to 16 on 3 ranks, so shards end with padding or hold only padding."""
 
     def on_a_rank() -> Prediction:
         mesh = make_mesh(1, 3, 1)

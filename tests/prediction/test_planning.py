@@ -1,4 +1,4 @@
-"""Chosen plans: what runs out of memory goes on with a tighter one, what cannot fit is refused at once."""
+"""Test plan selection: out-of-memory errors lead to a tighter plan, and jobs that cannot fit are refused at once."""
 
 import json
 import re
@@ -56,7 +56,10 @@ def fasta(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def formulas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A protein of n residues needs n x 1 MB whole, and half of it as rows that are computed at a time."""
+    """Replace the memory model: n MB for n residues, and with chunks 0.5 MB per residue plus 0.5 MB per chunk row.
+
+    Offloading halves the memory.
+    """
 
     def memory(job: Any, plan: Any, kind: str = "cpu") -> MemoryEstimate:
         n = job.sizes.residues
@@ -72,7 +75,7 @@ def formulas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Failing:
-    """Stands before `AlphaFold.fold`, and runs out of memory for plans with more rows at a time than `fits`."""
+    """Wrap `AlphaFold.fold` and raise `error` for plans with chunks of more than `fits` rows."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fits: int, error: Exception = NO_MEMORY) -> None:
         self.fold, self.fits, self.error, self.tried = AlphaFold.fold, fits, error, list[int | None]()
@@ -124,7 +127,10 @@ def test_what_fails_at_the_tightest_leaves_the_others_be(
 def test_a_run_at_its_limit_makes_the_files_of_one_with_room(
     tmp_path: Path, params: Path, fasta: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for rounding; with what fits the longest protein exactly: in slices, and with z in host memory."""
+    """Files differ by rounding only.
+
+    The limits are the smallest memory in which the longest protein fits, without offloading and with z in host memory.
+    """
     monkeypatch.setattr(planner, "with_margin", lambda size, kind: size)
     monkeypatch.setattr(Machine, "rates", lambda *given: None)
     predictor = Predictor(tiny_model())
@@ -153,7 +159,7 @@ def test_a_run_at_its_limit_makes_the_files_of_one_with_room(
 
 
 def numbers_in(out: Path) -> dict[str, Any]:
-    """All numbers in the files of predictions."""
+    """Read all numbers in the files of predictions."""
     found: dict[str, Any] = {}
     for path in sorted(path for path in out.rglob("*") if path.is_file() and path.parent != out):
         name = str(path.relative_to(out))
@@ -219,7 +225,7 @@ def test_plan_says_what_a_query_needs(
     with pytest.raises(SystemExit) as end:
         main(command)
     found = json.loads(capsys.readouterr().out)
-    assert end.value.code == 1  # one does not fit
+    assert end.value.code == 1  # one protein does not fit
     assert ["refused" in row for row in found["targets"]] == [True, False]
     assert found["largest"]["name"] == "long"
     assert {"whole", "in slices", "in slices, z in host memory", "in slices, on 2 devices"} == set(
@@ -229,7 +235,7 @@ def test_plan_says_what_a_query_needs(
     assert all(one["lacks"] for one in found["largest"]["plans"])
 
 
-# ---- trainings
+# ---- training
 
 
 def given_settings(folder: Path, text: str, *changes: str) -> Any:
@@ -262,7 +268,7 @@ def test_a_run_goes_on_with_the_plan_it_began_with(
 
     monkeypatch.setattr(planning, "this_machine", machine)
     first, said = planning.plan_training(given, tmp_path / "run", "cpu")
-    assert (first.plan.recompute, said) == (None, "")  # of a small one nothing is said
+    assert (first.plan.recompute, said) == (None, "")  # no message for small runs
     monkeypatch.setattr(
         planner,
         "estimate_memory",
@@ -285,7 +291,7 @@ def test_a_run_goes_on_with_the_plan_it_began_with(
 
 @pytest.fixture
 def rates(monkeypatch: pytest.MonkeyPatch) -> Rates:
-    """A GPU's rates, and no estimates of memory."""
+    """Use the rates of an A100 and a constant memory estimate."""
     memory, found = MemoryEstimate(peak=10**6, weights=0, features=0), of_gpu("A100")
     monkeypatch.setattr(Machine, "rates", lambda *given: found)
     monkeypatch.setattr(planner, "estimate_memory", lambda *given: memory)
@@ -293,7 +299,7 @@ def rates(monkeypatch: pytest.MonkeyPatch) -> Rates:
 
 
 def on_ranks(folder: Path, changes: Sequence[str]) -> tuple[Plan, str]:
-    """The plan of a run on the ranks that are there, each on a node of its own."""
+    """Plan a training run on all ranks, with one rank per node."""
     ranks = dist.get_world_size()
     cluster = Cluster(ranks=ranks, per_node=1, within=Link(1e-5, 1e11), between=Link(1e-4, 1e9))
     lines = settings.to_toml(tiny_run(steps=1, validation=0.0)).partition("[plan]")[0]
@@ -313,14 +319,15 @@ def test_ranks_get_the_plan_that_the_first_chooses(tmp_path: Path, rates: Rates)
     assert "2 nodes of 1" in said
     ((plan, said), (other, _)) = run_ranks(on_ranks, 2, tmp_path, ["optim.accumulate=1"])
     assert plan == other
-    assert (plan.data, plan.axial) == (1, 1)  # sharing it would take longer
+    # Sharing the example between the ranks would take longer.
+    assert (plan.data, plan.axial) == (1, 1)
     assert "everything kept, 1 of 2 devices idle" in said
     with pytest.raises(RankError, match="2 ranks cannot divide a step of 1"):
         run_ranks(on_ranks, 2, tmp_path, ["plan.axial=3", "optim.accumulate=1"])
 
 
 def test_a_run_with_idle_devices_goes_on_with_its_plan(tmp_path: Path, rates: Rates) -> None:
-    """On as many processes; on others it is chosen anew."""
+    """The plan is used again with the same number of processes, and chosen again with another number."""
     (tmp_path / "run").mkdir()
     began = replace(tiny_run(steps=1, validation=0.0, idle=1), plan=Plan(recompute="block"))
     (tmp_path / "run/settings.toml").write_text(settings.to_toml(began))
@@ -331,7 +338,7 @@ def test_a_run_with_idle_devices_goes_on_with_its_plan(tmp_path: Path, rates: Ra
 
 
 def test_a_run_on_ranks_goes_on_with_its_plan(tmp_path: Path, rates: Rates) -> None:
-    """Whatever the links are by then; not where other keys are given."""
+    """The plan is used again even if the links have changed, but not if the user sets other keys of the plan."""
     (tmp_path / "run").mkdir()
     sync = SyncConfig(bucket=0.5, shard_state=True)
     began = replace(
@@ -356,7 +363,7 @@ def test_a_cluster_of_other_ranks_is_refused(tmp_path: Path) -> None:
         planning.plan_training(load_settings("tiny"), tmp_path, "cpu", cluster=cluster)
 
 
-# ---- what is free
+# ---- free memory
 
 
 def cgroup(folder: Path, lines: str, files: dict[str, str]) -> int:
@@ -389,7 +396,7 @@ def test_the_limit_of_a_cgroup_counts(tmp_path: Path, lines: str, files: dict[st
 
 
 def test_what_is_like_the_last_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless less is free by then, or it needs much of what is free."""
+    """The plan is chosen again if much less memory is free, or if the plan needs a large share of the free memory."""
     found, free, choose = list[int](), [10**9], planning.choose
 
     def counted(job: Job, machine: Machine, fixed: Any) -> Any:

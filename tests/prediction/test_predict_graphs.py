@@ -1,4 +1,4 @@
-"""Predictions whose trunk is recorded as a graph: one for all recycles and proteins of a shape, equal to the bit."""
+"""Test predictions with a recorded trunk: one graph serves all recycles and proteins of a shape, bit for bit."""
 
 import gc
 import weakref
@@ -32,7 +32,7 @@ SIZES = ExampleSizes(residues=64, sequences=1, extra=1, templates=0)
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that has graphs: what a pass does is recorded and done again, on a CPU."""
+    """Emulate graphs on a CPU: record the operations of a pass and replay them."""
     recorder = OperationRecorder()
     monkeypatch.setattr(device, "find_recorder", lambda _: recorder)
     monkeypatch.setattr(Plan, "why_no_graphs", lambda plan, kind: None if plan.graph is True else "not asked for")
@@ -64,7 +64,8 @@ def test_one_graph_serves_all_recycles_and_all_proteins_of_a_shape(recycles: int
     assert all(one.details["plan"]["graphs"] for one in found)
     of_trunk = running(graphs).graphs
     assert of_trunk.recorded == 1
-    assert of_trunk.replayed == len(DESIGNS) * (recycles + 1) - 1  # all passes but the first
+    # Every pass except the first is a replay.
+    assert of_trunk.replayed == len(DESIGNS) * (recycles + 1) - 1
     assert not of_trunk.refused
 
 
@@ -129,7 +130,7 @@ def test_where_memory_runs_out_with_graphs_the_same_plan_is_tried_without(
     assert found.details["plan"]["ran_out"] == ["whole, graphs"]
     assert "next plan: without" in caplog.text
     assert "graphs" not in predictor.fold(LONGER, recycles=1).details["plan"]
-    assert predictor.fold(DESIGNS[0], recycles=1).details["plan"]["graphs"]  # it is shorter
+    assert predictor.fold(DESIGNS[0], recycles=1).details["plan"]["graphs"]  # a shorter protein
 
 
 @pytest.mark.usefixtures("recorded")
@@ -144,7 +145,7 @@ def test_what_a_prediction_keeps_of_its_passes_is_its_own() -> None:
 
 @pytest.mark.usefixtures("recorded")
 def test_dropout_is_not_recorded() -> None:
-    """It is drawn where the host decides."""
+    """Dropout masks are drawn under the control of the host, which a graph cannot replay."""
     predictor = Predictor(tiny_model())
     for sequence in DESIGNS[:2]:
         predictor.fold(sequence)

@@ -1,4 +1,4 @@
-"""What `predict` is given by a user: text, folders, models, a server; what it keeps; and what it says of all that."""
+"""Test the inputs of `predict`: text, folders, models, servers; kept files; and warnings about inputs."""
 
 import html
 import json
@@ -31,7 +31,7 @@ ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGLIEVQ"
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two single-chain models and a multimer."""
+    """Save two single-chain models and a multimer in a folder."""
     folder = tmp_path_factory.mktemp("models")
     for seed in (0, 1):
         save_params(folder / f"single_{seed}.safetensors", tiny_model(seed, templates=TemplateConfig(enabled=False)))
@@ -44,7 +44,7 @@ def options(**changes: Any) -> dict[str, Any]:
     return {"device": "cpu", "recycles": 0} | changes
 
 
-# ---- one bad record among others
+# ---- bad records
 
 GOOD = {"q.fasta": f">one\n{ONE}\n>two\n{TWO}\n", "q.csv": f"id,sequence\none,{ONE}\ntwo,{TWO}\n"}
 BAD = f">one\n{ONE}\n>bad\nMK1V\n>two\n{TWO}\n"
@@ -75,7 +75,7 @@ def test_a_bad_record_fails_and_the_others_are_folded(
     assert f"failed {bad}: {failure['error']}\n" in err
     assert [entry["name"] for entry in summary["predictions"]] == ["one", "two"]
     assert failure["error"] in html.unescape((tmp_path / "out/report.html").read_text())
-    # The same command has nothing to do, and says the same; without the record it is the same run.
+    # The same command folds nothing and reports the same failure. Without the bad record, the run is the same.
     modified = (tmp_path / "out/one/one.cif").stat().st_mtime_ns
     code, out, _ = run_cli(capsys, *arguments, "--json")
     assert (code, json.loads(out)["failures"]) == (1, [failure])
@@ -103,7 +103,7 @@ def test_a_bad_record_among_the_parts_of_a_run(tmp_path: Path, tiny_params: Path
 
 
 def test_files_of_a_bad_record_are_not_anothers(tmp_path: Path) -> None:
-    """The only record that is left has not become the only one that was meant."""
+    """If one good record is left, files named after the bad record are not assigned to the good one."""
     (tmp_path / "q.fasta").write_text(f">one\n{ONE}\n>bad\nMK1V\n")
     (tmp_path / "bad.a3m").write_text(">bad\nMKTV\n>r\nMKTA\n")
     read = read_given(tmp_path / "q.fasta", [tmp_path / "bad.a3m"])
@@ -164,7 +164,8 @@ def test_a_folder_of_parameters_and_the_best_kept_whole(tmp_path: Path, models: 
     mine.write_text("mine")
     assert fold(keep=1) == [best, other]
     assert modified() == before  # nothing is folded again
-    again = fold()  # the second best is, for what it lost
+    # Without keep, the second best is folded again to restore its removed files.
+    again = fold()
     assert [set(entry["files"]) for entry in again] == [set(best["files"])] * 2
     assert sum(a != b for a, b in zip(before, modified())) == 1
     assert mine.read_text() == "mine"
@@ -239,7 +240,10 @@ def test_templates_that_were_not_used_are_said(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_hits(tmp_path: Path) -> None:
-    """OpenProteinSet's, by the folder above `hhr`; what is of no query is left out, but not all of it."""
+    """In OpenProteinSet, the folder above `hhr` names the query.
+
+    Hits without a query are ignored, but it is an error if no hits have a query.
+    """
     for name, sequence in (("1abc_A", ONE), ("9zzz_Z", TWO)):
         (tmp_path / f"set/{name}/hhr").mkdir(parents=True)
         (tmp_path / f"set/{name}/hhr/pdb70_hits.hhr").write_text(f">2xyz_A/1-{len(sequence)} mol:protein\n{sequence}\n")

@@ -1,4 +1,4 @@
-"""Folding over ranks: the same files as one device, written by one process, and no rank holds all of z."""
+"""Test folding over ranks: one process writes the files of a single device, and no rank holds all of z."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,8 @@ from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.prediction.predictor import Predictor, Prepared
 
-LONG, SHORT = "MKTAYIAKQRQISFVKSHFSR", "GS"  # fewer residues than ranks
+# SHORT has fewer residues than there are ranks.
+LONG, SHORT = "MKTAYIAKQRQISFVKSHFSR", "GS"
 A3M = f">long\n{LONG}\n>a\nMKTAYIAKQRQaaISFVK----L\n>b\n-KTAYLAKQRQISFVRSHFS-\n"
 
 
@@ -48,7 +49,7 @@ def folded_on_ranks(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two proteins, an alignment, parameters for both orders of layers, and what one device predicts."""
+    """Write two proteins, an alignment, parameters for both orders of layers, and the predictions of one device."""
     folder = tmp_path_factory.mktemp("predict")
     (folder / "q.fasta").write_text(f">long\n{LONG}\n>short\n{SHORT}\n")
     (folder / "long.a3m").write_text(A3M)
@@ -96,7 +97,7 @@ def test_ranks_write_the_files_of_one_device(
 
 
 def test_a_complex_on_ranks_has_the_scores_of_one_device(tmp_path: Path) -> None:
-    """Also ranked: two seeds, of which one rank writes all."""
+    """Two seeds are ranked, and one rank writes all files."""
     heads = HeadsConfig(plddt_c=8, pae=True, msa_classes=22)
     save_params(tmp_path / "params.safetensors", tiny_model(multimer=MultimerConfig(), heads=heads))
     (tmp_path / "dimer.fasta").write_text(f">H\n{LONG}\n>L\nGSHMLEERLGL\n")
@@ -120,7 +121,7 @@ def test_a_complex_on_ranks_has_the_scores_of_one_device(tmp_path: Path) -> None
 
 
 class Shapes(TorchDispatchMode):
-    """Record the shapes of all tensors that are made within this context."""
+    """Record the shapes of all tensors that are created within this context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +134,7 @@ class Shapes(TorchDispatchMode):
 
 
 def test_no_rank_holds_a_whole_pair_tensor() -> None:
-    """z, and the logits of distogram and aligned error: no rank has all rows, not even for a moment."""
+    """At no time does a rank hold all rows of z, of the distogram logits or of the PAE logits."""
     n = len(LONG)
 
     def whole(axial: int) -> list[tuple[int, ...]]:
@@ -142,7 +143,7 @@ def test_no_rank_holds_a_whole_pair_tensor() -> None:
         predictor = Predictor(model, team=Team(ProcessInfo(mesh.world.rank, axial), mesh))
         with Shapes() as seen:
             predictor.fold(LONG, representations=False)
-        wide = {9, 64}  # z, and the heads' bins
+        wide = {9, 64}  # channels: z, heads
         return sorted(
             shape for shape in seen.shapes if len(shape) >= 3 and shape[-3:-1] == (n, n) and shape[-1] in wide
         )
@@ -152,7 +153,10 @@ def test_no_rank_holds_a_whole_pair_tensor() -> None:
 
 
 def test_from_python_the_first_rank_has_what_a_prediction_holds() -> None:
-    """Logits are gathered; of many, the first rank has the predictions, and the others know what failed."""
+    """Logits are gathered on the first rank. With `fold_many`, only the first rank has the predictions.
+
+    All ranks have the errors.
+    """
 
     def fold(axial: int) -> tuple[dict[str, Any], list[bool], list[str]]:
         mesh = make_mesh(1, axial)
@@ -166,7 +170,8 @@ def test_from_python_the_first_rank_has_what_a_prediction_holds() -> None:
     assert first[0].keys() == alone.keys()
     assert {"plddt", "resolved"} <= second[0].keys() < alone.keys()
     for name, array in first[0].items():
-        np.testing.assert_allclose(array, alone[name], rtol=1e-3, atol=1e-3)  # other products, rounded otherwise
+        # The shapes of the matrix products differ, and so does their rounding.
+        np.testing.assert_allclose(array, alone[name], rtol=1e-3, atol=1e-3)
     assert (first[1], second[1]) == ([True, False, True], [False] * 3)
     assert first[2] == second[2] == ["", "query_2", ""]
 
@@ -195,7 +200,8 @@ def test_bad_input_is_one_proteins_failure_on_all_ranks_and_trouble_is_the_end(
     with pytest.raises(RankError, match="no memory"):
         folded_on_ranks(folder, folder / "middle.safetensors", tmp_path / "other", 2)
     monkeypatch.setattr(Predictor, "compute", fold)
-    summaries = folded_on_ranks(folder, folder / "middle.safetensors", tmp_path / "other", 2)  # it goes on
+    # The same command continues the run.
+    summaries = folded_on_ranks(folder, folder / "middle.safetensors", tmp_path / "other", 2)
     assert [summary["status"] for summary in summaries] == ["complete"] * 2
 
 

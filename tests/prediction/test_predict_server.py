@@ -1,4 +1,4 @@
-"""An alignment server: asked only if it is named, for what is missing, once, and not for a refused run."""
+"""Test alignment servers: only a named server is asked, once, for missing alignments, and never for a refused run."""
 
 import errno
 import json
@@ -46,7 +46,7 @@ def test_one_sequence_is_sent_if_a_server_is_named(host: Server, tiny_params: Pa
     assert host.sequences == [(ONE,)]
     with_rows = predictor.fold(ONE, [ROW], msa_server=quick(host, tmp_path / "kept"))
     assert with_rows.details["msa_depth"] == 2
-    assert host.sequences == [(ONE,)]  # it has an alignment
+    assert host.sequences == [(ONE,)]
 
 
 def test_an_address_is_enough_and_answers_are_kept_here(host: Server, tiny_params: Path, tmp_path: Path) -> None:
@@ -107,7 +107,8 @@ def test_of_many_each_fails_alone_but_a_server_that_is_gone_or_a_full_disk_ends_
         predictor.fold_many([ONE, TWO[::-1]], msa_server=server)
     with monkeypatch.context() as patch:
         patch.setattr("warpfold.data.search.server.write_atomically", full_disk)
-        with pytest.raises(DiskError, match="make room"):  # neither could the next answer be kept
+        # A full disk ends the run because the next answer could not be stored either.
+        with pytest.raises(DiskError, match="make room"):
             predictor.fold_many([ONE, ONE[::-1]], msa_server=server)
     (tmp_path / "two.fasta").write_text(f">x\n{ONE}\n>y\n{TWO}\n")
     found = predictor.fold_many(tmp_path / "two.fasta", msa_server=server, recycles=0)
@@ -137,7 +138,7 @@ def test_a_server_is_asked_for_what_has_no_alignment(host: Server, tmp_path: Pat
     assert fold(msa_server=quick(host, out / "alignments"))["run"] == summary["run"]
     assert len(host.asked) == asked
     with pytest.raises(UserError, match="another run"):
-        fold()  # by the sequence alone
+        fold()  # without the server's alignment
 
 
 def test_of_bad_records_nothing_is_sent(host: Server, tmp_path: Path, tiny_params: Path) -> None:
@@ -185,7 +186,7 @@ def test_a_search_on_a_server(host: Server, tmp_path: Path, capsys: pytest.Captu
         assert said in err
 
 
-# ---- the command as a function
+# ---- command and Python function
 
 
 def test_a_run_is_that_of_the_command(tiny_params: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,7 +221,8 @@ def test_nothing_is_sent_for_a_run_that_is_refused(host: Server, tiny_params: Pa
     server = quick(host, out / "alignments")
     warpfold.predict(ONE, tiny_params, out, msa_server=server, **asked)
     assert host.sequences == [(ONE,)]
-    warpfold.predict(ONE, tiny_params, out, msa_server=server, **asked)  # the same once more
+    # The same run again sends nothing.
+    warpfold.predict(ONE, tiny_params, out, msa_server=server, **asked)
     for query, more in ((TWO, {}), (ONE[::-1], {}), ([ONE, TWO], {}), (TWO, {"seed": 1})):
         with pytest.raises(UserError, match="another run"):
             warpfold.predict(query, tiny_params, out, msa_server=server, **asked, **more)
@@ -237,7 +239,8 @@ def test_nothing_is_sent_for_a_run_that_is_refused(host: Server, tiny_params: Pa
         warpfold.predict(TWO, tiny_params, file, msa_server=server, **asked)
     alone = tmp_path / "alone"
     warpfold.predict(TWO, tiny_params, alone, **asked)
-    with pytest.raises(UserError, match="another run"):  # it was folded by the sequence alone
+    # The folder holds a run without alignments.
+    with pytest.raises(UserError, match="another run"):
         warpfold.predict(TWO, tiny_params, alone, msa_server=server, **asked)
     assert host.sequences == [(ONE,)]
     warpfold.predict(TWO, tiny_params, alone, msa_server=server, force=True, **asked)

@@ -1,4 +1,4 @@
-"""The precision of predictions: declared once, chosen for the device, recorded; and bf16 changes less than seeds do."""
+"""Test the precision of predictions: choice by device, records, and the error of bf16 relative to that of seeds."""
 
 import inspect
 import json
@@ -31,7 +31,7 @@ ONE = "MKTAYIAKQRQISFVKSH"
 
 @pytest.fixture
 def with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the CPU for a GPU that multiplies bf16."""
+    """Treat the CPU as a GPU with bf16 matrix products."""
     monkeypatch.setattr("warpfold.parallel.plan.capabilities", lambda device: Capabilities(has_bf16=True))
 
 
@@ -65,7 +65,7 @@ def test_the_default_is_declared_once() -> None:
 def test_a_run_prints_and_records_what_was_chosen(
     tmp_path: Path, tiny_params: Path, with_bf16: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A folder that was begun in one precision is not continued in another."""
+    """A run that was begun in one precision is not continued in another."""
     out = tmp_path / "out"
     arguments = [ONE, "--params", tiny_params, "--out", out]
     code, _, err = run_cli(capsys, *arguments)
@@ -73,7 +73,7 @@ def test_a_run_prints_and_records_what_was_chosen(
     assert err.count("precision: bf16 (auto, on cpu)") == 1
     summary = json.loads((out / "summary.json").read_text())
     assert summary["settings"]["precision"] == summary["models"][0]["precision"] == "bf16"
-    assert run_cli(capsys, *arguments, "--precision", "bf16")[0] == 0  # it is the same run
+    assert run_cli(capsys, *arguments, "--precision", "bf16")[0] == 0  # the same run
     with pytest.raises(UserError, match=str(out)):
         warpfold.predict(ONE, tiny_params, out, device="cpu", precision="fp32")
 
@@ -94,7 +94,7 @@ def test_a_predictor_chooses_again_when_it_moves(tiny_params: Path, monkeypatch:
 
 
 def test_bf16_changes_a_prediction_by_less_than_seeds_do() -> None:
-    """A small model of random parameters; its structures are compared with one of its own."""
+    """The model is small and has random parameters. Its own prediction in fp32 serves as the true structure."""
     rng = np.random.default_rng(0)
     rows = ["".join(np.where(rng.random(18) < 0.4, rng.choice(list(ONE), 18), list(ONE))) for _ in range(12)]
     model, sample = tiny_model(), SampleConfig(max_msa=3, max_extra=2)

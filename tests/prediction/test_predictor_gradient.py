@@ -1,4 +1,4 @@
-"""`Predictor.gradient`: chains fixed and free, against differences, under plans, and what is refused."""
+"""Test `Predictor.gradient`: fixed and free chains, finite differences, execution plans, refused input."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ def logits(length: int, seed: int = 0) -> np.ndarray:
 
 
 def test_the_gradient_of_logits_is_that_of_differences() -> None:
-    """Along the distogram and the aligned error, which see no rotation of the structure module."""
+    """The loss uses only contacts and PAE, whose gradients do not pass through rotations of the structure module."""
 
     def loss(seen: ModelOutputs) -> dict[str, torch.Tensor]:
         every = loss_of_every_output(seen)
@@ -44,7 +44,7 @@ def test_the_gradient_of_logits_is_that_of_differences() -> None:
     found = fold.gradient(x, loss, fixed=fixed, recycles=0, temperature=0.7)
     assert found.loss == pytest.approx(sum(found.terms.values()))
     assert found.grad["B"].shape == (6, 20)
-    assert not found.grad["B"][2].any()  # a letter that is fixed
+    assert not found.grad["B"][2].any()  # a fixed residue
     step = 1e-6
     direction = logits(6, 1)
     up, down = (
@@ -71,7 +71,8 @@ def test_what_enters_lies_between_logits_their_shares_and_the_hard_sequence(soft
 @pytest.mark.parametrize("alignment", [(), ROWS], ids=["alone", "aligned"])
 def test_a_hard_sequence_is_folded_as_fold_folds_it(alignment: list[str]) -> None:
     fold = predictor()
-    fold.sample = replace(SAMPLE, masked_fraction=0.0)  # nothing of a design's alignment is masked
+    # `gradient` does not mask the alignment of a design.
+    fold.sample = replace(SAMPLE, masked_fraction=0.0)
     x = logits(10)
     found = fold.gradient(x, loss_of_every_output, alignment=alignment, hard=1.0, recycles=1)
     alone = fold.fold(found.prediction.sequence, alignment, recycles=1)
@@ -96,9 +97,10 @@ def test_an_initial_guess_is_where_the_first_pass_starts() -> None:
 
 
 def test_chains_that_are_joined_without_a_gap_have_the_gradient_of_one_chain() -> None:
-    """With rows of either chain, which stand side by side with gaps under the other."""
+    """The alignments of the chains are combined without pairing. Their rows have gaps in the other chain."""
     fold, second = predictor(), ["MRVL", "MKIL", "AKVL"]
-    x = logits(14) + 3 * np.eye(20)[[RESTYPES.index(letter) for letter in ROWS[0] + "MKVL"]]  # alike, rows join it
+    # The query resembles the rows, so the rows join its cluster.
+    x = logits(14) + 3 * np.eye(20)[[RESTYPES.index(letter) for letter in ROWS[0] + "MKVL"]]
     fold.chain_gap, chains = 0, {"A": x[:10], "B": x[10:]}
     rows = [row + "-" * 4 for row in ROWS] + ["-" * 10 + row for row in second]
     for of_chains, of_one in (((), ()), ((ROWS, second), rows)):
@@ -113,7 +115,7 @@ def test_chains_that_are_joined_without_a_gap_have_the_gradient_of_one_chain() -
 
 @pytest.mark.parametrize("alignment", [(), (ROWS, ["MKVL", "MRVL", "MKIL", "AKVL"])], ids=["alone", "aligned"])
 def test_the_gradient_with_a_chain_gap_is_that_of_differences(alignment: object) -> None:
-    """Of a loss that tells the chains apart, as `fold` folds them; rows of an alignment share the query's cluster."""
+    """The loss distinguishes the chains. The rows of an alignment share the cluster of the query."""
     seen_chains = []
 
     def loss(seen: ModelOutputs) -> torch.Tensor:

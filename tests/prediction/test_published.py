@@ -1,4 +1,4 @@
-"""`warpfold params fetch`: names, what is taken from a tar, what stands beside a file, what is there already."""
+"""Test `warpfold params fetch`: names, extraction from a tar, the source record of a file, existing files."""
 
 import io
 import json
@@ -29,7 +29,7 @@ TAR = "alphafold_params_2022-12-06.tar"
 
 @pytest.fixture(scope="module")
 def tar(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """DeepMind's archive, with some of its models."""
+    """Build DeepMind's archive with some of its models."""
     names = ["model_1", "model_3_ptm", "model_1_ptm", "model_1_multimer_v3"]
     return write_archive(tmp_path_factory.mktemp("tar") / TAR, names).read_bytes()
 
@@ -89,14 +89,15 @@ def test_a_model_is_taken_from_the_tar_checked_and_folds(
     assert note["published_at"].endswith(f"alphafold/{TAR}")
     assert note["published_sha256"] is None
     assert "by DeepMind Technologies Limited; CC BY 4.0" in note["attribution"]
+    # The second run finds the file and sends no request.
     assert run(capsys, *command)[0] == 0
-    assert len(server.asked) == 2  # nothing is asked for what is there
+    assert len(server.asked) == 2
     model = warpfold.load(out / "params_model_1_ptm.npz", device="cpu")
     assert model.fold("MKTAYIAKQRQ", recycles=0).pae is not None
 
 
 def test_files_that_are_there_stay(server: FileServer, tmp_path: Path) -> None:
-    (tmp_path / TAR).write_bytes(server.files[TAR])  # the user's own
+    (tmp_path / TAR).write_bytes(server.files[TAR])  # the user's file
     (tmp_path / "params_model_1.npz").write_bytes(b"mine")
     before = contents(tmp_path)
     with pytest.raises(UserError, match=r"params_model_1\.npz: is there, and nothing says that it is model_1"):
@@ -134,7 +135,7 @@ def test_openfolds_are_files_of_their_own(server: FileServer, tmp_path: Path, mo
 
 
 def packed(**members: bytes) -> bytes:
-    """A tar of these files, and of links and folders of the name that is wanted."""
+    """Build a tar of these files, preceded by links and a folder with the name of the requested file."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as made:
         for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE):
@@ -149,7 +150,7 @@ def packed(**members: bytes) -> bytes:
 
 
 def member(size: int, kind: bytes = tarfile.REGTYPE, pax: dict[str, str] | None = None) -> bytes:
-    """A tar of one member, which claims a size and has 512 bytes."""
+    """Build a tar of one member with 512 bytes whose header states another size."""
     made = tarfile.TarInfo("params_model_1.npz")
     made.size, made.type, made.pax_headers = size, kind, pax or {}
     return made.tobuf(tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT) + bytes(512)
@@ -173,11 +174,12 @@ def test_a_tar_that_is_none_or_means_harm(tmp_path: Path, data: bytes, says: str
     (tmp_path / TAR).write_bytes(data)
     with pytest.raises(UserError, match=says):
         warpfold.fetch_params("model_1", out=tmp_path / "a" / "b", source=str(tmp_path / TAR))
-    assert contents(tmp_path) == {TAR: data}  # nothing is kept that the next run would take for the file
+    # Nothing is left that the next run could mistake for the parameters.
+    assert contents(tmp_path) == {TAR: data}
 
 
 def test_a_killed_download_leaves_no_archive(server: FileServer, tmp_path: Path) -> None:
-    """Such a file would take 5.6 GB, and the next run would take it for the user's."""
+    """An archive that is left behind would take 5.6 GB, and the next run would mistake it for the user's file."""
     server.faults = ["slow"]
     code = "import sys, warpfold; warpfold.fetch_params('model_1', out=sys.argv[1], source=sys.argv[2])"
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "out"), server.url]) as process:
@@ -209,4 +211,5 @@ def test_the_list_and_wrong_use(server: FileServer, tmp_path: Path, capsys: pyte
     server.faults = [(403, {})]
     with pytest.raises(DownloadFailed, match="answers 403"):
         warpfold.fetch_params("ptm", out=tmp_path / "other", source=server.url)
-    assert run(capsys, "params", "fetch", "model_2", "--from", server.url, "--out", tmp_path)[0] == 2  # not in this tar
+    # This tar does not contain model_2.
+    assert run(capsys, "params", "fetch", "model_2", "--from", server.url, "--out", tmp_path)[0] == 2

@@ -1,4 +1,4 @@
-"""Ranking, and what it ranks by: interfaces of complexes, contacts, geometry across chains."""
+"""Test ranking and its scores: interfaces of complexes, contacts, geometry across chains."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ def entry(name: str, model: str, plddt: float, score: float, **more: Any) -> dic
 
 
 def helices(count: int, apart: float, ids: tuple[str, ...] | None = None) -> Prediction:
-    """Parallel helices of 10 residues, a chain each, so many angstrom from one to the next."""
+    """Build a prediction of parallel helices: one chain of 10 residues each, at this distance in angstrom."""
     raw = helix("one", 10, 0)
     assert raw.positions is not None
     assert raw.mask is not None
@@ -92,7 +92,8 @@ def test_interfaces_are_where_chains_meet() -> None:
     assert (first.chains, second.chains) == (("C0", "C1"), ("C1", "C2"))
     assert first.contacts == second.contacts > apart.contacts == 0
     assert first.iptm == 0.75
-    assert first.interface_plddt == pytest.approx(9.5)  # all of both: 0 to 19
+    # All residues of both chains are in the interface; their pLDDT is 0 to 19.
+    assert first.interface_plddt == pytest.approx(9.5)
 
 
 def test_a_chain_ends_where_the_next_begins() -> None:
@@ -100,13 +101,14 @@ def test_a_chain_ends_where_the_next_begins() -> None:
     assert check_geometry(p.positions, p.mask, p.asym_id).chain_breaks == 0
     assert check_geometry(p.positions, p.mask).chain_breaks == 1
     touching = helices(2, 10.0)
-    touching.positions[10:, 0] += touching.positions[9, 2] - touching.positions[10, 0]  # N of the one on C of the other
+    # Move the N atoms of the second chain so that the first of them coincides with the last C of the first chain.
+    touching.positions[10:, 0] += touching.positions[9, 2] - touching.positions[10, 0]
     apart = check_geometry(touching.positions, touching.mask, touching.asym_id).clashes
     assert apart == check_geometry(touching.positions, touching.mask).clashes + 1
 
 
 def test_what_pdb_cannot_hold_is_said(tmp_path: Any) -> None:
-    """Chains of several letters, and more than 62, are in the mmCIF file alone."""
+    """Chain names of several letters, and more than 62 chains, are written only to mmCIF."""
     kept = write_prediction(helices(2, 10.0), tmp_path)
     assert "pdb" not in kept["files"]
     assert (
@@ -129,7 +131,8 @@ def test_what_pdb_cannot_hold_is_said(tmp_path: Any) -> None:
         ([49] * 4, None, None, ["very low confidence: mean pLDDT 49"]),
         ([49, 95, 95, 95], None, None, ["25% of the residues"]),
         ([90] * 31, 0.49, None, ["pTM 0.49, below 0.5"]),
-        ([90] * 30, 0.1, None, []),  # too short for a pTM to mean anything
+        # The protein is too short for a meaningful pTM.
+        ([90] * 30, 0.1, None, []),
         ([90] * 4, 0.9, 0.79, ["ipTM 0.79, below 0.8: the interface may be right or wrong"]),
         ([90] * 4, 0.3, 0.59, ["ipTM 0.59, below 0.6: the interface is probably wrong"]),
         ([90] * 4, 0.9, 0.81, []),
@@ -153,7 +156,8 @@ def test_copies_of_what_was_thinned_go(tmp_path: Path) -> None:
     ranked = copy_by_rank(tmp_path, entries)
     (tmp_path / "one" / "notes_scores.json").write_text("mine")
     assert ranked[1]["ranked"] == {"mmcif": "one/one_rank_2.cif", "scores": "one/one_rank_2_scores.json"}
-    swapped = [ranked[1] | {"rank": 1}, ranked[0] | {"rank": 2, "files": {"mmcif": "one.cif"}}]  # thinned
+    # The former best prediction is second now and has no scores file any more.
+    swapped = [ranked[1] | {"rank": 1}, ranked[0] | {"rank": 2, "files": {"mmcif": "one.cif"}}]
     again = copy_by_rank(tmp_path, swapped)
     assert [one["ranked"].get("scores") for one in again] == ["one/one_rank_1_scores.json", None]
     found = {path.name: path.read_text() for path in (tmp_path / "one").iterdir() if path.is_file()}

@@ -1,4 +1,4 @@
-"""When recycling ends, and what else a prediction is asked for: options that are part of a run."""
+"""Test the end of recycling and other options that are part of the identity of a run."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +44,8 @@ def test_recycling_ends_by_length_or_tolerance_and_is_part_of_a_run_as_dropout_i
     summary = predict(query, tiny_params, tmp_path / "out", **options)
     assert summary["predictions"][0]["recycles"] == passes
     assert recycling.keys() - {"batch"} <= summary["settings"].keys()
-    with pytest.raises(UserError, match="output of another run"):  # it changes the result
+    # These options change the result.
+    with pytest.raises(UserError, match="output of another run"):
         predict(query, tiny_params, tmp_path / "out", recycles=3)
 
 
@@ -66,7 +67,7 @@ def test_contacts_and_distogram_on_demand(query: Path, tiny_params: Path, tmp_pa
 
 
 def test_dropout_is_drawn_by_the_seed_and_alike_under_every_plan() -> None:
-    """Also by a template stack, on ranks, with z in host memory; of the structure module there is none."""
+    """This includes the template stack, several ranks and z in host memory. The structure module has no dropout."""
     config = tiny_config()
     model = filled_model(replace(config, evoformer=replace(config.evoformer, outer="first")))
     given = templates(2, len(SEQUENCE))
@@ -81,7 +82,8 @@ def test_dropout_is_drawn_by_the_seed_and_alike_under_every_plan() -> None:
         return fold(True, team=Team(ProcessInfo(mesh.world.rank, axial * branch), mesh))
 
     sure, drawn = fold(False), fold(True)
-    np.testing.assert_array_equal(fold(False, seed=1), sure)  # nothing else is drawn
+    # Without dropout, nothing depends on the seed.
+    np.testing.assert_array_equal(fold(False, seed=1), sure)
     np.testing.assert_array_equal(fold(True), drawn)
     np.testing.assert_array_equal(fold(False), sure)
     assert np.abs(drawn - sure).max() > 0.05
@@ -101,7 +103,8 @@ def test_recycles_are_saved(query: Path, tiny_params: Path, tmp_path: Path) -> N
     assert files == ["one_recycle_0.cif", "one_recycle_1.cif"]
     predictor = load(tiny_params, "cpu", chunk=4)
     for number, (file, scores) in enumerate(zip(files, entry["recycled"], strict=True)):
-        alone = predictor.fold(SEQUENCE, recycles=number)  # the same passes, of which this is the last
+        # A run with fewer recycles has the same passes and ends with this one.
+        alone = predictor.fold(SEQUENCE, recycles=number)
         (chain,) = read_structure(tmp_path / "out/one" / file).chains.values()
         np.testing.assert_allclose(chain.positions, alone.positions * alone.mask[..., None], atol=2e-3)
         assert scores == {
@@ -110,7 +113,9 @@ def test_recycles_are_saved(query: Path, tiny_params: Path, tmp_path: Path) -> N
             "iptm": None,
         }
     (tmp_path / "out/one" / files[1]).unlink()
-    predict(query, tiny_params, tmp_path / "out", **options)  # a file is missing: folded again
+    # The protein is folded again because a file is missing.
+    predict(query, tiny_params, tmp_path / "out", **options)
     assert (tmp_path / "out/one" / files[1]).is_file()
     predictor.fold(SEQUENCE, name="one").save(tmp_path / "out/one", overwrite=True)
-    assert not list((tmp_path / "out/one").glob("*_recycle_*"))  # they were the earlier prediction's
+    # Overwriting removes the files of the earlier prediction.
+    assert not list((tmp_path / "out/one").glob("*_recycle_*"))

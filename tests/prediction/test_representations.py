@@ -1,4 +1,4 @@
-"""Representations of many in one store: the same bytes whoever folds, whatever is killed, and read a part at a time."""
+"""Test the store of representations: equal bytes for any number of processes and after kills, and lazy reading."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def fasta(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, fasta: Path, tiny_params: Path) -> dict[str, bytes]:
-    """The files of the store of one process."""
+    """Read the files of the store that a single process writes."""
     at = tmp_path_factory.mktemp("alone")
     predict(fasta, tiny_params, at / "out", **options(at / "r.store"))
     return contents(at / "r.store")
@@ -50,7 +50,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory, fasta: Path, tiny_params: Pa
 def test_a_store_has_what_a_prediction_in_memory_has(
     tmp_path: Path, fasta: Path, tiny_params: Path, capsys: pytest.CaptureFixture[str], pair: str
 ) -> None:
-    """In half precision, lazily, with what is needed to choose; the files of predictions have none of it."""
+    """Arrays are in half precision and read lazily. Columns allow selecting entries.
+
+    The files of predictions do not contain representations.
+    """
     store, out = tmp_path / "r.store", tmp_path / "out"
     given = ["--params", tiny_params, "--out", out, "--recycles", 0, "--representations", store]
     code, said, _ = run_cli(capsys, fasta, *given, "--pair-representation", pair)
@@ -131,7 +134,7 @@ for when in ("folding", "writing", "before the summary"):
 def test_a_kill_loses_none_and_repeats_none(
     tmp_path: Path, fasta: Path, tiny_params: Path, alone: dict[str, bytes]
 ) -> None:
-    """kill -9 between predictions, while the store is being written, and when it is there and nothing says so yet."""
+    """Kill the run between predictions, while the store is written, and before the summary records the store."""
     subprocess.run([sys.executable, "-c", KILLED, *map(str, (fasta, tiny_params, tmp_path))], check=True)
     for when, there in (("folding", (2, False)), ("writing", (3, False)), ("before the summary", (3, True))):
         out, store = tmp_path / when, tmp_path / f"{when}.store"
@@ -147,7 +150,7 @@ def test_a_kill_loses_none_and_repeats_none(
 def test_what_failed_and_is_folded_later_comes_into_the_store(
     tmp_path: Path, fasta: Path, tiny_params: Path, alone: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store is then written anew; a kill between its two renamings loses nothing either."""
+    """The store is then written again. A kill between its two renames loses nothing."""
     out, store, prepare = tmp_path / "out", tmp_path / "out.store", Predictor.prepare
 
     def fails(self: Predictor, assembly: Any, **more: Any) -> Any:
@@ -162,7 +165,8 @@ def test_what_failed_and_is_folded_later_comes_into_the_store(
     summary = predict(fasta, tiny_params, out, **options(store))
     assert (summary["status"], contents(store)) == ("complete", alone)
     assert {path.name for path in tmp_path.glob("*.store")} == {"out.store"}
-    store.rename(tmp_path / "out.new.store")  # as a kill would leave it
+    # This is the state after a kill between the two renames.
+    store.rename(tmp_path / "out.new.store")
     times = {path: path.stat().st_mtime_ns for path in out.rglob("*.npz")}
     assert predict(fasta, tiny_params, out, **options(store))["status"] == "complete"
     assert contents(store) == alone
@@ -181,7 +185,7 @@ def test_what_the_store_lost_is_predicted_again(
 
 
 def test_what_is_not_kept_is_not_in_the_store(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:
-    """Of several seeds, and of the whole run; a later --keep that wants more has more."""
+    """This holds for the best seeds of each protein and for the best of a run. A later, wider --keep adds entries."""
     out, store = tmp_path / "out", tmp_path / "out.store"
     summary = predict(fasta, tiny_params, out, **options(store, seeds=2, keep=1))
     assert Store(store).keys == [one["folder"] for one in summary["predictions"] if one["rank"] == 1]
@@ -215,7 +219,7 @@ def test_what_is_no_store_of_representations(given: dict[str, Any], says: str) -
 
 
 def test_what_is_there_stays(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:
-    """A store of another run, a file, a place where nothing can be written: refused before anything is folded."""
+    """A store of another run, a file, and a path that cannot be written are refused before anything is folded."""
     (tmp_path / "file.store").write_text("years of work")
     (tmp_path / "other.store").mkdir()
     (tmp_path / "other.store" / "sources.json").write_text('{"run": "another"}')

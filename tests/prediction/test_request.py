@@ -1,4 +1,4 @@
-"""A request of `predict`: its help, its signature in Python, and that it is checked before torch is imported."""
+"""Test the request of `predict`: help text, Python signature, and validation before torch is imported."""
 
 import dataclasses
 import inspect
@@ -45,7 +45,7 @@ def test_help_is_short_and_help_all_names_every_option(
 
 
 def test_python_writes_out_what_a_request_declares() -> None:
-    """Types and defaults; the text of each option ends the docstring."""
+    """Types and defaults are equal, and the docstring contains the help text of each option."""
     arguments = dict(inspect.signature(warpfold.predict).parameters)
     assert {"progress", "team"} == arguments.keys() - {field.name for field in dataclasses.fields(Request)}
     hints = inspect.get_annotations(inspect.unwrap(warpfold.predict))
@@ -59,7 +59,7 @@ def test_python_writes_out_what_a_request_declares() -> None:
         assert f"\n    {field.name}: {option.help}" in str(warpfold.predict.__doc__)
 
 
-# Arguments besides a good query, parameters and output folder; {} is a folder with a.a3m and taken/file.
+# Wrong arguments and the expected messages. {} stands for a folder with a.a3m and taken/file.
 WRONG = {
     "query": (["none.fasta", "--params", "p.npz", "-o", "out"], "none.fasta: no such file"),
     "long text": (["no sequence " * 30, "--params", "p.npz", "-o", "out"], "no such file; check the path"),

@@ -1,4 +1,4 @@
-"""Tables of scores: what stands in them, and that no kill, restart or second process loses a row or makes one twice."""
+"""Test score tables: their contents, and that kills, restarts and several processes neither lose nor repeat rows."""
 
 import csv
 import gc
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 
 @pytest.fixture(scope="module")
 def params(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Random parameters of two multimers."""
+    """Save random parameters of two multimers."""
     folder = tmp_path_factory.mktemp("params")
     for seed, name in enumerate(("first", "second")):
         save_params(folder / f"{name}.safetensors", multimer(seed))
@@ -74,7 +74,8 @@ def test_every_prediction_has_a_row_of_its_best_interface(tmp_path: Path, params
         with np.load(out / entry["folder"] / entry["files"]["arrays"], allow_pickle=False) as arrays:
             given = (arrays[name] for name in ("pae", "plddt", "positions", "mask", "asym_id"))
             pairs = chain_pair_scores(*given, ("H", "L", "x"), arrays["chain_pair_iptm"])
-        best = max(pairs[1:], key=lambda one: (one.ipsae, one.contacts))  # H-x and L-x
+        # The pairs of target and binder are H-x and L-x.
+        best = max(pairs[1:], key=lambda one: (one.ipsae, one.contacts))
         assert row["interface"] == ":".join(best.chains)
         for name in ("ipsae", "ipsae_ab", "ipsae15", "pdockq", "pdockq2", "lis", "interface_plddt"):
             assert float(row[name] or "nan") == pytest.approx(float(getattr(best, name) or 0), abs=1e-4, nan_ok=True)
@@ -112,7 +113,7 @@ def test_single_chains_have_no_table(tmp_path: Path, params: dict[str, Path]) ->
 
 
 class Killed(BaseException):
-    """Stands for kill -9: nothing catches it."""
+    """Simulate SIGKILL: no code catches this exception."""
 
 
 @pytest.mark.parametrize("when", ["before the row", "within it", "after it"])
@@ -144,7 +145,8 @@ def test_a_run_that_is_killed_has_each_row_once(
 
     monkeypatch.setattr(Recorder, "add", adding)
     summary = predict(designs, params["first"], out, **options())
-    assert sorted(seen[0]) == sorted(written)  # the table is whole again before the next one is added
+    # The table is repaired before the next row is added.
+    assert sorted(seen[0]) == sorted(written)
     assert [len(set(one)) for one in seen] == [len(one) for one in seen] == [3, 4]
     assert keys(out / "scores.csv") == [f"d{i} first 0" for i in range(5)]
     assert summary["tables"][0] == "scores.csv"
@@ -184,7 +186,10 @@ def test_the_rows_of_what_is_damaged_are_made_again(tmp_path: Path, designs: Pat
 
 
 def test_tables_of_somebody_else_stay(tmp_path: Path, designs: Path, params: dict[str, Path]) -> None:
-    """Of a folder that an earlier version has left, which wrote none; those of another run go with it."""
+    """A foreign file is kept in a folder whose summary lists no tables, as earlier versions wrote it.
+
+    The tables of another run are removed with that run.
+    """
     out = tmp_path / "out"
     summary = predict(designs, params["first"], out, **options())
     del summary["tables"]
@@ -201,7 +206,7 @@ def test_tables_of_somebody_else_stay(tmp_path: Path, designs: Path, params: dic
 
 
 def test_python_gives_the_rows_of_the_table(tmp_path: Path, designs: Path, params: dict[str, Path]) -> None:
-    """And holds no prediction, whatever else is given: a bad design is a row, in its place."""
+    """No prediction stays in memory. A bad design gives a row with an error, in the order of the input."""
     predict(designs, params["first"], tmp_path / "out", **options(recycles=1, batch=1))
     predictor, made = load(params["first"], device="cpu"), list[Any]()
     compute = predictor.compute
@@ -240,7 +245,7 @@ def test_a_parquet_file_has_the_same_rows(tmp_path: Path, designs: Path, params:
 
 
 def test_contacts_clashes_and_errors_are_of_the_whole_target() -> None:
-    """Binder C touches A of its target A:B, and has clashes with B."""
+    """Binder C touches chain A of its target A:B and clashes with chain B."""
 
     def pair(a: str, b: str, **values: float) -> PairScore:
         return PairScore(

@@ -1,4 +1,4 @@
-"""Files and folders that people name by mistake: each is one line with the cure, and nothing is left behind."""
+"""Test files and folders given by mistake: the error is one line with a remedy, and nothing is left behind."""
 
 import sys
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_a_folder_below_a_file_is_no_place(
 def test_options_are_named_as_they_were_given(
     tmp_path: Path, tiny_params: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On the command line with dashes, from Python as arguments: of the same errors."""
+    """The same error names `--option` on the command line and the argument in Python."""
     more = ("--params", tiny_params, "-o", tmp_path / "out", "--device")
     assert "error: --device gpu: not known. " in refused(run(capsys, "predict", ONE, *more, "gpu"))
     said = refused(run(capsys, "predict", ONE, *more, "cpu", "--msa-server", "host"))
