@@ -46,8 +46,8 @@ def test_a_step_that_is_timed_as_a_graph_is_replayed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(bench_model, "find_recorder", lambda _: OperationRecorder())
     plain, graph = bench_step(replace(toy(), recycles=2), CPU, ways=["ours", "graph"], repeats=2)["rows"]
     assert (plain["replayed"], plain["note"], graph["note"]) == (0, "", "")
-    # Of the five steps, two are warm-up runs, two are timed, and one is for the memory. A step consists of two passes
-    # without gradients, the last pass and the update, and the first call of three kinds is an ordinary one.
+    # There are five steps: two warm-up runs, two timed steps, and one for the memory. A step has four calls: two passes
+    # without gradients, the last pass and the update. The first call of each of the three kinds is not a replay.
     assert graph["replayed"] == 5 * 4 - 3
     assert "graphs" in graph["plan"]
     assert "graphs" not in plain["plan"]

@@ -18,8 +18,9 @@ CORES = ("0-7", "8-15")
 
 
 def config(relaxed: bool = True, acs: int | None = 0, size: int = 4096) -> bytes:
-    """Build a configuration space: power management (1), then PCI Express; extended: error reporting (1), then ACS.
+    """Build a PCI configuration space.
 
+    It has the capabilities power management (1) and PCI Express, and the extended ones error reporting (1) and ACS.
     acs: the control register, or None without this capability.
     """
     data = bytearray(4096)

@@ -60,7 +60,7 @@ def run_everything(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def tables() -> None:
-    """Create the constant tables on "meta" once: their 80 kB would distort the figures of such a small model."""
+    """Create the constant tables on "meta" once, as their 80 kB would distort the estimates of such a small model."""
     for training in (False, True):
         estimate_memory(job_of(training, sizes=replace(SIZES, residues=4)), Plan())
 

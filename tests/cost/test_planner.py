@@ -435,7 +435,7 @@ def test_the_upper_bound_is_one(one: Job) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("is_training", [False, True])
 def test_the_lower_bound_is_one(is_training: bool) -> None:
-    """For every plan, the actual code needs more than the bound, beside the weights."""
+    """For every plan, the memory of the actual code without the weights is at least the bound."""
     for residues in (24, 70):
         given = replace(training(1, blocks=3), sizes=sizes(residues)) if is_training else job(residues)
         plans = candidates(given, replace(GPU, devices=2), {}) + [Plan(precision="bf16"), Plan(axial=2)]

@@ -206,7 +206,7 @@ def test_an_operation_takes_at_least_what_its_kernels_take() -> None:
 
 
 def test_what_comes_often_takes_as_long_as_if_it_were_there_as_often() -> None:
-    """A repeated entry takes as long as its copies, except for what is in transit from one turn to the next."""
+    """A repeated entry takes as long as its copies, except for transfers that overlap with the next repetition."""
     turn = [Begin(1, "all_gather", "axial", 10**6, "forward"), operation(5e-4), Await(1), operation(1e-4, 3)]
     often = [replace(entry, times=20) if not isinstance(entry, Await) else entry for entry in turn]
     for launch in (0.0, 1e-3):

@@ -32,7 +32,7 @@ def atom(name: str, residue: str, place: int, x: float | str = 0.0, **changes: o
 
 
 def backbone(residue: str, place: int, **changes: object) -> list[Atom]:
-    """Return the rows of N, CA, C and O of a residue, 3.8 angstrom from those of the residue before it."""
+    """Make the rows of N, CA, C and O of a residue, 3.8 angstrom from those of the previous residue."""
     return [atom(name, residue, place, float(i), **dict(changes)) for i, name in enumerate(("N", "CA", "C", "O"))]
 
 
@@ -43,7 +43,10 @@ def entry(
     more: str = "",
     without: Sequence[str] = (),
 ) -> str:
-    """Return an mmCIF file of one entity. sequence: perhaps two residues at a position, 'SER/THR'. without: columns."""
+    """Make the text of an mmCIF file with one entity.
+
+    sequence: residue names; a position may have two, 'SER/THR'. without: columns to leave out.
+    """
     rows = [(place + 1, name) for place, names in enumerate(sequence) for name in names.split("/")]
     text = "data_TEST\n#\n_entry.id TEST\n#\n" + more
     if sequence:

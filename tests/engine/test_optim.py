@@ -257,7 +257,7 @@ def lars(p: Tensor, g: Tensor, state: State, rate: float, step: int) -> Tensor:
 class NormedDescent(PlainRule):
     """A rule without moments that has a number for each parameter, equal on every rank.
 
-    Like one that decomposes matrices, it fails where it is given what is not finite.
+    Like a rule that decomposes matrices, it fails for gradients that are not finite.
     """
 
     decays_weights = False

@@ -27,7 +27,8 @@ FLOORS = {
     **dict.fromkeys(("__init__", "__main__"), 13),
 }
 
-# The way of a protein from file to batch. The packages beside it (pack, search, synthetic) are not part of it.
+# The packages of `warpfold.data` through which a protein passes from file to batch. The packages in BESIDE are not part
+# of this pipeline.
 DATA = ("formats", "structure", "similar", "example", "store", "features", "load")
 BESIDE = {"pack", "search", "synthetic"}
 

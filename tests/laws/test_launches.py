@@ -145,8 +145,8 @@ def test_the_host_works_a_launch_out_once(monkeypatch: pytest.MonkeyPatch) -> No
                 differentiated().backward()
             found["forward", how] = counted(lambda: loss.append(differentiated()))
             found["backward", how] = counted(loss.pop().backward)
-    # Counted: 15.0, 17.8 and 8.2, with the three of the launcher. Products of cuBLAS are not counted as launches.
-    # With a gradient, torch.autograd.Function and what it saves take 3 calls per launch more: six of each operation.
+    # Counted: 15.0, 17.8 and 8.2 calls, including three of the launcher. Products of cuBLAS do not count as launches.
+    # With a gradient, torch.autograd.Function and its saved tensors add 3 calls per launch, or six per operation.
     assert found["alone", "by recipe"] <= 15
     assert found["forward", "by recipe"] <= 18
     assert found["backward", "by recipe"] <= 9

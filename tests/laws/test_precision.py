@@ -1,4 +1,4 @@
-"""The precision of a plan: which parts run in 16 bits, which stay in fp32, and that losses fall alike."""
+"""The precision of a plan: the modules that run in 16 bits or stay in fp32, and equal decrease of the loss."""
 
 from collections import defaultdict
 from collections.abc import Iterator

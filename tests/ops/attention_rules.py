@@ -72,7 +72,8 @@ def test_a_query_without_any_key_is_not_a_number() -> None:
     one = call(mask="clear")
     one.given["mask"][1, 30:] = 0
     with torch.no_grad():
-        one.given["bias"][..., 2, :] = float("-inf")  # row 0: no keys, row 1: masked
+        # In row 0 the query has no keys; in row 1 it is masked.
+        one.given["bias"][..., 2, :] = float("-inf")
     ours, true = fast(one), one.answers(attention.definition)
     for name, x in true.items():
         assert torch.equal(ours[name].isnan(), x.isnan()), name

@@ -115,7 +115,10 @@ def within(values: Tensor, dtype: torch.dtype, device: str = "cpu") -> Tensor:
 def placed(
     op: Op[..., Tensor], values: Sequence[Any], dtype: torch.dtype, device: str = "cpu", grad: Tensor | None = None
 ) -> Call:
-    """Make a call of these values in a dtype on a device; grad: the gradient of the output, None: a random one."""
+    """Make a call of these values in a dtype on a device.
+
+    grad: the gradient of the output, or None for a random one.
+    """
     wide, given = torch.float64 if dtype == torch.float64 else torch.float32, {}
     dtype = wide if op in (overlaps, aligned_errors) else dtype  # more than 16 bits for coordinates
     for name, value in zip(op.arguments._fields, values):
@@ -168,7 +171,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         assert buffer[GUARD + count :].isnan().all(), "written past the end of a tensor"
 
 
-# Layouts: shape of the positions; memory order of positions and channels; padding.
+# A layout has the shape of the positions, the memory order of positions and channels, and the padding.
 PLAIN: tuple[Shape, Order, int] = ((7, 19), None, 0)
 TURNED: tuple[Shape, Order, int] = ((11, 13), (1, 0, 2), 0)  # within columns
 SLICED: tuple[Shape, Order, int] = ((9, 10), None, 8)  # a slice of projections
@@ -240,7 +243,10 @@ def outers(
     draw: Draw, batches: int, s: int, i: int, j: int, c: int, d: int, z: int, biased: bool = True, divided: bool = True,
     alone: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """divided: the bias, too, is divided; alone: without z.  a and b are halves of a projection, some counts are 0."""
+    """Draw arguments of the outer product. a and b are halves of a projection, and some counts are 0.
+
+    divided: whether the bias is divided too. alone: whether there is no z.
+    """
     a_mask, b_mask = draw.mask(batches, s, i), draw.mask(batches, s, j)
     a, b = draw(batches, s, i, c, pad=8) * a_mask[..., None], draw(batches, s, j, d, pad=3) * b_mask[..., None]
     a_mask[..., 0], b_mask[..., -1] = 0, 0  # where factors are not 0
@@ -253,7 +259,11 @@ def outer_means(
     draw: Draw, lead: Shape, s: int, r: int, c: int, h: int, z: int, biased: str = "nwo", divided: bool = True,
     alone: bool = False, turned: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """biased: the layers with a bias, among the norm, projection and output; turned: residues before sequences."""
+    """Draw arguments of the outer product mean.
+
+    biased: the layers with a bias, from "n" (norm), "w" (projection) and "o" (output). turned: whether residues come
+    before sequences in memory.
+    """
     order = (*range(len(lead)), len(lead) + 1, len(lead), len(lead) + 2) if turned else None
     x, mask = draw(*lead, s, r, c, order=order, pad=8), draw.mask(*lead, s, r)
     mask[..., 0] = 0
@@ -269,8 +279,11 @@ def triangles(
     draw: Draw, lead: Shape, n: int, c: int, h: int, outgoing: bool, fused: bool, biased: bool = True,
     turned: bool = False, dropped: str = "", alone: bool = False, cut: int = 0,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """dropped: "", "given" or "drawn"; alone: without x and biases of norms; cut: a slice of this many rows or columns,
-    with the whole b."""
+    """Draw arguments of the triangle multiplication.
+
+    dropped: the dropout factors, "" (none), "given" or "drawn". alone: whether there are no x and no biases of norms.
+    cut: the number of rows or columns of a slice, which uses the whole b; 0 for no slice.
+    """
     rows, columns = (cut or n, n) if outgoing else (n, cut or n)
     axes, shared = len(lead) + 3, (*(1 for _ in lead), 1, columns, c)
     order = (*range(len(lead)), axes - 2, axes - 3, axes - 1) if turned else None

@@ -238,7 +238,7 @@ FREE |= {(f"triangle_{which}{back}", "bias", 0) for which in ("factor", "multipl
 
 @pytest.mark.parametrize("name", REGISTERED)
 def test_registered_operations_name_the_operand_that_is_wrong(name: str) -> None:
-    """Direct calls, like those of compiled graphs, with each axis of each operand one shorter in turn."""
+    """Call the operations directly, like compiled graphs, with one axis of one operand shortened by one at a time."""
     call = made(name, torch.float64)
     with Watch() as watch:
         call.answers(call.op.fast)

@@ -40,7 +40,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def meet(store: Any, ranks: int, absent: tuple[int, ...] = (), limit: float = 60.0, each: int = 0) -> list[str]:
-    """Return the result of the rendezvous for all ranks that are present. each: ranks per host, which they report."""
+    """Run the rendezvous on all ranks that are present and collect their results.
+
+    each: number of ranks per host, which the ranks report; 0 to report no hosts.
+    """
 
     def one(rank: int) -> str:
         threading.current_thread().name = str(rank)

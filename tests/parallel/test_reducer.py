@@ -124,7 +124,7 @@ def test_moments_of_another_run_come_to_the_ranks_that_own_them(sync: SyncConfig
 
 
 def begun(way: Way, what: Callable[[Reducer], int]) -> tuple[list[int], int]:
-    """Return the number of buckets in flight at the first layer's gradient, per example, and that layer's bucket.
+    """Count the buckets in flight at the first layer's gradient of each example, and find that layer's bucket.
 
     Within the backward pass, the exchange of a sent bucket needs no action of this thread.
     """

@@ -251,7 +251,7 @@ def test_when_one_fails_the_others_end_and_say_why(crew: Crew, monkeypatch: pyte
 
 
 def fill_stderr() -> None:
-    """Make nobody read the stderr of this process: it is a full pipe."""
+    """Replace the stderr of this process by a full pipe that has no reader."""
     _, full = os.pipe()
     os.set_blocking(full, False)
     with contextlib.suppress(BlockingIOError):
@@ -263,7 +263,10 @@ def fill_stderr() -> None:
 
 @pytest.mark.parametrize(("who", "keeps", "deaf"), [(1, False, False), (0, True, False), (1, False, True)])
 def test_where_no_exception_reaches_a_process_it_is_ended(crew: Crew, who: int, keeps: bool, deaf: bool) -> None:
-    """It prints the reason even if the store ends with the failed rank, and it ends even if nobody reads its output."""
+    """The process prints the reason even if the store ends with the failed rank.
+
+    It also ends if its output has no reader.
+    """
 
     def fail(team: Team) -> None:
         team.all_gather_object(0, "a step")

@@ -73,7 +73,8 @@ def trained(
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Train the toy on a data x model grid; returns this rank's norms and the final state. Call it on every rank.
 
-    config.accumulate: examples per data rank; `examples`: of all data ranks instead.
+    `config.accumulate` is the number of examples per data rank. `examples` replaces it by the number of examples of all
+    data ranks.
     """
     mesh = make_mesh(data, model) if data * model > 1 else Mesh()
     net = Toy()

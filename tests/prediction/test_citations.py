@@ -1,4 +1,4 @@
-"""The references beside predictions name the methods that were used, and no others."""
+"""Check that the BibTeX references of predictions list exactly the methods that were used."""
 
 import re
 

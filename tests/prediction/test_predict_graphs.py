@@ -145,7 +145,7 @@ def test_what_a_prediction_keeps_of_its_passes_is_its_own() -> None:
 
 @pytest.mark.usefixtures("recorded")
 def test_dropout_is_not_recorded() -> None:
-    """Dropout masks are drawn under the control of the host, which a graph cannot replay."""
+    """With dropout, no pass is recorded, because the host decides the random numbers of each pass."""
     predictor = Predictor(tiny_model())
     for sequence in DESIGNS[:2]:
         predictor.fold(sequence)

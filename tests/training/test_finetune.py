@@ -218,7 +218,7 @@ def test_the_size_that_is_said_is_that_of_the_entries(store: Store, init: Path, 
     )
     there = trunk.TrunkStore(tmp_path / "run/trunk")
     assert entries == 12
-    # The headers are a large share of such small entries.
+    # Headers make up much of such small entries.
     assert 0.7 * size < there.bytes < 1.6 * size
     entry = load_file(next(there.folder.glob("*.safetensors")))
     row = sum(entry[name].nbytes for name in ("true_msa", "bert_mask", "masked_msa_logits"))

@@ -1,4 +1,4 @@
-"""Read jobs of Boltz, AlphaFold 3, its server and Chai: what is folded with which alignments, what is refused."""
+"""Read job files of Boltz, AlphaFold 3, its server and Chai: chains, alignments, refused jobs."""
 
 import json
 import re
@@ -68,7 +68,7 @@ def altered(sequence: str, letter: str) -> str:
     return sequence[:-1] + letter
 
 
-# ---- what is folded
+# ---- chains and alignments
 
 ID = "protein: {id: A, sequence: " + ONE + "}"
 SPLIT = "protein:\n      id: x\n      sequence: >\n        GSHMLEERLG\n        LIEVQ"
@@ -257,7 +257,7 @@ def test_paths_begin_at_the_file_and_then_at_the_working_directory(
     assert depths(*read_complexes(Path("jobs/b.yaml"))) == [3]
 
 
-# ---- what is refused
+# ---- refused jobs
 
 LIGANDS = "dna: {id: D, sequence: ACGT}", "ligand: {id: [B, C], ccd: ATP}", "ligand: {id: E, smiles: CC}"
 CANNOT = [

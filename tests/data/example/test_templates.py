@@ -1,4 +1,4 @@
-"""Make templates: which hits are used, where their atoms are placed, what is reported, what the model sees."""
+"""Make templates: selection of hits, placement of their atoms, reports, features of the model."""
 
 import gzip
 from collections.abc import Sequence

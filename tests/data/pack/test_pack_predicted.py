@@ -1,4 +1,4 @@
-"""Pack predictions: which files are used, what is masked, and what is dropped and why (Supp. 1.3)."""
+"""Pack predictions: selection of files, masked residues, and reasons for dropping chains (Supp. 1.3)."""
 
 import json
 from pathlib import Path

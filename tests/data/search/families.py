@@ -31,5 +31,5 @@ def queries(path: Path, *numbers: int) -> Path:
 
 
 def headers(a3m: str) -> list[str]:
-    """Return the names of the rows of an A3M file."""
+    """Parse the row names of an A3M file."""
     return [line[1:].split()[0] for line in a3m.splitlines() if line.startswith(">")]

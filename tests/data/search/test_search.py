@@ -1,4 +1,4 @@
-"""Run `warpfold search`: what it writes, keeps, continues and refuses."""
+"""Run `warpfold search`: output, files that stay, continued runs, refused input."""
 
 import gzip
 import json

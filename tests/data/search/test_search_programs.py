@@ -15,7 +15,8 @@ from warpfold.errors import UserError
 
 SEQUENCES = ("MKTAYIAKQRQISFVKSHFS", "GSHMWWLKDEYPRNQTV")
 
-# createdb keeps the FASTA file; search and result2msa pass it on; unpackdb writes an A3M of each, in another order
+# A stand-in for MMseqs2: createdb, search and result2msa copy the FASTA file, and unpackdb writes one A3M file per
+# sequence, in another order.
 MMSEQS = """
     options = dict(zip(rest, rest[1:]))
     if command == "version":

@@ -197,7 +197,8 @@ def test_many_sequences_are_clustered_by_mmseqs2_whatever_their_order_and_its_th
     assert {sequences[i]: sequences[order[j]] for i, j in zip(order, clusters)} == here
 
 
-# createdb keeps the FASTA file; cluster joins no sequences; createtsv writes a line for each.
+# A stand-in for MMseqs2: createdb copies the FASTA file, cluster joins no sequences, and createtsv writes one line per
+# sequence.
 MMSEQS = """
     if command == "version":
         print("14-test")

@@ -1,4 +1,4 @@
-"""Write and read stores: equal arrays, slices too; damage is reported; a store is complete or absent."""
+"""Write and read stores: arrays and slices are equal, damage is reported, and a store is complete or absent."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Read structures: how each rule of mmCIF and PDB affects a chain, and what is refused."""
+"""Read structures: the effect of each rule of mmCIF and PDB on a chain, and refused files."""
 
 import gzip
 import random

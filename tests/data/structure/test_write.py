@@ -1,4 +1,4 @@
-"""Write structures: gemmi and our own reader read what was written."""
+"""Write structures and read them with gemmi and with our own reader."""
 
 import gemmi
 import numpy as np

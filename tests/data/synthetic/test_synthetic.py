@@ -188,7 +188,7 @@ def beta(protein: Protein) -> np.ndarray:
 
 
 def organisms(protein: Protein) -> dict[str, np.ndarray]:
-    """Return the rows of relatives by the organism in their names."""
+    """Map the organism in the name of each relative to the relative's alignment row."""
     names = protein.alignment.names[1:]
     rows = {name.split("|")[2].split("_")[1]: row for name, row in zip(names, protein.alignment.rows[1:])}
     assert len(rows) == len(names), "one row of each"

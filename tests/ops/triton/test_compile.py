@@ -1,8 +1,8 @@
 """Offline compilation: all launches of the shipped tables are within the limits of four architectures.
 
-No GPU is needed.  By default the most demanding launch of each kernel is compiled for every architecture, and each
-tile of the default table for one of them in turn.  With --slow, every launch of the model with different code and every
-candidate are compiled.
+No GPU is needed. By default, the most demanding launch of each kernel is compiled for every architecture. Each tile of
+the default table is compiled for one architecture only, and the tiles cycle through the architectures. With --slow,
+every launch of the model with different code and every candidate are compiled.
 """
 
 import dataclasses
@@ -145,7 +145,7 @@ def over_budget(found: Iterable[KernelLaunch], arch: str) -> list[str]:
 
 
 def beside_the_fast_path(launch: KernelLaunch, found: Figures, arch: str) -> list[str]:
-    """List what a launch's products lack, except known cases: wgmma on sm_90, asynchronous loads with stages."""
+    """List matrix products without wgmma on sm_90 or without asynchronous loads with stages, except known cases."""
     wrong = []
     if found.dots and arch == "sm_90" and not found.wgmma:
         wrong.append(f"{launch.kernel.name} {launch.key}: products without wgmma")
@@ -201,9 +201,10 @@ def largest_of_each_tile(table: LaunchTable) -> list[TableEntry]:
 
 
 def test_every_tile_of_the_default_table_is_within_the_budget() -> None:
-    """Compile each tile for one of its architectures in turn.
+    """Compile each tile for one architecture. The tiles of a kernel cycle through the architectures.
 
-    The launch is the most demanding one with this entry, or that with the nearest key if the model has none."""
+    The launch is the most demanding one with this entry, or the launch with the nearest key if the model has none.
+    """
     wrong, table = [], read(SHIPPED / "default.json")
     most = [launch for precision in ("bf16", "fp32") for launch in demanding(launches("default", precision))]
     compiled_above = {(launch.kernel.name, launch.config) for launch in most}

@@ -45,7 +45,7 @@ def table(*keys: tuple[int, ...], kernel: str = "_copy") -> LaunchTable:
 
 
 def warps(of: LaunchTable, *key: int) -> int:
-    """Return the number of warps of the configuration for a key."""
+    """Look up the number of warps of the configuration for a key."""
     found = of.nearest("_copy", key)
     assert found is not None
     return found.config.warps

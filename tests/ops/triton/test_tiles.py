@@ -45,7 +45,7 @@ def rounded(n: int, block: int, tail: int = 0) -> int:
 
 
 def attention(launch: KernelLaunch) -> tuple[int, int]:
-    """Return the number of computed logits, and that of existing ones."""
+    """Count the computed logits and the existing logits."""
     sizes, n, tiles = launch.arguments["sizes"], launch.kernel.name, launch.config.sizes
     tail_q, tail_k = (launch.arguments.get(name, 0) for name in ("TAIL_Q", "TAIL_K"))
     keys = rounded(sizes.keys, tiles["BLOCK_K"], tail_k)
@@ -56,9 +56,9 @@ def attention(launch: KernelLaunch) -> tuple[int, int]:
 
 
 def outer(launch: KernelLaunch) -> tuple[int, int]:
-    """Return the number of multiplications for a left and a right channel, and that for existing rows.
+    """Count the multiplications per left and right channel: the computed ones, and those of existing rows.
 
-    A position has products over sequences, and a projection of each.
+    A position has products over the sequences and a projection of each product.
     """
     given, tiles = launch.arguments, launch.config.sizes
     s, z, block = given["S"], given["Z"], tiles["BLOCK_S"]
@@ -67,7 +67,7 @@ def outer(launch: KernelLaunch) -> tuple[int, int]:
 
 
 def products(launch: KernelLaunch) -> tuple[int, int]:
-    """Return the number of multiplications of a product, and that for existing rows."""
+    """Count the multiplications of a product: the computed ones, and those of existing rows."""
     given, tiles = launch.arguments, launch.config.sizes
     m, n = (given[side].outer_size * given[side].inner_size for side in ("left", "right"))
     done = rounded(m, tiles["BLOCK_M"]) * rounded(n, tiles["BLOCK_N"]) * rounded(given["depth"], tiles["BLOCK_K"])
@@ -75,7 +75,7 @@ def products(launch: KernelLaunch) -> tuple[int, int]:
 
 
 def positions(launch: KernelLaunch) -> tuple[int, int]:
-    """Return the number of processed positions, and that of existing ones."""
+    """Count the processed positions and the existing positions."""
     exist = launch.arguments["axes"].positions
     return rounded(exist, launch.config.sizes["BLOCK_M"]), exist
 

@@ -103,7 +103,7 @@ def parse(text: str) -> list[Operation]:
 
 
 def arguments(text: str) -> list[str]:
-    """Return the names of the kernel's arguments, in order."""
+    """Parse the names of the kernel's arguments, in order."""
     return re.findall(rf"({NAME}): ", next(line for line in text.splitlines() if "tt.func public" in line))
 
 
