@@ -147,7 +147,10 @@ def test_designs_that_share_a_pass_have_their_own_guess(tmp_path: Path) -> None:
 
 
 def test_designs_share_what_is_their_targets(tmp_path: Path) -> None:
-    """All designs share the alignment and templates of the target in memory, but not those of one design alone."""
+    """All designs share the target's alignment and templates in memory.
+
+    An alignment that one design provides for the target is used for that design only.
+    """
     folder = tmp_path / "designs"
     folder.mkdir()
     for seed, binder in enumerate((BINDER, "ACDEFGHIKLM", "MLKIHGFEDCA")):

@@ -33,7 +33,7 @@ def params(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, params: dict[str, Path]) -> list[dict[str, Any]]:
-    """Return the score rows of a run of two models and five designs that keeps all structures."""
+    """Fold five designs with two models, keep all structures, and return the rows of the score table."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "designs.fasta").write_text(DESIGNS)
     predict(folder / "designs.fasta", two(params), folder / "out", **options())
@@ -60,7 +60,7 @@ def best(whole: list[dict[str, Any]], count: int) -> set[str]:
 
 
 def check_kept(out: Path, whole: list[dict[str, Any]], kept: set[str]) -> None:
-    """Check that the table has all rows and that exactly these structures exist."""
+    """Check that the table has all rows, and that exactly the structures in `kept` exist."""
     assert structures(out) == kept
     found = rows(out / "scores.csv")
     assert sorted(keys(out / "scores.csv")) == sorted(f"{row['name']} {row['model']} 0" for row in whole)

@@ -61,7 +61,7 @@ def test_confidence_files_have_alphafold_db_layout(tmp_path: Path) -> None:
     assert plddt["confidenceCategory"] == expected
     rows = np.rint(p.pae).astype(int).tolist()
     text = json.dumps([{"predicted_aligned_error": rows, "max_predicted_aligned_error": 31.75}])
-    # The code writes the text row by row.
+    # Writing row by row gives the same text.
     assert (tmp_path / "out" / files["pae"]).read_text() == text
 
 

@@ -67,7 +67,10 @@ def test_contacts_and_distogram_on_demand(query: Path, tiny_params: Path, tmp_pa
 
 
 def test_dropout_is_drawn_by_the_seed_and_alike_under_every_plan() -> None:
-    """This includes the template stack, several ranks and z in host memory. The structure module has no dropout."""
+    """The results agree for the template stack, on several ranks and with z in host memory.
+
+    The structure module has no dropout.
+    """
     config = tiny_config()
     model = filled_model(replace(config, evoformer=replace(config.evoformer, outer="first")))
     given = templates(2, len(SEQUENCE))

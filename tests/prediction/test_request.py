@@ -45,7 +45,7 @@ def test_help_is_short_and_help_all_names_every_option(
 
 
 def test_python_writes_out_what_a_request_declares() -> None:
-    """Types and defaults are equal, and the docstring contains the help text of each option."""
+    """`warpfold.predict` has the types and defaults of `Request`; its docstring has the help text of each option."""
     arguments = dict(inspect.signature(warpfold.predict).parameters)
     assert {"progress", "team"} == arguments.keys() - {field.name for field in dataclasses.fields(Request)}
     hints = inspect.get_annotations(inspect.unwrap(warpfold.predict))
