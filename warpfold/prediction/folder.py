@@ -41,9 +41,9 @@ from warpfold.files import (
     writing,
 )
 from warpfold.prediction import outputs
-from warpfold.prediction.citations import bibtex
 from warpfold.prediction.folding import FoldItem, FoldOutcome, Group, Key, part_of
 from warpfold.prediction.pages import prediction_report
+from warpfold.report.citations import bibtex
 from warpfold.report.report import write_report
 from warpfold.scoring.score_table import ScoreTables, check_tables, remove_tables, row_of
 from warpfold.scoring.selection import Selection, Shortlist

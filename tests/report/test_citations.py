@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from warpfold.prediction.citations import bibtex
+from warpfold.report.citations import bibtex
 
 SUMMARY = {
     "versions": {"warpfold": "0.1.0"},
