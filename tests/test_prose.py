@@ -15,7 +15,7 @@ from tests.prose import find_phrases
         "nobody wrote what pads the rows",
         "the weights lie beside the model",
         "Of a chain the first residue.",
-        "first: the rows; then the columns; and the rest of them",
+        "Take the rows first; then the columns; and the rest of them",
     ],
 )
 def test_unclear_sentences_are_found(tmp_path: Path, sentence: str) -> None:
