@@ -26,6 +26,8 @@ from warpfold.ops.capabilities import capabilities, slow_notice
 from warpfold.ops.dispatch import backend
 
 log = logging.getLogger(__name__)
+# Commands print the messages of this logger next to their plans.
+plan_log = logging.getLogger("warpfold.plan")
 
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -629,6 +631,8 @@ class Graphs:
             if self._agreed(has_left_tensors):
                 # Earlier graphs would overwrite these tensors, so they are recorded again.
                 self.rerecorded += self.recorded
+                if self.recorded:
+                    plan_log.info("graphs: recording %d again, %d so far", self.recorded, self.rerecorded)
                 self._graphs = dict.fromkeys(self._graphs)
             self._graphs[called] = None
             # Grow the buffer now: it cannot grow during a recording.

@@ -1,6 +1,7 @@
 """A replayed step equals a normal step bit for bit, whatever the host has changed since the recording."""
 
 import gc
+import logging
 import re
 import weakref
 from collections.abc import Callable, Mapping
@@ -617,7 +618,10 @@ def test_a_pool_keeps_one_graph_that_is_never_deleted(fake: CUDARecorder) -> Non
     assert len(FakeCapture.captures) == 3
 
 
-def test_graphs_that_are_recorded_again_are_deleted(recorder: OperationRecorder) -> None:
+def test_graphs_that_are_recorded_again_are_deleted_and_reported(
+    recorder: OperationRecorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "warpfold.plan")
     graphs = Graphs()
     for _ in range(2):
         graphs.call(double, {"x": torch.ones(2)})
@@ -625,6 +629,7 @@ def test_graphs_that_are_recorded_again_are_deleted(recorder: OperationRecorder)
     recorder.warm_up = lambda function: (function(), True)  # type: ignore[method-assign]
     graphs.call(double, {"x": torch.ones(3)})
     assert (graphs.recorded, graphs.rerecorded) == (0, 1)
+    assert caplog.messages == ["graphs: recording 1 again, 1 so far"]
     gc.collect()
     assert first() is None
 
