@@ -291,3 +291,17 @@ def test_a_page_in_a_frame_cannot_leave_it() -> None:
     assert rest.startswith(' title="')
     assert "<script>alert" not in html.unescape(page)
     assert "&lt;script&gt;alert" in html.unescape(page)
+
+
+def test_pages_that_the_package_names_exist() -> None:
+    """Docstrings and messages name pages of this repository, except for three pages of other projects."""
+    generated = {"commands", "python", "settings", "messages"}
+    foreign = {"docs/source/OpenFold_Parameters.md", "docs/prediction.md", "docs/input.md"}
+    wrong = []
+    for path in (ROOT / "warpfold").rglob("*.py"):
+        for match in re.finditer(r"(?<![\w/.])docs/[\w/]+\.md", path.read_text(encoding="utf-8")):
+            page = ROOT / match[0]
+            is_generated = page.parent.name == "reference" and page.stem in generated
+            if not page.is_file() and not is_generated and match[0] not in foreign:
+                wrong.append(f"{path.relative_to(ROOT)}: {match[0]}")
+    assert not wrong

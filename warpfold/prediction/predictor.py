@@ -198,8 +198,8 @@ class Predictor:
 
         For a complex, pass the sequences of its chains, which become A, B and so on, or chain -> sequence.  Pass its
         alignments in the same way, as chain -> alignment for some chains, or as files, each of which belongs to the
-        chain in its first row.  Rows are paired by the organisms in their names (docs/multimer.md).  In rows, lower
-        case letters are insertions; the row of the query itself is optional.
+        chain in its first row.  Rows are paired by the organisms in their names (docs/howto/fold_complexes.md).  Lower
+        case letters in rows are insertions; the row of the query itself is optional.
 
         templates: mmCIF or PDB files, FILE or FILE:CHAIN, which are aligned here; in a complex to the chains that they
         fit, or ID=FILE for chain ID.  For a single sequence also `Templates` that are aligned already, best first.
@@ -213,7 +213,7 @@ class Predictor:
         the last.
         initial_guess: the structure from which the first pass starts, an mmCIF or PDB file, or chain -> (positions
         [N, 37, 3] in angstrom, mask [N, 37]).  fixed: chains that keep this structure, as their own templates
-        (docs/howto/designs.md).
+        (docs/howto/design.md).
         Errors: UserError for letters that are not residues, rows that do not fit the sequence, templates that cannot
         be used, more templates than the model takes, an initial guess of other chains, and arguments of wrong types.
         """
