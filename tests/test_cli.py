@@ -480,7 +480,7 @@ def test_stores_have_weights(stores: list[Store], tmp_path: Path) -> None:
     assert [s.weight for s in sources_of([str(tmp_path / "a=2")])] == [1.0]
     for wrong, says in (
         ("much", "'much' is not a number; expected STORE or STORE=WEIGHT"),
-        ("-1", "weight -1.0; give"),
+        ("-1", "weight -1.0. Pass a positive"),
     ):
         with pytest.raises(UserError, match=says):
             sources_of([f"{one}={wrong}"])

@@ -166,12 +166,12 @@ def test_the_table_sums_the_rows_that_it_leaves_out(figures: dict[str, Any]) -> 
 
 
 def test_no_range_is_left_open() -> None:
-    model = nn.ModuleDict({"layer": Layer(False)})
+    model, unobserved = nn.ModuleDict({"layer": Layer(False)}), dispatch.Op.__call__
     with named_ranges(model):
-        assert dispatch._around is not None
+        assert dispatch.Op.__call__ is not unobserved
         with pytest.raises(RuntimeError):
             model["layer"](torch.ones(3))
-    assert dispatch._around is None
+    assert dispatch.Op.__call__ is unobserved
     assert not model["layer"]._forward_hooks
     assert not model["layer"]._forward_pre_hooks
 

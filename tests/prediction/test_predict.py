@@ -83,8 +83,9 @@ def test_every_record_is_folded(tmp_path: Path, fasta: Path, a3m: Path, tiny_par
         ("one", 18, 3),
         ("two", 11, 1),
     ]
+    figures = {f"{name}_{form}" for name in ("plddt", "pae", "coverage") for form in ("png", "svg")}
     for entry in summary["predictions"]:
-        assert set(entry["files"]) == {"mmcif", "pdb", "plddt", "pae", "scores", "arrays"}
+        assert set(entry["files"]) == {"mmcif", "pdb", "plddt", "pae", "scores", "arrays", *figures}
         assert all((out / entry["folder"] / name).stat().st_size for name in entry["files"].values())
     assert {p.name for p in out.iterdir()} == {"one", "two", "summary.json", "report.html", "cite.bibtex"}
     assert seen[-1][:2] == (2, 2)
@@ -171,7 +172,7 @@ def test_damaged_results_are_folded_again(
 def test_any_bytes_in_summary_or_record_are_one_line_or_a_result(
     tmp_path: Path, fasta: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, rng, refused, options = Predictor.compute, np.random.default_rng(0), list[str](), {"batch": 1}
+    one, rng, refused, options = Predictor.compute, np.random.default_rng(0), dict[int, str](), {"batch": 1}
     predict(fasta, tiny_params, tmp_path / "whole", **options)
     whole = contents(tmp_path / "whole")
     monkeypatch.setattr(Predictor, "compute", stopped_at_two)
@@ -196,9 +197,10 @@ def test_any_bytes_in_summary_or_record_are_one_line_or_a_result(
         try:
             assert predict(fasta, tiny_params, folder, **options)["status"] == "complete"
         except UserError as error:
-            refused.append(str(error))
-    assert 12 < len(refused) < len(cases)
-    assert not any("\n" in line for line in refused)
+            refused[number] = str(error)
+    # A summary that is no summary is left alone. Damaged records are skipped, and their predictions are made again.
+    assert set(range(len(odd))) <= set(refused) <= set(range(len(cases) // 2))
+    assert not any("\n" in line for line in refused.values())
     assert predict(fasta, tiny_params, tmp_path / "6", **(options | {"force": True}))["status"] == "complete"
 
 

@@ -231,7 +231,7 @@ def test_nothing_is_sent_for_a_run_that_is_refused(host: Server, tiny_params: Pa
     (other / "thesis.tex").write_text("mine")
     with pytest.raises(UserError, match="something else"):
         warpfold.predict(TWO, tiny_params, other, msa_server=server, **asked)
-    with pytest.raises(UserError, match="something else"):
+    with pytest.raises(UserError, match="contains other files"):
         warpfold.search(TWO, out=other, msa_server=server)
     file = tmp_path / "file"
     file.write_text("mine")

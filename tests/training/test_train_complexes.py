@@ -209,7 +209,7 @@ def test_dockq_is_of_the_interfaces_of_the_truth(store: Store) -> None:
 
 def test_what_keeps_chains_apart_needs_a_multimer() -> None:
     run = multimer_run()
-    with pytest.raises(ValueError, match="leave it out"):
+    with pytest.raises(ValueError, match="Remove it, or train a multimer"):
         dataclasses.replace(run, model=dataclasses.replace(run.model, multimer=None))
 
 

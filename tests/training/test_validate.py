@@ -114,7 +114,7 @@ def test_what_is_refused(store: Store, run: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not the folder of a training run"):
         warpfold.validate(tmp_path, store)
     (run / "evaluations.jsonl").write_text('{"step": "two"}\n')
-    with pytest.raises(UserError, match=r"evaluations\.jsonl: damaged .*remove it"):
+    with pytest.raises(UserError, match=r"evaluations\.jsonl: damaged .*Remove it"):
         warpfold.validate(run, store)
     (run / "evaluations.jsonl").unlink()
     with pytest.raises(UserError, match="trains on other data"):
