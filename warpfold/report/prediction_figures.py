@@ -7,6 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from warpfold.report.charts import CLASSES, FORMATS, PAE_TOP, Spans, pooled, tick_labels
 from warpfold.report.coverage import Coverage
@@ -77,9 +78,11 @@ def _draw_coverage(coverage: Coverage, chains: Spans) -> Figure:
     )
     axes.step(np.arange(1, residues + 1), coverage.depth, where="mid", color=INK, linewidth=1)
     axes.set(ylabel="alignment rows", ylim=(0, max(1, coverage.total)))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     _label_residues(axes, chains, residues, "x")
     figure.colorbar(image, cax=figure.add_axes((0.89, 0.15, 0.025, 0.77)), label="identity with the query (%)")
-    axes.set_title(f"{coverage.total:,} alignment rows", fontsize=9.5, loc="left")
+    rows = "1 alignment row" if coverage.total == 1 else f"{coverage.total:,} alignment rows"
+    axes.set_title(rows, fontsize=9.5, loc="left")
     return figure
 
 
