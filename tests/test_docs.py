@@ -173,7 +173,7 @@ def test_the_evoformer_page_runs_on_two_ranks(tmp_path: Path) -> None:
         check=False,
         timeout=240,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(line.partition(",")[0] for line in done.stdout.splitlines()) == [
         "rank 0: rows 11 of 21",
         "rank 1: rows 10 of 21",

@@ -165,7 +165,7 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
         ("[]", "damaged"),
         ('{"format": "x", "version": 2, "shards": []}', "not of a WarpFold store"),
         (json.dumps(top | {"version": 6}), r"a store of format 6, this WarpFold reads 5. Update WarpFold"),
-        *((json.dumps(top | {"version": old}), f"format {old}, .*. Pack it again\.$") for old in range(1, 5)),
+        *((json.dumps(top | {"version": old}), rf"format {old}, .*\. Pack it again\.$") for old in range(1, 5)),
         (json.dumps(top | {"index": {}}), r"store\.json: damaged"),
         (json.dumps(top | {"files": [1]}), r"store\.json: damaged"),
         (json.dumps(top | {"index": top["index"] | {"bytes": 1}}), r"index\.wfi: \d+ bytes, 1 expected: cut short"),
