@@ -556,3 +556,13 @@ def test_devices_that_are_planned_for_are_on_nodes_of_eight() -> None:
     _, there = PlanCommand(target="monomer", devices=256, device="H100").machine_and_cluster()
     assert there is not None
     assert joined(there).startswith("32 nodes of 8, 360 GB/s within and 320 GB/s between")
+
+
+def test_every_length_of_a_plan_is_estimated(capsys: pytest.CaptureFixture[str]) -> None:
+    """A short protein next to a longer one got an upper bound that was a multiple of its memory, and no time."""
+    alone, listed = (
+        json.loads(run(capsys, "plan", "tiny", "--device", "H100", "--json", "--residues", *lengths)[1])["targets"][0]
+        for lengths in (("40",), ("40", "80"))
+    )
+    for key in ("bytes", "seconds", "title"):
+        assert listed[key] == alone[key]

@@ -18,6 +18,9 @@ from warpfold.prediction.params import Params
 from warpfold.prediction.queries import Query, read_queries
 from warpfold.progress import Progress, no_progress, within
 
+# A report with more targets gives upper bounds for those that obviously fit.
+ESTIMATED_TARGETS = 20
+
 
 @dataclass(frozen=True)
 class PlanTarget:
@@ -93,7 +96,7 @@ def plan_report(
             said: dict[str, Any] = {key: report[key] for key in ("said", "refused") if key in report}
             said |= next((one for one in report["plans"] if one["chosen"]), {})
         else:
-            said = _said(target, machine, fixed, sync, cluster, turn)
+            said = _said(target, machine, fixed, sync, cluster, len(targets) <= ESTIMATED_TARGETS, turn)
         found.append({"name": target.name, "residues": target.job.sizes.residues, **said})
     about = {"machine": str(machine), "free": machine.free, "devices": machine.devices, "how": machine.how}
     return about | {"targets": found, "largest": report}
@@ -101,11 +104,11 @@ def plan_report(
 
 def _said(
     target: PlanTarget, machine: Machine, fixed: Mapping[str, Any], sync: Mapping[str, Any] | None,
-    cluster: Cluster | None, tell: Progress,
+    cluster: Cluster | None, every: bool, tell: Progress,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the report of a target other than the largest."""
+    """Report a target other than the largest. every: as in `choose`; otherwise small targets get an upper bound."""
     try:
-        choice = choose(target.job, machine, fixed, sync, cluster, tell=tell)
+        choice = choose(target.job, machine, fixed, sync, cluster, every=every, tell=tell)
     except NothingFitsError as error:
         return {"refused": str(error)}
     except ValueError as error:
