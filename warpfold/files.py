@@ -314,6 +314,13 @@ def wait_for_lock(path: Path, taken: UserError) -> TextIO:
     raise AssertionError
 
 
+def check_exists(file: Path) -> None:
+    """Raise UserError if there is no such file or folder."""
+    # Unlike Path.exists, this returns False for names that are too long.
+    if not os.path.exists(file):
+        raise UserError(f"{file}: no such file; check the path")
+
+
 def check_new(path: Path) -> None:
     """Raise UserError unless a new file can be created at `path`. Call it before long computations."""
     if os.path.lexists(path):

@@ -66,6 +66,10 @@ WRONG = {
     "params": ([ONE, "--params", "none.npz", "-o", "out"], "none.npz: no such file"),
     "msa": ([ONE, "--params", "p.npz", "-o", "out", "--msa", "none.a3m"], "none.a3m: no such file"),
     "template": ([ONE, "--params", "p.npz", "-o", "out", "--template", "none.cif:A"], "none.cif: no such file"),
+    "long template": (
+        [ONE, "--params", "p.npz", "-o", "out", "--template", f"{'x' * 300}.cif:A"],
+        "no such file; check",
+    ),
     "guess": ([ONE, "--params", "p.npz", "-o", "out", "--initial-guess", "none.pdb"], "none.pdb: no such file"),
     "hits": ([ONE, "--params", "p.npz", "-o", "out", "--hits", "a.hhr"], "--template-structures"),
     "out is a file": ([ONE, "--params", "p.npz", "-o", "p.npz"], "p.npz: is a file"),

@@ -6,7 +6,6 @@ This module imports neither torch nor NumPy: `warpfold predict --help` and the c
 """
 
 import logging
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -372,7 +371,7 @@ class Request(Checked):
         if self.cluster is not None:
             require_cluster(self.cluster)
         from warpfold.data.example.query_files import check_path, is_sequence
-        from warpfold.files import claim_folder
+        from warpfold.files import check_exists, claim_folder
         from warpfold.prediction.templates import check_template_file
 
         _ = self.server, self.template_sources
@@ -518,13 +517,6 @@ class Request(Checked):
             "representations": bool(self.representations),
             **{name: value for name, value in optional.items() if value is not None},
         }
-
-
-def check_exists(file: Path) -> None:
-    """Raise UserError if there is no such file or folder."""
-    # Unlike Path.exists, this returns False for names that are too long.
-    if not os.path.exists(file):
-        raise UserError(f"{file}: no such file; check the path")
 
 
 def parse_batch(value: Any) -> int | None:

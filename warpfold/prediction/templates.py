@@ -1,5 +1,6 @@
 """Find templates for `predict`: the user's files, and hits of a search with a folder of structures."""
 
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from warpfold.data.formats.input_files import HITS, InputFile, find
 from warpfold.data.structure.chain import parse_date_option
 from warpfold.data.structure.library import Library
 from warpfold.errors import UserError
+from warpfold.files import check_exists
 from warpfold.prediction.notices import Notice, Value, noted, shorten_list
 
 MAX_DATE = "--max-template-date"
@@ -188,21 +190,19 @@ def user_templates(sequence: str, files: Sequence[str | Path]) -> Found:
 
 def check_template_file(file: str) -> None:
     """Raise UserError if the file of FILE, FILE:CHAIN or ID=FILE does not exist."""
-    path = Path(_split(_chain_and_file(file)[1])[0])
-    if not path.exists():
-        raise UserError(f"{path}: no such file; check the path")
+    check_exists(Path(_split(_chain_and_file(file)[1])[0]))
 
 
 def _chain_and_file(file: str) -> tuple[str | None, str]:
     """Split ID=FILE into chain and file; FILE, whose name may contain "=", has no chain."""
     id, equals, rest = file.partition("=")
-    return (id, rest) if equals and not Path(_split(file)[0]).exists() else (None, file)
+    return (id, rest) if equals and not os.path.exists(_split(file)[0]) else (None, file)
 
 
 def _split(file: str) -> tuple[str, str | None]:
     """Split FILE:CHAIN into path and chain; FILE, whose name may contain ":", has no chain."""
     path, colon, chain = file.rpartition(":")
-    return (file, None) if not colon or Path(file).exists() else (path, chain)
+    return (file, None) if not colon or os.path.exists(file) else (path, chain)
 
 
 def _hits_by_query(
