@@ -21,11 +21,11 @@ import torch
 
 import warpfold as wf
 from warpfold.data.structure.mmcif import read_structure
-from warpfold.design.run import Problem, one_hot, run_design
-from warpfold.design.settings import DesignSettings, load_design
 from warpfold.geometry.atoms import CA
 from warpfold.geometry.residue import RESTYPES
 from warpfold.model.losses import lddt as lddt_ca
+from warpfold.sequence_design.run import Problem, one_hot, run_design
+from warpfold.sequence_design.settings import DesignSettings, load_design
 
 STAGES = [
     {"steps": 60, "soft": [0.0, 1.0]},

@@ -97,14 +97,14 @@ SAFE = {
     "prediction/outputs.py:thin_prediction": "matrices of a prediction, by name, asked to; its arrays appear whole",
     "scoring/score_table.py:ScoreTables.append": "cuts off half a row of a table that `check_tables` knows",
     "scoring/score_table.py:remove_tables": "tables by the names that an earlier run's summary has",
-    "relax/files.py:relax_file": "its own earlier result: `check_result` refuses files that are none",
+    "relaxation/files.py:relax_file": "its own earlier result: `check_result` refuses files that are none",
     "prediction/folder.py:RepresentationStore.keys": "renames a finished store of this run to where nothing is",
     "prediction/folder.py:RepresentationStore.write": "finished stores of this run, when another has all of it",
     "prediction/folder.py:RepresentationStore.remove_packed": "records by their names, when the store has them",
     "prediction/folder.py:remove_copies": "copies by the names that the summary has, and their empty folder",
     "bench/ops.py:picture": "into memory",
     "cluster/folder.py": "a folder of mkdtemp's, in the one to try; that one if it made it and it is empty",
-    "design/run.py:_run_start": "adds to what is there, a start's own name, in a folder that holds nothing else",
+    "sequence_design/run.py:_run_start": "adds a file with the start's own name to a folder of designs",
     "cost/memory.py:without_stderr": "opens the null device",
 }
 

@@ -47,7 +47,7 @@ COUNTS = {
 }
 TESTS = (
     *("tests/ops", INTERPRETED, "tests/model", "tests/golden", "tests/engine", "tests/data/features", "tests/parallel"),
-    *("tests/laws", "tests/check", "tests/design", "tests/test_fake.py", "tests/data/load", "tests/adapt"),
+    *("tests/laws", "tests/check", "tests/sequence_design", "tests/test_fake.py", "tests/data/load", "tests/adapt"),
     *("tests/training", "tests/prediction"),
 )
 # One runs the interpreted tests in a process of its own, as is done here.

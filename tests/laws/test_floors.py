@@ -20,7 +20,7 @@ FLOORS = {
     **dict.fromkeys(("bench", "cluster"), 7),
     **dict.fromkeys(("adapt", "report", "training"), 8),
     "prediction": 9,
-    **dict.fromkeys(("design", "evaluation", "relax"), 10),
+    **dict.fromkeys(("evaluation", "relaxation", "sequence_design"), 10),
     **dict.fromkeys(("demo", "demo_report", "finetuning"), 11),
     "cli": 12,
     # The entry points; `import warpfold` itself imports nothing (see below).

@@ -15,7 +15,7 @@ from warpfold.model.alphafold import HeadsConfig
 from warpfold.model.weights.files import save_params
 from warpfold.prediction.folder import Recorder
 from warpfold.prediction.outputs import Prediction
-from warpfold.relax.files import find_targets
+from warpfold.relaxation.files import find_targets
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

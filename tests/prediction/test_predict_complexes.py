@@ -27,7 +27,7 @@ from warpfold.prediction.params import read_params
 from warpfold.prediction.predictor import Predictor, Prepared, load
 from warpfold.prediction.queries import query_of, read_queries, with_templates
 from warpfold.prediction.templates import TemplateSources, files_of_chains
-from warpfold.relax import files as relax_files
+from warpfold.relaxation import files as relax_files
 from warpfold.report.report import Warned
 
 TABLES = {"scores.csv", "scores_pairs.csv"}

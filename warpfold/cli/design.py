@@ -50,10 +50,10 @@ class DesignCommand(Checked):
         Errors: UserError for invalid settings and files, for chains or losses that the parameters do not support, and
         if OUT holds another run.
         """
-        from warpfold.design.run import run_design
-        from warpfold.design.settings import load_design
         from warpfold.files import sha256
         from warpfold.prediction.predictor import load
+        from warpfold.sequence_design.run import run_design
+        from warpfold.sequence_design.settings import load_design
 
         changes, target = arguments.changes_of("set", self.set), arguments.path_or_none("target", self.target)
         if target is not None:

@@ -152,7 +152,7 @@ def check(request: Request) -> None:
     """Check paths, options and packages without importing torch, before hours of work.  Errors: UserError."""
     request.check()
     if request.relax != "none":
-        from warpfold.relax.amber import require_openmm
+        from warpfold.relaxation.amber import require_openmm
 
         require_openmm()
 
@@ -161,7 +161,7 @@ def relax_predictions(request: Request, summary: dict[str, Any], progress: Progr
     """Relax the predictions of a finished run; return the summary with the reports and the failures of relaxation."""
     if request.relax == "none" or summary["status"] == "running":  # other processes are still folding
         return summary
-    from warpfold.relax.files import relax_paths
+    from warpfold.relaxation.files import relax_paths
 
     out = request.folder
     report = relax_paths([out], device_of(request.device), request.relax, progress=progress)
@@ -305,7 +305,7 @@ def relax(
     force: Annotated[bool, writes("Relax again what is relaxed already.")] = False,
 ) -> Answer:
     """Remove clashes and broken bonds with Amber's force field; needs OpenMM: pip install ".\\[relax]"."""
-    from warpfold.relax.files import relax_paths
+    from warpfold.relaxation.files import relax_paths
 
     with progress_bar() as progress:
         report = relax_paths(paths, device_of(device), "best" if best else "all", force, progress)

@@ -411,8 +411,8 @@ class Predictor:
         soft, temperature, hard: the input sequence is soft * softmax(logits / temperature) + (1 - soft) * logits.  The
         share `hard` of it is moved to the most likely letters, with a straight-through gradient.  These letters decide
         which atoms exist.  The alignment is not masked.
-        loss: a function of `warpfold.engine.gradient.ModelOutputs`, such as `warpfold.design.losses.Losses`, that
-        returns a scalar, or terms by name.  recycles: passes before the last.  through: the gradient of the "last"
+        loss: a function of `warpfold.engine.gradient.ModelOutputs`, such as `warpfold.sequence_design.losses.Losses`,
+        that returns a scalar, or terms by name.  recycles: passes before the last.  through: the gradient of the "last"
         pass, of "all", or the "mean" of the loss and the gradient of each pass.
         alignment, templates, initial_guess: as in `fold`; the rows of a chain with free positions must fit it column by
         column.

@@ -13,7 +13,6 @@ from torch import Tensor
 from tests.helpers import as_multimer, filled_model, tiny_config
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.structure.chain import Chain
-from warpfold.design.losses import Losses, LossShape, LossWeights, TargetStructure, soft_ipsae
 from warpfold.engine.gradient import ModelOutputs
 from warpfold.errors import UserError
 from warpfold.geometry.atoms import CA
@@ -21,6 +20,7 @@ from warpfold.geometry.rigid import Rigid
 from warpfold.model.alphafold import Output
 from warpfold.model.structure import StructureOutput
 from warpfold.prediction.predictor import Predictor
+from warpfold.sequence_design.losses import Losses, LossShape, LossWeights, TargetStructure, soft_ipsae
 
 CONFIDENCES = Path(__file__).parents[3] / "shared/golden_design/confidences"
 CHAINS = [1] * 7 + [2] * 7 + [3] * 6

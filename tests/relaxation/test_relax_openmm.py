@@ -7,14 +7,14 @@ from pathlib import Path
 import gemmi
 import numpy as np
 import pytest
-
 from tests.relax.test_relax import protein, why_not_fit, with_id  # noqa: F401
+
 from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.mmcif import read_structure
 from warpfold.data.structure.write import Modelling, write_mmcif
 from warpfold.geometry.residue import ATOM_ORDER
-from warpfold.relax.files import relax_paths
-from warpfold.relax.relax import find_flaws, join_chains, relax_chains, split_chains, with_missing_atoms
+from warpfold.relaxation.files import relax_paths
+from warpfold.relaxation.relax import find_flaws, join_chains, relax_chains, split_chains, with_missing_atoms
 
 pytest.importorskip("openmm", reason="needs the extra `relax`")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

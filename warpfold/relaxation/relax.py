@@ -17,7 +17,7 @@ from warpfold.geometry import atoms as geometry
 from warpfold.geometry.residue import ATOM37_MASK, ATOM_ORDER, RESTYPE_ORDER, UNKNOWN
 from warpfold.model.violations import connection_violations, within_residue_violations
 from warpfold.prediction.sanity import check_geometry, find_clashes
-from warpfold.relax.amber import OXT, Amber, ModelledResidues
+from warpfold.relaxation.amber import OXT, Amber, ModelledResidues
 
 # RELAX_MAX_OUTER_ITERATIONS of AlphaFold 2.3 (20 in version 2.0).
 MAX_ROUNDS = 3

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from warpfold import settings
-from warpfold.design.losses import LossShape, LossWeights
 from warpfold.engine.gradient import Through
 from warpfold.errors import UserError
 from warpfold.model.soft import FREE
+from warpfold.sequence_design.losses import LossShape, LossWeights
 
 PRESETS = tuple(folder / "design" for folder in settings.PRESETS)
 

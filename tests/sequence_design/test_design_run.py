@@ -16,12 +16,12 @@ from warpfold.cli import app
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.structure.mmcif import read_structure
 from warpfold.data.structure.write import write_mmcif
-from warpfold.design.run import Problem, first_logits, one_hot, run_design, updated_logits
-from warpfold.design.settings import PRESETS, DesignSettings, load_design
 from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPES
 from warpfold.model.weights.files import save_params
 from warpfold.prediction.predictor import Predictor
+from warpfold.sequence_design.run import Problem, first_logits, one_hot, run_design, updated_logits
+from warpfold.sequence_design.settings import PRESETS, DesignSettings, load_design
 from warpfold.settings import to_dict
 
 STAGES = [

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from warpfold.data.structure.mmcif import read_structure
-from warpfold.design.state import StartState, read_rows
 from warpfold.geometry.atoms import CA
 from warpfold.report import figures
 from warpfold.report.report import ReportPage, ReportTable, Section, Target
+from warpfold.sequence_design.state import StartState, read_rows
 
 # The numbers of designs with structures and with loss curves on the page.
 DRAWN = 5

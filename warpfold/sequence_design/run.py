@@ -20,10 +20,6 @@ import numpy as np
 
 from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.mmcif import read_structure
-from warpfold.design.losses import Losses, TargetStructure
-from warpfold.design.page import design_page
-from warpfold.design.settings import DesignSettings, StepSettings, fixed_letters
-from warpfold.design.state import StartState, read_rows
 from warpfold.errors import UserError
 from warpfold.files import as_csv, lock_file, refuse_foreign, remove_own, sha256, write_atomically, writing
 from warpfold.geometry.residue import RESTYPES
@@ -32,6 +28,10 @@ from warpfold.model.soft import AMINO_ACIDS, FREE, SoftChain, soft_chains
 from warpfold.prediction.predictor import Gradient, Predictor
 from warpfold.progress import Progress, no_progress
 from warpfold.report.report import write_report
+from warpfold.sequence_design.losses import Losses, TargetStructure
+from warpfold.sequence_design.page import design_page
+from warpfold.sequence_design.settings import DesignSettings, StepSettings, fixed_letters
+from warpfold.sequence_design.state import StartState, read_rows
 from warpfold.settings import differences, to_dict
 
 # The number of steps with a sequence logo in the report.

@@ -24,8 +24,8 @@ from warpfold.geometry.residue import ATOM_TYPES
 from warpfold.prediction.folding import FAILURES, one_line
 from warpfold.prediction.pages import prediction_report
 from warpfold.progress import Progress, no_progress
-from warpfold.relax.amber import require_openmm
-from warpfold.relax.relax import relax_chains
+from warpfold.relaxation.amber import require_openmm
+from warpfold.relaxation.relax import relax_chains
 from warpfold.report.report import write_report
 
 FORMAT = "warpfold-relaxed-1"

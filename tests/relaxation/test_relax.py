@@ -18,10 +18,10 @@ from warpfold.geometry.atoms import atom37_to_atom14
 from warpfold.geometry.residue import ATOM37_MASK, ATOM_ORDER, RESTYPE_ORDER
 from warpfold.model.violations import clash_violations
 from warpfold.prediction.sanity import find_clashes
-from warpfold.relax import files as relax_files
-from warpfold.relax import relax
-from warpfold.relax.amber import end_oxygen
-from warpfold.relax.files import RelaxTarget, check_result, find_targets, read_b_factors
+from warpfold.relaxation import files as relax_files
+from warpfold.relaxation import relax
+from warpfold.relaxation.amber import end_oxygen
+from warpfold.relaxation.files import RelaxTarget, check_result, find_targets, read_b_factors
 
 N, CA, C, O, OXT = (ATOM_ORDER[name] for name in ("N", "CA", "C", "O", "OXT"))
 
