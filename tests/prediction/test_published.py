@@ -22,7 +22,7 @@ from tests.test_nothing_lost import contents
 from warpfold.download import DownloadFailed
 from warpfold.errors import UserError
 from warpfold.prediction import published as table
-from warpfold.prediction.published import PUBLISHED, SETS, published
+from warpfold.prediction.published import PUBLISHED, SETS, licence_of, published
 
 TAR = "alphafold_params_2022-12-06.tar"
 
@@ -132,6 +132,24 @@ def test_openfolds_are_files_of_their_own(server: FileServer, tmp_path: Path, mo
     (found,) = warpfold.fetch_params("openfold-finetuning_ptm_1", out=tmp_path / "out", source=server.url)
     assert (found.format, found.problems) == ("OpenFold", ())
     assert warpfold.fetch_params("finetuning_ptm_1", out=tmp_path / "out")[0].sha256 == found.sha256
+
+
+def test_licences_are_those_of_recognized_files(tmp_path: Path) -> None:
+    """A file is recognized by its digest, by the note of a download, or by the name of a file without a digest."""
+    named, other = tmp_path / "params_model_1.npz", tmp_path / "finetuning_ptm_1.pt"
+    cc_by = "CC BY 4.0 (https://creativecommons.org/licenses/by/4.0/) by "
+    assert licence_of(named, "a") == f"{cc_by}DeepMind Technologies Limited, if this is the published file of that name"
+    assert licence_of(tmp_path / "x.pt", str(PUBLISHED[other.stem].sha256)) == f"{cc_by}{table.OPENFOLD.by}"
+    assert licence_of(other, "a") is None
+    assert licence_of(tmp_path / "own.safetensors", "a") is None
+    note = tmp_path / "params_model_1.npz.source.json"
+    for name, certain in (("model_1", True), ("model_9", False), (["model_1"], False)):
+        note.write_text(json.dumps({"name": name, "sha256": "a"}))
+        assert (licence_of(named, "a") == f"{cc_by}DeepMind Technologies Limited") is certain
+    assert str(licence_of(named, "b")).endswith("of that name")
+    for damaged in ("", "[1]", "{"):
+        note.write_text(damaged)
+        assert str(licence_of(named, "a")).endswith("of that name")
 
 
 def packed(**members: bytes) -> bytes:

@@ -8,7 +8,8 @@ from warpfold.report.citations import bibtex
 
 SUMMARY = {
     "versions": {"warpfold": "0.1.0"},
-    "models": [{"file": "params_model_1_ptm.npz"}, {"file": "params_model_1_ptm.npz"}],
+    "models": [{"file": "params_model_1_ptm.npz", "licence": "CC BY 4.0 by somebody"}] * 2
+    + [{"file": "own.safetensors", "licence": None}],
 }
 
 
@@ -19,6 +20,8 @@ def test_the_methods_that_were_used_are_cited(multimer: bool, server: str | None
     keys = re.findall(r"^@\w+\{(\w+),$", text, re.M)
     expected = ["warpfold", "jumper2021alphafold"]
     assert keys == expected + ["evans2021multimer"] * multimer + ["mirdita2022colabfold"] * (server is not None)
-    assert text.count("params_model_1_ptm.npz") == 1
-    assert "CC BY 4.0" in text
+    assert text.count("%   params_model_1_ptm.npz: CC BY 4.0 by somebody\n") == 1
+    assert text.count("%   own.safetensors: licence not recorded\n") == 1
+    outside = re.sub(r"^@\w+\{.*?^\}$", "", text, flags=re.MULTILINE | re.DOTALL)
+    assert all(line.startswith("%") for line in outside.split("\n") if line)
     assert text.count("{") == text.count("}")

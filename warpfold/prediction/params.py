@@ -15,6 +15,7 @@ from warpfold.files import check_new, file_name, sha256, write_new
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.weights.deepmind import PREFIX, config_from_deepmind, to_deepmind
 from warpfold.model.weights.files import FETCH, assumed_settings, data_settings, load_config, load_model, save_params
+from warpfold.prediction.published import licence_of
 from warpfold.settings import build, differences, to_dict, to_toml
 from warpfold.training.first_weights import HEADS
 
@@ -38,7 +39,9 @@ class Params:
 
     def summary(self) -> dict[str, Any]:
         """Return the file's entry in summary.json."""
-        return {"file": self.path.name, "sha256": self.digest, "assumed": assumed_settings(self.path)}
+        licence = licence_of(self.path, self.digest)
+        assumed = assumed_settings(self.path)
+        return {"file": self.path.name, "sha256": self.digest, "licence": licence, "assumed": assumed}
 
 
 ENDINGS = (".npz", ".safetensors")

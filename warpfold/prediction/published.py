@@ -303,6 +303,21 @@ def _write_note(path: Path, one: PublishedParams, address: str, digest: str, siz
     write_atomically(_note(path), json.dumps(note, indent=1) + "\n")
 
 
+def licence_of(path: Path, digest: str) -> str | None:
+    """Return the licence of a file of parameters and its licensor; None if they are unknown.
+
+    digest: the SHA-256 of the file.  A file is recognized by its published digest, by the note of `fetch_params`, or by
+    its name if no digest was published.
+    """
+    note = _note_of(path)
+    for one in PUBLISHED.values():
+        is_certain = digest == one.sha256 or (note.get("name"), note.get("sha256")) == (one.name, digest)
+        if is_certain or (one.sha256 is None and path.name == one.file):
+            doubt = "" if is_certain else ", if this is the published file of that name"
+            return f"{one.terms.licence} ({one.terms.licence_address}) by {one.terms.by}{doubt}"
+    return None
+
+
 def _note(path: Path) -> Path:
     return path.with_name(f"{path.name}.source.json")
 

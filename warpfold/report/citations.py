@@ -38,7 +38,7 @@ ENTRIES = {
 
 
 def bibtex(summary: Mapping[str, Any], multimer: bool) -> str:
-    """List the references of the methods that a run used, with the files of its parameters.
+    """List the references of the methods that a run used, with the files of its parameters and their licences.
 
     summary: the content of summary.json. multimer: whether parameters of AlphaFold-Multimer were used.
     """
@@ -46,12 +46,12 @@ def bibtex(summary: Mapping[str, Any], multimer: bool) -> str:
     used += ["multimer"] if multimer else []
     # The alignments of a server with ColabFold's protocol.
     used += ["colabfold"] if summary.get("msa_server") else []
-    files = ", ".join(dict.fromkeys(model["file"] for model in summary["models"]))
-    notes = (
-        f"% Parameters: {files}. Their publisher decides their licence; DeepMind's parameters are CC BY 4.0.\n"
-        "% Structures refined by `warpfold relax` also need a reference to OpenMM: doi:10.1371/journal.pcbi.1005659.\n"
-    )
+    lines = (f"%   {model['file']}: {model['licence'] or 'licence not recorded'}" for model in summary["models"])
+    notes = [
+        *("% Parameters:", *dict.fromkeys(lines)),
+        "% Structures refined by `warpfold relax` also need a reference to OpenMM: doi:10.1371/journal.pcbi.1005659.",
+    ]
     entries = [
         ENTRIES[name] % summary["versions"]["warpfold"] if name == "warpfold" else ENTRIES[name] for name in used
     ]
-    return notes + "\n" + "\n\n".join(entries) + "\n"
+    return "\n".join(notes) + "\n\n" + "\n\n".join(entries) + "\n"
