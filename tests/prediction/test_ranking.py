@@ -1,17 +1,25 @@
 """Test ranking and its scores: interfaces of complexes, contacts, geometry across chains."""
 
+import re
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import gemmi
 import numpy as np
 import pytest
 
+from tests.prediction.runs import contents
 from tests.training.runs import helix
 from warpfold.data.structure.chain import Chain
+from warpfold.data.structure.mmcif import parse_structure
+from warpfold.data.structure.write import move_atoms
 from warpfold.errors import UserError
 from warpfold.prediction.folder import copy_by_rank, rank_predictions
 from warpfold.prediction.outputs import Prediction, write_prediction
 from warpfold.prediction.sanity import check_geometry, confidence_notices
+from warpfold.scoring import metrics
 from warpfold.scoring.dockq import residue_pairs
 
 
@@ -144,6 +152,78 @@ def test_doubts_are_said(plddt: list[float], ptm: float | None, iptm: float | No
     assert all(notice.text.startswith(word) for notice, word in zip(found, words))
 
 
+@pytest.mark.parametrize("plddt", [95.0, 30.0])
+def test_ranked_copies_are_superposed_on_the_best(tmp_path: Path, plddt: float) -> None:
+    """The confident residues decide; without any, all residues do. Confidences and the predictions' own files stay."""
+    rng, best = np.random.default_rng(0), helices(2, 10.0, ("A", "b"))
+    entries = []
+    for rank in range(1, 4):
+        rotation = np.linalg.qr(rng.normal(size=(3, 3)))[0]
+        rotation *= np.linalg.det(rotation)
+        positions = best.positions.copy()
+        if plddt > 70:
+            positions[:5] += 60 * rng.normal(size=3)  # an end that is not confident
+        positions = (positions @ rotation.T + 40 * rng.normal(size=3)) * best.mask[..., None]
+        values = np.where(np.arange(20) < 5, 30.0, plddt).astype(np.float32)
+        made = replace(best, name="one", positions=positions.astype(np.float32), plddt=values)
+        made = replace(made, details={"model": f"model_{rank}", "seed": rank, "recycles": 3})
+        entries.append(write_prediction(made, tmp_path, str(rank)) | {"rank": rank})
+    before = contents(tmp_path)
+    ranked = copy_by_rank(tmp_path, entries)
+    after = contents(tmp_path)
+    assert {name: after[name] for name in before} == before
+    assert copy_by_rank(tmp_path, ranked) == ranked
+    assert contents(tmp_path) == after
+    compared = slice(5 if plddt > 70 else 0, 20)
+    for kind, number in product(("mmcif", "pdb"), (2, 3)):
+        first, own, moved = (
+            parse_structure((tmp_path / path).read_bytes())
+            for path in (
+                ranked[0]["ranked"][kind],
+                f"{entries[number - 1]['folder']}/{entries[number - 1]['files'][kind]}",
+                ranked[number - 1]["ranked"][kind],
+            )
+        )
+        ca = [np.concatenate([c.positions[:, 1] for c in s.chains.values()])[compared] for s in (first, own, moved)]
+        np.testing.assert_allclose(ca[2], ca[0], atol=0.003)
+        assert np.abs(ca[1] - ca[0]).max() > 1
+        for chain in own.chains:
+            assert metrics.rmsd(own.chains[chain].positions[:, 1], moved.chains[chain].positions[:, 1]) < 0.002
+        # Without the coordinates, the texts are equal.
+        texts = [
+            (tmp_path / path).read_text() for path in (ranked[0]["ranked"][kind], ranked[number - 1]["ranked"][kind])
+        ]
+        bare = [re.sub(r"-?\d+\.\d{3}(?!\d)", "", text).replace(" ", "") for text in texts]
+        assert bare[0].replace("model_1", f"model_{number}").replace("seed:1", f"seed:{number}") == bare[1]
+
+
+def test_an_atom_that_moves_beyond_the_columns_of_pdb() -> None:
+    text, still, far = helices(1, 10.0, ("A",)).pdb(), np.eye(3), np.array([0, 0, 9999.0])
+    assert move_atoms(text, still, np.zeros(3)) == text.replace("-0.000", " 0.000")
+    with pytest.raises(UserError, match=r"beyond eight columns.*Write mmCIF\."):
+        move_atoms(text, still, far)
+    mmcif = parse_structure(move_atoms(helices(1, 10.0, ("A",)).mmcif(), still, far).encode())
+    assert mmcif.chains["A"].positions.max() > 9990
+
+
+def test_the_model_and_the_seed_are_in_both_structure_files() -> None:
+    """REMARK 250 of PDB and the protocol of mmCIF have them. Long names and letters beyond ASCII fit the columns."""
+    made = replace(helices(2, 10.0, ("A", "b")), details={"model": "m" * 99 + "é", "seed": 12, "recycles": 3})
+    structure, lines = gemmi.read_pdb_string(made.pdb()), made.pdb().splitlines()
+    assert structure.raw_remarks == [line for line in lines if line.startswith("REMARK 250 ")]
+    assert max(map(len, lines)) == 80
+    text = " ".join(line[11:] for line in structure.raw_remarks)
+    assert text.startswith("Predicted by WarpFold ")
+    assert "recycles: 3 model: " in text
+    assert text.replace(" ", "").endswith(f"{'m' * 99}_seed:12")
+    assert {chain: one.sequence for chain, one in parse_structure(made.pdb().encode()).chains.items()} == {
+        chain: made.sequence[span] for chain, span in made.spans.items()
+    }
+    (step,) = gemmi.cif.read_string(made.mmcif())[0].find("_ma_protocol_step.", ["details"])
+    assert step.str(0) == f"recycles: 3; model: {'m' * 99}_; seed: 12"
+    assert "model: \n" not in replace(made, details={}).pdb()
+
+
 def test_copies_of_what_was_thinned_go(tmp_path: Path) -> None:
     entries = []
     for rank, model in enumerate("ab", 1):
@@ -152,12 +232,14 @@ def test_copies_of_what_was_thinned_go(tmp_path: Path) -> None:
         files = {"mmcif": "one.cif", "scores": "one_scores.json"}
         for name in files.values():
             (folder / name).write_text(f"{model} {name}")
-        entries.append(entry("one", model, 90 - rank, 90 - rank, rank=rank, files=files))
+        np.savez(folder / "one.npz", positions=np.ones((4, 37, 3)), mask=np.ones((4, 37)), plddt=np.ones(4))
+        entries.append(entry("one", model, 90 - rank, 90 - rank, rank=rank, files=files | {"arrays": "one.npz"}))
     ranked = copy_by_rank(tmp_path, entries)
     (tmp_path / "one" / "notes_scores.json").write_text("mine")
     assert ranked[1]["ranked"] == {"mmcif": "one/one_rank_2.cif", "scores": "one/one_rank_2_scores.json"}
     # The former best prediction is second now and has no scores file any more.
-    swapped = [ranked[1] | {"rank": 1}, ranked[0] | {"rank": 2, "files": {"mmcif": "one.cif"}}]
+    thinned = {"mmcif": "one.cif", "arrays": "one.npz"}
+    swapped = [ranked[1] | {"rank": 1}, ranked[0] | {"rank": 2, "files": thinned}]
     again = copy_by_rank(tmp_path, swapped)
     assert [one["ranked"].get("scores") for one in again] == ["one/one_rank_1_scores.json", None]
     found = {path.name: path.read_text() for path in (tmp_path / "one").iterdir() if path.is_file()}

@@ -271,6 +271,7 @@ def test_dark_narrow_and_on_paper(page: Browser, tmp_path: Path) -> None:
 
 def test_without_webgl_all_but_the_structure_answers(browser: Browser, tmp_path: Path) -> None:
     write_page(tmp_path / "flat", [prediction("one", {"A": 12}, 0)])
+    assert 'name="ranks"' not in (tmp_path / "flat/report.html").read_text()
     script = "HTMLCanvasElement.prototype.getContext = () => null"
     added = browser.ask("Page.addScriptToEvaluateOnNewDocument", source=script)
     browser.open(tmp_path / "flat/report.html")
@@ -293,6 +294,16 @@ def test_several_predictions_stand_side_by_side(browser: Browser, tmp_path: Path
     browser.click("div.small a:nth-of-type(2)")
     browser.until("location.hash === '#target-1'")
     assert browser.run("document.querySelectorAll('div.small a').length") == 3
+    # The superposed predictions are shown together.
+    browser.until("[...panels.values()].find(one => one.article.id === 'target-1')?.viewer")
+    browser.run("window.panel = [...panels.values()].find(one => one.article.id === 'target-1'); 0")
+    assert browser.run("[panel.viewer.getModelList().length, panel.ranks]") == [1, None]
+    browser.click("#target-1 [name='ranks']")
+    browser.until("panel.ranks?.length === 2")
+    assert browser.run("panel.viewer.getModelList().length") == 3
+    browser.click("#target-1 [name='ranks']")
+    browser.until("!panel.on('ranks')")
+    assert browser.run("panel.viewer.getModelList().length") == 3
     assert browser.errors == []
 
 

@@ -28,6 +28,7 @@ from typing import Any, TextIO
 from warpfold import __version__
 from warpfold.bulk import JobPart
 from warpfold.data.store.store import Store, StoreWriter
+from warpfold.data.structure.write import move_atoms
 from warpfold.errors import UserError
 from warpfold.files import (
     NO_LOCKS,
@@ -547,21 +548,26 @@ def rank_predictions(entries: Sequence[Entry]) -> tuple[list[Entry], dict[str, A
 def copy_by_rank(out: Path, entries: Sequence[Entry]) -> list[Entry]:
     """Write a copy of each ranked structure, OUT/NAME/NAME_rank_1.cif and so on; return the entries with their names.
 
-    The scores and the figure of the PAE are copied too, as NAME_rank_1_scores.json and NAME_rank_1_pae.png. ChimeraX
-    loads the PAE from the JSON file whose name is most similar to the structure's. Earlier copies are replaced, and
-    those without a prediction are deleted.
+    The copies are superposed on the best prediction of the query that has files. The scores and the figure of the PAE
+    are copied too, as NAME_rank_1_scores.json and NAME_rank_1_pae.png. ChimeraX loads the PAE from the JSON file whose
+    name is most similar to the structure's. Earlier copies are replaced, and those without a prediction are deleted.
     """
     copied = []
+    best: dict[str, Entry] = {}
+    endings = {"mmcif": ".cif", "pdb": ".pdb", "scores": "_scores.json", "pae_png": "_pae.png"}
     for entry in entries:
-        folder = Path(file_name(entry["name"]))
-        copies = {}
-        endings = {"mmcif": ".cif", "pdb": ".pdb", "scores": "_scores.json", "pae_png": "_pae.png"}
-        for kind, ending in endings.items():
-            if kind not in entry["files"]:
-                continue
-            source = out / entry["folder"] / entry["files"][kind]
-            copy = folder / f"{folder}_rank_{entry['rank']}{ending}"
-            write_atomically(out / copy, source.read_bytes())
+        folder, source, copies = Path(file_name(entry["name"])), out / entry["folder"], {}
+        contents = {kind: (source / name).read_bytes() for kind, name in entry["files"].items() if kind in endings}
+        if entry["files"] and (reference := best.setdefault(entry["name"], entry)) is not entry:
+            motion = outputs.superposition(out, entry, reference)
+            for kind in contents.keys() & {"mmcif", "pdb"}:
+                try:
+                    contents[kind] = move_atoms(contents[kind].decode(), *motion).encode()
+                except UserError:  # the columns of PDB are too narrow
+                    del contents[kind]
+        for kind, content in contents.items():
+            copy = folder / f"{folder}_rank_{entry['rank']}{endings[kind]}"
+            write_atomically(out / copy, content)
             copies[kind] = str(copy)
         copied.append(entry | {"ranked": copies})
     now = {copy for entry in copied for copy in entry["ranked"].values()}

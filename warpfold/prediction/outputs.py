@@ -20,6 +20,7 @@ from uuid import uuid4
 import numpy as np
 import torch
 
+from warpfold import __version__
 from warpfold.data.example.templates import TemplateOutcome, count_refusals
 from warpfold.data.store.store import Packed, pack_record
 from warpfold.data.structure.chain import Chain, Structure
@@ -33,6 +34,7 @@ from warpfold.report.charts import FORMATS
 from warpfold.report.coverage import Coverage
 from warpfold.report.report import ReportPage, Target, Warned, render
 from warpfold.scoring.interface import PairScore, chain_pair_scores
+from warpfold.scoring.metrics import superpose
 from warpfold.scoring.score_table import PAIRS, PARQUET, SCORES, design_scores, pair_records
 
 StoredPair = Literal["pooled", "whole"]
@@ -51,6 +53,7 @@ _DRAFT = re.compile(r"\.(.+)\.[0-9a-f]{32}\.partial")  # names of `_draft`
 
 # DeepMind's letters for the classes of pLDDT (`alphafold/common/confidence.py`): high, medium, low, disordered.
 CATEGORIES = ((90.0, "H"), (70.0, "M"), (50.0, "L"), (0.0, "D"))
+CONFIDENT = 70.0  # pLDDT of residues whose backbone is probably right
 
 
 @dataclass(frozen=True)
@@ -199,13 +202,16 @@ class Prediction:
         """Return ModelCIF text, with pLDDT also in the B column."""
         from warpfold.data.structure.write import Modelling, write_mmcif
 
-        # The parameters and the seed make copied files identifiable.
+        scores = {name: one for name, one in (("pTM", self.ptm), ("ipTM", self.iptm)) if one is not None}
+        how = Modelling("; ".join(self._protocol) or None, scores)
+        return write_mmcif(self.name, self.chains(), b_factors=self._plddt_by_chain, predicted=how)
+
+    @property
+    def _protocol(self) -> list[str]:
+        """Return the facts for structure files; the parameters and the seed make copied files identifiable."""
         protocol = {name: self.details[name] for name in ("recycles", "templates") if self.details.get(name)}
         protocol |= {name: self.details[name] for name in ("model", "seed") if self.details.get(name) is not None}
-        facts = [f"{name}: {', '.join(one) if isinstance(one, list) else one}" for name, one in protocol.items()]
-        scores = {name: one for name, one in (("pTM", self.ptm), ("ipTM", self.iptm)) if one is not None}
-        how = Modelling("; ".join(facts) or None, scores)
-        return write_mmcif(self.name, self.chains(), b_factors=self._plddt_by_chain, predicted=how)
+        return [f"{name}: {', '.join(one) if isinstance(one, list) else one}" for name, one in protocol.items()]
 
     @cached_property
     def pair_scores(self) -> list[PairScore]:
@@ -239,7 +245,8 @@ class Prediction:
         """Return PDB text, with pLDDT in the B column.  Errors: UserError if the format cannot hold the structure."""
         from warpfold.data.structure.write import write_pdb
 
-        return write_pdb(self.name, self.chains(), b_factors=self._plddt_by_chain)
+        remarks = [f"Predicted by WarpFold {__version__}", *self._protocol]
+        return write_pdb(self.name, self.chains(), b_factors=self._plddt_by_chain, remarks=remarks)
 
     @property
     def _plddt_by_chain(self) -> list[np.ndarray]:
@@ -606,6 +613,22 @@ def clear_damaged(out: Path, entry: Mapping[str, Any], damaged: Sequence[Path]) 
         for file in _names_in(folder, entry["name"]).values():
             if (folder / file).is_file():
                 (folder / file).unlink()
+
+
+def superposition(out: Path, entry: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Compute the rotation [3, 3] and translation [3] that superpose a prediction on another one of the same query.
+
+    Cα with a pLDDT of at least 70 in both are superposed; all Cα if these are fewer than three.
+    """
+    positions, plddt = [], []
+    for one in (entry, target):
+        with np.load(out / one["folder"] / one["files"]["arrays"], allow_pickle=False) as arrays:
+            positions.append(arrays["positions"][:, ATOM_ORDER["CA"]])
+            plddt.append(arrays["plddt"])
+            has_ca = arrays["mask"][:, ATOM_ORDER["CA"]] > 0
+    confident = has_ca & (np.minimum(*plddt) >= CONFIDENT)
+    mobile, fixed = positions
+    return superpose(mobile, fixed, confident if confident.sum() >= 3 else has_ca)
 
 
 def refuse_links(out: Path, folder: str) -> None:

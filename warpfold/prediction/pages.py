@@ -232,12 +232,14 @@ def target_of(out: Path, entry: Mapping[str, Any], **truth: Any) -> Target:
             file.seek(-min(100, os.fstat(file.fileno()).st_size), os.SEEK_END)
             max_pae = float(file.read().decode().rpartition(":")[2].rstrip("}]"))
     ends = np.cumsum([chain["length"] for chain in entry.get("chains", ())]).tolist()
+    # The copies by rank are superposed.
+    structure = out / entry["ranked"]["mmcif"] if "ranked" in entry else folder / files["mmcif"]
     return Target(
         name=_label(entry),
         sequence=entry["sequence"],
         plddt=plddt,
         ca=ca,
-        mmcif=(folder / files["mmcif"]).read_text(encoding="utf-8"),
+        mmcif=structure.read_text(encoding="utf-8"),
         pae=pae,
         max_pae=max_pae,
         has_pdb="pdb" in files,

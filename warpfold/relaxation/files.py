@@ -93,7 +93,12 @@ def relax_paths(
     for folder in dict.fromkeys(target.folder for target in targets if target.folder):
         summary = _read_summary(folder)
         drawn = [
-            folder / entry["folder"] / file for entry in summary["predictions"] for file in entry["files"].values()
+            folder / name
+            for entry in summary["predictions"]
+            for name in (
+                *(f"{entry['folder']}/{file}" for file in entry["files"].values()),
+                *entry.get("ranked", {}).values(),
+            )
         ]
         # The report cannot be drawn again if the user removed some of the predictions.
         if all(file.is_file() for file in drawn):

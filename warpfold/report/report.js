@@ -75,7 +75,7 @@ class Panel {
     if (!hasWebGL) article.querySelectorAll('[name="picture"], [name="reset"], .controls label').forEach(element => { element.hidden = true; });
     this.find(".downloads").hidden = this.find(".controls").hidden = false;
     this.find(".downloads").onclick = event => this.download(event.target.name);
-    this.find(".controls").onchange = () => this.paint();
+    this.find(".controls").onchange = () => this.addRanks();
     this.find(".controls").onclick = event => ({ reset: () => this.look(), clear: () => this.select(null) })[event.target.name]?.();
   }
 
@@ -276,7 +276,7 @@ class Panel {
     this.box.setAttribute("aria-label", `structure of ${this.record.name}: arrow keys turn it, plus and minus zoom`);
     this.box.onkeydown = event => this.turn(event);
     this.look();
-    this.paint();
+    await this.addRanks();
     this.box.classList.add("live");
     this.making = false;
     live.push(this);
@@ -286,8 +286,18 @@ class Panel {
   hide() {
     this.host.querySelector("canvas")?.getContext("webgl2")?.getExtension("WEBGL_lose_context")?.loseContext();
     this.host.remove();
-    this.viewer = null;
+    this.viewer = this.ranks = null;
     this.box.classList.remove("live", "by-chain");
+  }
+
+  async addRanks() {  // the other predictions of the query, read when they are first shown
+    const viewer = this.viewer, group = targets.filter(one => one !== this.record && one.group === this.record.group);
+    if (viewer && this.on("ranks") && !this.ranks) {
+      this.ranks = [];
+      const texts = await Promise.all(group.map(one => unpack(one.prediction)));
+      if (viewer === this.viewer) this.ranks = texts.map(text => viewer.addModel(text, "cif"));
+    }
+    this.paint();
   }
 
   look() {
@@ -319,6 +329,7 @@ class Panel {
     this.viewer.setStyle({ model: 0 }, { cartoon: { colorfunc, thickness: 0.5 } });
     if (this.on("sidechains")) this.viewer.addStyle({ model: 0 }, { stick: { radius: 0.12, colorfunc } });
     if (this.record.truth) this.viewer.setStyle({ model: 1 }, this.on("truth") ? { cartoon: { color: "#aab2bb", opacity: 0.8, thickness: 0.4 } } : {});
+    for (const model of this.ranks ?? []) model.setStyle({}, this.on("ranks") ? { cartoon: { color: "#aab2bb", opacity: 0.8, thickness: 0.4 } } : {});
     this.viewer.render();
   }
 

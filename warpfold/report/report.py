@@ -62,7 +62,8 @@ class Target:
     interfaces: one row of text per interface, with the columns INTERFACE_HEADER.
     max_pae: the upper limit of pae, angstrom.
     has_pdb: whether the structure fits the PDB format.
-    group: the name of the query; targets with the same group are shown next to each other under their notes.
+    group: the name of the query; targets with the same group, which are superposed, are shown next to each other under
+        their notes, and together in the viewer.
     truth_mmcif, truth_ca ([M, 3], angstrom), lddt ([N], 0 to 100, NaN where unknown): the known structure, superposed
         on the prediction, and the score against it.
     """
@@ -140,7 +141,7 @@ def render(report: ReportPage) -> str:
         for _, together in itertools.groupby(numbered, lambda one: one[1].group or str(one[0])):
             group = list(together)
             sections += [_side_by_side(group)] if len(group) > 1 else []
-            sections += [_target(i, target) for i, target in group]
+            sections += [_target(i, target, len(group) > 1) for i, target in group]
         sections.append("</section>")
     # The page's security policy allows only scripts and styles with the hashes below, so injected text cannot run.
     # Hashes do not cover style attributes, which therefore become classes.
@@ -207,6 +208,7 @@ def _record(target: Target) -> dict[str, Any]:
     """Collect a target's data for the page's script. Structures are complete, because readers can download them."""
     return {
         "name": target.name,
+        "group": target.group,
         "stem": file_name(target.name.replace(", ", "_").replace(" ", "_")),
         "sequence": target.sequence.replace(":", ""),
         "plddt": [round(float(value), 2) for value in target.plddt],
@@ -295,7 +297,7 @@ def _side_by_side(group: Sequence[tuple[int, Target]]) -> str:
     )
 
 
-def _target(index: int, target: Target) -> str:
+def _target(index: int, target: Target, is_grouped: bool) -> str:
     numbers = "".join(f"<div><dt>{_text(k)}</dt> <dd>{_text(v)}</dd></div>" for k, v in target.numbers)
     ends = [span.stop - 1 for span in target.chains.values()]
     trace = charts.draw_trace(target.ca, target.plddt, target.truth_ca, ends)
@@ -319,7 +321,7 @@ def _target(index: int, target: Target) -> str:
 <div>
 <div class="viewer">{trace}</div>
 <p class="readout" role="status"></p>
-{_controls(target)}
+{_controls(target, is_grouped)}
 </div>
 <div>{pae}{interfaces}</div>
 </div>
@@ -328,8 +330,11 @@ def _target(index: int, target: Target) -> str:
 </article>"""
 
 
-def _controls(target: Target) -> str:
-    """Render the legend, the switches and the downloads of a structure. The page's script shows those it supports."""
+def _controls(target: Target, is_grouped: bool) -> str:
+    """Render the legend, the switches and the downloads of a structure. The page's script shows those it supports.
+
+    is_grouped: whether the page has other targets of the same group, which the viewer can show too.
+    """
     key = "".join(
         f'<span><i style="background:{color}"></i>{_text(KEY[i])}</span>' for i, (_, color, _) in enumerate(CLASSES)
     )
@@ -337,6 +342,8 @@ def _controls(target: Target) -> str:
     if target.truth_mmcif is not None:
         key += f'<span><i style="background:{charts.TRUTH}"></i>truth</span>'
         switch = '<label><input type="checkbox" name="truth" checked> truth</label>'
+    if is_grouped:
+        switch += '<label><input type="checkbox" name="ranks"> all ranks, superposed</label>'
     if target.chains:
         switch += '<label><input type="checkbox" name="chains"> colour by chain</label>'
         key += "".join(

@@ -6,6 +6,7 @@ too.
 
 import itertools
 import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from string import ascii_uppercase
@@ -73,9 +74,12 @@ def write_mmcif(
     return "".join(parts)
 
 
-def write_pdb(name: str, chains: Sequence[Chain], *, b_factors: Sequence[np.ndarray] | None = None) -> str:
-    """Write chains as PDB text: TITLE, SEQRES and atoms. b_factors: as in `write_mmcif`.
+def write_pdb(
+    name: str, chains: Sequence[Chain], *, b_factors: Sequence[np.ndarray] | None = None, remarks: Sequence[str] = ()
+) -> str:
+    """Write chains as PDB text: TITLE, REMARK, SEQRES and atoms.
 
+    b_factors: as in `write_mmcif`. remarks: provenance, wrapped into lines of REMARK 250 (other types of study).
     Raises UserError if the structure exceeds the columns of the format: more than 62 chains or 99,999 atoms, chain
     names of two letters, or numbers too long for their columns. Write such structures as mmCIF.
     """
@@ -95,6 +99,8 @@ def write_pdb(name: str, chains: Sequence[Chain], *, b_factors: Sequence[np.ndar
             raise UserError(f"{name}: chain {chain.id} has coordinates beyond eight columns; {remedy}")
     title = re.sub(r"[^\x20-\x7e]", "_", name)
     lines = [f"TITLE     {title[:70]}".rstrip()]
+    for remark in remarks:
+        lines += [f"REMARK 250 {line}" for line in textwrap.wrap(re.sub(r"[^\x20-\x7e]", "_", remark), 69)]
     for chain in chains:
         names = [_three_letters(c) for c in chain.sequence]
         lines += [
@@ -120,6 +126,26 @@ def write_pdb(name: str, chains: Sequence[Chain], *, b_factors: Sequence[np.ndar
             lines.append(end)
             serial += 1
     return "\n".join([*lines, "END", ""])
+
+
+def move_atoms(text: str, rotation: np.ndarray, translation: np.ndarray) -> str:
+    """Move the atoms of a file of `write_mmcif` or `write_pdb` to `x @ rotation.T + translation`.
+
+    rotation: [3, 3]. translation: [3], angstrom. Raises UserError if PDB columns cannot hold a new position.
+    """
+    lines, is_mmcif = text.split("\n"), text.startswith("data_")
+    for i, line in enumerate(lines):
+        if not line.startswith("ATOM "):
+            continue
+        words = line.split(" ") if is_mmcif else [line[start : start + 8] for start in (30, 38, 46)]
+        xyz = np.array(words[10:13] if is_mmcif else words, np.float64) @ rotation.T + translation
+        if is_mmcif:
+            lines[i] = " ".join([*words[:10], *(f"{x:.3f}" for x in xyz), *words[13:]])
+        elif xyz.max() > 9999.999 or xyz.min() < -999.999:
+            raise UserError("a moved atom is beyond eight columns; the PDB format cannot hold it. Write mmCIF.")
+        else:
+            lines[i] = line[:30] + "".join(f"{x:8.3f}" for x in xyz) + line[54:]
+    return "\n".join(lines)
 
 
 def _three_letters(letter: str) -> str:
