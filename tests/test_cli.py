@@ -212,7 +212,7 @@ def test_predict_and_score(capsys: Capture, tmp_path: Path, tiny_params: Path, m
     code, text, err = run(capsys, *files, out)
     assert (code, err.splitlines()[0]) == (0, "precision: fp32 (auto, on cpu)")
     assert err.splitlines()[1] == "one: no alignment: folded by the sequence alone"
-    assert "one: mean pLDDT" in text
+    assert f"one ({len(SEQUENCE)} residues, 1 chain, 1 alignment row): mean pLDDT" in text
     assert json.loads(run(capsys, *files, out, "--json")[1]) == json.loads((out / "summary.json").read_text())
     scores = json.loads(run(capsys, "score", out / "one" / "one.cif", structure(tmp_path), "--json")[1])
     assert scores["paired"] == len(SEQUENCE)

@@ -278,8 +278,10 @@ def predict_in_shell(
 
 def _lines(summary: dict[str, Any], out: Path) -> Iterator[str]:
     """Yield the printed lines of each prediction."""
+    from warpfold.prediction.pages import headline
+
     for entry in summary["predictions"]:
-        chains = f" ({len(entry['chains'])} chains)" if "chains" in entry else ""
+        sizes = f" ({headline(entry)})" if entry.get("rank", 1) == 1 else ""
         rank = f", rank {entry['rank']}" if "ranked" in entry else ""
         scores = [f"mean pLDDT {entry['mean_plddt']:.1f}"]
         tm_scores = [(title, entry.get(key)) for key, title in (("iptm", "ipTM"), ("ptm", "pTM"))]
@@ -287,7 +289,7 @@ def _lines(summary: dict[str, Any], out: Path) -> Iterator[str]:
         if entry["templates"]:
             scores.append(f"templates {', '.join(entry['templates'])}")
         where = "not kept" if entry.get("dropped") else out / entry["folder"]
-        yield f"{entry['name']}{chains}{rank}: {', '.join(scores)}, {where}"
+        yield f"{entry['name']}{sizes}{rank}: {', '.join(scores)}, {where}"
         if "relaxed" in entry:
             yield relaxed_line(f"{entry['name']} relaxed", entry["relaxed"])
     if summary["status"] != "running":

@@ -41,7 +41,7 @@ def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
         sections.append(Section("Templates", text, table=ReportTable(header, offered)))
     if len({entry["length"] for entry in entries}) >= LENGTHS:
         sections.append(_seconds(entries, summary.get("processes", ())))
-    facts = [] if alone else [("proteins folded", str(len(best)))]
+    facts = _sizes(best[0]) if alone else [("proteins folded", str(len(best)))]
     if failures:
         facts.append(("failed", str(len(failures))))
     if alone:  # a mean over different proteins has no meaning
@@ -72,6 +72,20 @@ def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
             f"{seeds} · parameters sha256 {digests}"
         ],
     )
+
+
+def _sizes(entry: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the numbers of residues, chains and alignment rows of a prediction, with their names."""
+    counts = {"residue": entry["length"], "chain": len(entry.get("chains", "A"))}
+    named = [(name + "s" * (count != 1), f"{count:,}") for name, count in counts.items()]
+    depth, given = entry["msa_depth"], entry.get("msa_given", entry["msa_depth"])
+    rows = f"{depth:,}" if depth == given else f"{depth:,} of {given:,}"
+    return [*named, ("alignment row" if rows == "1" else "alignment rows", rows)]
+
+
+def headline(entry: Mapping[str, Any]) -> str:
+    """Describe the size of a prediction: "345 residues, 2 chains, 632 of 1,024 alignment rows"."""
+    return ", ".join(f"{count} {name}" for name, count in _sizes(entry))
 
 
 def _best(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -206,16 +220,15 @@ def target_of(out: Path, entry: Mapping[str, Any], **truth: Any) -> Target:
         if "coverage_rows" in arrays.files and entry.get("rank", 1) == 1:
             depth, rows, total = (arrays[f"coverage_{name}"] for name in ("depth", "rows", "total"))
             coverage = Coverage(depth, rows, int(total))
-    numbers = [("residues", str(entry["length"])), ("mean pLDDT", f"{entry['mean_plddt']:.1f}")]
+    numbers = [_sizes(entry)[0], ("mean pLDDT", f"{entry['mean_plddt']:.1f}")]
     if entry.get("iptm") is not None:
         numbers.append(("ipTM", f"{entry['iptm']:.2f}"))
     if entry["ptm"] is not None:
         numbers.append(("pTM", f"{entry['ptm']:.2f}"))
-    depth, given = entry["msa_depth"], entry.get("msa_given", entry["msa_depth"])
     of_chains = [(one["id"], one["ptm"]) for one in entry.get("chains", ()) if one.get("ptm") is not None]
     if 0 < len(of_chains) <= CHAINS:
         numbers.append(("pTM of each chain", ", ".join(f"{chain} {ptm:.2f}" for chain, ptm in of_chains)))
-    numbers.append(("alignment rows", str(depth) if depth == given else f"{depth} of {given}"))
+    numbers.append(_sizes(entry)[-1])
     if "paired_rows" in entry:
         numbers.append(("paired rows", str(entry["paired_rows"])))
     if "ranked" in entry:
