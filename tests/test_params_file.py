@@ -81,6 +81,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     code, out, _ = run(capsys, "params", path, "--check")
     assert code == 1
     assert "problem      not finite: single.bias" in out
+    zeros = tiny_model()
+    zeros.single.bias.data.zero_()
+    save_params(path, zeros)
+    assert warpfold.params(path, check=True).problems == ()
+    for parameter in zeros.parameters():
+        parameter.data.zero_()
+    save_params(path, zeros)
+    assert warpfold.params(path, check=True).problems == ("all parameters are zero",)
     assert "no such file" in refused(run(capsys, "params", tmp_path / "none.npz"))
 
 

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import warpfold
@@ -18,7 +19,16 @@ from warpfold.data.structure.mmcif import read_structure
 from warpfold.data.structure.write import write_mmcif
 from warpfold.data.synthetic.folder import generate
 from warpfold.errors import UserError
-from warpfold.evaluation.before_after import DOCKQ, INTERFACE_LDDT, fold_before_after, means
+from warpfold.evaluation.before_after import (
+    CA,
+    DOCKQ,
+    INTERFACE_LDDT,
+    LDDT,
+    fold_before_after,
+    means,
+    target_with_truth,
+    true_chains,
+)
 from warpfold.finetuning.finetune import COMPLEX, TrainingLine, both_models, compared_scores, distinct_entries
 from warpfold.finetuning.page import verdict
 from warpfold.scoring.intervals import paired_difference
@@ -114,14 +124,15 @@ def test_the_same_split_again(done: tuple[Path, dict[str, Any]], given: dict[str
 
 
 def test_a_general_store_is_rehearsed(done: tuple[Path, dict[str, Any]], given: dict[str, Any], tmp_path: Path) -> None:
-    generate(tmp_path / "others", 12, 6, max_length=32)
+    # A tenth of the general store, two proteins, is held out to measure what the model forgets.
+    generate(tmp_path / "others", 20, 6, max_length=32)
     warpfold.pack(tmp_path / "others/mmcif", tmp_path / "others/msas", tmp_path / "general")
     again = {**given, "steps": 12}
     result = warpfold.finetune(out=tmp_path / "tuned", device="cpu", rehearse=f"{tmp_path / 'general'}=0.5", **again)
     rows = [json.loads(line) for line in (tmp_path / "tuned/run/metrics.jsonl").read_text().splitlines()]
     drawn = {name.split(":")[0] for row in rows if row["kind"] == "step" for name in row["examples"]}
     assert drawn == {"store", "general"}
-    assert result["compared"]["general"]["lddt_ca"]["targets"] == 1
+    assert result["compared"]["general"]["lddt_ca"]["targets"] == 2
 
 
 @pytest.mark.parametrize(
@@ -227,6 +238,10 @@ def test_equal_weights_are_folded_once(done: tuple[Path, dict[str, Any]], tiny_p
     assert before is after
     (one,) = fold_before_after(Store(done[0] / "store"), done[1]["tested"][:1], before, after, 0)
     assert one.predictions[0] is one.predictions[1]
+    target = target_with_truth(done[0] / "after", done[1]["predictions"][0], one, [LDDT], "before")
+    (truth,) = true_chains(one)
+    apart = target.truth_ca - one.trained.ca[truth.mask[:, CA] > 0]
+    assert np.sqrt((apart**2).sum(-1).mean()) == pytest.approx(one.scores[1].rmsd, rel=1e-3)
 
 
 def test_scores_that_do_not_exist_are_left_out(done: tuple[Path, dict[str, Any]], tiny_params: Path) -> None:

@@ -60,6 +60,8 @@ def test_what_the_table_says_of_each() -> None:
     assert len(published(TAR)) == 15
     assert len(published("openfold")) == 10
     assert {name for names in SETS.values() for name in names} == set(PUBLISHED)
+    for name in ("monomer", "ptm", "multimer", "multimer_v2", "multimer_v1"):
+        assert [file.removeprefix("model_")[0] for file in SETS[name]] == list("12345")
     for one in PUBLISHED.values():
         assert one.address.startswith("https://")
         assert one.sha256 is None or re.fullmatch("[0-9a-f]{64}", one.sha256)

@@ -113,8 +113,11 @@ def test_quantiles_of_t_are_those_of_tables() -> None:
 def test_many_targets_are_drawn_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(0).random(300).tolist()
     whole = interval(values)
+    # Blocks of three draws do not divide the number of draws, so the last block is shorter.
     monkeypatch.setattr(intervals, "BLOCK", 1000)
     assert interval(values) == pytest.approx(whole, abs=0.002)
+    assert intervals.DRAWS % 3 > 0
+    assert len(intervals.resampled_means(np.array(values), 0)) == intervals.DRAWS
 
 
 @pytest.mark.parametrize(("a", "b"), [([0.1], [0.1, 0.2]), ([], []), ([np.nan], [0.1]), ([np.inf], [np.inf])])

@@ -18,6 +18,7 @@ from warpfold.errors import UserError
 from warpfold.geometry.atoms import CA
 from warpfold.geometry.rigid import Rigid
 from warpfold.model.alphafold import Output
+from warpfold.model.heads import distogram_breaks
 from warpfold.model.structure import StructureOutput
 from warpfold.prediction.predictor import Predictor
 from warpfold.sequence_design.losses import Losses, LossShape, LossWeights, TargetStructure, soft_ipsae
@@ -155,6 +156,11 @@ def test_shapes_have_the_values_that_they_should() -> None:
     expected = -math.log(1e-8) * 10 / 12
     assert value("contacts", line, near) == pytest.approx(expected, rel=1e-3)
     assert value("interface_contacts", line, near, asym=asym) == pytest.approx(expected, rel=1e-3)
+    # A residue that has fewer admissible pairs than `contact_number` uses all of them: residues 2 and 9 have one pair.
+    few = Losses(LossWeights(contacts=1.0), LossShape(contact_number=3, contact_separation=9))
+    found = few(seen_of(plddt, torch.zeros(12, 12, 64).double(), pae, line))["contacts"]
+    near_bins = int((distogram_breaks(64) <= 14.0).sum())
+    assert float(found) == pytest.approx(-math.log(near_bins / 64), rel=1e-5)
     helix = torch.zeros(12, 12, 64).double()
     for i in range(9):
         helix[i, i + 3, 8] = helix[i + 3, i, 8] = 50  # about 5 angstrom
