@@ -21,6 +21,7 @@ from warpfold.model.weights.files import save_params
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.prediction.predictor import Predictor, Prepared
+from warpfold.training import planning
 
 # SHORT has fewer residues than there are ranks.
 LONG, SHORT = "MKTAYIAKQRQISFVKSHFSR", "GS"
@@ -94,6 +95,31 @@ def test_ranks_write_the_files_of_one_device(
         assert found.keys() == expected.keys() >= {"pae", "pair", "msa"}
         for key, there in expected.items():
             np.testing.assert_allclose(found[key], there, rtol=1e-3, atol=1e-3, err_msg=key)
+
+
+def test_the_grid_of_a_prediction_counts_every_protein_and_seed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two proteins with two seeds are four predictions, shared out to two ranks that no plan was given."""
+    counts: list[int] = []
+    choose = planning.choose
+
+    def counting(*args: Any, **options: Any) -> Any:
+        counts.extend([options["examples"]] if "examples" in options else [])
+        return choose(*args, **options)
+
+    monkeypatch.setattr(planning, "choose", counting)
+
+    def on_a_rank() -> tuple[dict[str, Any], list[int]]:
+        mesh = make_mesh(2)
+        team = Team(ProcessInfo(mesh.world.rank, 2), mesh)
+        options: dict[str, Any] = {"seeds": 2, "figures": False, "device": "cpu", "team": team}
+        return predict(folder / "q.fasta", folder / "middle.safetensors", tmp_path / "out", **options), counts
+
+    (summary, first), (_, second) = run_ranks(on_a_rank, 2)
+    assert (first, second) == ([4], [])
+    assert [entry["seed"] for entry in summary["predictions"]].count(1) == 2
+    assert len(summary["predictions"]) == 4
 
 
 def test_a_complex_on_ranks_has_the_scores_of_one_device(tmp_path: Path) -> None:
