@@ -77,6 +77,9 @@ def test_symmetric_side_chains_are_named_for_the_best_score() -> None:
     mask = np.ones((20, 4), bool)
     assert metrics.lddt(wrong, truth, mask) < 0.99
     np.testing.assert_array_equal(metrics.rename_symmetric(wrong, truth, mask, mask, swap), truth)
+    # Without other residues nothing is better, and the predicted names stay.
+    alone = metrics.rename_symmetric(wrong[:1], truth[:1], mask[:1], mask[:1], swap[:1])
+    np.testing.assert_array_equal(alone, wrong[:1])
 
 
 def test_symmetric_side_chains_are_judged_by_the_unambiguous_atoms_of_others() -> None:

@@ -161,6 +161,8 @@ def test_shapes_have_the_values_that_they_should() -> None:
     found = few(seen_of(plddt, torch.zeros(12, 12, 64).double(), pae, line))["contacts"]
     near_bins = int((distogram_breaks(64) <= 14.0).sum())
     assert float(found) == pytest.approx(-math.log(near_bins / 64), rel=1e-5)
+    # A chain may have one residue.
+    assert 0 <= value("ipsae", line, asym=[1] * 11 + [2]) <= 1
     helix = torch.zeros(12, 12, 64).double()
     for i in range(9):
         helix[i, i + 3, 8] = helix[i + 3, i, 8] = 50  # about 5 angstrom
