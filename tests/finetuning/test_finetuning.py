@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from warpfold.evaluation.before_after import (
     DOCKQ,
     INTERFACE_LDDT,
     LDDT,
+    Measure,
     fold_before_after,
     means,
     target_with_truth,
@@ -75,6 +77,7 @@ def test_everything_is_there(done: tuple[Path, dict[str, Any]]) -> None:
     assert result["compared"]["test"]["lddt_ca"]["targets"] == held
     page, card = (out / "report.html").read_text(), (out / "card.md").read_text()
     assert verdict(result) in card
+    assert {"packing", "training", "folding"} <= set(result["seconds"])
     assert "Is it better?" in page
     assert result["params"]["sha256"] in card
     assert "`store`, " in card
@@ -254,6 +257,11 @@ def test_scores_that_do_not_exist_are_left_out(done: tuple[Path, dict[str, Any]]
     assert "dockq" not in found
     assert found["lddt_ca"]["targets"] == len(keys)
     assert means([DOCKQ], measured) == {"dockq": {"untrained": None, "trained": None}}
+    # The means are over the examples that have the score.
+    score = Measure("key", "label", lambda prediction, value: value)
+    pairs = [(0.1, 0.4), (0.3, 0.5), (math.nan, 0.9), (0.5, 0.9)]
+    examples: list[Any] = [SimpleNamespace(predictions=(None, None), scores=pair) for pair in pairs]
+    assert score.means(examples) == {"untrained": 0.3, "trained": 0.6}
 
 
 def test_one_chain_of_each_sequence_is_tested(tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ def test_every_record_is_folded(tmp_path: Path, fasta: Path, a3m: Path, tiny_par
         assert set(entry["files"]) == {"mmcif", "pdb", "plddt", "pae", "scores", "arrays", *figures}
         assert all((out / entry["folder"] / name).stat().st_size for name in entry["files"].values())
     assert {p.name for p in out.iterdir()} == {"one", "two", "summary.json", "report.html", "cite.bibtex"}
+    assert "All proteins" in (out / "report.html").read_text()
     assert seen[-1][:2] == (2, 2)
 
 

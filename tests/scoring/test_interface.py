@@ -114,6 +114,9 @@ def test_rmsd_is_of_the_binder_when_the_target_is_superposed() -> None:
     ours, theirs = off | {"T": replace(off["T"], positions=wild)}, given | {"T": replace(given["T"], mask=missing)}
     partly = rmsd_to_given(ours, theirs, ["T"], ["B"])
     assert partly == pytest.approx(found, abs=1e-3)
+    # The same holds for residues that the prediction lacks.
+    lacking = off | {"T": replace(off["T"], positions=wild, mask=missing)}
+    assert rmsd_to_given(lacking, given, ["T"], ["B"]) == pytest.approx(found, abs=1e-3)
     alone = rmsd_to_given(off, given, [], ["B"])
     assert (alone["rmsd"], alone["target_rmsd"]) == (alone["binder_rmsd"], None)
     assert set(rmsd_to_given(off, {}, ["T"], ["B"]).values()) == {None}
