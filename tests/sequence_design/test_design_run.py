@@ -45,7 +45,18 @@ def files_of(out: Path) -> dict[str, bytes]:
 
 def test_designs_are_written_the_best_first(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    found = run_design(predictor(), load_design(VALUES), out, starts=2, seed=3)
+    told: list[tuple[int, int]] = []
+    found = run_design(
+        predictor(),
+        load_design(VALUES),
+        out,
+        starts=2,
+        seed=3,
+        progress=lambda done, total, text: told.append((done, total)),
+    )
+    # Two starts of eight steps each
+    assert [done for done, _ in told] == [*range(16), 16]
+    assert {total for _, total in told} == {16}
     losses = [one["loss"] for one in found["designs"]]
     assert losses == sorted(losses)
     names = [one["name"] for one in found["designs"]]
