@@ -22,11 +22,11 @@ UNSTABLE_TEXT = (
     (re.compile(r"\b\d{1,2}:\d\d(:\d\d)?\b"), "TIME"),
     (re.compile(r"\b20\d\d-\d\d-\d\d\b"), "DATE"),
     (re.compile(r"\btorch \d\S*"), "torch VERSION"),
-    (re.compile(r"\d+% of them waiting"), "SOME of them waiting"),
+    (re.compile(r"\| seconds \| .*"), "| seconds | TIME |"),
     (re.compile(r"\d+\.\d GB"), "MEMORY"),
-    # The time of a run heads its page, and packing that takes no time is left out.
+    # The time of a run heads its page. Parts that take no time are left out of the foot of another page.
     (re.compile(r"(?<=seconds in all\n)\d+"), "TIME"),
-    (re.compile(r" · packing TIME"), ""),
+    (re.compile(r" · (packing|training|folding) TIME"), ""),
 )
 # Of the atoms of a structure, one in this number is compared.
 ATOMS = 40
