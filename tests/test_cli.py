@@ -23,7 +23,7 @@ from tests.training.runs import make_store, rows, tiny_run
 from warpfold import __version__, cli, settings
 from warpfold.cli import common
 from warpfold.cli.common import configure_output, this_process
-from warpfold.cli.plan import PlanCommand
+from warpfold.cli.plan import machine_and_cluster
 from warpfold.cli.train import sources_of
 from warpfold.cost.planner import joined
 from warpfold.data.store.store import Store
@@ -553,7 +553,7 @@ def test_devices_that_a_plan_leaves_idle_are_paid_for(capsys: Capture) -> None:
 
 def test_devices_that_are_planned_for_are_on_nodes_of_eight() -> None:
     """`plan` once placed 256 devices on one node."""
-    _, there = PlanCommand(target="monomer", devices=256, device="H100").machine_and_cluster()
+    _, there = machine_and_cluster("H100", devices=256)
     assert there is not None
     assert joined(there).startswith("32 nodes of 8, 360 GB/s within and 320 GB/s between")
 

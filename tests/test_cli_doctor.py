@@ -200,11 +200,12 @@ def test_a_doctor_that_has_to_end_says_what_it_knows(
 def test_links_are_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from tests.cluster.test_cluster_links import healthy
     from warpfold.cli.common import show
-    from warpfold.cli.doctor import cluster_report
+    from warpfold.cli.doctor import cluster_report, save_links
     from warpfold.cost.links import read_cluster
 
     links = healthy(2, 4)
     examined = doctor.Examined([[0, 1, 2, 3], [4, 5, 6, 7]], "H100", links=links, cluster=links.cluster("H100"))
+    save_links(examined, tmp_path / "cluster.toml")
     show(cluster_report(examined, tmp_path / "cluster.toml"), as_json=False)
     out = capsys.readouterr().out
     assert "8 ranks on 2 nodes, H100" in out

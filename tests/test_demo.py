@@ -7,7 +7,7 @@ import pytest
 
 from tests.test_cli import run
 from warpfold import demo
-from warpfold.demo import run_demo
+from warpfold.demo_run import run_demo
 from warpfold.errors import UserError
 
 SMALL = (

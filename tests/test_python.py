@@ -2,9 +2,10 @@
 
 import ast
 import inspect
+import pkgutil
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,14 +16,16 @@ import torch
 import warpfold
 from tests.helpers import tiny_multimer
 from warpfold import cli
-from warpfold.arguments import PathLike, Paths, check, decides
+from warpfold.arguments import PathLike, Paths, check, decides, declaration
 from warpfold.data.formats.alignment import read_alignment
+from warpfold.data.pack.options import ExampleOptions, PackOptions
 from warpfold.errors import UserError, options_given
 from warpfold.model.confidence import pae as expected_error
 from warpfold.model.confidence import plddt as expected_lddt
 from warpfold.model.heads import pae_breaks
 from warpfold.model.weights import files as weights
 from warpfold.prediction.predictor import Predictor, load
+from warpfold.prediction.request import Request
 from warpfold.training.config import load_settings
 
 ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMKTAYIAK"
@@ -52,32 +55,74 @@ def test_editors_and_the_module_know_the_same_names() -> None:
     assert set(dir(warpfold)) == set(warpfold.__all__)
     assert warpfold.ops.layers.triangle_multiplication.__doc__
     assert warpfold.ops.attention.attention.__doc__
+    # The attribute of an imported submodule would hide a function of the same name.
+    submodules = {one.name for one in pkgutil.iter_modules(warpfold.__path__)}
+    assert submodules & set(warpfold.__all__) == {"ops"}
     with pytest.raises(AttributeError, match="no attribute 'fold'"):
         warpfold.fold  # noqa: B018  # type: ignore[attr-defined]
 
 
-# ---- one interface: a command's options are also its function's, and its methods'
+# ---- one interface: the options of a command are declared by its function
 
-COMMANDS = ("evaluate", "pack", "params", "predict", "sample", "score", "search", "train", "validate")
+COMMANDS: dict[str, Any] = cli.typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
 PYTHON_ALONE = {"progress", "watch", "team"}
+SHELL_ALONE = {
+    *("help", "quiet", "verbose", "as_json", "help_all", "examples", "axial", "branch"),
+    *("verify", "info", "toml"),  # other output of `pack` and `params`
+}
 
 
-def options_of(command: str) -> dict[str, Any]:
-    """Return the options of a command in a shell, by their names in Python."""
-    found = cli.typer.main.get_command(cli.app).commands[command]  # type: ignore[attr-defined]
-    return {parameter.name: parameter for parameter in found.params}
+def function_of(command: str) -> Callable[..., Any]:
+    """Return the function of a command in Python."""
+    return getattr(warpfold, {"params fetch": "fetch_params"}.get(command, command))
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_function_and_its_command_have_the_same_arguments(command: str) -> None:
-    options, function = options_of(command), inspect.signature(getattr(warpfold, command)).parameters
-    assert set(function) - set(options) <= PYTHON_ALONE
-    for name in function.keys() & options.keys():
-        default = function[name].default
-        assert options[name].required == (default is inspect.Parameter.empty), name
-        if not options[name].required:
-            assert getattr(options[name].default, "value", options[name].default) == default, name
-    assert getattr(warpfold, command).__doc__.count("\n    ") >= len(function.keys() & options.keys())
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"bench"}))
+def test_a_function_declares_the_options_of_its_command(command: str) -> None:
+    function = function_of(command)
+    arguments, options = inspect.signature(function).parameters, {one.name: one for one in COMMANDS[command].params}
+    assert set(arguments) - set(options) <= PYTHON_ALONE
+    assert set(options) - set(arguments) <= SHELL_ALONE
+    documented = str(function.__doc__)
+    for one in function.declared:  # type: ignore[attr-defined]
+        option = declaration(one.annotation)[1]
+        assert (option is None) == (one.name not in options)
+        if option is not None:
+            assert options[one.name].help == option.help
+            assert documented.count(f"\n    {one.name}: {option.help}") == 1
+            assert options[one.name].required == (one.default is inspect.Parameter.empty), one.name
+            if not options[one.name].required:
+                default = getattr(options[one.name].default, "value", options[one.name].default)
+                assert default == one.default, one.name
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"bench"}))
+def test_a_signature_is_the_one_in_the_source(command: str) -> None:
+    """Editors read the source, and help() shows the same names, types and defaults."""
+    function = function_of(command)
+    written, shown = inspect.signature(inspect.unwrap(function)), inspect.signature(function)
+    tree = ast.parse(Path(inspect.getfile(inspect.unwrap(function))).read_text(encoding="utf-8"))
+    (source,) = (one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name == function.__name__)
+    assert [one.arg for one in (*source.args.args, *source.args.kwonlyargs)] == list(shown.parameters)
+    assert list(shown.parameters) == list(written.parameters)
+    assert shown.return_annotation == written.return_annotation
+    for one, other in zip(shown.parameters.values(), written.parameters.values(), strict=True):
+        assert (one.default, one.kind) == (other.default, other.kind), one.name
+        assert one.annotation == declaration(other.annotation)[0], one.name
+
+
+def test_shared_options_have_the_defaults_of_their_dataclass() -> None:
+    for function, kind in (
+        (warpfold.predict, Request),
+        (warpfold.distill, Request),
+        (warpfold.distill, ExampleOptions),
+        (warpfold.pack, PackOptions),
+    ):
+        arguments = inspect.signature(function).parameters
+        for field in fields(kind):
+            default = inspect.Parameter.empty if field.default is MISSING else field.default
+            assert arguments[field.name].default == default, field.name
+            assert arguments[field.name].annotation == declaration(field.type)[0], field.name
 
 
 def test_folding_declares_what_predict_does() -> None:
@@ -113,6 +158,9 @@ def test_values_are_checked_as_they_are_declared() -> None:
         (Annotated[PathLike, decides("")], 5, "x = 5: a path is needed"),
         (Annotated[Paths, decides("")], [5], r"x\[0\] = 5: a path is needed"),
         (Annotated[Paths, decides("")], 5, "x = 5: a path or a list of paths"),
+        (Annotated[list[int] | None, decides("", min=4)], 5, "x = 5: a list is needed"),
+        (Annotated[list[int] | None, decides("", min=4)], [5, 3], r"x\[1\] = 3: at least 4"),
+        (Annotated[list[str], decides("")], [5], r"x\[0\] = 5: a text"),
     ):
         with pytest.raises(UserError, match=f"^{says}"):
             check("x", hint, value)

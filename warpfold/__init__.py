@@ -9,13 +9,17 @@ if TYPE_CHECKING:
     from warpfold import ops
     from warpfold.adapt.accelerate import Acceleration, accelerate, acceleration, restore
     from warpfold.adapt.plain import biased_attention
-    from warpfold.cli.demo import sample
+    from warpfold.cli.bench import profile, tune
+    from warpfold.cli.demo import demo, sample
+    from warpfold.cli.design import design
     from warpfold.cli.distill import distill
+    from warpfold.cli.doctor import doctor
     from warpfold.cli.finetune import finetune
     from warpfold.cli.pack import pack
     from warpfold.cli.params import fetch_params, params
-    from warpfold.cli.predict import predict
-    from warpfold.cli.score import evaluate, score
+    from warpfold.cli.plan import plan
+    from warpfold.cli.predict import predict, relax
+    from warpfold.cli.score import evaluate, golden, score
     from warpfold.cli.search import search
     from warpfold.cli.train import train, validate
     from warpfold.data.store.store import Store
@@ -59,49 +63,64 @@ __all__ = [
     "acceleration",
     "biased_attention",
     "compression_hook",
+    "demo",
+    "design",
     "distill",
+    "doctor",
     "evaluate",
     "fetch_params",
     "finetune",
+    "golden",
     "load",
     "ops",
     "pack",
     "params",
+    "plan",
     "predict",
+    "profile",
+    "relax",
     "restore",
     "sample",
     "score",
     "search",
     "train",
+    "tune",
     "validate",
 ]
 
-# The module of each name. Modules are imported at first use, so that `import warpfold` does not load torch.
-_MODULES = {
-    **dict.fromkeys(("accelerate", "restore", "acceleration", "Acceleration"), "warpfold.adapt.accelerate"),
-    "biased_attention": "warpfold.adapt.plain",
-    **dict.fromkeys(("FoldResult", "Gradient", "Predictor", "load"), "warpfold.prediction.predictor"),
-    **{
-        name: f"warpfold.cli.{name}" for name in ("distill", "finetune", "pack", "params", "predict", "score", "search")
-    },
-    **dict.fromkeys(("train", "validate"), "warpfold.cli.train"),
-    "evaluate": "warpfold.cli.score",
-    "fetch_params": "warpfold.cli.params",
-    "sample": "warpfold.cli.demo",
-    "Checkpoints": "warpfold.engine.resume",
-    **dict.fromkeys(("CompressionState", "compression_hook"), "warpfold.engine.comm_hook"),
-    **dict.fromkeys(("Phase", "TensorBoard", "Watcher", "WeightsAndBiases"), "warpfold.engine.watch"),
-    "AlphaFold": "warpfold.model.alphafold",
-    **dict.fromkeys(("Evoformer", "EvoformerConfig"), "warpfold.model.evoformer"),
-    "Execution": "warpfold.parallel.execution",
-    "Plan": "warpfold.parallel.plan",
-    "ops": "warpfold",
-    "ParamsFile": "warpfold.prediction.params",
-    "Prediction": "warpfold.prediction.outputs",
-    "Ready": "warpfold.engine.ready",
-    "Store": "warpfold.data.store.store",
-    "UserError": "warpfold.errors",
+# The names of each module. Modules are imported at first use, so that `import warpfold` does not load torch.
+_NAMES = {
+    "warpfold": "ops",
+    "warpfold.adapt.accelerate": "Acceleration accelerate acceleration restore",
+    "warpfold.adapt.plain": "biased_attention",
+    "warpfold.cli.bench": "profile tune",
+    "warpfold.cli.demo": "demo sample",
+    "warpfold.cli.design": "design",
+    "warpfold.cli.distill": "distill",
+    "warpfold.cli.doctor": "doctor",
+    "warpfold.cli.finetune": "finetune",
+    "warpfold.cli.pack": "pack",
+    "warpfold.cli.params": "fetch_params params",
+    "warpfold.cli.plan": "plan",
+    "warpfold.cli.predict": "predict relax",
+    "warpfold.cli.score": "evaluate golden score",
+    "warpfold.cli.search": "search",
+    "warpfold.cli.train": "train validate",
+    "warpfold.data.store.store": "Store",
+    "warpfold.engine.comm_hook": "CompressionState compression_hook",
+    "warpfold.engine.ready": "Ready",
+    "warpfold.engine.resume": "Checkpoints",
+    "warpfold.engine.watch": "Phase TensorBoard Watcher WeightsAndBiases",
+    "warpfold.errors": "UserError",
+    "warpfold.model.alphafold": "AlphaFold",
+    "warpfold.model.evoformer": "Evoformer EvoformerConfig",
+    "warpfold.parallel.execution": "Execution",
+    "warpfold.parallel.plan": "Plan",
+    "warpfold.prediction.outputs": "Prediction",
+    "warpfold.prediction.params": "ParamsFile",
+    "warpfold.prediction.predictor": "FoldResult Gradient Predictor load",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

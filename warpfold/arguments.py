@@ -1,8 +1,8 @@
 """Options, declared once: what an argument is in Python, an option in a shell, and which values it may have.
 
-A command is a dataclass whose fields are its options, `recycles: Annotated[int | None, decides("help", min=0)] = None`.
-The options of the command line (cli/common.py), the checks, and the Python functions derive from these fields.
-Functions and methods declare their arguments the same way, and `checked` checks them at the call.
+A command is a function whose annotations declare its options: `seeds: Annotated[int, decides("help", min=1)] = 1`.
+`checked` checks the arguments at the call and writes the help texts into the docstring. The command line has the same
+options (cli/common.py). A dataclass declares options that several functions share.
 """
 
 import functools
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, ParamSpec, Protocol, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
 from warpfold.errors import UserError, as_arguments, given
 from warpfold.files import is_address
@@ -25,7 +25,6 @@ from warpfold.settings import plain, toml_value
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Made = TypeVar("Made", covariant=True)
 PathLike = str | os.PathLike[str]
 Paths = PathLike | Sequence[PathLike]
 Changes = Sequence[str] | Mapping[str, Any]  # of settings: ["train.steps=5"], {"train.steps": 5}
@@ -92,6 +91,7 @@ Memory = Annotated[
     ),
 ]
 Strict = Annotated[bool, runs("Fail if an operation has no fast kernel here, instead of running slower.")]
+Set = Annotated[Changes | None, decides("Settings that override those of the file, KEY=VALUE.", shell=list[str] | None)]
 Force = Annotated[bool, writes("Replace an earlier run of this command in the folder; other files stay.")]
 Cluster = Annotated[str | None, runs("Address of a Dask scheduler: tcp://host:8786.")]
 
@@ -142,6 +142,11 @@ def check(name: str, hint: Any, value: Any) -> Any:
         return paths(name, value)
     if get_origin(members[0]) is Literal:
         return one_of(name, value, get_args(members[0]))
+    if get_origin(members[0]) is list:
+        if not is_list(value):
+            raise WrongArgument(f"{given(name, shown(value))}: a list is needed")
+        item: Any = Annotated[get_args(members[0])[0], option]
+        return [check(f"{name}[{i}]", item, one) for i, one in enumerate(value)]
     return value
 
 
@@ -157,96 +162,42 @@ class Checked:
         return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})  # type: ignore[arg-type]
 
 
-class Command(Protocol[Made]):
-    """A dataclass of options that can be run."""
+def checked(*options: type, **others: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator that checks the arguments of a function at the call, as they are declared.
 
-    def __call__(self) -> Made:
-        """Run the command and return its result."""
-
-
-def function(command: Callable[P, Command[Made]]) -> Callable[P, Made]:
-    """Convert a command to a function of its options: types, names and defaults are those of its fields."""
-    names = {name: name for name in inspect.signature(command).parameters}
-
-    def run(*args: P.args, **kwargs: P.kwargs) -> Made:
-        with _named(names):
-            return command(*args, **kwargs)()
-
-    run.__name__ = run.__qualname__ = name_of(command)
-    run.__module__, run.__doc__ = command.__module__, _doc(command)
-    signature = inspect.signature(command)
-    made = inspect.signature(vars(command)["__call__"]).return_annotation
-    run.__signature__ = _without_declarations(signature).replace(return_annotation=made)  # type: ignore[attr-defined]
-    return run
-
-
-def _without_declarations(signature: inspect.Signature) -> inspect.Signature:
-    """Return a signature for help(): types without declarations."""
-    plain = [one.replace(annotation=declaration(one.annotation)[0]) for one in signature.parameters.values()]
-    return signature.replace(parameters=plain)
-
-
-def name_of(command: Any) -> str:
-    """Return the name of a command: "pack" for the class `PackCommand` and for the function `pack_in_shell`."""
-    name = str(command.__name__).removesuffix("_in_shell").removesuffix("Command")
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
-
-
-def _doc(command: Any) -> str:
-    """Write the docstring of a command's function: the command's, that of `__call__`, and a line per argument."""
-    paragraphs = [inspect.getdoc(command) or "", inspect.getdoc(vars(command)["__call__"]) or ""]
-    return "\n\n".join([*paragraphs, _help_of_arguments(command)])
-
-
-def _help_of_arguments(options: Any) -> str:
-    """Write the part of a docstring that has a line for each option of a dataclass."""
-    declared = ((field.name, declaration(field.type)[1]) for field in fields(options))
-    return "Arguments:" + "".join(f"\n    {name}: {option.help}" for name, option in declared if option)
-
-
-def documented(options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator for a function whose arguments are the options of a dataclass.
-
-    The docstring gets a line for each option, and errors name arguments instead of options of the command line.
+    The docstring gets the help text of each argument, and errors name arguments instead of options of the command line.
+    options: dataclasses whose fields declare the arguments that the function only gives a type.
+    others: option -> argument where the names differ.
     """
-    names = {field.name: field.name for field in fields(options)}
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        """Wrap the function."""
-
-        @functools.wraps(function)
-        def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            with _named(names):
-                return function(*args, **kwargs)
-
-        run.__doc__ = f"{inspect.getdoc(function)}\n\n{_help_of_arguments(options)}"
-        return run
-
-    return decorate
-
-
-def checked(**others: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that checks the arguments of a function at the call, as its annotations declare.
-
-    Errors name arguments instead of options of the command line.  others: option -> argument where the names differ.
-    """
+    shared = {field.name: field.type for kind in options for field in fields(kind)}
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         """Wrap the function with the checks."""
         signature = inspect.signature(function)
         names = {name: name for name in signature.parameters} | others
-        hints = {name: one.annotation for name, one in signature.parameters.items() if declaration(one.annotation)[1]}
+        hints = {
+            name: one.annotation if declaration(one.annotation)[1] else shared.get(name, one.annotation)
+            for name, one in signature.parameters.items()
+        }
+        helps = {name: option.help for name, hint in hints.items() if (option := declaration(hint)[1])}
 
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             with _named(names):
                 bound = signature.bind(*args, **kwargs)
-                for name in bound.arguments.keys() & hints.keys():
+                bound.apply_defaults()
+                for name in helps:
                     bound.arguments[name] = check(name, hints[name], bound.arguments[name])
                 return function(*bound.args, **bound.kwargs)
 
-        # Type checkers follow the wrapped function; this is for help() alone.
-        run.__signature__ = _without_declarations(signature)  # type: ignore[attr-defined]
+        lines = "".join(f"\n    {name}: {help}" for name, help in helps.items())
+        text = inspect.getdoc(function) or ""
+        run.__doc__ = f"{text}\n\nArguments:{lines}" if lines else text
+        # Type checkers follow the wrapped function. `__signature__` is for help(), `declared` for the command line.
+        parameters = signature.parameters.values()
+        plain = [one.replace(annotation=declaration(one.annotation)[0]) for one in parameters]
+        run.__signature__ = signature.replace(parameters=plain)  # type: ignore[attr-defined]
+        run.declared = [one.replace(annotation=hints[one.name]) for one in parameters]  # type: ignore[attr-defined]
         return run
 
     return decorate

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -72,16 +71,15 @@ def test_a_path_refuses_an_address(
 
 
 def test_options_of_python_refuse_addresses() -> None:
-    """The dataclasses of commands check their fields by the same declarations."""
+    """The functions of commands check their arguments by the same declarations."""
     checked = 0
-    commands = [kind for kind in arguments.Checked.__subclasses__() if kind.__module__.startswith("warpfold.cli.")]
-    for command in commands:
-        for field in fields(command):  # type: ignore[arg-type]
-            kind, option = arguments.declaration(field.type)
+    for name in warpfold.__all__:
+        for one in getattr(getattr(warpfold, name), "declared", ()):
+            kind, option = arguments.declaration(one.annotation)
             if option is not None and "PathLike" in str(kind) and option.path is None and option.shell is None:
                 checked += 1
                 with pytest.raises(UserError, match="is an address"):
-                    arguments.check(field.name, field.type, ADDRESS)
+                    arguments.check(one.name, one.annotation, ADDRESS)
     assert checked > 10
     for call in (
         lambda: warpfold.predict("MKTAYIAKQRQ", "p.npz", out=ADDRESS),

@@ -3,7 +3,6 @@
 import inspect
 import json
 import logging
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import warpfold
 from benchmarks.precision import Protein, effects
 from tests.helpers import tiny_model
 from tests.prediction.runs import run_cli
-from warpfold.cli.design import DesignCommand
+from warpfold.cli.design import design
 from warpfold.cost.machine import Machine
 from warpfold.data.features.choose import SampleConfig
 from warpfold.errors import UserError
@@ -56,9 +55,8 @@ def test_auto_is_fp32_on_other_devices() -> None:
 
 
 def test_the_default_is_declared_once() -> None:
-    declared = [inspect.signature(function).parameters["precision"].default for function in (load, Predictor)]
-    for kind in (Request, DesignCommand):
-        declared += [one.default for one in fields(kind) if one.name == "precision"]
+    functions = load, Predictor, Request, design
+    declared = [inspect.signature(function).parameters["precision"].default for function in functions]
     assert declared == 4 * [DEFAULT_PRECISION] == 4 * ["auto"]
 
 

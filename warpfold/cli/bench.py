@@ -4,15 +4,31 @@ import contextlib
 import copy
 import io
 import json
+import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from warpfold.arguments import Device, Memory, argument, decides, reads, runs, writes
+from warpfold.arguments import (
+    Device,
+    Memory,
+    PathLike,
+    Set,
+    argument,
+    changes_of,
+    checked,
+    decides,
+    path,
+    path_or_none,
+    progress_of,
+    reads,
+    runs,
+    writes,
+)
 from warpfold.cli.common import (
     Answer,
     AsJson,
@@ -22,6 +38,7 @@ from warpfold.cli.common import (
     chosen,
     command,
     device_of,
+    log_plans,
     parts,
     print_fallbacks,
     show,
@@ -30,14 +47,14 @@ from warpfold.cli.common import (
 )
 from warpfold.errors import UserError
 from warpfold.files import row_file, write_atomically
-from warpfold.progress import progress_bar
+from warpfold.progress import Progress, progress_bar
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from warpfold.bench.kernels import TuningTask
     from warpfold.cost.example import ModelBench
 
+log = logging.getLogger("warpfold.plan")
 # A copy of the list in check/cases.py, whose import would load torch for --help.
 BENCHED = (
     "attention", "gated_attention", "layer_norm", "norm_linear", "gate", "tail", "transition", "triangle_factor",
@@ -77,7 +94,7 @@ def measured(
 ) -> "ModelBench":
     """Build the example of `bench --block`, `bench --step` and `profile` from settings and options.
 
-    on_cpu: limit the default sizes of a whole model to `ON_CPU`, with a notice on stderr.
+    on_cpu: limit the default sizes of a whole model to `ON_CPU`, with a warning in the log.
     Raises UserError for wrong settings, and for settings of several processes.
     """
     from warpfold import settings as toml
@@ -93,7 +110,7 @@ def measured(
     small = replace(full, model=model, sizes=replace(full.sizes, **limited))
     if small != full:
         most = ", ".join(f"{count} {name}" for name, count in ON_CPU.items())
-        warn(f"on a CPU, unless options say otherwise, at most: {most}, {BLOCKS_ON_CPU} blocks")
+        log.warning("%s", f"on a CPU, unless options say otherwise, at most: {most}, {BLOCKS_ON_CPU} blocks")
     return small
 
 
@@ -118,8 +135,50 @@ app.add_typer(bench, name="bench")
     "warpfold bench --block --settings monomer --csv block.csv;  warpfold bench --step --settings tiny;  "
     "warpfold bench --model mine:make_model --inputs mine:make_inputs",
 )
-@dataclass(frozen=True, kw_only=True)
-class BenchCommand:
+def bench_in_shell(
+    context: typer.Context,
+    block: Annotated[bool, decides("Time one Evoformer block of the settings.")] = False,
+    step: Annotated[bool, decides("Time whole training steps of the settings.")] = False,
+    model: Annotated[
+        str | None,
+        decides(
+            "Time a user-supplied model before and after accelerate: module:function that returns it, or (it, inputs)."
+        ),
+    ] = None,
+    inputs: Annotated[
+        str | None, decides("With --model: module:function that returns its inputs: tensor, tuple or dict by name.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, decides("With --model: patterns of layer names, or operations; default: all.")
+    ] = None,
+    memory: Memory = None,
+    op: Annotated[list[str] | None, decides(f"{', '.join(BENCHED)}; several with commas, or repeated.")] = None,
+    shapes: Annotated[
+        list[str] | None,
+        decides("row, column, global, msa (:128x256), starting, ending, pair, dropout (:256); default: all that fit."),
+    ] = None,
+    dtype: Annotated[list[str] | None, decides("bf16, fp32; default: bf16 on a GPU, fp32 on a CPU.")] = None,
+    ways: Annotated[list[str] | None, decides("Time only these: definition, compile, sdpa, ours ...")] = None,
+    settings: Annotated[
+        str | None,
+        reads("TOML file or preset of --block, --step; default: tiny on a CPU, monomer on a GPU.", path="local"),
+    ] = None,
+    change: Change = None,
+    residues: Residues = None,
+    sequences: Sequences = None,
+    extra: Extra = None,
+    templates: Templates = None,
+    blocks: Blocks = None,
+    recycles: Recycles = 0,
+    quick: Annotated[bool, runs("Time one size of each kind of shape.")] = False,
+    unchecked: Annotated[bool, runs("Skip the check of the operations (see `doctor --kernels`).")] = False,
+    repeats: Annotated[int | None, runs("Runs of each measurement; default: 30 on a GPU, 5 on a CPU.", min=1)] = None,
+    device: Device = None,
+    csv: Annotated[Path | None, writes("File for the figures as CSV.")] = None,
+    plot: Annotated[Path | None, writes("File for a picture: .png, .pdf, .svg.")] = None,
+    rows: Annotated[Path | None, writes("File for figures as they are measured, one JSON object per line.")] = None,
+    as_json: AsJson = False,
+) -> None:
     """Measure the speed of this machine.
 
     Times every implementation of operations (--op), a block (--block) or a training step (--step), or a user-supplied
@@ -128,204 +187,179 @@ class BenchCommand:
     --op first checks the operations, forward and backward, against their definitions in fp64. If one is wrong, it times
     nothing and exits with 1.
     """
+    sizes = {"residues": residues, "sequences": sequences, "extra": extra, "templates": templates}
+    has_model_options = any([settings, change, *sizes.values(), blocks, recycles])
+    has_op_options = any([op, shapes, quick, unchecked, plot])
+    has_user_model_options = any([model, inputs, only, memory])
+    timed = any([block, step, dtype, ways, rows])
+    if (name := context.invoked_subcommand) is not None:
+        if any([has_model_options, has_op_options, has_user_model_options, timed, repeats, device, csv, as_json]):
+            raise UserError(f"bench {name}: options before `{name}` belong to --op. Put its options after `{name}`.")
+        return
+    check_outputs(csv, plot, rows)
+    if has_user_model_options:
+        if model is None or has_model_options or has_op_options or timed:
+            raise UserError("--model: it only allows --inputs, --only, --memory, --device, --repeats, --csv and --json")
+        answer = _user_model(model, inputs, only, memory, repeats, device, csv)
+    elif block or step:
+        if has_op_options:
+            raise UserError("--block, --step: they exclude --op, --shapes, --quick, --unchecked and --plot")
+        where = timed_device(device)
+        changes = [*(change or ()), *(f"plan.precision={name}" for name in dtype or ())]
+        source, on_cpu = settings or ("tiny" if where == "cpu" else "monomer"), step and where == "cpu"
+        with log_plans():
+            given = measured(source, changes, sizes, blocks, recycles, on_cpu)
+        answer = _models(given, where, block, step, ways, repeats, csv, rows)
+    elif has_model_options:
+        raise UserError("--settings, --set and the sizes of an example: they belong to --block and --step")
+    elif not op:
+        raise UserError("--op: missing. Name an operation, for example warpfold bench --op attention.")
+    else:
+        answer = _operations(op, shapes, dtype, ways, quick, unchecked, repeats, device, csv, plot, rows)
+    show(answer, as_json)
 
-    context: typer.Context
-    block: Annotated[bool, decides("Time one Evoformer block of the settings.")] = False
-    step: Annotated[bool, decides("Time whole training steps of the settings.")] = False
-    model: Annotated[
-        str | None,
-        decides(
-            "Time a user-supplied model before and after accelerate: module:function that returns it, or (it, inputs)."
-        ),
-    ] = None
-    inputs: Annotated[
-        str | None, decides("With --model: module:function that returns its inputs: tensor, tuple or dict by name.")
-    ] = None
-    only: Annotated[
-        list[str] | None, decides("With --model: patterns of layer names, or operations; default: all.")
-    ] = None
-    memory: Memory = None
-    op: Annotated[list[str] | None, decides(f"{', '.join(BENCHED)}; several with commas, or repeated.")] = None
-    shapes: Annotated[
-        list[str] | None,
-        decides("row, column, global, msa (:128x256), starting, ending, pair, dropout (:256); default: all that fit."),
-    ] = None
-    dtype: Annotated[list[str] | None, decides("bf16, fp32; default: bf16 on a GPU, fp32 on a CPU.")] = None
-    ways: Annotated[list[str] | None, decides("Time only these: definition, compile, sdpa, ours ...")] = None
-    settings: Annotated[
-        str | None,
-        reads("TOML file or preset of --block, --step; default: tiny on a CPU, monomer on a GPU.", path="local"),
-    ] = None
-    change: Change = None
-    residues: Residues = None
-    sequences: Sequences = None
-    extra: Extra = None
-    templates: Templates = None
-    blocks: Blocks = None
-    recycles: Recycles = 0
-    quick: Annotated[bool, runs("Time one size of each kind of shape.")] = False
-    unchecked: Annotated[bool, runs("Skip the check of the operations (see `doctor --kernels`).")] = False
-    repeats: Annotated[int | None, runs("Runs of each measurement; default: 30 on a GPU, 5 on a CPU.", min=1)] = None
-    device: Device = None
-    csv: Annotated[Path | None, writes("File for the figures as CSV.")] = None
-    plot: Annotated[Path | None, writes("File for a picture: .png, .pdf, .svg.")] = None
-    rows: Annotated[Path | None, writes("File for figures as they are measured, one JSON object per line.")] = None
-    as_json: AsJson = False
 
-    def __call__(self) -> None:
-        """Run the selected measurement, unless the command is `bench data`."""
-        sizes = [self.residues, self.sequences, self.extra, self.templates]
-        has_model_options = any([self.settings, self.change, *sizes, self.blocks, self.recycles])
-        has_op_options = any([self.op, self.shapes, self.quick, self.unchecked, self.plot])
-        has_user_model_options = any([self.model, self.inputs, self.only, self.memory])
-        timed = any([self.block, self.step, self.dtype, self.ways, self.rows])
-        if (name := self.context.invoked_subcommand) is not None:
-            others = timed, self.repeats, self.device, self.csv, self.as_json
-            if any([has_model_options, has_op_options, has_user_model_options, *others]):
-                raise UserError(
-                    f"bench {name}: options before `{name}` belong to --op. Put its options after `{name}`."
-                )
-            return
-        check_outputs(self.csv, self.plot, self.rows)
-        if has_user_model_options:
-            if self.model is None or has_model_options or has_op_options or timed:
-                raise UserError(
-                    "--model: it only allows --inputs, --only, --memory, --device, --repeats, --csv and --json"
-                )
-            answer = self._user_model()
-        elif self.block or self.step:
-            if has_op_options:
-                raise UserError("--block, --step: they exclude --op, --shapes, --quick, --unchecked and --plot")
-            answer = self._models()
-        elif has_model_options:
-            raise UserError("--settings, --set and the sizes of an example: they belong to --block and --step")
-        elif not self.op:
-            raise UserError("--op: missing. Name an operation, for example warpfold bench --op attention.")
-        else:
-            answer = self._operations()
-        show(answer, self.as_json)
+def _operations(
+    op: list[str],
+    shapes: list[str] | None,
+    dtype: list[str] | None,
+    ways: list[str] | None,
+    quick: bool,
+    unchecked: bool,
+    repeats: int | None,
+    device: str | None,
+    csv: Path | None,
+    plot: Path | None,
+    rows: Path | None,
+) -> Answer:
+    """Check the operations, and time them."""
+    import torch
 
-    def _operations(self) -> Answer:
-        """Check the operations, and time them."""
-        import torch
+    from warpfold.bench import ops as bench_ops
+    from warpfold.bench import peers
+    from warpfold.check import checks, sizes
+    from warpfold.parallel.plan import resolve_precision
 
-        from warpfold.bench import ops as bench_ops
-        from warpfold.bench import peers
-        from warpfold.check import checks, sizes
-        from warpfold.parallel.plan import resolve_precision
+    ops, where = chosen("--op", op, BENCHED), torch.device(timed_device(device))
+    dtypes = chosen("--dtype", dtype or [resolve_precision("auto", where)], checks.DTYPES)
+    names = chosen("--ways", ways, [way.name for op in ops for way in peers.WAYS[op]])
+    wanted = parts(shapes)
+    # Report a wrong name before the checks begin.
+    for name in ops:
+        sizes.shapes(name, wanted)
+    wrong = [] if unchecked else checks.failures(checks.odd(ops), where)
+    for verdict in wrong:
+        warn(f"red: {verdict.says()}")
+    if wrong:
+        raise typer.Exit(1)
+    more: dict[str, Any] = {"ways": names, "quick": quick, "repeats": repeats or 0}
+    with progress_bar(narrate=True) as progress, row_file(rows) as sink:
+        report = bench_ops.bench(ops, where, dtypes, wanted, progress=progress, sink=sink, **more)
+    if csv is not None:
+        bench_ops.write_csv(report, csv)
+    if plot is not None:
+        bench_ops.picture(report, plot)
 
-        ops, where = chosen("--op", self.op, BENCHED), torch.device(timed_device(self.device))
-        dtypes = chosen("--dtype", self.dtype or [resolve_precision("auto", where)], checks.DTYPES)
-        names = chosen("--ways", self.ways, [way.name for op in ops for way in peers.WAYS[op]])
-        wanted = parts(self.shapes)
-        # Report a wrong name before the checks begin.
-        for op in ops:
-            sizes.shapes(op, wanted)
-        wrong = [] if self.unchecked else checks.failures(checks.odd(ops), where)
-        for verdict in wrong:
-            warn(f"red: {verdict.says()}")
-        if wrong:
-            raise typer.Exit(1)
-        more: dict[str, Any] = {"ways": names, "quick": self.quick, "repeats": self.repeats or 0}
-        with progress_bar(narrate=True) as progress, row_file(self.rows) as sink:
-            report = bench_ops.bench(ops, where, dtypes, wanted, progress=progress, sink=sink, **more)
-        if self.csv is not None:
-            bench_ops.write_csv(report, self.csv)
-        if self.plot is not None:
-            bench_ops.picture(report, self.plot)
+    def text() -> "Iterator[str | Table]":
+        """Yield the printed lines and tables."""
+        yield from _facts(report)
+        for dtype, top in report["ceilings"].items():
+            exps = "" if top["gexp_per_s"] is None else f", {top['gexp_per_s']:.3g} Gexp/s"
+            yield f"{dtype}: {top['tflops']:.3g} TFLOP/s, {top['gb_per_s']:.4g} GB/s{exps} ({top['how']})"
+        yield ""
+        yield table(*bench_ops.table(report["rows"]), lambda row: "bold" if row[3] == "ours" else "")
+        if any(row.get("share_of_limit", 0) > 1 for row in report["rows"]):
+            yield (
+                "over 100 % of the limit: the machine was busier while its peak was measured, or the "
+                "implementation stores tensors that the ideal recomputes"
+            )
+        if report["left_out"]:
+            left_out = ", ".join(report["left_out"])
+            yield f"left out, because too large for this device; name them to time them (--shapes): {left_out}"
 
-        def text() -> "Iterator[str | Table]":
-            """Yield the printed lines and tables."""
-            yield from _facts(report)
-            for dtype, top in report["ceilings"].items():
-                exps = "" if top["gexp_per_s"] is None else f", {top['gexp_per_s']:.3g} Gexp/s"
-                yield f"{dtype}: {top['tflops']:.3g} TFLOP/s, {top['gb_per_s']:.4g} GB/s{exps} ({top['how']})"
-            yield ""
-            yield table(*bench_ops.table(report["rows"]), lambda row: "bold" if row[3] == "ours" else "")
-            if any(row.get("share_of_limit", 0) > 1 for row in report["rows"]):
-                yield (
-                    "over 100 % of the limit: the machine was busier while its peak was measured, or the "
-                    "implementation stores tensors that the ideal recomputes"
-                )
-            if report["left_out"]:
-                left_out = ", ".join(report["left_out"])
-                yield f"left out, because too large for this device; name them to time them (--shapes): {left_out}"
+    return Answer(report, text())
 
-        return Answer(report, text())
 
-    def _models(self) -> Answer:
-        """Time a block, a step, or both, of our model."""
-        import torch
+def _models(
+    given: "ModelBench",
+    device: str,
+    block: bool,
+    step: bool,
+    ways: list[str] | None,
+    repeats: int | None,
+    csv: Path | None,
+    rows: Path | None,
+) -> Answer:
+    """Time a block, a step, or both, of our model."""
+    import torch
 
-        from warpfold.bench import model as bench_model
-        from warpfold.bench import ops as bench_ops
+    from warpfold.bench import model as bench_model
+    from warpfold.bench import ops as bench_ops
 
-        device = timed_device(self.device)
-        changes = [*(self.change or ()), *(f"plan.precision={dtype}" for dtype in self.dtype or ())]
-        given = measured(
-            self.settings or ("tiny" if device == "cpu" else "monomer"),
-            changes,
-            {"residues": self.residues, "sequences": self.sequences, "extra": self.extra, "templates": self.templates},
-            self.blocks,
-            self.recycles,
-            on_cpu=self.step and device == "cpu",
-        )
-        more: dict[str, Any] = {"ways": chosen("--ways", self.ways, [way.name for way in bench_model.WAYS])}
-        benches = [bench_model.bench_block] * self.block + [bench_model.bench_step] * self.step
-        with progress_bar(narrate=True) as progress, row_file(self.rows) as sink:
-            more |= {"repeats": self.repeats or 0, "progress": progress, "sink": sink}
-            reports = [run(given, torch.device(device), **more) for run in benches]
-        if self.csv is not None:
-            every = {**reports[0], "rows": [row for report in reports for row in report["rows"]]}
-            bench_ops.write_csv(every, self.csv, bench_model.COLUMNS)
+    more: dict[str, Any] = {"ways": chosen("--ways", ways, [way.name for way in bench_model.WAYS])}
+    benches = [bench_model.bench_block] * block + [bench_model.bench_step] * step
+    with progress_bar(narrate=True) as progress, row_file(rows) as sink:
+        more |= {"repeats": repeats or 0, "progress": progress, "sink": sink}
+        reports = [run(given, torch.device(device), **more) for run in benches]
+    if csv is not None:
+        every = {**reports[0], "rows": [row for report in reports for row in report["rows"]]}
+        bench_ops.write_csv(every, csv, bench_model.COLUMNS)
 
-        def text() -> "Iterator[str | Table]":
-            """Yield the printed lines and tables."""
-            yield from _facts(reports[0])
-            for report in reports:
-                yield f"\n{report['what']}"
-                figures = bench_ops.table(report["rows"], bench_model.COLUMNS)
-                yield table(*figures, lambda row: "bold" if row[0] == "ours" else "")
-                if device == "cpu":
-                    yield "launches: those of a GPU, counted without one"
-                for refusal, count in report["refused"].items():
-                    yield f"by its definition, {count} times: {refusal}"
+    def text() -> "Iterator[str | Table]":
+        """Yield the printed lines and tables."""
+        yield from _facts(reports[0])
+        for report in reports:
+            yield f"\n{report['what']}"
+            figures = bench_ops.table(report["rows"], bench_model.COLUMNS)
+            yield table(*figures, lambda row: "bold" if row[0] == "ours" else "")
+            if device == "cpu":
+                yield "launches: those of a GPU, counted without one"
+            for refusal, count in report["refused"].items():
+                yield f"by its definition, {count} times: {refusal}"
 
-        return Answer(reports[0] if len(reports) == 1 else {"parts": reports}, text())
+    return Answer(reports[0] if len(reports) == 1 else {"parts": reports}, text())
 
-    def _user_model(self) -> Answer:
-        """Time a user-supplied model before and after `accelerate`."""
-        import torch
 
-        from warpfold.adapt.accelerate import accelerate, acceleration
-        from warpfold.bench import model as bench_model
-        from warpfold.bench import ops as bench_ops
+def _user_model(
+    model: str,
+    inputs: str | None,
+    only: list[str] | None,
+    memory: str | int | None,
+    repeats: int | None,
+    device: str | None,
+    csv: Path | None,
+) -> Answer:
+    """Time a user-supplied model before and after `accelerate`."""
+    import torch
 
-        assert self.model is not None
-        where = torch.device(timed_device(self.device))
-        with progress_bar(narrate=True) as progress:
-            before, call = bench_model.user_model(self.model, self.inputs, where)
-            # `accelerate` prints its table, which is printed below instead.
-            with contextlib.redirect_stdout(io.StringIO()):
-                after = accelerate(copy.deepcopy(before), only=parts(self.only) or None, memory=self.memory)
-            more: dict[str, Any] = {"repeats": self.repeats or 0, "progress": progress}
-            report = bench_model.bench_accelerated(self.model, before, after, call, where, **more)
-        swaps = acceleration(after)
-        report["table"] = str(swaps)
-        report["swapped"] = {name: kind.operation for kind in swaps.swapped for name in kind.names}
-        if self.csv is not None:
-            bench_ops.write_csv(report, self.csv, bench_model.ACCELERATED)
+    from warpfold.adapt.accelerate import accelerate, acceleration
+    from warpfold.bench import model as bench_model
+    from warpfold.bench import ops as bench_ops
 
-        def text() -> "Iterator[str | Table]":
-            """Yield the printed lines and tables."""
-            yield from _facts(report)
-            yield f"\n{report['table']}\n\n{report['what']}"
-            figures = bench_ops.table(report["rows"], bench_model.ACCELERATED)
-            yield table(*figures, lambda row: "bold" if row[-1] else "")
-            yield f"outputs differ by {report['difference']:.0e}"
-            print_fallbacks(report["refused"])
+    where = torch.device(timed_device(device))
+    with progress_bar(narrate=True) as progress:
+        before, call = bench_model.user_model(model, inputs, where)
+        # `accelerate` prints its table, which is printed below instead.
+        with contextlib.redirect_stdout(io.StringIO()):
+            after = accelerate(copy.deepcopy(before), only=parts(only) or None, memory=memory)
+        more: dict[str, Any] = {"repeats": repeats or 0, "progress": progress}
+        report = bench_model.bench_accelerated(model, before, after, call, where, **more)
+    swaps = acceleration(after)
+    report["table"] = str(swaps)
+    report["swapped"] = {name: kind.operation for kind in swaps.swapped for name in kind.names}
+    if csv is not None:
+        bench_ops.write_csv(report, csv, bench_model.ACCELERATED)
 
-        return Answer(report, text())
+    def text() -> "Iterator[str | Table]":
+        """Yield the printed lines and tables."""
+        yield from _facts(report)
+        yield f"\n{report['table']}\n\n{report['what']}"
+        figures = bench_ops.table(report["rows"], bench_model.ACCELERATED)
+        yield table(*figures, lambda row: "bold" if row[-1] else "")
+        yield f"outputs differ by {report['difference']:.0e}"
+        print_fallbacks(report["refused"])
+
+    return Answer(report, text())
 
 
 def _facts(report: Mapping[str, Any]) -> list[str]:
@@ -366,8 +400,9 @@ def data(
     return Answer(report, [table(("", "", "figure"), lines), report["feeding"]["verdict"]])
 
 
-@command(example="Example:  warpfold tune --op attention --quick;  warpfold tune --kernel attention_short --quick")
+@checked()
 def tune(
+    *,
     op: Annotated[list[str] | None, decides(f"{', '.join(TUNED)}; default: all; repeated, or with commas.")] = None,
     kernel: Annotated[
         list[str] | None,
@@ -375,16 +410,20 @@ def tune(
     ] = None,
     quick: Annotated[bool, decides("Tune only for initial training in bf16.")] = False,
     out: Annotated[
-        Path | None, writes("Folder for the table; default: ~/.cache/warpfold/tuned, where runs look for it.")
+        PathLike | None, writes("Folder for the table; default: ~/.cache/warpfold/tuned, where runs look for it.")
     ] = None,
     device: Device = None,
     dry_run: Annotated[bool, runs("Only list the tasks; needs no GPU.")] = False,
-    rows: Annotated[Path | None, writes("File for the times of tasks as they come, one JSON object per line.")] = None,
-) -> Answer:
+    rows: Annotated[
+        PathLike | None, writes("File for the times of tasks as they come, one JSON object per line.")
+    ] = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
     """Create the launch table of this GPU: for every kernel, the fastest launch with exact results.
 
-    Takes minutes with --quick, otherwise up to an hour. Shapes that are not in the table, and GPUs without a table, use
-    the package's default. Runs are bitwise equal only with the same table.
+    Takes minutes with `quick`, otherwise up to an hour. Returns the path of the table, the GPU and versions, and the
+    chosen "launches"; with `dry_run`, only the tasks under "launches".
+    Errors: UserError for unknown operations and kernels, an existing `rows`, and other devices than GPUs.
     """
     import torch
 
@@ -393,41 +432,61 @@ def tune(
 
     ops = chosen("--op", op or ["all"], ("all", *TUNED))
     ops = list(TUNED) if "all" in ops else ops
-    check_outputs(rows)
+    log_file, tell = path_or_none("rows", rows), progress_of(progress)
+    check_outputs(log_file)
     if dry_run:
-        todo = tuning_tasks(workloads(ops, quick), quick)
-        return _tasks(choose_kernels(todo, parts(kernel)) if kernel else todo)
-    where = torch.device(timed_device(device))
-    with progress_bar(narrate=True) as progress, row_file(rows) as sink:
-        results = tune_on(where, ops, quick, out or home(), progress, parts(kernel), sink)
+        tasks = tuning_tasks(workloads(ops, quick), quick)
+        tasks = choose_kernels(tasks, parts(kernel)) if kernel else tasks
+        return {
+            "launches": [
+                {"kernel": t.kernel, "key": list(t.key), "place": str(t.workload), "candidates": len(t.candidates)}
+                for t in tasks
+            ]
+        }
+    where, folder = torch.device(timed_device(device)), path_or_none("out", out) or home()
+    with row_file(log_file) as sink:
+        results = tune_on(where, ops, quick, folder, tell, parts(kernel), sink)
     entries = choose(results)
-    chosen_launches = report(results, entries)
-    path = write(out or home(), head(where), entries, whole=not kernel)
-    lines = []
-    for row in chosen_launches:
+    launches = report(results, entries)
+    table_file = write(folder, head(where), entries, whole=not kernel)
+    return {"table": str(table_file), **head(where), "launches": launches}
+
+
+@command(
+    tune, example="Example:  warpfold tune --op attention --quick;  warpfold tune --kernel attention_short --quick"
+)
+def tune_in_shell(given: dict[str, Any]) -> Answer:
+    """Create the launch table of this GPU: for every kernel, the fastest launch with exact results.
+
+    Takes minutes with --quick, otherwise up to an hour. Shapes that are not in the table, and GPUs without a table, use
+    the package's default. Runs are bitwise equal only with the same table.
+    """
+    with progress_bar(narrate=True) as progress:
+        found = tune(**given, progress=progress)
+    if given["dry_run"]:
+        tasks = found["launches"]
+        lines = [f"{t['kernel']} {tuple(t['key'])}: {t['candidates']} candidates ({t['place']})" for t in tasks]
+        return Answer(found, [*lines, f"{sum(t['candidates'] for t in tasks)} trials; nothing was run"])
+    rows = []
+    for row in found["launches"]:
         key = " ".join(map(str, row["key"]))
         numbers = (f"{row['microseconds']:.1f}", f"{row['slowest']:.1f}", str(row["timed"]), str(len(row["out"])))
-        lines.append((row["kernel"], key, *numbers, row["launch"]))
-    shown = table(("kernel", "key", "us", "slowest us", "timed", "out", "launch"), lines)
-    return Answer({"table": str(path), **head(where), "launches": chosen_launches}, [shown, f"wrote {path}"])
+        rows.append((row["kernel"], key, *numbers, row["launch"]))
+    shown = table(("kernel", "key", "us", "slowest us", "timed", "out", "launch"), rows)
+    return Answer(found, [shown, f"wrote {found['table']}"])
 
 
-def _tasks(todo: "Sequence[TuningTask]") -> Answer:
-    launches, lines = [], []
-    for t in todo:
-        count = len(t.candidates)
-        launches.append({"kernel": t.kernel, "key": list(t.key), "place": str(t.workload), "candidates": count})
-        lines.append(f"{t.kernel} {t.key}: {count} candidates ({t.workload})")
-    lines.append(f"{sum(len(t.candidates) for t in todo)} trials; nothing was run")
-    return Answer({"launches": launches}, lines)
-
-
-@command(example="Example:  warpfold profile tiny --out profile;  warpfold profile monomer --residues 128 --forward")
+@checked()
 def profile(
-    settings: Annotated[str, argument("A TOML file, or the name of a preset: monomer, tiny ...", path="local")],
-    out: Annotated[Path | None, writes("New folder for profile.json, and trace.json.gz for ui.perfetto.dev.")] = None,
+    settings: Annotated[
+        PathLike, argument("A TOML file, or the name of a preset: monomer, tiny ...", shell=str, path="local")
+    ],
+    *,
+    out: Annotated[
+        PathLike | None, writes("New folder for profile.json, and trace.json.gz for ui.perfetto.dev.")
+    ] = None,
     forward: Annotated[bool, decides("Profile a forward pass without gradients instead of a training step.")] = False,
-    change: Change = None,
+    set: Set = None,
     residues: Residues = None,
     sequences: Sequences = None,
     extra: Extra = None,
@@ -435,27 +494,47 @@ def profile(
     blocks: Blocks = None,
     recycles: Recycles = 0,
     device: Device = None,
-) -> Answer:
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Measure the time of a training step by layer and operation, forward and backward.
+
+    The example is random. With fewer `blocks`, only these are run, and times are not scaled up. On a CPU, large
+    settings are measured at a small size by default. Returns the content of `OUT/profile.json`.
+    Errors: UserError for wrong settings, settings of several processes, and an existing `out`.
+    """
+    import torch
+
+    from warpfold.bench.profile import profile_model
+
+    folder = path_or_none("out", out)
+    check_outputs(folder)
+    sizes = {"residues": residues, "sequences": sequences, "extra": extra, "templates": templates}
+    where, changes = torch.device(timed_device(device)), changes_of("set", set)
+    bench = measured(str(path("settings", settings)), changes, sizes, blocks, recycles, on_cpu=where.type == "cpu")
+    if folder is not None:
+        folder.mkdir()
+    trace = None if folder is None else folder / "trace.json.gz"
+    figures = profile_model(bench, where, trace, training=not forward, progress=progress_of(progress))
+    if folder is not None:
+        write_atomically(folder / "profile.json", json.dumps(figures, indent=1, allow_nan=False) + "\n")
+    return figures
+
+
+@command(
+    profile,
+    example="Example:  warpfold profile tiny --out profile;  warpfold profile monomer --residues 128 --forward",
+)
+def profile_in_shell(given: dict[str, Any]) -> Answer:
     """Measure the time of a training step by layer and operation, forward and backward.
 
     The example is random. With fewer --blocks, only these are run, and times are not scaled up. On a CPU, large
     settings are measured at a small size by default.
     """
-    import torch
+    from warpfold.bench.profile import HEADS, in_words, table_rows
 
-    from warpfold.bench.profile import HEADS, in_words, profile_model, table_rows
-
-    check_outputs(out)
-    sizes = {"residues": residues, "sequences": sequences, "extra": extra, "templates": templates}
-    where = torch.device(timed_device(device))
-    bench = measured(settings, change or [], sizes, blocks, recycles, on_cpu=where.type == "cpu")
-    if out is not None:
-        out.mkdir()
-    with progress_bar(narrate=True) as progress:
-        trace = None if out is None else out / "trace.json.gz"
-        figures = profile_model(bench, where, trace, training=not forward, progress=progress)
+    with progress_bar(narrate=True) as progress, log_plans():
+        figures = profile(**given, progress=progress)
     text: list[Any] = [*in_words(figures), "", table(HEADS, table_rows(figures, MAX_ROWS))]
-    if out is not None:
-        write_atomically(out / "profile.json", json.dumps(figures, indent=1, allow_nan=False) + "\n")
+    if (out := given["out"]) is not None:
         text.append(f"\nwrote {out / 'profile.json'} and trace.json.gz: open it at ui.perfetto.dev")
     return Answer(figures, text)

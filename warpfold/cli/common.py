@@ -25,7 +25,6 @@ from warpfold.arguments import (
     decides,
     declaration,
     kinds_of,
-    name_of,
     number,
     refuse_addresses,
     runs,
@@ -201,36 +200,34 @@ Shell = TypeVar("Shell", bound=Callable[..., Any])
 
 
 def command(
-    options: type[Any] | None = None,
+    function: Callable[..., Any] | None = None,
     *,
     example: str,
     continues: bool = False,
     register: Callable[..., Callable[[Any], Any]] = app.command,
     **more: Any,
 ) -> Callable[[Shell], Shell]:
-    """Return a decorator that registers a dataclass or a function as a command.
+    """Return a decorator that registers a function as a command.  Its docstring is the help.
 
-    The fields of a dataclass are the options, its docstring is the help, and calling an instance runs the command.
-    The annotated arguments of a function are the options.  options: a dataclass whose fields are more options; the
-    function gets their values as a dict, its first argument.
-    -q and -v are added, and --json if the command returns an `Answer`, which is printed.  example: the end of --help.
+    function: the command in Python (`arguments.checked`).  The command has its options, whose values are the first
+    argument of the decorated function, as a dict.
+    Further annotated arguments of the decorated function are options that Python lacks.
+    -q and -v are added, and --json if the function returns an `Answer`, which is printed.  example: the end of --help.
     continues: whether the same command continues a stopped run.  register, more: as in typer's `Typer.command`.
     """
 
     def decorate(shell: Shell) -> Shell:
-        """Register the command and return it unchanged."""
-        called = vars(shell)["__call__"] if isinstance(shell, type) else shell
-        declared = shell if isinstance(shell, type) else options
-        fields = [] if declared is None else list(inspect.signature(declared).parameters.values())
-        fields = [one for one in fields if declaration(one.annotation)[1] or one.annotation is typer.Context]
-        arguments = list(inspect.signature(called).parameters.values())[declared is not None :]
+        """Register the command and return the function unchanged."""
+        signature = inspect.signature(shell)
+        options = [one for one in getattr(function, "declared", ()) if declaration(one.annotation)[1]]
+        own = list(signature.parameters.values())[function is not None :]
         shared: dict[str, Any] = {"as_json": AsJson, "quiet": Quiet, "verbose": Verbose}
-        answers = inspect.signature(called).return_annotation in (Answer, "Answer")
-        if not answers or any(one.name == "as_json" for one in (*fields, *arguments)):
+        answers = signature.return_annotation is Answer
+        if not answers:
             del shared["as_json"]
         keyword = inspect.Parameter.KEYWORD_ONLY
         added = [inspect.Parameter(name, keyword, default=False, annotation=hint) for name, hint in shared.items()]
-        parameters = [_parameter(one.name, one.annotation, one.default) for one in (*fields, *arguments, *added)]
+        parameters = [_parameter(one.name, one.annotation, one.default) for one in (*options, *own, *added)]
 
         def run(*, quiet: bool, verbose: bool, **values: Any) -> None:
             """Run the command and print its answer."""
@@ -240,16 +237,16 @@ def command(
             with configure_output(quiet, verbose, as_json := bool(values.get("as_json"))):
                 if (newer := newer_than_tested()) and ProcessInfo.from_environment(os.environ).rank == 0:
                     warn(f"warning: {newer}")
-                if "as_json" in shared:
+                if answers:
                     del values["as_json"]
-                given = {one.name: values.pop(one.name) for one in fields}
-                answer = shell(**given)() if declared is shell else shell(*([given] if fields else []), **values)
+                given = {one.name: values.pop(one.name) for one in options}
+                answer = shell(*([] if function is None else [given]), **values)
                 if answers:
                     show(answer, as_json)
                     raise typer.Exit(int(answer.code))
 
-        run.__name__ = name_of(shell)
-        run.__doc__ = shell.__doc__ if declared is None or "__call__" not in vars(declared) else declared.__doc__
+        run.__name__ = shell.__name__.removesuffix("_in_shell")
+        run.__doc__ = shell.__doc__
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {one.name: one.annotation for one in parameters}
         if continues:
@@ -310,7 +307,6 @@ Branch = Annotated[
     ),
 ]
 Change = Annotated[list[str] | None, decides("Settings that override those of the file, KEY=VALUE.", "--set")]
-Figure = Annotated[Path | None, writes("File for a picture, .svg or .png.")]
 
 
 def check_outputs(*files: Path | None, picture: Path | None = None) -> None:

@@ -1,12 +1,23 @@
 """`warpfold design`."""
 
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from warpfold import arguments
-from warpfold.arguments import Changes, Checked, Device, Force, Memory, PathLike, Seed, argument, decides, reads, writes
+from warpfold.arguments import (
+    Changes,
+    Device,
+    Force,
+    Memory,
+    PathLike,
+    Seed,
+    argument,
+    checked,
+    decides,
+    reads,
+    writes,
+)
 from warpfold.cli.common import Answer, command, log_plans, table, this_process
 from warpfold.errors import UserError
 from warpfold.prediction.request import DEFAULT_PRECISION, ChainGap, TrunkPrecision
@@ -19,58 +30,49 @@ if TYPE_CHECKING:
 SHOWN = 20
 
 
-@dataclass(frozen=True)
-class DesignCommand(Checked):
-    """Design sequences by the gradient of a model, from many starts.
-
-    Writes designs.fasta, the structures of the designs, and report.html.
-    """
-
-    settings: Annotated[PathLike, argument("TOML file of chains, losses and stages, or a preset: hallucination ...")]
-    params: Annotated[PathLike, reads("Parameters: WarpFold's, DeepMind's .npz or OpenFold's .pt.")]
-    out: Annotated[PathLike, writes("Folder for the designs. The same command continues a stopped run.")]
-    _: KW_ONLY
-    target: Annotated[PathLike | None, reads("Desired structure, instead of the settings' target.")] = None
-    starts: Annotated[int, decides("Number of designs. A later run may ask for more.", min=1)] = 1
+@checked()
+def design(
+    settings: Annotated[PathLike, argument("TOML file of chains, losses and stages, or a preset: hallucination ...")],
+    params: Annotated[PathLike, reads("Parameters: WarpFold's, DeepMind's .npz or OpenFold's .pt.")],
+    out: Annotated[PathLike, writes("Folder for the designs. The same command continues a stopped run.")],
+    *,
+    target: Annotated[PathLike | None, reads("Desired structure, instead of the settings' target.")] = None,
+    starts: Annotated[int, decides("Number of designs. A later run may ask for more.", min=1)] = 1,
     set: Annotated[
         Changes | None,
         decides("Settings that override those of the file, KEY=VALUE: chains.A=100.", shell=list[str] | None),
-    ] = None
-    chain_gap: ChainGap = None
-    seed: Seed = 0
-    force: Force = False
-    device: Device = None
-    precision: TrunkPrecision = DEFAULT_PRECISION
-    memory: Memory = None
-    progress: Progress | None = None
+    ] = None,
+    chain_gap: ChainGap = None,
+    seed: Seed = 0,
+    force: Force = False,
+    device: Device = None,
+    precision: TrunkPrecision = DEFAULT_PRECISION,
+    memory: Memory = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Design sequences by the gradient of a model, from many starts.
 
-    def __call__(self) -> dict[str, Any]:
-        """Run the designs and return the content of `OUT/design.json`, with `designs` sorted, best first.
+    Writes designs.fasta, the structures of the designs, and report.html. Returns the content of `OUT/design.json`, with
+    `designs` sorted, best first.
+    Errors: UserError for invalid settings and files, for chains or losses that the parameters do not support, and if
+    OUT holds another run.
+    """
+    from warpfold.files import sha256
+    from warpfold.prediction.predictor import load
+    from warpfold.sequence_design.run import run_design
+    from warpfold.sequence_design.settings import load_design
 
-        Errors: UserError for invalid settings and files, for chains or losses that the parameters do not support, and
-        if OUT holds another run.
-        """
-        from warpfold.files import sha256
-        from warpfold.prediction.predictor import load
-        from warpfold.sequence_design.run import run_design
-        from warpfold.sequence_design.settings import load_design
-
-        changes, target = arguments.changes_of("set", self.set), arguments.path_or_none("target", self.target)
-        if target is not None:
-            changes = [*changes, f"target={target}"]
-        settings = load_design(arguments.path("settings", self.settings), changes)
-        params = arguments.path("params", self.params)
-        predictor = load(params, self.device, precision=self.precision, memory=self.memory, chain_gap=self.chain_gap)
-        tell = arguments.progress_of(self.progress)
-        out = arguments.path("out", self.out)
-        return run_design(predictor, settings, out, self.starts, self.seed, sha256(params), self.force, tell)
-
-
-design = arguments.function(DesignCommand)
+    changes = arguments.changes_of("set", set)
+    if target is not None:
+        changes = [*changes, f"target={target}"]
+    chosen = load_design(Path(settings), changes)
+    predictor = load(params, device, precision=precision, memory=memory, chain_gap=chain_gap)
+    tell = arguments.progress_of(progress)
+    return run_design(predictor, chosen, Path(out), starts, seed, sha256(Path(params)), force, tell)
 
 
 @command(
-    DesignCommand,
+    design,
     continues=True,
     example="Example:  warpfold design hallucination --params params_model_1_ptm.npz --set chains.A=100 --starts 10 "
     "--out designs\n\nA sequence for a backbone:  warpfold design fixed_backbone --params params_model_1_ptm.npz "
@@ -78,7 +80,10 @@ design = arguments.function(DesignCommand)
     "params_model_1_multimer_v3.npz --set chains.A=MKT... --set chains.B=80 --out binders",
 )
 def design_in_shell(given: dict[str, Any]) -> Answer:
-    """Design under a progress bar and list the designs."""
+    """Design sequences by the gradient of a model, from many starts.
+
+    Writes designs.fasta, the structures of the designs, and report.html.
+    """
     if this_process().ranks > 1:
         raise UserError("design: cannot run under torchrun. Call it from Python with a team (docs/howto/design.md).")
     with progress_bar(narrate=True) as bar, log_plans():

@@ -2,15 +2,15 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from warpfold.arguments import Device, decides, reads, writes
+from warpfold.arguments import Device, PathLike, checked, decides, path_or_none, progress_of, reads, writes
 from warpfold.cli.common import (
     Answer,
     AsJson,
@@ -27,7 +27,7 @@ from warpfold.cli.common import (
 )
 from warpfold.errors import UserError
 from warpfold.files import row_file
-from warpfold.progress import are_hidden, no_progress, progress_bar
+from warpfold.progress import Progress, are_hidden, no_progress, progress_bar
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from warpfold.bench.doctor import Finding
     from warpfold.cluster.doctor import Examined
     from warpfold.cluster.rules import Outcome
+    from warpfold.cost.memory import MemoryCheck
+    from warpfold.parallel.team import Team
     from warpfold.training.replay import Replay
 
 HINT = (
@@ -63,175 +65,238 @@ class WithoutFile(Lists):
         return rest
 
 
+@checked(**{"from": "start"})
+def doctor(
+    *,
+    kernels: Annotated[
+        bool, decides("Check every operation, forward and backward, against its definition (a minute).")
+    ] = False,
+    settings: Annotated[
+        str | None,
+        reads("TOML file or preset with the sizes; default: tiny on a CPU, monomer on a GPU.", path="local"),
+    ] = None,
+    dtype: Annotated[list[str] | None, decides("With --kernels: bf16, fp32; default: both.")] = None,
+    rows: Annotated[
+        PathLike | None, writes("With --kernels: file for findings as they come, one JSON object per line.")
+    ] = None,
+    cluster: Annotated[
+        bool, decides("Check all ranks, their links and a folder; start it like training (seconds).")
+    ] = False,
+    folder: Annotated[PathLike | None, reads("With --cluster: test this folder, where runs will be written.")] = None,
+    link: Annotated[
+        str | None, reads("With --cluster: expected network: ib400, roce100x2, eth25 (Gb/s, adapters).")
+    ] = None,
+    out: Annotated[PathLike | None, writes("With --cluster: file for the measured links, for plan and train.")] = None,
+    replay: Annotated[
+        PathLike | None,
+        reads("Folder of a training run with train.digest_every: recompute its steps and compare digests."),
+    ] = None,
+    start: Annotated[
+        int | None, decides("With --replay: step of the first checkpoint; default: the first one.", "--from")
+    ] = None,
+    device: Device = None,
+    progress: Progress | None = None,
+    team: "Team | None" = None,
+) -> dict[str, Any]:
+    """Describe this machine, or check that it computes correctly.
+
+    Returns the output of `--json`: the machine and a verdict in sentences; with `kernels`, a finding for each operation
+    and the number of wrong ones, "red"; with `cluster`, the findings and the number of "wrong" ones; with `replay`, the
+    first "interval" of steps whose digests differ, or None.
+    team: the processes that are checked together. All of them call this function.
+    Errors: UserError for options that exclude each other, bad files and settings; TeamError if a rank does not answer.
+    """
+    check_options(locals())
+    import torch
+
+    from warpfold.parallel.team import team_of
+
+    tell, processes = progress_of(progress), team_of(team)
+    where = torch.device(device_of(device, processes.process))
+    if replay is not None:
+        from warpfold.training.replay import replay as recompute
+
+        return asdict(recompute(Path(replay), start, where, processes, tell))
+    if cluster:
+        return check_cluster(processes, where, folder, link, out, lambda so_far, what: tell(0, 1, what)).as_json()
+    if kernels:
+        return check_kernels(where, settings, dtype or (), path_or_none("rows", rows), tell)[0]
+    from warpfold.bench.doctor import of_machine
+    from warpfold.check.versions import describe_versions
+    from warpfold.cost.machine import describe
+
+    return {"machine": describe(where), "verdict": [*of_machine(where), describe_versions()]}
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise UserError for options of the doctor that exclude each other."""
+    of_kernels = any(options[name] for name in ("settings", "dtype", "rows"))
+    if options["start"] is not None and options["replay"] is None:
+        raise UserError("--from: belongs to --replay. Add --replay RUN.")
+    if options["replay"] is not None and (options["cluster"] or options["kernels"]):
+        raise UserError("--replay: goes without --kernels and --cluster. Use one of them at a time.")
+    if options["cluster"]:
+        if options["kernels"] or of_kernels:
+            raise UserError(
+                "--cluster: it excludes --kernels, --settings, --dtype and --rows. Check the operations in one process."
+            )
+    elif any(options[name] for name in ("folder", "link", "out")):
+        raise UserError("--folder, --link, --out: they belong to --cluster. Add --cluster.")
+    if of_kernels and not options["kernels"]:
+        raise UserError("--settings, --dtype, --rows: they belong to --kernels. Add --kernels.")
+
+
+def check_kernels(
+    where: "torch.device",
+    settings: str | None,
+    dtypes: Sequence[str],
+    rows: Path | None,
+    progress: Progress,
+) -> "tuple[dict[str, Any], list[Finding], MemoryCheck | None]":
+    """Check every operation at the sizes of settings.  Returns the report, and the findings and the memory in it."""
+    from warpfold import settings as toml
+    from warpfold.bench import doctor as checks
+    from warpfold.bench.doctor import of_findings, of_machine
+    from warpfold.check.versions import describe_versions
+    from warpfold.cost.memory import check_memory
+
+    source = settings or ("monomer" if where.type == "cuda" else "tiny")
+    cases = checks.cases_of(toml.load(source), source)
+    dtypes = chosen("--dtype", dtypes, checks.DTYPES) or list(checks.DTYPES)
+    check_outputs(rows)
+    with row_file(rows) as sink:
+        findings = checks.examine(cases, where, dtypes, progress, sink)
+    # mps does not report its peak memory.
+    memory = None if where.type == "mps" else check_memory(where)
+    verdict = [*of_findings(findings, source, where), *of_machine(where), describe_versions()]
+    report = {**checks.report(findings, where, source), "memory": memory and asdict(memory), "verdict": verdict}
+    return report, findings, memory
+
+
+def check_cluster(
+    team: "Team",
+    where: "torch.device",
+    folder: PathLike | None,
+    link: str | None,
+    out: PathLike | None,
+    report: "Callable[[Examined, str], None]",
+) -> "Examined":
+    """Check the ranks of a team, and write the measured links to `out`.  report: as in `examine_cluster`."""
+    from warpfold.cluster.doctor import examine_cluster
+    from warpfold.device import unsupported_on_mps
+
+    if reason := unsupported_on_mps(where, {"--cluster": True}):
+        raise UserError(reason)
+    if team.is_rank_zero:
+        check_outputs(path_or_none("out", out))
+    found = examine_cluster(team, where, os.environ, path_or_none("folder", folder), link, report)
+    if team.is_rank_zero:
+        save_links(found, out)
+    return found
+
+
+def save_links(examined: "Examined", out: PathLike | None) -> None:
+    """Write the measured links to a file, if there are any and a file was given."""
+    if out is not None and examined.cluster is not None:
+        examined.cluster.save(Path(out))
+
+
 @command(
+    doctor,
     cls=WithoutFile,
     example="Example:  warpfold doctor --kernels --settings monomer;  "
     "torchrun --nproc-per-node 8 -m warpfold doctor --cluster --folder runs --out cluster.toml\n\n"
     "Compute a run again:  warpfold doctor --replay run --from 400",
 )
-@dataclass(frozen=True, kw_only=True)
-class DoctorCommand:
+def doctor_in_shell(given: dict[str, Any], as_json: AsJson = False) -> None:
     """Describe this machine, and check that it computes correctly; exit with 1 if it does not."""
+    check_options(given)
+    if given["replay"] is not None:
+        _replay_in_shell(given, as_json)
+    if given["cluster"]:
+        _cluster_in_shell(given, as_json)
+    if not given["kernels"]:
+        report = doctor(**given)
+        text = [*_facts(report["machine"]), *_colored(report["verdict"]), f"\n{HINT}"]
+        show(Answer(report, text), as_json)
+        return
+    import torch
 
-    kernels: Annotated[
-        bool, decides("Check every operation, forward and backward, against its definition (a minute).")
-    ] = False
-    settings: Annotated[
-        str | None,
-        reads("TOML file or preset with the sizes; default: tiny on a CPU, monomer on a GPU.", path="local"),
-    ] = None
-    dtype: Annotated[list[str] | None, decides("With --kernels: bf16, fp32; default: both.")] = None
-    rows: Annotated[
-        Path | None, writes("With --kernels: file for findings as they come, one JSON object per line.")
-    ] = None
-    cluster: Annotated[
-        bool, decides("Check all ranks, their links and a folder; start it like training (seconds).")
-    ] = False
-    folder: Annotated[Path | None, reads("With --cluster: test this folder, where runs will be written.")] = None
-    link: Annotated[
-        str | None, reads("With --cluster: expected network: ib400, roce100x2, eth25 (Gb/s, adapters).")
-    ] = None
-    out: Annotated[Path | None, writes("With --cluster: file for the measured links, for plan and train.")] = None
-    replay: Annotated[
-        Path | None,
-        reads("Folder of a training run with train.digest_every: recompute its steps and compare digests."),
-    ] = None
-    start: Annotated[
-        int | None, decides("With --replay: step of the first checkpoint; default: the first one.", "--from")
-    ] = None
-    device: Device = None
-    as_json: AsJson = False
+    where = torch.device(device_of(given["device"]))
+    with progress_bar() as progress:
+        kernels = check_kernels(where, given["settings"], given["dtype"] or (), given["rows"], progress)
+    report, findings, memory = kernels
+    for finding in findings:
+        if finding.verdict.red:
+            warn(f"red: {finding.verdict.says()}")
+    text: "list[str | Table]" = [*_facts(report["machine"]), *_findings(findings, where.type, report["settings"])]
+    text += [*([] if memory is None else [memory.says()]), *_colored(report["verdict"])]
+    show(Answer(report, text), as_json)
+    raise typer.Exit(int(bool(report["red"])))
 
-    def __call__(self) -> Answer:
-        """Describe the machine, or check the operations or the cluster."""
-        has_kernel_options = any([self.settings, self.dtype, self.rows])
-        if self.start is not None and self.replay is None:
-            raise UserError("--from: belongs to --replay. Add --replay RUN.")
-        if self.replay is not None:
-            if self.cluster or self.kernels:
-                raise UserError("--replay: goes without --kernels and --cluster. Use one of them at a time.")
-            self._replay(self.replay)
-        if self.cluster:
-            if self.kernels or has_kernel_options:
-                raise UserError(
-                    "--cluster: it excludes --kernels, --settings, --dtype and --rows. Check the operations in one "
-                    "process."
-                )
-            self._check_cluster()
-        if any([self.folder, self.link, self.out]):
-            raise UserError("--folder, --link, --out: they belong to --cluster. Add --cluster.")
-        import torch
 
-        from warpfold.bench.doctor import of_machine
-        from warpfold.check.versions import describe_versions
-        from warpfold.cost.machine import describe
+def _replay_in_shell(given: dict[str, Any], as_json: bool) -> NoReturn:
+    """Recompute steps of a run with all processes, print the result on rank 0, and exit with 1 on a difference."""
+    from warpfold.parallel.team import distributed_context
+    from warpfold.training.replay import Replay
 
-        if has_kernel_options and not self.kernels:
-            raise UserError("--settings, --dtype, --rows: they belong to --kernels. Add --kernels.")
-        where = torch.device(device_of(self.device))
-        if self.kernels:
-            return self._check_kernels(where)
-        machine, verdict = describe(where), [*of_machine(where), describe_versions()]
-        text = [*_facts(machine), *_colored(verdict), f"\n{HINT}"]
-        return Answer({"machine": machine, "verdict": verdict}, text)
+    process = this_process()
+    bar = progress_bar(every=30.0) if process.rank == 0 else nullcontext(no_progress)
+    with distributed_context(process, None, device_of(given["device"], process)) as team:
+        with bar as progress:
+            found = Replay(**doctor(**given, progress=progress, team=team))
+        # Print before any rank exits, because torchrun ends all ranks when one exits with 1.
+        if team.is_rank_zero:
+            show(Answer(asdict(found), replay_report(found)), as_json)
+    raise typer.Exit(0 if found.interval is None else 1)
 
-    def _check_kernels(self, where: "torch.device") -> Answer:
-        """Check every operation at the sizes of settings."""
-        from warpfold import settings as toml
-        from warpfold.bench import doctor as checks
-        from warpfold.bench.doctor import of_findings, of_machine
-        from warpfold.check.versions import describe_versions
-        from warpfold.cost.memory import check_memory
 
-        source = self.settings or ("monomer" if where.type == "cuda" else "tiny")
-        cases = checks.cases_of(toml.load(source), source)
-        dtypes = chosen("--dtype", self.dtype, checks.DTYPES) or list(checks.DTYPES)
-        check_outputs(self.rows)
-        with progress_bar() as progress, row_file(self.rows) as sink:
-            findings = checks.examine(cases, where, dtypes, progress, sink)
-        # mps does not report its peak memory.
-        memory = None if where.type == "mps" else check_memory(where)
-        verdict = [*of_findings(findings, source, where), *of_machine(where), describe_versions()]
-        report = {**checks.report(findings, where, source), "memory": memory and asdict(memory), "verdict": verdict}
+def _cluster_in_shell(given: dict[str, Any], as_json: bool) -> NoReturn:
+    """Check the cluster with all processes, print the findings on rank 0, and exit with 1 if something is wrong."""
+    import torch
 
-        def text() -> "Iterator[str | Table]":
-            """Yield the printed lines and tables."""
-            yield from _facts(report["machine"])
-            yield from _findings(findings, where.type, source)
-            if memory is not None:
-                yield memory.says()
-            yield from _colored(verdict)
+    from warpfold.cluster.doctor import LIMIT, Examined
+    from warpfold.cluster.rules import ClusterFinding
+    from warpfold.cost.links import network
+    from warpfold.parallel.team import TeamError, distributed_context
 
-        for finding in findings:
-            if finding.verdict.red:
-                warn(f"red: {finding.verdict.says()}")
-        return Answer(report, text(), bool(report["red"]))
+    began, process = time.monotonic(), this_process()
+    where = torch.device(device_of(given["device"], process))
+    # Report a wrong option before the ranks wait for each other.
+    if given["link"] is not None:
+        network(given["link"], process.ranks_per_node)
+    if process.rank == 0:
+        check_outputs(given["out"])
+    # A guess until the nodes report their ranks.
+    each = process.ranks_per_node
+    nodes = [list(range(process.ranks))[start : start + each] for start in range(0, process.ranks, each)]
+    latest = [Examined(nodes, where.type)]
 
-    def _replay(self, run: Path) -> NoReturn:
-        """Recompute steps of a run with all processes, print the result on rank 0, and exit with 1 on a difference."""
-        import torch
+    def report(so_far: Examined, what: str) -> None:
+        latest[:] = [so_far]
+        if process.rank == 0 and not are_hidden():
+            warn(f"checking {what} ...")
 
-        from warpfold.parallel.team import distributed_context
-        from warpfold.training.replay import replay
-
-        process = this_process()
-        where = torch.device(device_of(self.device, process))
-        bar = progress_bar(every=30.0) if process.rank == 0 else nullcontext(no_progress)
-        with distributed_context(process, None, where) as team:
-            with bar as tell:
-                found = replay(run, self.start, where, team, tell)
-            # Print before any rank exits, because torchrun ends all ranks when one exits with 1.
+    # On SIGTERM, report the findings so far.
+    ended = TeamError(
+        f"rank {process.rank} was asked to end (SIGTERM): torchrun does so when another rank of the node has "
+        "ended, whose log has the reason; Slurm when the time is over"
+    )
+    try:
+        with on_sigterm(ended), distributed_context(process, None, where, LIMIT, LIMIT) as team:
+            found = check_cluster(team, where, given["folder"], given["link"], given["out"], report)
+            # Print before the other ranks may exit, because torchrun ends all ranks when one exits with 1.
             if team.is_rank_zero:
-                show(Answer(asdict(found), replay_report(found)), self.as_json)
-        raise typer.Exit(0 if found.interval is None else 1)
-
-    def _check_cluster(self) -> NoReturn:
-        """Check the cluster with all processes, print the findings on rank 0, and exit with 1 if something is wrong."""
-        import torch
-
-        from warpfold.cluster.doctor import LIMIT, Examined, examine_cluster
-        from warpfold.cluster.rules import ClusterFinding
-        from warpfold.cost.links import network
-        from warpfold.device import unsupported_on_mps
-        from warpfold.parallel.team import TeamError, distributed_context
-
-        began, process = time.monotonic(), this_process()
-        where = torch.device(device_of(self.device, process))
-        if reason := unsupported_on_mps(where, {"--cluster": True}):
-            raise UserError(reason)
-        if self.link is not None:
-            network(self.link, process.ranks_per_node)
+                show(cluster_report(found, given["out"]), as_json)
+    except TeamError as error:
         if process.rank == 0:
-            check_outputs(self.out)
-        # A guess until the nodes report their ranks.
-        each = process.ranks_per_node
-        nodes = [list(range(process.ranks))[start : start + each] for start in range(0, process.ranks, each)]
-        latest = [Examined(nodes, where.type)]
-
-        def report(so_far: Examined, what: str) -> None:
-            latest[:] = [so_far]
-            if process.rank == 0 and not are_hidden():
-                warn(f"checking {what} ...")
-
-        # On SIGTERM, report the findings so far.
-        ended = TeamError(
-            f"rank {process.rank} was asked to end (SIGTERM): torchrun does so when another rank of the node has "
-            "ended, whose log has the reason; Slurm when the time is over"
-        )
-        try:
-            with on_sigterm(ended), distributed_context(process, None, where, LIMIT, LIMIT) as team:
-                found = examine_cluster(team, where, os.environ, self.folder, self.link, report)
-                # Print before the other ranks may exit, because torchrun ends all ranks when one exits with 1.
-                if team.is_rank_zero:
-                    show(cluster_report(found, self.out), self.as_json)
-        except TeamError as error:
-            if process.rank == 0:
-                cure = "check the logs of that process and its node (dmesg), or leave the node out"
-                lost = ClusterFinding("ranks", "all ranks answer", "wrong", str(error), cure)
-                so_far = replace(latest[0], findings=[*latest[0].findings, lost], seconds=time.monotonic() - began)
-                show(cluster_report(so_far, self.out), self.as_json)
-            raise
-        raise typer.Exit(1 if found.wrong else 0)
+            cure = "check the logs of that process and its node (dmesg), or leave the node out"
+            lost = ClusterFinding("ranks", "all ranks answer", "wrong", str(error), cure)
+            so_far = replace(latest[0], findings=[*latest[0].findings, lost], seconds=time.monotonic() - began)
+            save_links(so_far, given["out"])
+            show(cluster_report(so_far, given["out"]), as_json)
+        raise
+    raise typer.Exit(1 if found.wrong else 0)
 
 
 def replay_report(found: "Replay") -> list[str]:
@@ -279,9 +344,7 @@ def _findings(findings: "list[Finding]", kind: str, source: str) -> "Iterator[st
 
 
 def cluster_report(examined: "Examined", out: Path | None) -> Answer:
-    """Format the findings of a cluster, and write its measured links to `out`."""
-    if out and examined.cluster:
-        examined.cluster.save(out)
+    """Format the findings of a cluster.  out: the file of its measured links."""
 
     def text() -> Iterator[str]:
         """Yield the printed lines."""

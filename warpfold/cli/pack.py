@@ -1,12 +1,12 @@
 """`warpfold pack`."""
 
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from warpfold import arguments
-from warpfold.arguments import Cluster, PathLike, Paths, Workers, function, in_panel, progress_of, reads, runs, writes
+from warpfold.arguments import Cluster, PathLike, Paths, Workers, checked, in_panel, progress_of, reads, runs, writes
 from warpfold.bulk import JobPart
 from warpfold.cli.common import Answer, StoppedByUser, command, on_sigterm, warn
 from warpfold.data.pack.options import PackOptions
@@ -23,64 +23,80 @@ MAX_LINES = 50
 instead = in_panel("Instead of packing")
 
 
-@dataclass(frozen=True)
-class PackCommand(PackOptions):
-    """Pack structures, alignments and template hits into a store for `train`, and report on every entry."""
-
-    structures: Annotated[Paths | None, reads("mmCIF or PDB files, or folders of them; gz or not.")] = None
+@checked(PackOptions)
+def pack(
+    structures: Annotated[Paths | None, reads("mmCIF or PDB files, or folders of them; gz or not.")] = None,
     msas: Annotated[
         Paths | None,
         reads("A3M or Stockholm files, their folders (OpenProteinSet's too), or the .index of an alignment database."),
-    ] = None
-    out: Annotated[PathLike | None, writes("The store; the same command continues a stopped run.")] = None
-    _: KW_ONLY
+    ] = None,
+    out: Annotated[PathLike | None, writes("The store; the same command continues a stopped run.")] = None,
+    *,
     predicted: Annotated[
         Paths | None,
         reads(
             "Instead of --structures: predictions with pLDDT in the B column, to train on their confident residues: "
             "files of AlphaFold DB or ColabFold, or folders of `warpfold predict`."
         ),
-    ] = None
-    hits: Annotated[Paths | None, reads("Template hits: HHR, or hmmsearch's Stockholm or A3M.")] = None
+    ] = None,
+    hits: Annotated[Paths | None, reads("Template hits: HHR, or hmmsearch's Stockholm or A3M.")] = None,
     template_structures: Annotated[
         Paths | None, reads("Folders of the templates' mmCIF files; default: those of --structures.")
-    ] = None
-    clusters: Annotated[PathLike | None, reads("Clusters, one per line, or MMseqs2's TSV; default: computed.")] = None
-    workers: Workers = 1
-    cluster: Cluster = None
-    shard: Annotated[str | None, runs("I/N: only the I-th of N parts, for job arrays; then --merge joins them.")] = None
-    merge: Annotated[Paths | None, instead("Merge the parts of --shard into the store --out.")] = None
-    progress: Progress | None = None
+    ] = None,
+    clusters: Annotated[PathLike | None, reads("Clusters, one per line, or MMseqs2's TSV; default: computed.")] = None,
+    min_length: int = 10,
+    max_length: int | None = None,
+    min_depth: int = 1,
+    min_plddt: float = 50.0,
+    max_pae: float | None = None,
+    min_kl: float = 0.5,
+    cluster_identity: float = 0.4,
+    max_resolution: float = 9.0,
+    max_single: float = 0.8,
+    released_after: str | None = None,
+    released_before: str | None = None,
+    require_msa: bool = False,
+    max_template_date: str | None = None,
+    assemblies: bool = False,
+    all_assemblies: bool = False,
+    max_chains: int = 20,
+    max_residues: int = 10_000,
+    max_file_gb: float = 4.0,
+    workers: Workers = 1,
+    cluster: Cluster = None,
+    shard: Annotated[
+        str | None, runs("I/N: only the I-th of N parts, for job arrays; then --merge joins them.")
+    ] = None,
+    merge: Annotated[Paths | None, instead("Merge the parts of --shard into the store --out.")] = None,
+    progress: Progress | None = None,
+) -> "PackReport":
+    """Pack structures, alignments and template hits into a store for `train`, and report on every entry.
 
-    def __call__(self) -> "PackReport":
-        """Pack a store and return the report. The same call continues a stopped run.
+    The same call continues a stopped run.
+    Errors: UserError for invalid arguments and paths, if nothing is kept, and if `out` is something else.
+    """
+    values = locals()
+    options = PackOptions(**{field.name: values[field.name] for field in fields(PackOptions)})
+    from warpfold.data.pack import pack as packing
 
-        Raises UserError for invalid arguments and paths, if nothing is kept, and if `out` is something else.
-        """
-        from warpfold.data.pack import pack as packing
-
-        if self.out is None:
-            raise UserError("pack: --out is missing. Pass the folder of the new store.")
-        if sum(paths is not None for paths in (self.structures, self.predicted, self.merge)) != 1:
-            raise UserError("pack: several inputs, or none. Pass exactly one of structures, predicted and merge.")
-        out, tell = arguments.path("out", self.out), progress_of(self.progress)
-        part = JobPart.parse(self.shard) if self.shard else None
-        if self.merge is not None:
-            return packing.merge(arguments.paths("merge", self.merge), out, self.workers, self.cluster, tell)
-        return packing.pack(
-            arguments.paths("structures", self.structures) or arguments.paths("predicted", self.predicted),
-            arguments.paths("msas", self.msas), out, self.only(PackOptions), predicted=self.predicted is not None,
-            hits=arguments.paths("hits", self.hits), clusters=arguments.path_or_none("clusters", self.clusters),
-            template_structures=arguments.paths("template_structures", self.template_structures),
-            workers=self.workers, cluster=self.cluster, part=part, progress=tell,
-        )  # fmt: skip
-
-
-pack = function(PackCommand)
+    if out is None:
+        raise UserError("pack: --out is missing. Pass the folder of the new store.")
+    if sum(paths is not None for paths in (structures, predicted, merge)) != 1:
+        raise UserError("pack: several inputs, or none. Pass exactly one of structures, predicted and merge.")
+    part = JobPart.parse(shard) if shard else None
+    if merge is not None:
+        return packing.merge(arguments.paths("merge", merge), Path(out), workers, cluster, progress_of(progress))
+    return packing.pack(
+        arguments.paths("structures", structures) or arguments.paths("predicted", predicted),
+        arguments.paths("msas", msas), Path(out), options, predicted=predicted is not None,
+        hits=arguments.paths("hits", hits), clusters=arguments.path_or_none("clusters", clusters),
+        template_structures=arguments.paths("template_structures", template_structures),
+        workers=workers, cluster=cluster, part=part, progress=progress_of(progress),
+    )  # fmt: skip
 
 
 @command(
-    PackCommand,
+    pack,
     continues=True,
     example="Example:  warpfold pack --structures mmcif/ --msas msas/ --hits msas/ --out store --workers 16",
 )
@@ -89,7 +105,7 @@ def pack_in_shell(
     verify: Annotated[Path | None, instead("Check every byte of a store.", path="store")] = None,
     info: Annotated[Path | None, instead("Summarise a store.", path="store")] = None,
 ) -> Answer:
-    """Pack a store with a progress bar, or check or summarise one."""
+    """Pack structures, alignments and template hits into a store for `train`, and report on every entry."""
     from warpfold.data.pack.report import store_summary_text, summarize_store
     from warpfold.data.store.store import Store
 

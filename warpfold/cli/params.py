@@ -1,10 +1,10 @@
 """`warpfold params` and `warpfold params fetch`."""
 
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from warpfold import arguments
-from warpfold.arguments import Checked, PathLike, argument, decides, function, path_or_none, progress_of, reads, writes
+from warpfold.arguments import PathLike, argument, checked, decides, path_or_none, progress_of, reads, writes
 from warpfold.cli.common import Answer, command, table, warn
 from warpfold.errors import UserError
 from warpfold.progress import Progress, progress_bar
@@ -13,38 +13,35 @@ if TYPE_CHECKING:
     from warpfold.prediction.params import ParamsFile
 
 
-@dataclass(frozen=True)
-class ParamsCommand(Checked):
-    """Inspect a parameter file, check it, and write it in another format."""
-
+@checked()
+def params(
     file: Annotated[
         PathLike,
         argument(
             "WarpFold's .safetensors, DeepMind's params_model_*.npz, OpenFold's .pt, or a run's folder (its best file)."
         ),
-    ]
-    _: KW_ONLY
-    check: Annotated[bool, decides("Check that all values are finite.")] = False
+    ],
+    *,
+    check: Annotated[bool, decides("Check that all values are finite.")] = False,
     out: Annotated[
         PathLike | None, writes("A new file: .safetensors, or .npz with DeepMind's names for other programs.")
-    ] = None
+    ] = None,
+) -> "ParamsFile":
+    """Inspect a parameter file, check it, and write it in another format.
 
-    def __call__(self) -> "ParamsFile":
-        """Inspect the file. Code in OpenFold's files is never executed.
+    Code in OpenFold's files is never executed.
+    Errors: UserError for a file that cannot be read or has tensors that do not fit, and if `out` exists.
+    """
+    from warpfold.prediction.params import inspect_params
 
-        Raises UserError for a file that cannot be read or has tensors that do not fit, and if `out` exists.
-        """
-        from warpfold.prediction.params import inspect_params
-
-        return inspect_params(arguments.path("file", self.file), self.check, path_or_none("out", self.out))
+    return inspect_params(Path(file), check, path_or_none("out", out))
 
 
-params = function(ParamsCommand)
 TAR = "DeepMind's files come in a tar of 5.6 GB, which is downloaded completely and then deleted; --from reads a tar."
 
 
 @command(
-    ParamsCommand,
+    params,
     example="Example:  warpfold params params_model_1_ptm.npz --check\n\n"
     "To another format:  warpfold params finetuning_ptm_1.pt --out finetuning_ptm_1.safetensors\n\n"
     "Download parameters:  warpfold params fetch",
@@ -52,52 +49,48 @@ TAR = "DeepMind's files come in a tar of 5.6 GB, which is downloaded completely 
 def params_in_shell(
     given: dict[str, Any], toml: Annotated[bool, writes("Print the settings as a TOML file for `train`.")] = False
 ) -> Answer:
-    """Print a description of the file."""
+    """Inspect a parameter file, check it, and write it in another format."""
     file = params(**given)
     rows = [file.toml().rstrip("\n")] if toml else (f"{label:12s} {value}" for label, value in file.rows())
     return Answer(file.to_dict(), rows, bool(file.problems))
 
 
-@dataclass(frozen=True)
-class FetchParamsCommand(Checked):
-    """Download published parameters of DeepMind or OpenFold by name into a folder; without a name, list them.
-
-    A download continues after a lost connection. Proxies: HTTPS_PROXY and NO_PROXY.
-    """
-
+@checked()
+def fetch_params(
     name: Annotated[
         str | None, argument("A model, model_1_ptm or finetuning_ptm_1, or a set: ptm, multimer, openfold ...")
-    ] = None
-    _: KW_ONLY
-    out: Annotated[PathLike, writes("Folder for the files, with their addresses, SHA-256 and licences.")] = "params"
+    ] = None,
+    *,
+    out: Annotated[PathLike, writes("Folder for the files, with their addresses, SHA-256 and licences.")] = "params",
     source: Annotated[
         str | None, reads("Instead of the published address: that of a mirror, a folder, or the file.", "--from")
-    ] = None
-    progress: Progress | None = None
+    ] = None,
+    progress: Progress | None = None,
+) -> "list[ParamsFile]":
+    """Download published parameters of DeepMind or OpenFold by name into a folder, and check every number.
 
-    def __call__(self) -> "list[ParamsFile]":
-        """Download the files and check every number. Existing files are kept. Returns their descriptions.
+    A download continues after a lost connection. Existing files are kept. Returns a description of each file.
+    Proxies: HTTPS_PROXY and NO_PROXY.
+    Errors: UserError for an unknown name, an existing file with other content, and a failed download.
+    """
+    from warpfold.prediction.published import fetch_params as fetching
 
-        Raises UserError for an unknown name, an existing file with other content, and a failed download.
-        """
-        from warpfold.prediction.published import fetch_params as fetching
-
-        if self.name is None:
-            raise UserError("fetch_params: name is missing. List the names with `warpfold params fetch`.")
-        return fetching(self.name, arguments.path("out", self.out), self.source, progress_of(self.progress))
-
-
-fetch_params = function(FetchParamsCommand)
+    if name is None:
+        raise UserError("fetch_params: name is missing. List the names with `warpfold params fetch`.")
+    return fetching(name, Path(out), source, progress_of(progress))
 
 
 @command(
-    FetchParamsCommand,
+    fetch_params,
     name="params fetch",
     example="Example:  warpfold params fetch model_1_ptm --out params\n\n"
     "Without the published address:  warpfold params fetch ptm --from /data/alphafold_params_2022-12-06.tar",
 )
 def fetch_params_in_shell(given: dict[str, Any]) -> Answer:
-    """Download parameters and print a line for each file, or print the list of published parameters."""
+    """Download published parameters of DeepMind or OpenFold by name into a folder; without a name, list them.
+
+    A download continues after a lost connection. Proxies: HTTPS_PROXY and NO_PROXY.
+    """
     from warpfold.prediction.published import OPENFOLD, PUBLISHED, SETS, published
 
     if given["name"] is None:

@@ -1,23 +1,30 @@
 """`warpfold plan`: estimate memory and time of predictions and training before they run."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from warpfold.arguments import argument, decides, parse_memory, reads, runs
-from warpfold.cli.common import (
-    Answer,
-    Change,
-    Figure,
-    check_outputs,
-    command,
-    table,
-    warn,
+from warpfold import arguments
+from warpfold.arguments import (
+    PathLike,
+    Paths,
+    Set,
+    argument,
+    checked,
+    decides,
+    parse_memory,
+    progress_of,
+    reads,
+    runs,
+    writes,
 )
+from warpfold.cli.common import Answer, check_outputs, command, log_plans, table, warn
 from warpfold.errors import UserError
 from warpfold.files import write_atomically
-from warpfold.progress import progress_bar
+from warpfold.progress import Progress, progress_bar
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,163 +34,203 @@ if TYPE_CHECKING:
     from warpfold.prediction.plan_report import PlanTarget
     from warpfold.training.config import GivenSettings
 
+log = logging.getLogger("warpfold.plan")
 # Far above any real input: titin has 34,350 residues. Beyond these bounds, tensor sizes overflow 64 bits.
 MAX_RESIDUES = 100_000
 MAX_ROWS, MAX_TEMPLATES = 1_000_000, 1_000
 
 
+@checked()
+def plan(
+    target: Annotated[
+        PathLike,
+        argument(
+            "Input of `predict` (FASTA, CSV, A3M ...), or of `train`: a TOML file or a preset.",
+            shell=str,
+            path="local",
+        ),
+    ],
+    *,
+    memory: Annotated[
+        str | int | None,
+        runs(
+            "Memory of each device: 24GB, 24GiB; default: its free or nominal memory.",
+            shell=str | None,
+            show_default=False,
+        ),
+    ] = None,
+    devices: Annotated[int | None, runs("Number of devices; default: 1.", min=1, show_default=False)] = None,
+    node: Annotated[int | None, runs("Devices per node; default: 8.", min=1)] = None,
+    link: Annotated[
+        str | None,
+        runs("Link between nodes: ib400 (the default), roce100, eth25 (Gb/s), ib200x4 for 4 adapters per node."),
+    ] = None,
+    cluster: Annotated[
+        PathLike | None, reads("Cluster file of `doctor --cluster`, instead of --devices, --node and --link.")
+    ] = None,
+    device: Annotated[str | None, runs("cpu, cuda, or a GPU of another machine: A100, H100, H200, 'RTX 4090' ...")] = (
+        None
+    ),
+    residues: Annotated[
+        list[int] | None,
+        decides("Fold proteins of these lengths with the model of the settings.", min=1, max=MAX_RESIDUES),
+    ] = None,
+    design: Annotated[
+        bool,
+        decides("Plan a gradient by the sequence, as in `design`, instead of a fold; by default without alignment."),
+    ] = False,
+    params: Annotated[PathLike | None, reads("Parameters of the model; default: the model of monomer.")] = None,
+    msa: Annotated[Paths | None, reads("Alignments as for `predict`; default: as many rows as the model uses.")] = None,
+    recycles: Annotated[int | None, decides("Most passes before the last; default: the model's.", min=0)] = None,
+    max_msa: Annotated[int | None, decides("Cluster centres of the alignment.", min=1, max=MAX_ROWS)] = None,
+    max_extra: Annotated[int | None, decides("Rows of the extra alignment.", min=1, max=MAX_ROWS)] = None,
+    templates: Annotated[int | None, decides("Templates of each protein.", min=0, max=MAX_TEMPLATES)] = None,
+    precision: Annotated[
+        Literal["fp32", "bf16", "bf16_all", "fp16"] | None,
+        runs("Precision of the trunk's activations; default: that of `predict` or the settings."),
+    ] = None,
+    set: Set = None,
+    price: Annotated[
+        float | None,
+        decides("Price of a device-hour in any currency; default: costs are in device-hours.", above=0),
+    ] = None,
+    figure: Annotated[PathLike | None, writes("File for a picture, .svg or .png.")] = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Estimate the memory and time of a prediction or a training run before it starts.
+
+    Returns the machine, an estimate for each target, and under "largest" all possible plans of the largest target with
+    the one that `predict` or `train` would choose. A target that does not fit has a reason, "refused".
+    Errors: UserError for contradicting options, unknown devices, and targets and files that cannot be read.
+    """
+    from warpfold.cost.planner import CHOSEN, CHOSEN_IN_TRAINING
+    from warpfold.data.example.query_files import is_sequence
+    from warpfold.device import caveats
+    from warpfold.prediction.plan_report import plan_report, with_sizes
+    from warpfold.training.config import load_settings
+
+    picture = None if figure is None else Path(figure)
+    check_outputs(picture=picture)
+    arguments.path("target", target)
+    source = os.fspath(target)
+    is_query = source == "-" or is_sequence(source) or (Path(source).exists() and Path(source).suffix != ".toml")
+    given = load_settings("monomer" if is_query else source, arguments.changes_of("set", set))
+    lengths, alignments = residues or [], arguments.paths("msa", msa)
+    model = None if params is None else Path(params)
+    targets = _targets(given, source if is_query else None, lengths, model, alignments, recycles)
+    if design:
+        if not (is_query or lengths):
+            raise UserError("--design: it needs a sequence. Pass a query, or its length with --residues.")
+        alone = {} if alignments else {"sequences": 1, "extra": 1, "templates": 0}
+        targets = [type(one)(one.name, replace(with_sizes(one.job, **alone), gradient="last")) for one in targets]
+    changed = {"sequences": max_msa, "extra": max_extra, "templates": templates}
+    targets = [type(target)(target.name, with_sizes(target.job, **changed)) for target in targets]
+
+    machine, joined = machine_and_cluster(device, devices, memory, node, link, cluster)
+    trains = not is_query and not lengths
+    for name, value in {"--node": node, "--link": link, "--cluster": cluster, "--price": price}.items():
+        if value is not None and not (trains and joined is not None):
+            raise UserError(f"{name}: it is for training on several devices. Omit it, or pass --devices.")
+    fixed, sync = given.fixed_on_ranks(CHOSEN_IN_TRAINING) if trains else (given.fixed(CHOSEN), {})
+    if not trains:
+        # Presets fix keys for training. Only those that the user has set apply to predictions.
+        fixed = {key: value for key, value in fixed.items() if key in given.own}
+    fixed |= {} if precision is None else {"precision": precision}
+    if not trains and fixed.get("precision", "auto") == "auto":
+        fixed["precision"] = machine.prediction_precision
+    for caveat in caveats(fixed.get("precision", "fp32"), machine.kind) if machine.here else ():
+        log.warning("%s", caveat)
+    report = plan_report(targets, machine, fixed, sync, joined, price, progress_of(progress))
+    if picture is not None and (course := report["largest"]["course"]):
+        from warpfold.report.figures import draw_memory
+
+        write_atomically(picture, draw_memory(course, report["free"], picture.suffix[1:]))
+    return report
+
+
+def machine_and_cluster(
+    device: str | None,
+    devices: int | None = None,
+    memory: str | int | None = None,
+    node: int | None = None,
+    link: str | None = None,
+    file: PathLike | None = None,
+) -> "tuple[Machine, Cluster | None]":
+    """Return the devices, and for several devices their cluster.  file: a cluster file.
+
+    Errors: UserError for contradicting options, unknown devices, and files that are not clusters.
+    """
+    from warpfold.cost.links import read_cluster
+    from warpfold.cost.machine import planned_cluster, planned_machine
+    from warpfold.cost.rates import sheet_of
+
+    for name, value in (("--devices", devices), ("--node", node), ("--link", link)):
+        if file is not None and value is not None:
+            raise UserError(f"{name}: {file} contains it. Omit one of the two.")
+    cluster = None if file is None else read_cluster(Path(file))
+    if cluster is not None:
+        device, devices = device or sheet_of(cluster.device) or None, cluster.ranks
+    machine = planned_machine(device, None if memory is None else parse_memory(memory), devices or 1)
+    if cluster is None and devices is not None and devices > 1:
+        cluster = planned_cluster(machine, node, link)
+    return machine, cluster
+
+
+def _targets(
+    given: "GivenSettings",
+    query: str | None,
+    lengths: Sequence[int],
+    file: Path | None,
+    msa: list[Path],
+    recycles: int | None,
+) -> "list[PlanTarget]":
+    """List the targets to plan: queries, proteins of given lengths, or the training of the settings.
+
+    file: parameters of the model.
+    """
+    from warpfold.prediction.params import read_params
+    from warpfold.prediction.plan_report import PlanTarget, folding, full_sizes, targets_of_queries
+    from warpfold.training.planning import training_job
+
+    config = given.config()
+    model, sample = config.model, replace(config.data, crop=None)
+    if file is not None:
+        (params,) = read_params([file])
+        model, sample = params.config, params.sample
+    elif query is not None or lengths:
+        # AlphaFold2's sizes at inference.
+        sample = type(sample)()
+    if lengths:
+        jobs = {n: folding(model, full_sizes(n, model, sample), recycles) for n in lengths}
+        return [PlanTarget(f"{n} residues", job) for n, job in jobs.items()]
+    if query is not None:
+        return targets_of_queries(query, msa, model, sample, recycles)
+    job = training_job(given, config)
+    return [PlanTarget(given.source, job if recycles is None else replace(job, recycles=recycles))]
+
+
 @command(
+    plan,
     example="Example:  warpfold plan query.fasta --memory 24GB --devices 4;  warpfold plan finetune --device H100\n\n"
     "What a design needs:  warpfold plan monomer_ptm --residues 700 --design --precision bf16 --memory 16GB "
     "--device A100\n\nHow long a protein can be:  warpfold plan monomer --residues 1000 3000 --device 'RTX 4090' "
     "--figure memory.png\n\nA training on a cluster:  warpfold plan monomer --device H100 --devices 256 --node 8 "
     "--link ib400 --price 2.50",
 )
-@dataclass(frozen=True, kw_only=True)
-class PlanCommand:
+def plan_in_shell(given: dict[str, Any]) -> Answer:
     """Estimate the memory and time of a prediction or a training run before it starts.
 
     All possible plans are listed with the one that `predict` or `train` would choose; for training on several devices,
     the best dozen.
     """
-
-    target: Annotated[
-        str,
-        argument("Input of `predict` (FASTA, CSV, A3M ...), or of `train`: a TOML file or a preset.", path="local"),
-    ]
-    memory: Annotated[
-        str | None,
-        runs("Memory of each device: 24GB, 24GiB; default: its free or nominal memory.", show_default=False),
-    ] = None
-    devices: Annotated[int | None, runs("Number of devices; default: 1.", min=1, show_default=False)] = None
-    node: Annotated[int | None, runs("Devices per node; default: 8.", min=1)] = None
-    link: Annotated[
-        str | None,
-        runs("Link between nodes: ib400 (the default), roce100, eth25 (Gb/s), ib200x4 for 4 adapters per node."),
-    ] = None
-    cluster: Annotated[
-        Path | None, reads("Cluster file of `doctor --cluster`, instead of --devices, --node and --link.")
-    ] = None
-    device: Annotated[str | None, runs("cpu, cuda, or a GPU of another machine: A100, H100, H200, 'RTX 4090' ...")] = (
-        None
-    )
-    residues: Annotated[
-        list[int] | None,
-        decides("Fold proteins of these lengths with the model of the settings.", min=1, max=MAX_RESIDUES),
-    ] = None
-    design: Annotated[
-        bool,
-        decides("Plan a gradient by the sequence, as in `design`, instead of a fold; by default without alignment."),
-    ] = False
-    params: Annotated[Path | None, reads("Parameters of the model; default: the model of monomer.")] = None
-    msa: Annotated[
-        list[Path] | None, reads("Alignments as for `predict`; default: as many rows as the model uses.")
-    ] = None
-    recycles: Annotated[int | None, decides("Most passes before the last; default: the model's.", min=0)] = None
-    max_msa: Annotated[int | None, decides("Cluster centres of the alignment.", min=1, max=MAX_ROWS)] = None
-    max_extra: Annotated[int | None, decides("Rows of the extra alignment.", min=1, max=MAX_ROWS)] = None
-    templates: Annotated[int | None, decides("Templates of each protein.", min=0, max=MAX_TEMPLATES)] = None
-    precision: Annotated[
-        Literal["fp32", "bf16", "bf16_all", "fp16"] | None,
-        runs("Precision of the trunk's activations; default: that of `predict` or the settings."),
-    ] = None
-    change: Change = None
-    price: Annotated[
-        float | None,
-        decides("Price of a device-hour in any currency; default: costs are in device-hours.", above=0),
-    ] = None
-    figure: Figure = None
-
-    def __call__(self) -> Answer:
-        """Create the report, and the picture of the largest target, or of a rank."""
-        from warpfold.cost.planner import CHOSEN, CHOSEN_IN_TRAINING
-        from warpfold.data.example.query_files import is_sequence
-        from warpfold.device import caveats
-        from warpfold.prediction.plan_report import plan_report, with_sizes
-        from warpfold.training.config import load_settings
-
-        check_outputs(picture=self.figure)
-        target = Path(self.target)
-        is_query = self.target == "-" or is_sequence(self.target) or (target.exists() and target.suffix != ".toml")
-        given = load_settings("monomer" if is_query else self.target, self.change or [])
-        changed = {"sequences": self.max_msa, "extra": self.max_extra, "templates": self.templates}
-        targets = self._targets(given, is_query)
-        if self.design:
-            if not (is_query or self.residues):
-                raise UserError("--design: it needs a sequence. Pass a query, or its length with --residues.")
-            alone = {} if self.msa else {"sequences": 1, "extra": 1, "templates": 0}
-            targets = [type(one)(one.name, replace(with_sizes(one.job, **alone), gradient="last")) for one in targets]
-        targets = [type(target)(target.name, with_sizes(target.job, **changed)) for target in targets]
-
-        machine, cluster = self.machine_and_cluster()
-        trains = not is_query and not self.residues
-        cluster_options = {"--node": self.node, "--link": self.link, "--cluster": self.cluster, "--price": self.price}
-        for name, value in cluster_options.items():
-            if value is not None and not (trains and cluster is not None):
-                raise UserError(f"{name}: it is for training on several devices. Omit it, or pass --devices.")
-        fixed, sync = given.fixed_on_ranks(CHOSEN_IN_TRAINING) if trains else (given.fixed(CHOSEN), {})
-        if not trains:
-            # Presets fix keys for training. Only those that the user has set apply to predictions.
-            fixed = {key: value for key, value in fixed.items() if key in given.own}
-        fixed |= {} if self.precision is None else {"precision": self.precision}
-        if not trains and fixed.get("precision", "auto") == "auto":
-            fixed["precision"] = machine.prediction_precision
-        for caveat in caveats(fixed.get("precision", "fp32"), machine.kind) if machine.here else ():
-            warn(caveat)
-        with progress_bar(every=10) as tell:
-            report = plan_report(targets, machine, fixed, sync, cluster, self.price, tell)
-        if self.figure is not None:
-            if course := report["largest"]["course"]:
-                from warpfold.report.figures import draw_memory
-
-                write_atomically(self.figure, draw_memory(course, report["free"], self.figure.suffix[1:]))
-                warn(f"wrote {self.figure}")
-            else:
-                warn(f"{report['largest']['name']}: nothing fits, so there is no memory timeline to draw")
-        return Answer(report, _text(report), any("refused" in row for row in report["targets"]))
-
-    def machine_and_cluster(self) -> "tuple[Machine, Cluster | None]":
-        """Return the devices, and for several devices their cluster.
-
-        Raises UserError for contradicting options, unknown devices, and files that are not clusters.
-        """
-        from warpfold.cost.links import read_cluster
-        from warpfold.cost.machine import planned_cluster, planned_machine
-        from warpfold.cost.rates import sheet_of
-
-        for name, value in (("--devices", self.devices), ("--node", self.node), ("--link", self.link)):
-            if self.cluster is not None and value is not None:
-                raise UserError(f"{name}: {self.cluster} contains it. Omit one of the two.")
-        cluster = None if self.cluster is None else read_cluster(self.cluster)
-        device, devices = self.device, self.devices or 1
-        if cluster is not None:
-            device, devices = device or sheet_of(cluster.device) or None, cluster.ranks
-        machine = planned_machine(device, None if self.memory is None else parse_memory(self.memory), devices)
-        if cluster is None and devices > 1:
-            cluster = planned_cluster(machine, self.node, self.link)
-        return machine, cluster
-
-    def _targets(self, given: "GivenSettings", is_query: bool) -> "list[PlanTarget]":
-        """List the targets to plan: queries, proteins of given lengths, or the training of the settings."""
-        from warpfold.prediction.params import read_params
-        from warpfold.prediction.plan_report import PlanTarget, folding, full_sizes, targets_of_queries
-        from warpfold.training.planning import training_job
-
-        config = given.config()
-        model, sample = config.model, replace(config.data, crop=None)
-        if self.params is not None:
-            (params,) = read_params([self.params])
-            model, sample = params.config, params.sample
-        elif is_query or self.residues:
-            # AlphaFold2's sizes at inference.
-            sample = type(sample)()
-        if self.residues:
-            jobs = {n: folding(model, full_sizes(n, model, sample), self.recycles) for n in self.residues}
-            return [PlanTarget(f"{n} residues", job) for n, job in jobs.items()]
-        if is_query:
-            return targets_of_queries(self.target, self.msa or [], model, sample, self.recycles)
-        job = training_job(given, config)
-        return [PlanTarget(given.source, job if self.recycles is None else replace(job, recycles=self.recycles))]
+    with progress_bar(every=10) as progress, log_plans():
+        report = plan(**given, progress=progress)
+    if given["figure"] is not None:
+        if report["largest"]["course"]:
+            warn(f"wrote {given['figure']}")
+        else:
+            warn(f"{report['largest']['name']}: nothing fits, so there is no memory timeline to draw")
+    return Answer(report, _text(report), any("refused" in row for row in report["targets"]))
 
 
 def _text(report: dict[str, Any]) -> "Iterator[str | Table]":

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from warpfold.arguments import Device, PathLike, Paths, argument, decides, documented, progress_of, writes
+from warpfold import arguments
+from warpfold.arguments import Device, PathLike, Paths, argument, checked, decides, progress_of, writes
 from warpfold.cli.common import (
     Answer,
     AsJson,
@@ -73,7 +74,7 @@ ESSENTIAL = (
 )
 
 
-@documented(Request)
+@checked(Request)
 def predict(
     query: Paths,
     params: Paths,
@@ -215,10 +216,9 @@ HelpAll = Annotated[
 
 
 @command(
-    Request,
+    predict,
     cls=Predict,
     continues=True,
-    name="predict",
     example="Example:  warpfold predict query.fasta --msa query.a3m --params params.safetensors --out folded\n\n"
     "A complex, a FASTA record for each chain:  warpfold predict dimer.fasta --msa msas/ "
     "--params params_model_*_multimer_v3.npz --seeds 2 --out folded\n\n"
@@ -299,18 +299,31 @@ def _lines(summary: dict[str, Any], out: Path) -> Iterator[str]:
         yield f"report: {out / 'report.html'}"
 
 
-@command(continues=True, example="Example:  warpfold relax folded")
+@checked()
 def relax(
-    paths: Annotated[list[Path], argument("Folders of `warpfold predict`; mmCIF or PDB files.")],
+    paths: Annotated[Paths, argument("Folders of `warpfold predict`; mmCIF or PDB files.")],
+    *,
     best: Annotated[bool, decides("Relax only the prediction of each query that is ranked first.")] = False,
     device: Device = None,
     force: Annotated[bool, writes("Relax again what is relaxed already.")] = False,
-) -> Answer:
-    """Remove clashes and broken bonds with Amber's force field; needs OpenMM: pip install ".\\[relax]"."""
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Remove clashes and broken bonds with Amber's force field; needs OpenMM: pip install ".[relax]".
+
+    Returns the reports under "relaxed", and the failures under "failures". The same call continues a stopped run.
+    Errors: UserError for files that cannot be read, and without OpenMM.
+    """
     from warpfold.relaxation.files import relax_paths
 
+    files = arguments.paths("paths", paths)
+    return relax_paths(files, device_of(device), "best" if best else "all", force, progress_of(progress))
+
+
+@command(relax, continues=True, example="Example:  warpfold relax folded")
+def relax_in_shell(given: dict[str, Any]) -> Answer:
+    """Remove clashes and broken bonds with Amber's force field; needs OpenMM: pip install ".\\[relax]"."""
     with progress_bar() as progress:
-        report = relax_paths(paths, device_of(device), "best" if best else "all", force, progress)
+        report = relax(**given, progress=progress)
     lines = (
         f"{relaxed_line(one['name'], one)}{', kept' if one['kept'] else ''}, {one['path']}" for one in report["relaxed"]
     )

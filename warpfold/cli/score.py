@@ -3,13 +3,24 @@
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import warpfold
 from warpfold import arguments
-from warpfold.arguments import Checked, Cluster, PathLike, Paths, Seed, Shard, Workers, argument, reads, writes
+from warpfold.arguments import (
+    Cluster,
+    PathLike,
+    Paths,
+    Seed,
+    Shard,
+    Workers,
+    argument,
+    checked,
+    progress_of,
+    reads,
+    writes,
+)
 from warpfold.bulk import JobPart
 from warpfold.cli.common import Answer, command, table, warn
 from warpfold.errors import UserError, listed
@@ -20,42 +31,41 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
+    from tests.golden.run import CaseResult
     from warpfold.prediction.outputs import Prediction
     from warpfold.scoring.score import Score
 
 
-@dataclass(frozen=True)
-class ScoreCommand(Checked):
-    """Compare a structure with its reference: lDDT, GDT, TM-score, RMSD, and for complexes DockQ and other scores."""
-
-    predicted: Annotated["PathLike | Prediction", argument("mmCIF or PDB file.", shell=Path)]
-    reference: Annotated["PathLike | Prediction", argument("mmCIF or PDB file: the truth.", shell=Path)]
-    _: KW_ONLY
+@checked()
+def score(
+    predicted: Annotated["PathLike | Prediction", argument("mmCIF or PDB file.", shell=Path)],
+    reference: Annotated["PathLike | Prediction", argument("mmCIF or PDB file: the truth.", shell=Path)],
+    *,
     chains: Annotated[
         str | Mapping[str, str] | None,
         reads(
             "Pairs, predicted:reference, e.g. A:B,B:C; or two partners, e.g. A:HL. Default: by sequence.",
             shell=str | None,
         ),
-    ] = None
+    ] = None,
     assembly: Annotated[
         bool, reads("Compare with the first biological assembly of the reference, as predict folds it.")
-    ] = False
-    allow_unplaced: Annotated[bool, reads("Score although residues of a file are in none of its chains.")] = False
+    ] = False,
+    allow_unplaced: Annotated[bool, reads("Score although residues of a file are in none of its chains.")] = False,
+) -> "Score":
+    """Compare a structure with its reference: lDDT, GDT, TM-score, RMSD, and for complexes DockQ and other scores.
 
-    def __call__(self) -> "Score":
-        """Compute the scores. Either structure may be a `Prediction`, and chains a mapping, predicted -> reference.
+    Either structure may be a `Prediction`, and chains a mapping, predicted -> reference.
+    Errors: UserError for files that cannot be read or share no residues.
+    """
+    from warpfold.scoring import score as scoring
 
-        Errors: UserError for files that cannot be read or share no residues.
-        """
-        from warpfold.scoring import score as scoring
-
-        named = _named_chains(self.chains)
-        ours, theirs = (
-            arguments.path(what, given) if not hasattr(given, "structure") else given.structure()
-            for what, given in (("predicted", self.predicted), ("reference", self.reference))
-        )
-        return scoring.score_files(ours, theirs, named, self.assembly, self.allow_unplaced)
+    named = _named_chains(chains)
+    ours, theirs = (
+        arguments.path(what, given) if not hasattr(given, "structure") else given.structure()
+        for what, given in (("predicted", predicted), ("reference", reference))
+    )
+    return scoring.score_files(ours, theirs, named, assembly, allow_unplaced)
 
 
 def _named_chains(chains: str | Mapping[str, str] | None) -> Mapping[str, str] | None:
@@ -77,12 +87,9 @@ def chain_pairs(text: str) -> dict[str, str]:
     return named
 
 
-score = arguments.function(ScoreCommand)
-
-
-@command(ScoreCommand, example="Example:  warpfold score predicted.cif 1ubq.cif.gz")
+@command(score, example="Example:  warpfold score predicted.cif 1ubq.cif.gz")
 def score_in_shell(given: dict[str, Any]) -> Answer:
-    """Print the scores."""
+    """Compare a structure with its reference: lDDT, GDT, TM-score, RMSD, and for complexes DockQ and other scores."""
     from warpfold.scoring.score_complex import HEADS
 
     found = score(**given)
@@ -92,135 +99,143 @@ def score_in_shell(given: dict[str, Any]) -> Answer:
     return Answer(found.to_dict(), text)
 
 
-@command(example="Example:  warpfold golden tests/golden --only units/*")
+@checked()
 def golden(
-    folder: Annotated[Path, argument("Folder of reference cases.")],
+    folder: Annotated[PathLike, argument("Folder of reference cases.")],
+    *,
     only: Annotated[str | None, reads("A pattern for the cases' paths.")] = None,
-) -> Answer:
-    """Compare WarpFold with numbers of DeepMind's official code, array by array; in a clone."""
+    progress: Progress | None = None,
+) -> "list[CaseResult]":
+    """Compare WarpFold with numbers of DeepMind's official code, array by array; in a clone.
+
+    Returns a result for each case.
+    Errors: UserError outside a clone, for a folder without cases, and if `only` matches none.
+    """
     # The tests of the checkout compute the cases.
     checkout = Path(warpfold.__file__).parents[1]
     if not (checkout / "tests/golden/run.py").is_file():
         raise UserError("golden: the reference cases are tests of a clone of WarpFold (tests/golden); run it there")
     sys.path.insert(0, str(checkout))
-    from tests.golden import run
+    from tests.golden.run import run
 
+    return run(Path(folder), only, progress_of(progress))
+
+
+@command(golden, example="Example:  warpfold golden tests/golden --only units/*")
+def golden_in_shell(given: dict[str, Any]) -> Answer:
+    """Compare WarpFold with numbers of DeepMind's official code, array by array; in a clone."""
     with progress_bar() as progress:
-        found = run.run(folder, only, progress)
-    data = {"cases": run.as_data(found), "summary": run.summary(found)}
-    return Answer(data, [run.table(found), run.summary(found)], any(one.verdict != run.PASS for one in found))
+        found = golden(**given, progress=progress)
+    # `golden` has put the clone on the path of imports.
+    from tests.golden.run import PASS, as_data, summary, table
+
+    data = {"cases": as_data(found), "summary": summary(found)}
+    return Answer(data, [table(found), summary(found)], any(one.verdict != PASS for one in found))
 
 
 REPORT, PAGE, TABLE = "evaluation.json", "report.html", "targets.csv"
 
 
-@dataclass(frozen=True)
-class EvaluateCommand(Checked):
+@checked()
+def evaluate(
+    predictions: Annotated[PathLike, argument("Folder of predicted structures.")],
+    truth: Annotated[
+        PathLike, argument("Folder of mmCIF or PDB files named by target: NAME, or the entry of NAME_CHAIN.")
+    ],
+    *,
+    chains: Annotated[
+        str | Mapping[str, str] | None,
+        reads("For each target, as for score: pairs, A:B, or two partners, A:HL.", shell=str | None),
+    ] = None,
+    against: Annotated[Paths | None, reads("Other folders of predictions, which the first is compared with.")] = None,
+    suite: Annotated[PathLike | None, reads("List of targets and hashes of their files, TOML; or cameo2022.")] = None,
+    train_sequences: Annotated[
+        PathLike | None, reads("What the model was trained on, a FASTA file or a store: for scores by similarity.")
+    ] = None,
+    assembly: Annotated[bool, reads("Compare with the first biological assembly of each structure.")] = False,
+    allow_unplaced: Annotated[bool, reads("Score although residues of a file are in none of its chains.")] = False,
+    all_models: Annotated[bool, reads("List all models of a target; the means are of the best ranked.")] = False,
+    out: Annotated[PathLike | None, writes("Folder for the page, the table and all numbers.")] = None,
+    csv: Annotated[PathLike | None, writes("File for the table of all targets.")] = None,
+    write_suite: Annotated[PathLike | None, writes("File for a list of these targets, for --suite.")] = None,
+    seed: Seed = 0,
+    workers: Workers = 1,
+    cluster: Cluster = None,
+    shard: Shard = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
     """Score folders of predictions against structures: per target and over all, calibration, which set is better.
 
     The file names identify predictions of WarpFold, AlphaFold, ColabFold, AlphaFold DB, CASP and OpenFold. Other
     predictions are NAME.cif or NAME.pdb.
+    Returns the content of `OUT/evaluation.json` (docs/howto/score.md). Targets that could not be scored are listed
+    under "failures" of their set. With `shard`, "status" is "running" and the result covers only this job until all
+    jobs have finished.
+    Errors: UserError for folders that are missing, empty or share no targets, for a suite with different files, if no
+    target of the first set could be scored, and if `out` holds other files.
     """
+    from warpfold.evaluation import evaluate as evaluating
+    from warpfold.evaluation.measure import Comparison
+    from warpfold.evaluation.page import evaluation_page
+    from warpfold.evaluation.parts import IS_PART
+    from warpfold.evaluation.suite import read_suite
+    from warpfold.evaluation.tables import table_of
+    from warpfold.files import check_new, refuse_foreign, update_file, write_atomically, writing
+    from warpfold.report.report import write_report
 
-    predictions: Annotated[PathLike, argument("Folder of predicted structures.")]
-    truth: Annotated[
-        PathLike, argument("Folder of mmCIF or PDB files named by target: NAME, or the entry of NAME_CHAIN.")
-    ]
-    _: KW_ONLY
-    chains: Annotated[
-        str | Mapping[str, str] | None,
-        reads("For each target, as for score: pairs, A:B, or two partners, A:HL.", shell=str | None),
-    ] = None
-    against: Annotated[Paths | None, reads("Other folders of predictions, which the first is compared with.")] = None
-    suite: Annotated[PathLike | None, reads("List of targets and hashes of their files, TOML; or cameo2022.")] = None
-    train_sequences: Annotated[
-        PathLike | None, reads("What the model was trained on, a FASTA file or a store: for scores by similarity.")
-    ] = None
-    assembly: Annotated[bool, reads("Compare with the first biological assembly of each structure.")] = False
-    allow_unplaced: Annotated[bool, reads("Score although residues of a file are in none of its chains.")] = False
-    all_models: Annotated[bool, reads("List all models of a target; the means are of the best ranked.")] = False
-    out: Annotated[PathLike | None, writes("Folder for the page, the table and all numbers.")] = None
-    csv: Annotated[PathLike | None, writes("File for the table of all targets.")] = None
-    write_suite: Annotated[PathLike | None, writes("File for a list of these targets, for --suite.")] = None
-    seed: Seed = 0
-    workers: Workers = 1
-    cluster: Cluster = None
-    shard: Shard = None
-    progress: Progress | None = None
-
-    def __call__(self) -> dict[str, Any]:
-        """Evaluate and return the content of `OUT/evaluation.json` (docs/howto/score.md).
-
-        Targets that could not be scored are listed under "failures" of their set. With `shard`, "status" is "running"
-        and the result covers only this job until all jobs have finished.
-        Raises UserError for folders that are missing, empty or share no targets, for a suite with different files, if
-        no target of the first set could be scored, and if `out` holds other files.
-        """
-        from warpfold.evaluation import evaluate as evaluating
-        from warpfold.evaluation.measure import Comparison
-        from warpfold.evaluation.page import evaluation_page
-        from warpfold.evaluation.parts import IS_PART
-        from warpfold.evaluation.suite import read_suite
-        from warpfold.evaluation.tables import table_of
-        from warpfold.files import check_new, refuse_foreign, update_file, write_atomically, writing
-        from warpfold.report.report import write_report
-
-        tell, out, csv, listed = (
-            arguments.progress_of(self.progress),
-            *(arguments.path_or_none(name, getattr(self, name)) for name in ("out", "csv", "write_suite")),
-        )
-        if out is not None:
-            refuse_foreign(out, lambda name: name in {REPORT, PAGE, TABLE} or IS_PART(name))
-        elif self.shard is not None:
-            raise UserError("--shard: needs --out, a folder that all parts share, where the last writes the results")
-        part = JobPart.parse(self.shard) if self.shard else None
-        if listed is not None:
-            check_new(listed)
-        suite = None if self.suite is None else read_suite(Path(self.suite))
-        folders = [Path(self.predictions), *arguments.paths("against", self.against)]
-        sets, running = evaluating.evaluate(
-            folders,
-            Path(self.truth),
-            suite=suite,
-            train_sequences=arguments.path_or_none("train_sequences", self.train_sequences),
-            all_models=self.all_models,
-            options=Comparison(self.assembly, _named_chains(self.chains), self.allow_unplaced),
-            workers=self.workers,
-            cluster=self.cluster,
-            part=part,
-            out=out,
-            progress=tell,
-        )
-        if running:
-            return running
-        found = evaluating.report(sets, Path(self.truth), suite, self.seed)
-        rows = table_of(evaluating.table_rows(sets))
-        if out is not None:
-            with writing(out):
-                out.mkdir(parents=True, exist_ok=True)
-            write_report(out / PAGE, evaluation_page(sets, found))
-            write_atomically(out / TABLE, rows)
-            write_atomically(out / REPORT, json.dumps(found, indent=1, allow_nan=False) + "\n")
-        if csv is not None:
-            update_file(csv, rows.encode())
-        if listed is not None:
-            write_atomically(
-                listed, evaluating.as_suite(sets[0], f"{sets[0].name} of {Path(self.truth).resolve().name}")
-            )
-        return found
-
-
-evaluate = arguments.function(EvaluateCommand)
+    folder, table_file, suite_file = (None if path is None else Path(path) for path in (out, csv, write_suite))
+    if folder is not None:
+        refuse_foreign(folder, lambda name: name in {REPORT, PAGE, TABLE} or IS_PART(name))
+    elif shard is not None:
+        raise UserError("--shard: needs --out, a folder that all parts share, where the last writes the results")
+    part = JobPart.parse(shard) if shard else None
+    if suite_file is not None:
+        check_new(suite_file)
+    targets = None if suite is None else read_suite(Path(suite))
+    folders = [Path(predictions), *arguments.paths("against", against)]
+    sets, running = evaluating.evaluate(
+        folders,
+        Path(truth),
+        suite=targets,
+        train_sequences=arguments.path_or_none("train_sequences", train_sequences),
+        all_models=all_models,
+        options=Comparison(assembly, _named_chains(chains), allow_unplaced),
+        workers=workers,
+        cluster=cluster,
+        part=part,
+        out=folder,
+        progress=progress_of(progress),
+    )
+    if running:
+        return running
+    found = evaluating.report(sets, Path(truth), targets, seed)
+    rows = table_of(evaluating.table_rows(sets))
+    if folder is not None:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_report(folder / PAGE, evaluation_page(sets, found))
+        write_atomically(folder / TABLE, rows)
+        write_atomically(folder / REPORT, json.dumps(found, indent=1, allow_nan=False) + "\n")
+    if table_file is not None:
+        update_file(table_file, rows.encode())
+    if suite_file is not None:
+        name = f"{sets[0].name} of {Path(truth).resolve().name}"
+        write_atomically(suite_file, evaluating.as_suite(sets[0], name))
+    return found
 
 
 @command(
-    EvaluateCommand,
+    evaluate,
     example="Example:  warpfold evaluate folded structures --out evaluation\n\nIs one better:  "
     "warpfold evaluate tuned structures --against before --out evaluation\n\nBy a job array of 8:  "
     "warpfold evaluate folded structures --out evaluation --shard $I/8",
 )
 def evaluate_in_shell(given: dict[str, Any]) -> Answer:
-    """Print the means, the comparisons, and warnings about failed and omitted targets."""
+    """Score folders of predictions against structures: per target and over all, calibration, which set is better.
+
+    The file names identify predictions of WarpFold, AlphaFold, ColabFold, AlphaFold DB, CASP and OpenFold. Other
+    predictions are NAME.cif or NAME.pdb.
+    """
     from warpfold.evaluation.page import warnings_of
 
     with progress_bar() as progress:

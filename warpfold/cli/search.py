@@ -2,12 +2,23 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from warpfold import arguments
-from warpfold.arguments import Checked, Cluster, PathLike, Paths, Shard, Workers, argument, decides, reads, runs, writes
+from warpfold.arguments import (
+    Cluster,
+    PathLike,
+    Paths,
+    Shard,
+    Workers,
+    argument,
+    checked,
+    decides,
+    reads,
+    runs,
+    writes,
+)
 from warpfold.bulk import JobPart
 from warpfold.cli.common import Answer, command, log_plans, warn
 from warpfold.errors import UserError, listed
@@ -15,10 +26,8 @@ from warpfold.prediction.request import MsaServer
 from warpfold.progress import Progress, progress_bar
 
 
-@dataclass(frozen=True)
-class SearchCommand(Checked):
-    """Search for alignments and template hits of proteins in local databases, or on a server if you name one."""
-
+@checked()
+def search(
     queries: Annotated[
         Paths,
         argument(
@@ -26,7 +35,7 @@ class SearchCommand(Checked):
             shell=list[str],
             path="local",
         ),
-    ]
+    ],
     database: Annotated[
         Paths | Mapping[str, PathLike] | None,
         reads(
@@ -34,22 +43,22 @@ class SearchCommand(Checked):
             shell=list[str] | None,
             path="local",
         ),
-    ] = None
+    ] = None,
     out: Annotated[
         PathLike | None, writes("Folder for NAME/DATABASE.a3m; the same command continues a stopped run.")
-    ] = None
-    _: KW_ONLY
-    msa_server: MsaServer = None
-    template_database: Annotated[PathLike | None, reads("FASTA like pdb_seqres, searched for template hits.")] = None
+    ] = None,
+    *,
+    msa_server: MsaServer = None,
+    template_database: Annotated[PathLike | None, reads("FASTA like pdb_seqres, searched for template hits.")] = None,
     engine: Annotated[
         Literal["jackhmmer", "mmseqs2", "hhblits"], decides("jackhmmer is built in; the others must be installed.")
-    ] = "jackhmmer"
+    ] = "jackhmmer",
     iterations: Annotated[
         int | None, decides("1 to 3; default: 1 for jackhmmer, 3 for the others, as in AlphaFold2.", min=1, max=3)
-    ] = None
+    ] = None,
     e_value: Annotated[
         float | None, decides("Largest E-value of a hit; default: 1e-4 for jackhmmer, 1e-3 for others.", above=0)
-    ] = None
+    ] = None,
     max_hits: Annotated[
         int | Mapping[str, int] | Sequence[str] | None,
         decides(
@@ -57,75 +66,81 @@ class SearchCommand(Checked):
             "all.",
             shell=list[str] | None,
         ),
-    ] = None
+    ] = None,
     cache: Annotated[
         PathLike | None, runs("Folder of cached results, which several runs may share; default: OUT/cache.")
-    ] = None
-    workers: Workers = 1
-    threads: Annotated[int | None, runs("Threads of a process; default: all cores, shared equally.", min=1)] = None
-    cluster: Cluster = None
-    shard: Shard = None
-    progress: Progress | None = None
+    ] = None,
+    workers: Workers = 1,
+    threads: Annotated[int | None, runs("Threads of a process; default: all cores, shared equally.", min=1)] = None,
+    cluster: Cluster = None,
+    shard: Shard = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Search for alignments and template hits of proteins in local databases, or on a server if you name one.
 
-    def __call__(self) -> dict[str, Any]:
-        """Search and return the report of `out/search.json`, with failed proteins under "failures".
+    queries: files, folders, or sequences. database: files, or a mapping of names to files. max_hits: rows, or a mapping
+    of names to rows. Returns the report of `out/search.json`, with failed proteins under "failures".
+    Errors: UserError for invalid queries or arguments, and if `out` has other files.
+    """
+    if out is None:
+        raise UserError("search: --out is missing. Pass a folder for the results.")
+    named, folder, tell = arguments.queries("queries", queries), Path(out), arguments.progress_of(progress)
+    if msa_server is not None:
+        from warpfold.data.search.fetch import search_by_server
+        from warpfold.prediction.request import server_of
 
-        queries: files, folders, or sequences. database: files, or a mapping of names to files. max_hits: rows, or a
-        mapping of names to rows. Raises UserError for invalid queries or arguments, and if `out` has other files.
-        """
-        if self.out is None:
-            raise UserError("search: --out is missing. Pass a folder for the results.")
-        queries, out = arguments.queries("queries", self.queries), Path(self.out)
-        tell = arguments.progress_of(self.progress)
-        if self.msa_server is not None:
-            from warpfold.data.search.fetch import search_by_server
-            from warpfold.prediction.request import server_of
+        local = {
+            "database": database,
+            "template-database": template_database,
+            "iterations": iterations,
+            "e-value": e_value,
+            "max-hits": max_hits,
+            "cluster": cluster,
+            "shard": shard,
+        }
+        for name in (name for name, value in local.items() if value):
+            raise UserError(f"--{name}: has no effect with --msa-server. Remove one of them.")
+        server = server_of(msa_server, cache, folder / "cache")
+        assert server is not None
+        return search_by_server(named, server, folder, tell)
+    if not database:
+        raise UserError("search: --database is missing. Pass a local database, or a server with --msa-server.")
+    from warpfold.data.search import search as searching
+    from warpfold.data.search.database import Database, parse_max_hits
 
-            local = "database", "template_database", "iterations", "e_value", "max_hits", "cluster", "shard"
-            for name in (name for name in local if getattr(self, name)):
-                raise UserError(f"--{name.replace('_', '-')}: has no effect with --msa-server. Remove one of them.")
-            server = server_of(self.msa_server, self.cache, out / "cache")
-            assert server is not None
-            return search_by_server(queries, server, out, tell)
-        if not self.database:
-            raise UserError("search: --database is missing. Pass a local database, or a server with --msa-server.")
-        from warpfold.data.search import search as searching
-        from warpfold.data.search.database import Database, parse_max_hits
-
-        database, max_hits = self.database, self.max_hits
-        if isinstance(max_hits, Mapping):
-            max_hits = [f"{key}={count}" for key, count in max_hits.items()]
-        rows = parse_max_hits([str(max_hits)] if isinstance(max_hits, int | str) else list(max_hits or ()))
-        if isinstance(database, Mapping):
-            databases = [f"{key}={os.fspath(arguments.path('database', file))}" for key, file in database.items()]
-        else:
-            databases = [str(file) for file in arguments.paths("database", database)]
-        settings = {"iterations": self.iterations, "e_value": self.e_value}
-        return searching.search(
-            queries,
-            [Database.parse(text, rows) for text in databases],
-            out,
-            searching.ENGINES[self.engine](**{key: value for key, value in settings.items() if value is not None}),
-            arguments.path_or_none("template_database", self.template_database),
-            searching.SearchOptions(
-                arguments.path_or_none("cache", self.cache), self.workers, self.threads, self.cluster,
-                JobPart.parse(self.shard) if self.shard else None,
-            ),
-            tell,
-        )  # fmt: skip
-
-
-search = arguments.function(SearchCommand)
+    if isinstance(max_hits, Mapping):
+        max_hits = [f"{key}={count}" for key, count in max_hits.items()]
+    rows = parse_max_hits([str(max_hits)] if isinstance(max_hits, int | str) else list(max_hits or ()))
+    if isinstance(database, Mapping):
+        databases = [f"{key}={os.fspath(arguments.path('database', file))}" for key, file in database.items()]
+    else:
+        databases = [str(file) for file in arguments.paths("database", database)]
+    settings = {"iterations": iterations, "e_value": e_value}
+    return searching.search(
+        named,
+        [Database.parse(text, rows) for text in databases],
+        folder,
+        searching.ENGINES[engine](**{key: value for key, value in settings.items() if value is not None}),
+        arguments.path_or_none("template_database", template_database),
+        searching.SearchOptions(
+            arguments.path_or_none("cache", cache),
+            workers,
+            threads,
+            cluster,
+            JobPart.parse(shard) if shard else None,
+        ),
+        tell,
+    )
 
 
 @command(
-    SearchCommand,
+    search,
     continues=True,
     example="Example:  warpfold search proteins.fasta --database uniref90=uniref90.fasta mgnify=mgy_clusters.fa.gz "
     "--template-database pdb_seqres.txt --out found",
 )
 def search_in_shell(given: dict[str, Any]) -> Answer:
-    """Search and print a line for each protein, and warnings about missing hits and failures."""
+    """Search for alignments and template hits of proteins in local databases, or on a server if you name one."""
     with progress_bar() as progress, log_plans():
         report = search(**given, progress=progress)
     lines = []

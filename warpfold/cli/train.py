@@ -7,14 +7,14 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
 import typer
 
 from warpfold import arguments
-from warpfold.arguments import Checked, Device, Memory, PathLike, Strict, argument, decides, reads, runs, writes
+from warpfold.arguments import Device, Memory, PathLike, Set, Strict, argument, checked, reads, runs, writes
 from warpfold.cli.common import (
     Answer,
     AsJson,
@@ -42,96 +42,88 @@ if TYPE_CHECKING:
 StoreLike = Union[PathLike, "Store", "Source"]  # a path may end in =WEIGHT
 
 
-@dataclass(frozen=True)
-class TrainCommand(Checked):
-    """Train or fine-tune; Ctrl-C or kill -9 loses only the steps since the last checkpoint.
-
-    On several processes, under torchrun: docs/howto/clusters.md.
-    """
-
+@checked()
+def train(
     settings: Annotated[
         "SettingsLike", argument("A TOML file, or the name of a preset: monomer, tiny ...", shell=str, path="local")
-    ]
+    ],
     data: Annotated[
         StoreLike | Sequence[StoreLike],
         reads("Stores that `warpfold pack` made: STORE or STORE=WEIGHT.", shell=list[str], path="store"),
-    ]
-    out: Annotated[PathLike, writes("Folder of the run; the same command continues a stopped run, bit for bit.")]
-    _: KW_ONLY
-    init: Annotated[PathLike | None, reads("Parameters to start from; default: random ones.")] = None
-    replay: Annotated[PathLike | None, reads("order.txt of a run of the same data and seed, to follow.")] = None
-    set: Annotated[
-        arguments.Changes | None,
-        decides("Settings that override those of the file, KEY=VALUE.", shell=list[str] | None),
-    ] = None
-    device: Device = None
-    memory: Memory = None
+    ],
+    out: Annotated[PathLike, writes("Folder of the run; the same command continues a stopped run, bit for bit.")],
+    *,
+    init: Annotated[PathLike | None, reads("Parameters to start from; default: random ones.")] = None,
+    replay: Annotated[PathLike | None, reads("order.txt of a run of the same data and seed, to follow.")] = None,
+    set: Set = None,
+    device: Device = None,
+    memory: Memory = None,
     cluster: Annotated[
         PathLike | None, reads("How the processes are joined, as the doctor wrote it; default: measured.")
-    ] = None
-    strict: Strict = False
-    watch: "Watching | None" = None
-    team: "Team | None" = None
+    ] = None,
+    strict: Strict = False,
+    watch: "Watching | None" = None,
+    team: "Team | None" = None,
+) -> "Summary":
+    """Train or fine-tune into the folder `out`, or continue the run there, and return its summary.
 
-    def __call__(self) -> "Summary":
-        """Train into the folder `out`, or continue the run there, and return its summary.
+    A kill loses only the steps since the last checkpoint.
+    settings: the name of a preset, a TOML file, its values, or a `RunConfig`.
+    data: stores or their paths.
+    set: overrides of the settings, such as {"train.steps": 500}.
+    watch: watchers, or functions that receive each row of metrics.jsonl (docs/howto/train.md).
+    team: the processes that train together. All of them call this function.
+    Errors: UserError for bad arguments, settings, stores and parameters, and if `out` holds another run.
+    """
+    from warpfold.cost.links import read_cluster
+    from warpfold.device import caveats, device_of
+    from warpfold.engine.checkpoint import RunFolder
+    from warpfold.engine.loop import StopSignals
+    from warpfold.engine.watch import as_watchers
+    from warpfold.parallel.team import team_of
+    from warpfold.training import train as training
+    from warpfold.training.config import load_settings
+    from warpfold.training.first_weights import check_first, check_moments
+    from warpfold.training.planning import graphs_in_words, plan_training
 
-        settings: the name of a preset, a TOML file, its values, or a `RunConfig`.
-        data: stores or their paths.
-        set: overrides of the settings, such as {"train.steps": 500}.
-        watch: watchers, or functions that receive each row of metrics.jsonl (docs/howto/train.md).
-        team: the processes that train together. All of them call this function.
-        Errors: UserError for bad arguments, settings, stores and parameters, and if `out` holds another run.
-        """
-        from warpfold import device
-        from warpfold.cost.links import read_cluster
-        from warpfold.engine.checkpoint import RunFolder
-        from warpfold.engine.loop import StopSignals
-        from warpfold.engine.watch import as_watchers
-        from warpfold.parallel.team import team_of
-        from warpfold.training import train as training
-        from warpfold.training.config import load_settings
-        from warpfold.training.first_weights import check_first, check_moments
-        from warpfold.training.planning import graphs_in_words, plan_training
-
-        team = team_of(self.team)
-        changes = [*arguments.changes_of("set", self.set), *(['plan.kernels="strict"'] if self.strict else [])]
-        given = load_settings(self.settings, changes)
-        where, out, init = device.device_of(self.device), Path(self.out), arguments.path_or_none("init", self.init)
-        memory = None if self.memory is None else arguments.parse_memory(self.memory)
-        told = as_watchers(self.watch)
-        stores = sources_of(self.data, given.config().model.multimer is not None)
-        joined = None if self.cluster is None else read_cluster(Path(self.cluster))
-        first = given.config()
-        if init is not None or first.train.moments:  # before minutes of planning, by one process: files may be large
-            wrong = ""
-            if team.is_rank_zero:
-                try:
-                    if init is not None:
-                        check_first(first.model, init, first.train.new_heads)
-                    if first.train.moments and RunFolder(out, writes=False).latest() is None:
-                        check_moments(first.optim.name, init)
-                except UserError as error:
-                    wrong = str(error)
-            if wrong := team.broadcast(wrong, "the parameters to start from"):
-                raise UserError(wrong)
-        config, said = plan_training(given, out, where, memory, team, joined)
-        team.remesh(config.plan, idle=given.auto)
-        log = logging.getLogger("warpfold.plan")
-        if team.process.is_idle:
-            log.warning("rank %d: the plan has no use for this process; it waits until the run ends", team.process.rank)
-            with StopSignals():  # the others end the run
-                return training.Summary(**team.wait_idle(), params=RunFolder(out, writes=False).params)
-        if said and team.is_rank_zero:
-            log.info("plan: %s", said)
-        if team.is_rank_zero and (graphs := graphs_in_words(config.plan, where)):
-            log.info("graphs: %s", graphs)
-        for caveat in device.caveats(config.plan.precision, where) if team.is_rank_zero else ():
-            log.warning("%s", caveat)
-        replay = arguments.path_or_none("replay", self.replay)
-        typed = shlex.join(["warpfold", *sys.argv[1:]]) if sys.argv[1:2] == ["train"] else ""
-        more: dict[str, Any] = {"device": where, "watch": told, "team": team, "command": typed}
-        return training.train(config, stores, out, init=init, replay=replay, **more)
+    team = team_of(team)
+    changes = [*arguments.changes_of("set", set), *(['plan.kernels="strict"'] if strict else [])]
+    given = load_settings(settings, changes)
+    where, folder, start = device_of(device), Path(out), arguments.path_or_none("init", init)
+    limit = None if memory is None else arguments.parse_memory(memory)
+    watchers = as_watchers(watch)
+    stores = sources_of(data, given.config().model.multimer is not None)
+    joined = None if cluster is None else read_cluster(Path(cluster))
+    first = given.config()
+    if start is not None or first.train.moments:  # before minutes of planning, by one process: files may be large
+        wrong = ""
+        if team.is_rank_zero:
+            try:
+                if start is not None:
+                    check_first(first.model, start, first.train.new_heads)
+                if first.train.moments and RunFolder(folder, writes=False).latest() is None:
+                    check_moments(first.optim.name, start)
+            except UserError as error:
+                wrong = str(error)
+        if wrong := team.broadcast(wrong, "the parameters to start from"):
+            raise UserError(wrong)
+    config, said = plan_training(given, folder, where, limit, team, joined)
+    team.remesh(config.plan, idle=given.auto)
+    log = logging.getLogger("warpfold.plan")
+    if team.process.is_idle:
+        log.warning("rank %d: the plan has no use for this process; it waits until the run ends", team.process.rank)
+        with StopSignals():  # the others end the run
+            return training.Summary(**team.wait_idle(), params=RunFolder(folder, writes=False).params)
+    if said and team.is_rank_zero:
+        log.info("plan: %s", said)
+    if team.is_rank_zero and (graphs := graphs_in_words(config.plan, where)):
+        log.info("graphs: %s", graphs)
+    for caveat in caveats(config.plan.precision, where) if team.is_rank_zero else ():
+        log.warning("%s", caveat)
+    typed = shlex.join(["warpfold", *sys.argv[1:]]) if sys.argv[1:2] == ["train"] else ""
+    order = arguments.path_or_none("replay", replay)
+    more: dict[str, Any] = {"device": where, "watch": watchers, "team": team, "command": typed}
+    return training.train(config, stores, folder, init=start, replay=order, **more)
 
 
 def sources_of(data: StoreLike | Sequence[StoreLike], assemblies: bool = False) -> "list[Source]":
@@ -164,12 +156,7 @@ def sources_of(data: StoreLike | Sequence[StoreLike], assemblies: bool = False) 
     return found
 
 
-train = arguments.function(TrainCommand)
-
-
-@command(
-    TrainCommand, continues=True, example="Example:  warpfold train tiny --data store --out run --set train.steps=500"
-)
+@command(train, continues=True, example="Example:  warpfold train tiny --data store --out run --set train.steps=500")
 def train_in_shell(
     given: dict[str, Any],
     examples: Annotated[
@@ -179,7 +166,10 @@ def train_in_shell(
     branch: Branch = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train with all processes under a progress line, and print the outcome."""
+    """Train or fine-tune; Ctrl-C or kill -9 loses only the steps since the last checkpoint.
+
+    On several processes, under torchrun: docs/howto/clusters.md.
+    """
     from warpfold.parallel.team import distributed_context
     from warpfold.training.config import load_settings
     from warpfold.training.watching import training_progress
@@ -211,43 +201,39 @@ def train_in_shell(
     raise typer.Exit(0 if found.finished or found.signal == signal.SIGTERM else 130)
 
 
-@dataclass(frozen=True)
-class ValidateCommand(Checked):
+@checked()
+def validate(
+    run: Annotated[PathLike, argument("Folder of `warpfold train`, its --out.")],
+    data: Annotated[
+        StoreLike | Sequence[StoreLike],
+        reads("The stores that it trains on: STORE or STORE=WEIGHT.", shell=list[str], path="store"),
+    ],
+    *,
+    follow: Annotated[bool, runs("Wait for further checkpoints, until that of the last step.")] = False,
+    device: Device = None,
+    watch: "Watching | None" = None,
+) -> list[dict[str, Any]]:
+    """Fold the held-out proteins of a run with each of its checkpoints, during or after training, on any machine.
+
+    Appends a row per checkpoint to RUN/evaluations.jsonl, and writes the best weights to RUN/best.safetensors.
+    Checkpoints that have a row already are omitted. Returns the new rows.
+    watch: watchers, or functions that receive each row.
+    Errors: UserError if `run` is not the folder of a run or has other data, and if another process evaluates it.
+    """
+    from warpfold.device import device_of
+    from warpfold.training import validate as validating
+
+    folder = Path(run)
+    stores = sources_of(data, validating.settings_of(folder).model.multimer is not None)
+    return validating.validate(folder, stores, follow=follow, device=device_of(device), watch=watch)
+
+
+@command(validate, example="Example:  warpfold validate run --data store --follow")
+def validate_in_shell(given: dict[str, Any]) -> Answer:
     """Fold the held-out proteins of a run with each of its checkpoints, during or after training, on any machine.
 
     Appends a row per checkpoint to RUN/evaluations.jsonl, and writes the best weights to RUN/best.safetensors.
     """
-
-    run: Annotated[PathLike, argument("Folder of `warpfold train`, its --out.")]
-    data: Annotated[
-        StoreLike | Sequence[StoreLike],
-        reads("The stores that it trains on: STORE or STORE=WEIGHT.", shell=list[str], path="store"),
-    ]
-    _: KW_ONLY
-    follow: Annotated[bool, runs("Wait for further checkpoints, until that of the last step.")] = False
-    device: Device = None
-    watch: "Watching | None" = None
-
-    def __call__(self) -> list[dict[str, Any]]:
-        """Evaluate the checkpoints without a row, and return the new rows.
-
-        watch: watchers, or functions that receive each row.
-        Errors: UserError if `run` is not the folder of a run or has other data, and if another process evaluates it.
-        """
-        from warpfold.device import device_of
-        from warpfold.training import validate as validating
-
-        folder = Path(self.run)
-        stores = sources_of(self.data, validating.settings_of(folder).model.multimer is not None)
-        return validating.validate(folder, stores, follow=self.follow, device=device_of(self.device), watch=self.watch)
-
-
-validate = arguments.function(ValidateCommand)
-
-
-@command(ValidateCommand, example="Example:  warpfold validate run --data store --follow")
-def validate_in_shell(given: dict[str, Any]) -> Answer:
-    """Tell of each checkpoint as soon as it is evaluated."""
 
     def tell(row: dict[str, object]) -> None:
         warn(f"step {row['step']}: held-out lDDT-Cα {row['lddt_ca']:.3f}, loss {row['loss']:.3f}")
