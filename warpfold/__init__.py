@@ -29,7 +29,18 @@ if TYPE_CHECKING:
     from warpfold.engine.watch import Phase, TensorBoard, Watcher, WeightsAndBiases
     from warpfold.errors import UserError
     from warpfold.model.alphafold import AlphaFold
-    from warpfold.model.evoformer import Evoformer, EvoformerConfig
+    from warpfold.model.evoformer import (
+        Evoformer,
+        EvoformerConfig,
+        MSAColumnAttention,
+        MSARowAttention,
+        OuterProductMean,
+        PairConfig,
+        PairStack,
+        Transition,
+        TriangleAttention,
+        TriangleMultiplication,
+    )
     from warpfold.parallel.execution import Execution
     from warpfold.parallel.plan import Plan
     from warpfold.prediction.outputs import Prediction
@@ -47,6 +58,11 @@ __all__ = [
     "Execution",
     "FoldResult",
     "Gradient",
+    "MSAColumnAttention",
+    "MSARowAttention",
+    "OuterProductMean",
+    "PairConfig",
+    "PairStack",
     "ParamsFile",
     "Phase",
     "Plan",
@@ -55,6 +71,9 @@ __all__ = [
     "Ready",
     "Store",
     "TensorBoard",
+    "Transition",
+    "TriangleAttention",
+    "TriangleMultiplication",
     "UserError",
     "Watcher",
     "WeightsAndBiases",
@@ -113,7 +132,10 @@ _NAMES = {
     "warpfold.engine.watch": "Phase TensorBoard Watcher WeightsAndBiases",
     "warpfold.errors": "UserError",
     "warpfold.model.alphafold": "AlphaFold",
-    "warpfold.model.evoformer": "Evoformer EvoformerConfig",
+    "warpfold.model.evoformer": (
+        "Evoformer EvoformerConfig MSAColumnAttention MSARowAttention OuterProductMean PairConfig PairStack Transition "
+        "TriangleAttention TriangleMultiplication"
+    ),
     "warpfold.parallel.execution": "Execution",
     "warpfold.parallel.plan": "Plan",
     "warpfold.prediction.outputs": "Prediction",

@@ -157,10 +157,6 @@ class Checked:
         for field in fields(self):  # type: ignore[arg-type]  # its subclasses are dataclasses
             object.__setattr__(self, field.name, check(field.name, field.type, getattr(self, field.name)))
 
-    def only(self, kind: type[R]) -> R:
-        """Return an instance of a base class with the options that it declares."""
-        return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})  # type: ignore[arg-type]
-
 
 def checked(*options: type, **others: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator that checks the arguments of a function at the call, as they are declared.

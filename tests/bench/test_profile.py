@@ -198,13 +198,13 @@ def test_wrong_settings_are_one_line(capsys: pytest.CaptureFixture[str]) -> None
     assert "no such settings file" in refused(run(capsys, "profile", "monster", "--device", "cpu"))
 
 
-def test_large_settings_are_measured_small_on_a_cpu_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_large_settings_are_measured_small_on_a_cpu_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
     whole = measured("monomer", [], {}, None, 0)
     small = measured("monomer", [], {"residues": 200, "sequences": None}, None, 0, on_cpu=True)
-    assert "at most: 64 residues, 32 sequences" in capsys.readouterr().err
+    assert "at most: 64 residues, 32 sequences" in caplog.text
     assert small.sizes == ExampleSizes(residues=200, sequences=32, extra=64, templates=1)
     assert small.model == shortened(whole.model, 2)
     assert measured("monomer", [], {}, 3, 0, on_cpu=True).model.evoformer.blocks == 3
-    capsys.readouterr()
+    caplog.clear()
     assert measured("tiny", [], {}, None, 0, on_cpu=True) == measured("tiny", [], {}, None, 0)
-    assert capsys.readouterr().err == ""
+    assert caplog.text == ""

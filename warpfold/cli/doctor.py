@@ -229,7 +229,7 @@ def doctor_in_shell(given: dict[str, Any], as_json: AsJson = False) -> None:
     for finding in findings:
         if finding.verdict.red:
             warn(f"red: {finding.verdict.says()}")
-    text: "list[str | Table]" = [*_facts(report["machine"]), *_findings(findings, where.type, report["settings"])]
+    text: list[str | Table] = [*_facts(report["machine"]), *_findings(findings, where.type, report["settings"])]
     text += [*([] if memory is None else [memory.says()]), *_colored(report["verdict"])]
     show(Answer(report, text), as_json)
     raise typer.Exit(int(bool(report["red"])))
