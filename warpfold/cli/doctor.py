@@ -217,8 +217,7 @@ def doctor_in_shell(given: dict[str, Any], as_json: AsJson = False) -> None:
         _cluster_in_shell(given, as_json)
     if not given["kernels"]:
         report = doctor(**given)
-        text = [*_facts(report["machine"]), *_colored(report["verdict"]), f"\n{HINT}"]
-        show(Answer(report, text), as_json)
+        show(Answer(report, [*_facts(report["machine"]), *_colored(report["verdict"]), f"\n{HINT}"]), as_json)
         return
     import torch
 
