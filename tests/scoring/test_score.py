@@ -214,6 +214,8 @@ def test_the_assembly_of_the_reference_instead_of_its_file(tmp_path: Path) -> No
     np.testing.assert_allclose(
         copies[1].positions[copies[1].mask > 0], (chains[0].positions + [0, 0, 7])[chains[0].mask > 0], atol=2e-3
     )
+    # Atoms that are absent stay at the origin.
+    assert not copies[1].positions[copies[1].mask == 0].any()
     (tmp_path / "predicted.cif").write_text(write_mmcif("x", copies))
     found = score_files(tmp_path / "predicted.cif", tmp_path / "truth.cif", assembly=True)
     assert sorted(found.chains.values()) == ["L", "L-2"]

@@ -132,6 +132,11 @@ def test_every_flipped_byte_of_a_shard_is_found(tmp_path: Path) -> None:
     read_everything(path)
 
 
+def test_notes_that_are_not_json_are_refused() -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        pack_record({"x": np.arange(3)}, {"resolution": float("nan")})
+
+
 def test_arrays_in_common_are_stored_once(tmp_path: Path) -> None:
     whole = arrays()["msa"]
     with StoreWriter(tmp_path / "s", shard_bytes=200_000) as writer:  # each in a shard of its own
