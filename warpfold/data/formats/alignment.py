@@ -131,7 +131,7 @@ def encode(sequence: str, source: str = "sequence") -> np.ndarray:
     except KeyError as error:
         position = upper(sequence).index(error.args[0]) + 1
         raise UserError(
-            f"{source}: has {_quoted(error.args[0])} at position {position}, which is not an amino acid. Correct or "
+            f"{source}: has {_quote(error.args[0])} at position {position}, which is not an amino acid. Correct or "
             "remove it."
         ) from None
 
@@ -146,7 +146,7 @@ def plain_sequence(text: str) -> str:
     return upper("".join(text.translate(_INVISIBLE).split()).removesuffix("*"))
 
 
-def _quoted(character: str) -> str:
+def _quote(character: str) -> str:
     """Format a character for an error: quoted, with its code point unless it is ASCII."""
     if character.isascii():
         return repr(character)
@@ -183,7 +183,7 @@ def is_nucleic(sequence: str) -> bool:
     return len(sequence) >= 10 and set("ACG") <= letters <= set("ACGTUN")
 
 
-def _table(lower: bool, dash: int, dot: int, gaps: bytes = b"-") -> np.ndarray:
+def _code_table(lower: bool, dash: int, dot: int, gaps: bytes = b"-") -> np.ndarray:
     """Build the table of the code of each byte, uint8 [256].
 
     lower: lower-case letters are read as upper case; otherwise they are insertions.
@@ -198,13 +198,13 @@ def _table(lower: bool, dash: int, dot: int, gaps: bytes = b"-") -> np.ndarray:
 
 
 # In FASTA, lower case marks masked regions.
-_SEQUENCE = _table(lower=True, dash=_ILLEGAL, dot=_ILLEGAL)
+_SEQUENCE = _code_table(lower=True, dash=_ILLEGAL, dot=_ILLEGAL)
 # ColabFold separates chains as A:B, ProteinMPNN as A/B.
 _CHAINS = np.where(np.isin(np.arange(256), [ord(":"), ord("/")]), _DOT, _SEQUENCE)
 # In aligned FASTA and Stockholm, every character is a column.
-_ALIGNED = _table(lower=True, dash=GAP, dot=GAP, gaps=_GAPS)
+_ALIGNED = _code_table(lower=True, dash=GAP, dot=GAP, gaps=_GAPS)
 # In A3M, lower-case letters are insertions between the columns.
-_A3M = _table(lower=False, dash=GAP, dot=_DOT)
+_A3M = _code_table(lower=False, dash=GAP, dot=_DOT)
 
 
 # First bytes of files that users pass by mistake.
@@ -240,11 +240,11 @@ def plain_text(data: bytes | str, source: str) -> bytes:
 
 def table_titles(data: bytes | str, source: str) -> list[str]:
     """Read the column names in the first line of a table, in lower case. Raises the errors of `plain_text`."""
-    text, separator = _table_text(data, source)
-    return _titles(csv.reader([text.partition("\n")[0]], delimiter=separator, skipinitialspace=True))
+    text, separator = _split_off_separator(data, source)
+    return _read_titles(csv.reader([text.partition("\n")[0]], delimiter=separator, skipinitialspace=True))
 
 
-def _table_text(data: bytes | str, source: str) -> tuple[str, str]:
+def _split_off_separator(data: bytes | str, source: str) -> tuple[str, str]:
     """Return the text of a table without Excel's line `sep=;`, and the separator of its columns: comma, tab or `;`."""
     text = plain_text(data, source).decode().lstrip("\n")
     if match := re.match(r"sep=(.)\n", text):
@@ -253,7 +253,7 @@ def _table_text(data: bytes | str, source: str) -> tuple[str, str]:
     return text, max(",\t;", key=first.count) if set(",\t;") & set(first) else ","
 
 
-def _titles(lines: Iterator[list[str]]) -> list[str]:
+def _read_titles(lines: Iterator[list[str]]) -> list[str]:
     """Read the column names from the first line of a table. `name` and `seq` are read as `id` and `sequence`."""
     titles = [title.strip().lower() for title in next(lines, [])]
     for title, synonym in (("id", "name"), ("sequence", "seq")):
@@ -267,10 +267,10 @@ def table_rows(data: bytes | str, source: str, columns: Sequence[str]) -> list[t
 
     Raises UserError for missing columns, incomplete lines, and unclosed quotes.
     """
-    text, separator = _table_text(data, source)
+    text, separator = _split_off_separator(data, source)
     lines = csv.reader(io.StringIO(text), delimiter=separator, strict=True, skipinitialspace=True)
     try:
-        titles = _titles(lines)
+        titles = _read_titles(lines)
         rows = [(lines.line_num, line) for line in lines if any(cell.strip() for cell in line)]
     except csv.Error as error:
         raise UserError(f"{source}: line {lines.line_num}: {error}. Correct the table.") from None
@@ -312,15 +312,13 @@ def fasta_records(data: bytes | str, source: str, chains: bool = False) -> list[
     data = plain_text(data, source)
     if b"\0" in data:
         raise UserError(f"{source}: has NUL bytes, so it is not FASTA text. Export it again.")
-    names, sequences = _records(data, source)
+    names, sequences = _split_records(data, source)
     if chains:
         sequences = [sequence.replace(b"/", b":").replace(b"*:", b":") for sequence in sequences]
-    joined, starts = _join(sequences)
-    table = _CHAINS if chains else _SEQUENCE
-    problems = _illegal(table[np.frombuffer(joined, dtype=np.uint8)], starts, joined, names, source)
+    *_, problems = _encode_rows(_CHAINS if chains else _SEQUENCE, names, sequences, source)
     for row, (name, sequence) in enumerate(zip(names, sequences)):
         if not sequence:
-            problems[row] = f"{source}: record {_short(name)} has no sequence. Remove it or complete the file"
+            problems[row] = f"{source}: record {_shorten(name)} has no sequence. Remove it or complete the file"
     records = enumerate(zip(names, sequences))
     return [(name, sequence.decode().upper(), problems.get(row, "")) for row, (name, sequence) in records]
 
@@ -379,8 +377,8 @@ def parse_alignment(data: bytes | str, source: str = "<alignment>", query: str |
     if b"\0" in data or any(not re.fullmatch(rb"[A-Za-z.\-]+", s) for s in sequences[:2]) or b" " in data.strip():
         kind = "a CLUSTAL file" if data.startswith(b"CLUSTAL") else "not an alignment that WarpFold knows"
         raise UserError(f"{source}: is {kind}. Pass A3M, Stockholm or aligned FASTA.")
-    alignment = _in_columns([f"row {i + 1}" for i in range(len(sequences))], sequences, source)
-    return _project(alignment, alignment.rows[0] != GAP).check_query(query, source)
+    alignment = _align_columns([f"row {i + 1}" for i in range(len(sequences))], sequences, source)
+    return _project_on_match(alignment, alignment.rows[0] != GAP).check_query(query, source)
 
 
 def parse_a3m(data: bytes | str, source: str = "<a3m>", query: str | None = None) -> Alignment:
@@ -389,13 +387,13 @@ def parse_a3m(data: bytes | str, source: str = "<a3m>", query: str | None = None
     HH-suite's rows of secondary structure, confidence and consensus are skipped. ColabFold's first line ("#lengths
     cardinalities") is supported.
     """
-    lengths, _, data = announced(_entry_of_query(plain_text(data, source), source, query), source)
-    names, sequences = _sequences(data, source, query)
+    lengths, _, data = announced(_select_entry(plain_text(data, source), source, query), source)
+    names, sequences = _read_a3m_rows(data, source, query)
     first = sequences[0].translate(None, _GAPS)
     if query is not None and first != first.upper() == upper(query).encode() and len(set(map(len, sequences))) == 1:
         # This is EVcouplings' A2M, in which the query has lower-case letters where few rows have residues.
-        alignment = _in_columns(names, sequences, source)
-        return _project(alignment, alignment.rows[0] != GAP).check_query(query, source)
+        alignment = _align_columns(names, sequences, source)
+        return _project_on_match(alignment, alignment.rows[0] != GAP).check_query(query, source)
     alignment = _match_columns(names, sequences, lengths, source)
     if len(lengths) > 1:
         letters = None if query is None else as_row(query)
@@ -410,7 +408,7 @@ def parse_a3m(data: bytes | str, source: str = "<a3m>", query: str | None = None
     if (alignment.rows[0] == GAP).any():
         if alignment.deletions.any():
             raise UserError(f"{source}: its first row, the query, has gaps. Put the query's own sequence first.")
-        alignment = _project(alignment, alignment.rows[0] != GAP)
+        alignment = _project_on_match(alignment, alignment.rows[0] != GAP)
     return alignment.check_query(query, source)
 
 
@@ -425,8 +423,7 @@ def announced(data: bytes, source: str) -> tuple[list[int], list[int], bytes]:
     Returns them (empty lists if the file has no such line) and the text after the comment lines. Raises UserError for
     impossible values, and for other lines of numbers.
     """
-    lengths: list[int] = []
-    copies: list[int] = []
+    lengths, copies = list[int](), list[int]()
     while data.startswith(b"#"):
         line, _, data = data.partition(b"\n")
         if not _NUMBERS.fullmatch(line):
@@ -456,7 +453,7 @@ def parse_complex_a3m(data: bytes | str, source: str = "<a3m>") -> list[list[Ali
     lengths, _, data = announced(plain_text(data, source).replace(b"\0", b"").lstrip(b"\n"), source)
     if not lengths:
         raise UserError(f"{source}: its first line is not #lengths<TAB>copies, such as #120,88<TAB>1,2. Correct it.")
-    alignment = _match_columns(*_sequences(data, source), lengths, source)
+    alignment = _match_columns(*_read_a3m_rows(data, source), lengths, source)
     if (alignment.rows[0] == GAP).any():
         raise UserError(f"{source}: its first row, the chains' own sequences, has gaps. Make the alignment again.")
     chains = _split_chains(alignment, lengths)
@@ -516,13 +513,13 @@ def _split_chains(alignment: Alignment, lengths: Sequence[int]) -> list[Alignmen
     return [Alignment(alignment.rows[:, span], alignment.deletions[:, span], alignment.names) for span in spans]
 
 
-def _sequences(data: bytes, source: str, query: str | None = None) -> tuple[list[str], list[bytes]]:
+def _read_a3m_rows(data: bytes, source: str, query: str | None = None) -> tuple[list[str], list[bytes]]:
     """Read names and rows of A3M text without HH-suite's annotations.
 
     The first row is the query, whatever its name, unless it is HH-suite's consensus. It is a consensus if it follows
     predictions of secondary structure, precedes a row NAME and is named NAME_consensus, or precedes the expected query.
     """
-    names, sequences = _records(data, source)
+    names, sequences = _split_records(data, source)
     every = [(n, s) for n, s in zip(names, sequences) if not _PREDICTED_ROW.match(n)]
     records = [record for record in every if not _CONSENSUS.match(record[0])]
     # In HH-suite's files, the consensus follows predictions of secondary structure.
@@ -539,7 +536,7 @@ def _sequences(data: bytes, source: str, query: str | None = None) -> tuple[list
     return [name for name, _ in records], [sequence for _, sequence in records]
 
 
-def _records(data: bytes, source: str) -> tuple[list[str], list[bytes]]:
+def _split_records(data: bytes, source: str) -> tuple[list[str], list[bytes]]:
     """Split FASTA-like text into header lines without >, and sequences without blanks and a final `*`."""
     data = data.lstrip()
     if not data.startswith(b">"):
@@ -554,9 +551,26 @@ def _records(data: bytes, source: str) -> tuple[list[str], list[bytes]]:
     return names, sequences
 
 
-def _join(sequences: Sequence[bytes]) -> tuple[bytes, np.ndarray]:
-    """Concatenate sequences. Returns all letters, and the offset of each sequence plus the end, int64 [R + 1]."""
-    return b"".join(sequences), np.cumsum([0, *map(len, sequences)])
+def _encode_rows(
+    table: np.ndarray, names: Sequence[str], sequences: Sequence[bytes], source: str
+) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
+    """Encode the characters of all rows by a table.
+
+    Returns the concatenated codes, the start of each row and the end, int64 [R + 1], and a description of the first
+    illegal character of each row that has any.
+    """
+    letters, starts = b"".join(sequences), np.cumsum([0, *map(len, sequences)])
+    codes = table[np.frombuffer(letters, dtype=np.uint8)]
+    bad = np.flatnonzero(codes == _ILLEGAL)
+    rows, first = np.unique(np.searchsorted(starts, bad, side="right") - 1, return_index=True)
+    problems: dict[int, str] = {}
+    for row, at in zip(rows.tolist(), bad[first].tolist()):
+        character = letters[at : at + 4].decode(errors="ignore")[:1]
+        # Positions count characters, not bytes.
+        at -= sum(byte & 0xC0 == 0x80 for byte in letters[starts[row] : at])
+        where = f"record {row + 1}, {_shorten(names[row])}, position {at - starts[row] + 1}"
+        problems[row] = f"{source}: {where} has {_quote(character)}, which is not an amino acid. Correct or remove it"
+    return codes, starts, problems
 
 
 def _match_columns(names: list[str], sequences: list[bytes], lengths: Sequence[int], source: str) -> Alignment:
@@ -568,9 +582,9 @@ def _match_columns(names: list[str], sequences: list[bytes], lengths: Sequence[i
     def count_columns(match: np.ndarray) -> np.ndarray:
         return np.array([np.count_nonzero(match[start:stop]) for start, stop in pairwise(starts.tolist())])
 
-    joined, starts = _join(sequences)
-    codes = _A3M[np.frombuffer(joined, dtype=np.uint8)]
-    _refuse_illegal(codes, starts, joined, names, source)
+    codes, starts, problems = _encode_rows(_A3M, names, sequences, source)
+    if problems:
+        raise UserError(next(iter(problems.values())))
     widths = count_columns(codes <= GAP)
     if (widths != widths[0]).any() and (codes == _DOT).any():
         codes[codes == _DOT] = GAP
@@ -583,7 +597,7 @@ def _match_columns(names: list[str], sequences: list[bytes], lengths: Sequence[i
             "again."
         )
     deletions = np.zeros((len(names), width), np.int32)
-    for block in _blocks(len(names), width):
+    for block in _row_blocks(len(names), width):
         block_deletions, begins = deletions[block], starts[block.start : block.stop + 1]
         letters = codes[begins[0] : begins[-1]]
         inserted = np.flatnonzero(letters == _INSERTED)
@@ -596,13 +610,13 @@ def _match_columns(names: list[str], sequences: list[bytes], lengths: Sequence[i
     return Alignment(codes[codes <= GAP].reshape(len(names), width), deletions, names)
 
 
-def _blocks(rows: int, width: int) -> list[slice]:
+def _row_blocks(rows: int, width: int) -> list[slice]:
     """Divide rows into blocks of about `_BLOCK_CHARACTERS` characters."""
     step = max(_BLOCK_CHARACTERS // max(width, 1), 1)
     return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
-def _entry_of_query(data: bytes, source: str, query: str | None) -> bytes:
+def _select_entry(data: bytes, source: str, query: str | None) -> bytes:
     """Select the only entry, or the entry whose first row is the query. MMseqs2 ends each database entry with NUL."""
     entries = [entry.strip(b"\n") for entry in data.split(b"\0") if entry.strip()]
     if len(entries) == 1:
@@ -610,7 +624,7 @@ def _entry_of_query(data: bytes, source: str, query: str | None) -> bytes:
     if query is not None:
         codes = encode(query, source="query").tobytes()
         bodies = [re.sub(rb"\A(#[^\n]*\n)+", b"", entry) for entry in entries]
-        firsts = [_A3M[np.frombuffer(_records(body, source)[1][0], dtype=np.uint8)].tobytes() for body in bodies]
+        firsts = [_A3M[np.frombuffer(_split_records(body, source)[1][0], dtype=np.uint8)].tobytes() for body in bodies]
         matching = [entry for entry, first in zip(entries, firsts) if first == codes]
         if len(matching) == 1:
             return matching[0]
@@ -673,7 +687,7 @@ def parse_stockholm(data: bytes | str, source: str = "<stockholm>", query: str |
         raise UserError(f"{source}: holds no rows. Pass an alignment with at least the query's row.")
     names = [f"{name} {note}".rstrip() for name, note, _ in records]
     sequences = [letters for *_, letters in records]
-    alignment = _in_columns(names, sequences, source)
+    alignment = _align_columns(names, sequences, source)
     rows = alignment.rows
     match = np.isin(np.frombuffer(reference, dtype=np.uint8), list(_GAPS), invert=True)
     if reference and len(match) != rows.shape[1]:
@@ -681,17 +695,17 @@ def parse_stockholm(data: bytes | str, source: str = "<stockholm>", query: str |
     if query is None:
         if reference and not np.array_equal(match, rows[0] != GAP):
             raise UserError(
-                f"{source}: has no row of the query: the first row, {_short(names[0])}, does not fill the match "
+                f"{source}: has no row of the query: the first row, {_shorten(names[0])}, does not fill the match "
                 "columns. Pass the query's sequence too."
             )
-        return _project(alignment, rows[0] != GAP).check_query(None, source)
+        return _project_on_match(alignment, rows[0] != GAP).check_query(None, source)
     codes = encode(query, source="query")
     for i in np.flatnonzero((rows != GAP).sum(1) == len(codes)):
         if np.array_equal(rows[i][rows[i] != GAP], codes):
             order = np.argsort(np.arange(len(rows)) != i, kind="stable")
-            return _project(alignment.select(order), rows[i] != GAP).check_query(query, source)
+            return _project_on_match(alignment.select(order), rows[i] != GAP).check_query(query, source)
     if reference and match.sum() == len(codes):
-        projected = _project(alignment, match)
+        projected = _project_on_match(alignment, match)
         top = Alignment.of_query(query)
         stacked = np.concatenate([top.rows, projected.rows])
         deletions = np.concatenate([top.deletions, projected.deletions])
@@ -702,46 +716,24 @@ def parse_stockholm(data: bytes | str, source: str = "<stockholm>", query: str |
     )
 
 
-def _in_columns(names: list[str], sequences: list[bytes], source: str) -> Alignment:
+def _align_columns(names: list[str], sequences: list[bytes], source: str) -> Alignment:
     """Build an alignment in which every character is a column, [R, W], before the projection on the query."""
-    joined, starts = _join(sequences)
-    codes = _ALIGNED[np.frombuffer(joined, dtype=np.uint8)]
-    _refuse_illegal(codes, starts, joined, names, source)
+    codes, starts, problems = _encode_rows(_ALIGNED, names, sequences, source)
+    if problems:
+        raise UserError(next(iter(problems.values())))
     _refuse_widths(np.diff(starts), names, source, "columns")
     rows = codes.reshape(len(names), -1)
     return Alignment(rows, np.zeros(rows.shape, dtype=np.int32), names)
 
 
-def _project(alignment: Alignment, match: np.ndarray) -> Alignment:
+def _project_on_match(alignment: Alignment, match: np.ndarray) -> Alignment:
     """Keep the match columns (bool [W]). Residues in other columns become insertions before the next match column."""
     rows = np.ascontiguousarray(alignment.rows[:, match])
     deletions = np.zeros(rows.shape, np.int32)
-    for block in _blocks(len(rows), len(match)):
+    for block in _row_blocks(len(rows), len(match)):
         residues = np.cumsum((alignment.rows[block] != GAP) & ~match, axis=1, dtype=np.int32)[:, match]
         deletions[block] = np.diff(residues, axis=1, prepend=0)
     return Alignment(rows, deletions, alignment.names)
-
-
-def _refuse_illegal(codes: np.ndarray, starts: np.ndarray, letters: bytes, names: Sequence[str], source: str) -> None:
-    """Raise UserError for the first character outside the alphabet."""
-    for problem in _illegal(codes, starts, letters, names, source).values():
-        raise UserError(problem)
-
-
-def _illegal(
-    codes: np.ndarray, starts: np.ndarray, letters: bytes, names: Sequence[str], source: str
-) -> dict[int, str]:
-    """Describe the first illegal character of each record; returns messages by row of the alignment."""
-    bad = np.flatnonzero(codes == _ILLEGAL)
-    rows, first = np.unique(np.searchsorted(starts, bad, side="right") - 1, return_index=True)
-    problems: dict[int, str] = {}
-    for row, at in zip(rows.tolist(), bad[first].tolist()):
-        character = letters[at : at + 4].decode(errors="ignore")[:1]
-        # Positions count characters, not bytes.
-        at -= sum(byte & 0xC0 == 0x80 for byte in letters[starts[row] : at])
-        where = f"record {row + 1}, {_short(names[row])}, position {at - starts[row] + 1}"
-        problems[row] = f"{source}: {where} has {_quoted(character)}, which is not an amino acid. Correct or remove it"
-    return problems
 
 
 def _refuse_widths(widths: np.ndarray, names: Sequence[str], source: str, unit: str) -> None:
@@ -750,11 +742,11 @@ def _refuse_widths(widths: np.ndarray, names: Sequence[str], source: str, unit: 
     if other.size:
         i = int(other[0])
         raise UserError(
-            f"{source}: row {i + 1}, {_short(names[i])}, has {widths[i]} {unit}, the first row {widths[0]}. "
+            f"{source}: row {i + 1}, {_shorten(names[i])}, has {widths[i]} {unit}, the first row {widths[0]}. "
             "Align all rows to the query."
         )
 
 
-def _short(name: str) -> str:
+def _shorten(name: str) -> str:
     """Quote and shorten a header for an error."""
     return repr(name if len(name) <= 40 else name[:37] + "...")

@@ -167,7 +167,7 @@ class InputFile:
         try:
             return read_file(self.path, limit) if self.shard is None else self._read_member(0, self.size, limit)
         except UserError as error:
-            raise self._named(error) from None
+            raise self._rename_in_error(error) from None
 
     def read_head(self, limit: int) -> bytes:
         """Read the first records, which include the query; a Stockholm file is read whole.
@@ -177,13 +177,13 @@ class InputFile:
         head = b""
         try:
             with nullcontext() if self.shard else opened(self.path) as file:
-                while len(head) <= min(_MAX_HEAD, limit) and (_is_stockholm(head) or _end(head) is None):
+                while len(head) <= min(_MAX_HEAD, limit) and (_is_stockholm(head) or _find_head_end(head) is None):
                     size = max(_HEAD, len(head))
                     if not (more := file.read(size) if file else self._read_member(len(head), size)):
                         break
                     head += more
         except UserError as error:
-            raise self._named(error) from None
+            raise self._rename_in_error(error) from None
         return head if head.strip() and len(head) <= min(_MAX_HEAD, limit) else self.read_bytes(limit)
 
     def _read_member(self, begin: int, size: int, limit: int = LARGEST) -> bytes:
@@ -215,7 +215,7 @@ class InputFile:
         finally:
             os.close(shard)
 
-    def _named(self, error: UserError) -> UserError:
+    def _rename_in_error(self, error: UserError) -> UserError:
         """Replace the path in an error by this file's `name`, so that reports do not depend on the folder."""
         return UserError(str(error).replace(str(self.path), self.name))
 
@@ -262,7 +262,7 @@ def find(paths: Sequence[Path], suffixes: Sequence[str], what: str) -> list[Inpu
             below = file.relative_to(here.parent) if path.is_dir() else PurePosixPath(here.parent.name, file.name)
             status = file.stat()
             source = InputFile(_text(str(below)), file, status.st_size, status.st_mtime_ns)
-            for member in _members(source, suffixes) if file.name.endswith(DATABASE) else [source]:
+            for member in _read_index(source, suffixes) if file.name.endswith(DATABASE) else [source]:
                 sources.setdefault(member.identity, member)
     if not sources:
         raise UserError(
@@ -270,14 +270,11 @@ def find(paths: Sequence[Path], suffixes: Sequence[str], what: str) -> list[Inpu
             "with .gz."
         )
     times = Counter(source.name for source in sources.values())
-
-    def with_unique_name(source: InputFile) -> InputFile:
-        if times[source.name] == 1:
-            return source
-        location = f"{source.path}:{source.chain}/{source.member}" if source.chain else str(source.path)
-        return replace(source, name=_text(location))
-
-    return sorted(map(with_unique_name, sources.values()))
+    for key, source in sources.items():
+        if times[source.name] > 1:
+            location = f"{source.path}:{source.chain}/{source.member}" if source.chain else str(source.path)
+            sources[key] = replace(source, name=_text(location))
+    return sorted(sources.values())
 
 
 def _text(name: str) -> str:
@@ -285,7 +282,7 @@ def _text(name: str) -> str:
     return name.encode(errors="backslashreplace").decode()
 
 
-def _members(index: InputFile, suffixes: Sequence[str]) -> Iterator[InputFile]:
+def _read_index(index: InputFile, suffixes: Sequence[str]) -> Iterator[InputFile]:
     """Yield the members of an alignment database with names that end in `suffixes`.
 
     Shards are checked when they are read. Raises UserError if the index cannot be read or is not an index.
@@ -411,10 +408,12 @@ def read_query(source: InputFile, limit: int = LARGEST) -> str:
     that is not an alignment. The other rows are not checked.
     """
     head = source.read_head(limit)
-    # The first row of an interleaved Stockholm file may continue until the end.
-    if _is_stockholm(head):
-        head = _first_row(head)
-    head = head[: _end(head)]
+    if _is_stockholm(head) and b"\n//" in head and (first := re.search(rb"^(?!#)(\S+)[ \t]+\S", head, re.MULTILINE)):
+        # The first row of an interleaved file may continue until the end. Only this row, the match columns, and empty
+        # lines, which end a block, are parsed.
+        lines = re.findall(rb"^(?:(?:%s|#=GC RF)[ \t]+\S+)?[ \t\r]*$" % re.escape(first[1]), head, re.MULTILINE)
+        head = b"# STOCKHOLM 1.0\n" + b"\n".join(lines) + b"\n//\n"
+    head = head[: _find_head_end(head)]
     if is_complex(head):
         return ":".join(chain[0].query for chain in parse_complex_a3m(head, source.name))
     return parse_alignment(head, source.name).query
@@ -424,7 +423,7 @@ def _is_stockholm(head: bytes) -> bool:
     return head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"# STOCKHOLM")
 
 
-def _end(head: bytes) -> int | None:
+def _find_head_end(head: bytes) -> int | None:
     """Return the end of the first `_HEAD_RECORDS` records (rows in a file without headers); None if there are fewer."""
     mark = b"\n>" if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b">", b"#") else b"\n"
     at = 0
@@ -433,13 +432,3 @@ def _end(head: bytes) -> int | None:
         if at < 0:
             return None
     return at + 1
-
-
-def _first_row(data: bytes) -> bytes:
-    """Reduce a Stockholm file to its first row and its match columns. A truncated file is returned unchanged."""
-    first = re.search(rb"^(?!#)(\S+)[ \t]+\S", data, re.MULTILINE)
-    if first is None or b"\n//" not in data:
-        return data
-    # Empty lines are kept, because they end a block.
-    rows = re.findall(rb"^(?:(?:%s|#=GC RF)[ \t]+\S+)?[ \t\r]*$" % re.escape(first[1]), data, re.MULTILINE)
-    return b"# STOCKHOLM 1.0\n" + b"\n".join(rows) + b"\n//\n"

@@ -82,13 +82,15 @@ def parse_prediction_name(path: Path, neighbours: Mapping[str, Path]) -> Predict
     match = _OURS.fullmatch(stem)
     assert match is not None  # any name matches
     pae = first(f"{stem}_pae.json", f"{stem}_scores.json", f"{match['name']}_pae.json")
-    names = tuple(dict.fromkeys((match["name"], stem)))
-    rank, relaxed, is_pass = (
+    return PredictionName(
+        match["name"],
+        "plain files",
+        tuple(dict.fromkeys((match["name"], stem))),
         int(match["rank"]) if match["rank"] else None,
-        bool(match["relaxed"]),
-        bool(match["recycle"]),
+        relaxed=bool(match["relaxed"]),
+        is_pass=bool(match["recycle"]),
+        pae=pae,
     )
-    return PredictionName(match["name"], "plain files", names, rank, relaxed=relaxed, is_pass=is_pass, pae=pae)
 
 
 def first_existing(files: Mapping[str, Path], *names: str) -> Path | None:
