@@ -117,7 +117,7 @@ class AssemblyTable:
                     left_out |= {} if compound in ("HOH", "DOD") else {compound: "not a polymer"}
             # Operators that place only ligands are not needed.
             if chains:
-                for operator in self._expand(expression):
+                for operator in self._expand_operators(expression):
                     # Adding 0.0 turns -0.0 into 0.0.
                     key = (operator + 0.0).tobytes()
                     placed |= {(chain, key): PlacedChain(chain, operator) for chain in chains}
@@ -127,7 +127,7 @@ class AssemblyTable:
                         )
         return PlacedChains(tuple(placed.values()), left_out)
 
-    def _expand(self, expression: str) -> list[np.ndarray]:
+    def _expand_operators(self, expression: str) -> list[np.ndarray]:
         """Expand an operator expression ("1", "1,3", "(1-60)", "(X0)(1-5,7)") into operators [3, 4].
 
         In a product the rightmost operator is applied first, as the mmCIF dictionary defines it.
@@ -140,19 +140,19 @@ class AssemblyTable:
         for term in terms:
             products = [np.eye(4)]
             for group in term.strip("()").split(")("):
-                names = self._items(group)
+                names = self._list_names(group)
                 if not names:
                     raise UserError(f"{self.source}: {term[:40]!r} names no operators of assemblies. Correct the file.")
                 if len(expanded) + len(products) * len(names) > MAX_OPERATORS:
                     raise UserError(
                         f"{self.source}: {text[:40]} are more than {MAX_OPERATORS} operators. Correct the file."
                     )
-                operators = [self._operator(name) for name in names]
+                operators = [self._parse_operator(name) for name in names]
                 products = [left @ right for left in products for right in operators]
             expanded += products
         return [operator[:3] for operator in expanded]
 
-    def _items(self, group: str) -> list[str]:
+    def _list_names(self, group: str) -> list[str]:
         """List the operator names of a group such as "1-5,7". Stops soon after `MAX_OPERATORS` names."""
         names: list[str] = []
         for item in group.split(","):
@@ -165,7 +165,7 @@ class AssemblyTable:
                 break
         return names
 
-    def _operator(self, name: str) -> np.ndarray:
+    def _parse_operator(self, name: str) -> np.ndarray:
         """Parse an operator into a homogeneous matrix, float64 [4, 4]."""
         if name not in self.operators:
             raise UserError(

@@ -1,5 +1,6 @@
 """Look up structures of template hits by PDB id in folders of mmCIF files."""
 
+import itertools
 import os
 import re
 from collections import OrderedDict
@@ -78,24 +79,22 @@ class Library:
         raise MissingStructure(f"{where}: has no {pdb_id}.cif or {pdb_id}.cif.gz. Add it, or do without.")
 
     def _find_file(self, pdb_id: str) -> Path | None:
-        return next(filter(None, (self._find_in(folder, pdb_id) for folder in self.folders)), None)
-
-    def _find_in(self, top: Path, pdb_id: str) -> Path | None:
-        if re.fullmatch(r"[a-z0-9]{4}", pdb_id):
-            for folder in (top, top / pdb_id[1:3]):
-                for name in (pdb_id, pdb_id.upper(), f"pdb_0000{pdb_id}"):
-                    for ending in ENDINGS[:2]:
-                        if (path := folder / f"{name}{ending}").is_file():
-                            return path
         # Listing a folder may take minutes, so the paths of PDB mirrors are tried first.
-        if top not in self._listed:
-            files = self._listed[top] = {}
-            for here, folders, names in os.walk(top):
-                folders.sort()
-                for name in sorted(names):
-                    if end := next((ending for ending in ENDINGS if name.lower().endswith(ending)), None):
-                        files.setdefault(normal_entry_id(name[: -len(end)].lower()), Path(here, name))
-        return self._listed[top].get(pdb_id)
+        names = (pdb_id, pdb_id.upper(), f"pdb_0000{pdb_id}") if re.fullmatch(r"[a-z0-9]{4}", pdb_id) else ()
+        for top in self.folders:
+            for folder, name, ending in itertools.product((top, top / pdb_id[1:3]), names, ENDINGS[:2]):
+                if (path := folder / f"{name}{ending}").is_file():
+                    return path
+            if top not in self._listed:
+                files = self._listed[top] = {}
+                for here, folders, listed in os.walk(top):
+                    folders.sort()
+                    for name in sorted(listed):
+                        if end := next((ending for ending in ENDINGS if name.lower().endswith(ending)), None):
+                            files.setdefault(normal_entry_id(name[: -len(end)].lower()), Path(here, name))
+            if found := self._listed[top].get(pdb_id):
+                return found
+        return None
 
     def has(self, pdb_id: str) -> bool:
         """Return whether the library has a file of the entry or of its replacement."""

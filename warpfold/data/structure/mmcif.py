@@ -72,7 +72,7 @@ def read_structure(path: str | Path, ca_only: bool = False, limit: int = LARGEST
     * Sequence: `entity_poly_seq` or, in PDB files, SEQRES; otherwise derived from the coordinates
       (`pdb.complete_mmcif`). At a position with several residues (microheterogeneity), the residue with the largest
       occupancy is read, the first of equals (Supp. 1.2.1). A modified residue is read as its parent
-      (`_one_letter`), and SE of MSE as SD.
+      (`_to_letters`), and SE of MSE as SD.
     * Atoms: of alternative conformations, the one with the highest mean occupancy in its residue is read, the first of
       equals. Atoms that it lacks come from another conformation. Hydrogens are skipped. NH1 and NH2 of arginine are
       swapped if NH2 is nearer to CD (Supp. 1.2.1). Atoms at 9999, and several atoms at 0, 0, 0, count as not observed.
@@ -121,7 +121,7 @@ def read_release_date(path: str | Path, limit: int = LARGEST) -> date | None:
     head = data[: max(data.rfind(b"loop_", 0, max(data.find(b"\n_atom_site."), 0)), 0)]
     if b"_pdbx_audit_revision_history.revision_date" in head:
         with _gemmi_errors(str(path)):
-            return _release_date(cif.read_string(head)[0])
+            return _read_release_date(cif.read_string(head)[0])
     return parse_structure(data, str(path)).release_date
 
 
@@ -152,8 +152,8 @@ def _build_structure(reading: Reading, source: str, ca_only: bool) -> Structure:
     """Build the structure of a complete block: its chains, dropped polymers, metadata and notes."""
     block, notes = reading.block, reading.notes
     columns, copies = _read_columns(block, source, notes)
-    asyms = _asyms(block, columns)
-    polymers, names, dropped = _polymers(block, columns, asyms, source)
+    asyms = _read_asyms(block, columns)
+    polymers, names, dropped = _find_polymers(block, columns, asyms, source)
     starts = np.cumsum([0, *(len(polymer.letters) for polymer in polymers)]).tolist()
     positions, mask, numbers, b_factors = place_atoms(columns, polymers, starts, source, notes)
     backbone = np.min(mask[:, [ATOM_ORDER[name] for name in ("N", "CA", "C")]], axis=1) > 0
@@ -167,7 +167,7 @@ def _build_structure(reading: Reading, source: str, ca_only: bool) -> Structure:
     for polymer in polymers:
         span = spans[polymer.label]
         rows = slice(span.start, span.stop)
-        name = names[polymer.label] = _free_name(polymer.label, polymer.author, {*chains, *dropped})
+        name = names[polymer.label] = _unique_name(polymer.label, polymer.author, {*chains, *dropped})
         if not mask[rows].any():
             dropped[name] = "no residue has coordinates"
         elif not (ca_only or backbone[rows].any()):
@@ -194,37 +194,37 @@ def _build_structure(reading: Reading, source: str, ca_only: bool) -> Structure:
         reasons = [f"{name}: {reason}" for name, reason in dropped.items()]
         because = f" ({listed(reasons, 4, '; ')})" if reasons else ""
         raise UserError(f"{source}: has no usable protein chain{because}. Pass a protein with all its atoms.")
-    entry = next(iter(_values(block, "_entry.id")), "") or block.name
+    entry = next(iter(_tag_values(block, "_entry.id")), "") or block.name
     # Programs write these placeholders if they have no id.
     if entry in ("", "XXXX", "model"):
         entry = Path(source).name.split(".")[0]
-    unplaced, ligands = _unplaced(reading, columns, polymers, names)
+    unplaced, ligands = _list_unplaced(reading, columns, polymers, names)
     if ligands:
         notes.append(f"amino acids outside of chains are read as ligands: {listed(ligands, 6)}")
     # The first positive number counts: resolution of the refinement, of the map (electron microscopy), of the data.
     tags = ("_refine.ls_d_res_high", "_em_3d_reconstruction.resolution", "_reflns.d_resolution_high")
-    resolutions = (cif.as_number(value) for value in _values(block, *tags))
+    resolutions = (cif.as_number(value) for value in _tag_values(block, *tags))
     return Structure(
         id=normal_entry_id(entry),
-        method="; ".join(_values(block, "_exptl.method")).upper() or None,
+        method="; ".join(_tag_values(block, "_exptl.method")).upper() or None,
         resolution=next((number for number in resolutions if number > 0), None),
-        release_date=_release_date(block),
+        release_date=_read_release_date(block),
         chains=chains,
         dropped=dropped,
         # If the models are copies, they form the assembly already.
-        assemblies=AssemblyTable() if copies or reading.copies else _assemblies(block, asyms, names, source),
+        assemblies=AssemblyTable() if copies or reading.copies else _read_assemblies(block, asyms, names, source),
         unplaced=tuple(unplaced),
         notes=tuple(notes),
     )
 
 
-def _assemblies(
+def _read_assemblies(
     block: cif.Block, asyms: Mapping[str, tuple[str, str]], names: dict[str, str], source: str
 ) -> AssemblyTable:
     """Read the table of assemblies, sorted as in `pdbx_struct_assembly` if the file has that category."""
     rows = block.find("_pdbx_struct_assembly_gen.", ["assembly_id", "oper_expression", "asym_id_list"])
     generators = [(row.str(0), row.str(1), row.str(2)) for row in rows]
-    order = {name: i for i, name in enumerate(_values(block, "_pdbx_struct_assembly.id"))}
+    order = {name: i for i, name in enumerate(_tag_values(block, "_pdbx_struct_assembly.id"))}
     generators.sort(key=lambda row: order.get(row[0], len(order)))
     tags = ["id", *(tag for row in "123" for tag in (*(f"matrix[{row}][{c}]" for c in "123"), f"vector[{row}]"))]
     operators = {row.str(0): tuple(map(row.str, range(1, 13))) for row in block.find("_pdbx_struct_oper_list.", tags)}
@@ -233,30 +233,30 @@ def _assemblies(
     return AssemblyTable(source, tuple(generators), operators, names, entities, compounds)
 
 
-def _values(block: cif.Block, *tags: str) -> list[str]:
+def _tag_values(block: cif.Block, *tags: str) -> list[str]:
     """Return all values of some tags as text, without missing values."""
     return [cif.as_string(value) for tag in tags for value in block.find_values(tag) if value not in ABSENT]
 
 
-def _release_date(block: cif.Block) -> date | None:
+def _read_release_date(block: cif.Block) -> date | None:
     """Read the release date, the earliest revision. Files before 2017 list revisions in `database_PDB_rev`.
 
     Values that are not dates are skipped. `date_original` is not used, because it is the date of deposition.
     """
     for tag in ("_pdbx_audit_revision_history.revision_date", "_database_PDB_rev.date"):
-        if dates := [day for text in _values(block, tag) if (day := parse_date(text)) is not None]:
+        if dates := [day for text in _tag_values(block, tag) if (day := parse_date(text)) is not None]:
             return min(dates)
     return None
 
 
-def _polymers(
+def _find_polymers(
     block: cif.Block, columns: Columns, asyms: Mapping[str, tuple[str, str]], source: str
 ) -> tuple[list[Polymer], dict[str, str], dict[str, str]]:
     """Find the protein chains, in file order.
 
     Returns them, the names of the other polymers by label_asym_id, and the kinds of the other polymers by name.
     """
-    sequences = _sequences(block, source)
+    sequences = _read_sequences(block, source)
     # The letter of each modified residue's parent.
     parents: dict[str, str] = {}
     for category, tags in (
@@ -270,7 +270,7 @@ def _polymers(
     rows = block.find("_entity_poly.", ["entity_id", "pdbx_seq_one_letter_code_can"])
     canonical = {row.str(0): "".join(row.str(1).split()).upper() for row in rows}
     mixed = any(len(names) > 1 for monomers in sequences.values() for names in monomers)
-    occupancy_of = _occupancies(columns) if mixed else {}
+    occupancy_of = _mean_occupancies(columns) if mixed else {}
     kinds = {row.str(0): row.str(1).lower() for row in block.find("_entity_poly.", ["entity_id", "type"])}
     polymers: list[Polymer] = []
     dropped: dict[str, str] = {}
@@ -283,7 +283,7 @@ def _polymers(
             tuple(sorted(names_here, key=lambda name: -occupancy_of.get((label, str(number), name), 0.0)))
             for number, names_here in enumerate(sequences[entity], 1)
         ]
-        letters = _one_letter(monomers, parents, canonical.get(entity, ""))
+        letters = _to_letters(monomers, parents, canonical.get(entity, ""))
         kind = kinds.get(entity)
         # Without a declared type, the majority of the residues decides.
         if not kind:
@@ -292,12 +292,12 @@ def _polymers(
         if kind == "polypeptide(l)":
             polymers.append(Polymer(label, author, entity, monomers, letters))
         else:
-            name = names[label] = _free_name(label, author, dropped)
+            name = names[label] = _unique_name(label, author, dropped)
             dropped[name] = kind
     return polymers, names, dropped
 
 
-def _sequences(block: cif.Block, source: str) -> dict[str, list[tuple[str, ...]]]:
+def _read_sequences(block: cif.Block, source: str) -> dict[str, list[tuple[str, ...]]]:
     """Read the residue names at each position of each entity's SEQRES; a mixture has several names."""
     sequences: dict[str, list[tuple[str, ...]]] = {}
     for row in block.find("_entity_poly_seq.", ["entity_id", "num", "mon_id"]):
@@ -315,7 +315,7 @@ def _sequences(block: cif.Block, source: str) -> dict[str, list[tuple[str, ...]]
     return sequences
 
 
-def _asyms(block: cif.Block, columns: Columns) -> dict[str, tuple[str, str]]:
+def _read_asyms(block: cif.Block, columns: Columns) -> dict[str, tuple[str, str]]:
     """Map each label_asym_id to the author's chain name and the entity, in file order, also of chains without atoms."""
     schemes = block.find("_pdbx_poly_seq_scheme.", ["asym_id", "pdb_strand_id"])
     authors = {row.str(0): row.str(1) for row in schemes}
@@ -330,7 +330,7 @@ def _asyms(block: cif.Block, columns: Columns) -> dict[str, tuple[str, str]]:
     return asyms
 
 
-def _one_letter(monomers: Sequence[tuple[str, ...]], parents: Mapping[str, str], canonical: str) -> str:
+def _to_letters(monomers: Sequence[tuple[str, ...]], parents: Mapping[str, str], canonical: str) -> str:
     """Convert the first name at each position to one letter: from gemmi's table, else its parent's letter, else X.
 
     A residue without a declared parent takes its letter from the canonical sequence if that sequence has exactly one
@@ -350,7 +350,7 @@ def _one_letter(monomers: Sequence[tuple[str, ...]], parents: Mapping[str, str],
     return "".join(letters)
 
 
-def _free_name(label: str, author: str, taken: Container[str]) -> str:
+def _unique_name(label: str, author: str, taken: Container[str]) -> str:
     """Return the author's chain name, with the label_asym_id appended if the name is taken."""
     return author if author not in taken else f"{author}-{label}"
 
@@ -362,14 +362,7 @@ def _read_columns(block: cif.Block, source: str, notes: list[str]) -> tuple[Colu
     note if there are several models.
     """
     needed = ["label_asym_id", "label_seq_id", "label_comp_id", "label_atom_id", "Cartn_x", "Cartn_y", "Cartn_z"]
-    optional = [
-        "auth_asym_id",
-        "label_entity_id",
-        "label_alt_id",
-        "occupancy",
-        "auth_seq_id",
-        "pdbx_PDB_ins_code",
-    ]
+    optional = ["auth_asym_id", "label_entity_id", "label_alt_id", "occupancy", "auth_seq_id", "pdbx_PDB_ins_code"]
     tags = [*needed, *optional, "B_iso_or_equiv", "pdbx_PDB_model_num"]
     table = block.find("_atom_site.", [*needed, *("?" + tag for tag in tags[len(needed) :])])
     if not len(table):
@@ -392,7 +385,7 @@ def _read_columns(block: cif.Block, source: str, notes: list[str]) -> tuple[Colu
                 for row, atom in enumerate(atoms)
                 if atom == "CA" and at[row] not in ABSENT
             )
-            is_nmr = any("NMR" in method.upper() for method in _values(block, "_exptl.method"))
+            is_nmr = any("NMR" in method.upper() for method in _tag_values(block, "_exptl.method"))
             copies, model_notes = count_models(collect_alphas(order, alphas), is_nmr)
             notes += model_notes
             if copies:
@@ -402,7 +395,7 @@ def _read_columns(block: cif.Block, source: str, notes: list[str]) -> tuple[Colu
             else:
                 rows = [i for i, model in enumerate(models) if model == models[0]]
     columns = {
-        tag: _texts(table.column(i), rows) if table.has_column(i) else ["?"] * len(rows)
+        tag: _column_texts(table.column(i), rows) if table.has_column(i) else ["?"] * len(rows)
         for i, tag in enumerate(tags[:-1])
     }
     if copies:
@@ -427,7 +420,7 @@ def place_atoms(
     [M], NaN for a residue without CA.
     Raises UserError for a residue that contradicts the sequence, and for positions that are not numbers.
     """
-    rows, residues, atoms = _rows_of_polymers(columns, polymers, starts, source)
+    rows, residues, atoms = _select_polymer_rows(columns, polymers, starts, source)
     total = starts[-1]
     numbers = [""] * total
     authors, codes = columns["auth_seq_id"], columns["pdbx_PDB_ins_code"]
@@ -440,7 +433,7 @@ def place_atoms(
     is_allowed = (atoms >= 0) & KNOWN_ATOMS[types[residues], atoms]
     rows, residues, atoms = rows[is_allowed], residues[is_allowed], atoms[is_allowed]
     row_list = rows.tolist()
-    xyz = np.stack([_numbers([columns[f"Cartn_{axis}"][row] for row in row_list]) for axis in "xyz"], axis=-1)
+    xyz = np.stack([_parse_numbers([columns[f"Cartn_{axis}"][row] for row in row_list]) for axis in "xyz"], axis=-1)
     # The comparison is false for NaN.
     is_valid = np.abs(xyz) < MAX_COORDINATE
     if not is_valid.all():
@@ -459,13 +452,13 @@ def place_atoms(
         count = len(np.unique(residues[unseen]))
         notes.append(f"residues with placeholder coordinates (0, 0, 0 or 9999) are read as not observed: {count}")
         rows, residues, atoms, xyz = rows[~unseen], residues[~unseen], atoms[~unseen], xyz[~unseen]
-    picked = _one_conformation(columns, rows, residues, atoms)
+    picked = _choose_conformations(columns, rows, residues, atoms)
     positions, mask = np.zeros((total, 37, 3), np.float32), np.zeros((total, 37), np.float32)
     positions[residues[picked], atoms[picked]] = xyz[picked]
     mask[residues[picked], atoms[picked]] = 1.0
     alphas = picked[atoms[picked] == ATOM_ORDER["CA"]]
     b_factors = np.full(total, np.nan, np.float32)
-    b_factors[residues[alphas]] = _numbers([columns["B_iso_or_equiv"][row] for row in rows[alphas]])
+    b_factors[residues[alphas]] = _parse_numbers([columns["B_iso_or_equiv"][row] for row in rows[alphas]])
     # NH1 is the nitrogen that is nearer to CD (Supp. 1.2.1).
     cd, nh1, nh2 = (ATOM_ORDER[name] for name in ("CD", "NH1", "NH2"))
     arginine = np.flatnonzero((types == RESTYPE_ORDER["R"]) & mask[:, [cd, nh1, nh2]].all(1))
@@ -475,7 +468,7 @@ def place_atoms(
     return positions, mask, numbers, b_factors
 
 
-def _unplaced(
+def _list_unplaced(
     reading: Reading, columns: Columns, polymers: Sequence[Polymer], names: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
     """List the residues with N, CA and C that are in no chain: the lost residues, and the free amino acids.
@@ -514,10 +507,10 @@ def _unplaced(
     return [*lost], [*ligands]
 
 
-def _occupancies(columns: Columns) -> dict[tuple[str, str, str], float]:
+def _mean_occupancies(columns: Columns) -> dict[tuple[str, str, str], float]:
     """Compute the mean occupancy of each residue's best conformation, by label_asym_id, label_seq_id and name."""
     keys = zip(*(columns[f"label_{tag}_id"] for tag in ("asym", "seq", "comp", "alt")))
-    values = np.nan_to_num(_numbers(columns["occupancy"]), nan=1.0).tolist()
+    values = np.nan_to_num(_parse_numbers(columns["occupancy"]), nan=1.0).tolist()
     by_conformation: defaultdict[tuple[str, str, str, str], list[float]] = defaultdict(list)
     for key, value in zip(keys, values):
         by_conformation[key].append(value)
@@ -533,7 +526,7 @@ def parse_seq_id(text: str) -> int:
     return int(text) if len(text) <= MAX_DIGITS and text.isdecimal() else 0
 
 
-def _texts(column: cif.Column, rows: Sequence[int]) -> list[str]:
+def _column_texts(column: cif.Column, rows: Sequence[int]) -> list[str]:
     """Return the values of some rows of a column without quotes."""
     values = list(itertools.islice(column, len(rows))) if isinstance(rows, range) else [column[i] for i in rows]
     # A single quote character is kept: it is the insertion code of a converted PDB file.
@@ -542,7 +535,7 @@ def _texts(column: cif.Column, rows: Sequence[int]) -> list[str]:
     return values
 
 
-def _numbers(values: list[str]) -> np.ndarray:
+def _parse_numbers(values: list[str]) -> np.ndarray:
     """Convert text to float64. '12.5(3)' becomes 12.5; anything that is not a number becomes NaN."""
     try:
         return np.array([float(value) for value in values])
@@ -550,7 +543,7 @@ def _numbers(values: list[str]) -> np.ndarray:
         return np.array([cif.as_number(value) for value in values])
 
 
-def _rows_of_polymers(
+def _select_polymer_rows(
     columns: Columns, polymers: Sequence[Polymer], starts: Sequence[int], source: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Select the rows of polymer atoms. Of a mixture, only the first residue is selected.
@@ -587,7 +580,7 @@ def _rows_of_polymers(
     return rows, residues[rows], atoms[rows]
 
 
-def _one_conformation(columns: Columns, rows: np.ndarray, residues: np.ndarray, atoms: np.ndarray) -> np.ndarray:
+def _choose_conformations(columns: Columns, rows: np.ndarray, residues: np.ndarray, atoms: np.ndarray) -> np.ndarray:
     """Choose one row per atom, from the conformation with the highest mean occupancy in its residue.
 
     Atoms that this conformation lacks come from another one. Returns sorted indices into `rows`.
@@ -596,7 +589,7 @@ def _one_conformation(columns: Columns, rows: np.ndarray, residues: np.ndarray, 
     if np.unique(keys).size == keys.size:
         return np.arange(keys.size)
     altlocs = [columns["label_alt_id"][row] for row in rows]
-    occupancy = np.nan_to_num(_numbers([columns["occupancy"][row] for row in rows]), nan=1.0)
+    occupancy = np.nan_to_num(_parse_numbers([columns["occupancy"][row] for row in rows]), nan=1.0)
     # Alternative locations are numbered by first appearance, after the two marks for none.
     order = {altloc: i for i, altloc in enumerate(dict.fromkeys([".", "?", *altlocs]))}
     altloc = np.array([order[a] for a in altlocs])

@@ -48,36 +48,48 @@ def read(data: bytes, source: str) -> Reading:
             f"{source}: is truncated (it has SEQRES but no END). Fetch it again, or add END if it is complete."
         )
     lines = [line.rstrip() for line in data.decode("latin-1").split("\n")]
-    sections = _sections(lines)
+    sections = _split_sections(lines)
     if not sections:
         raise UserError(f"{source}: has no atoms. Pass a file with coordinates.")
     method = " ".join(line[10:].strip() for line in lines if line.startswith("EXPDTA"))
     all_count, notes = False, list[str]()
     if len(sections) > 1:
-        alphas = collect_alphas(range(len(sections)), _alphas(lines, [rows for _, rows in sections]))
-        all_count, notes = count_models(alphas, "NMR" in method.upper())
+        alphas: list[tuple[int, tuple[str, ResidueKey], tuple[float, float, float]]] = []
+        for number, (_, rows) in enumerate(sections):
+            for line in (lines[row] for row in rows if lines[row][12:16] == " CA "):
+                # `_read_residues` reports unreadable numbers with their atom, if the model counts.
+                with suppress(ValueError):
+                    # The segment distinguishes chains without names.
+                    residue = line[20:22] + line[72:76], _residue_key(line)
+                    alphas.append((number, residue, (float(line[30:38]), float(line[38:46]), float(line[46:54]))))
+        all_count, notes = count_models(collect_alphas(range(len(sections)), alphas), "NMR" in method.upper())
     counted = sections if all_count else sections[:1]
     copies = all_count and len({model for model, _ in sections}) > 1
     # Sections of a single model are files that were concatenated with END between them.
     if all_count and not copies:
         notes.clear()
-    chains = separate_chains(_residues(lines, counted, source), segments_are_chains=False)
-    notes += _naming_notes(chains, copies)
-    displayed = _short_names(chains)
-    structure = gemmi.read_pdb_string(_as_text(lines, counted[0][1][0], chains, displayed, notes))
+    chains = separate_chains(_read_residues(lines, counted, source), segments_are_chains=False)
+    notes += _note_renamed(chains, copies)
+    # Each chain gets a unique name of one or two letters, as PDB files allow.
+    letters = string.ascii_uppercase + string.digits + string.ascii_lowercase
+    taken = {chain.name for chain in chains if len(chain.name) <= 2}
+    free = (name for name in map("".join, itertools.product(letters, repeat=2)) if name not in taken)
+    short_names = {chain.name: chain.name if len(chain.name) <= 2 else next(free) for chain in chains}
+    structure = gemmi.read_pdb_string(_write_unambiguous(lines, counted[0][1][0], chains, short_names, notes))
+    full_names = {short: name for name, short in short_names.items()}
     for part in structure[0]:
-        part.name = displayed.get(part.name, part.name)
+        part.name = full_names.get(part.name, part.name)
     structure.name = dict(structure.info.items()).get("_entry.id", "")
-    block = _complete(structure, source)
+    block = _to_mmcif(structure, source)
     if structure.resolution > 0:
         # This is the resolution of REMARK 2, for any experimental method.
         block.set_pair("_refine.ls_d_res_high", str(structure.resolution))
-    if date := _release_date(data):
+    if date := _parse_release_date(data):
         block.set_pair("_pdbx_audit_revision_history.revision_date", date)
     return Reading(block, notes, copies, derived=True)
 
 
-def _sections(lines: Sequence[str]) -> list[tuple[int, list[int]]]:
+def _split_sections(lines: Sequence[str]) -> list[tuple[int, list[int]]]:
     """Divide the rows of a PDB file at MODEL, ENDMDL and END, where a model may end.
 
     Returns the model number (from 0) and the rows of ATOM, HETATM and TER of each section with atoms. END separates
@@ -99,19 +111,6 @@ def _sections(lines: Sequence[str]) -> list[tuple[int, list[int]]]:
     return [*sections, (model, rows)] if has_atoms else sections
 
 
-def _alphas(
-    lines: Sequence[str], sections: Sequence[Sequence[int]]
-) -> Iterator[tuple[int, tuple[str, ResidueKey], tuple[float, float, float]]]:
-    """Yield section number, residue and position of each CA."""
-    for number, rows in enumerate(sections):
-        for line in (lines[row] for row in rows if lines[row][12:16] == " CA "):
-            # `_residues` reports unreadable numbers with their atom, if the model counts.
-            with suppress(ValueError):
-                # The segment distinguishes chains without names.
-                residue = line[20:22] + line[72:76], _residue_key(line)
-                yield number, residue, (float(line[30:38]), float(line[38:46]), float(line[46:54]))
-
-
 def _residue_key(line: str) -> ResidueKey:
     """Parse residue number and insertion code of an ATOM record. Numbers above 9999 are encoded in hybrid-36."""
     text = line[22:26].strip()
@@ -124,13 +123,7 @@ def _residue_key(line: str) -> ResidueKey:
     return number, line[26:27].strip()
 
 
-def _residue_name(line: str) -> str:
-    """Parse the residue name of an ATOM record. Four-letter names of force fields extend into the chain column."""
-    name = line[17:21].strip()
-    return name if name in FORCE_FIELD_NAMES else line[17:20].strip()
-
-
-def _residues(lines: Sequence[str], sections: Iterable[tuple[int, Sequence[int]]], source: str) -> list[Residue]:
+def _read_residues(lines: Sequence[str], sections: Iterable[tuple[int, Sequence[int]]], source: str) -> list[Residue]:
     """Collect the residues of some sections in file order. Raises UserError for a position that is not a number."""
     residues: list[Residue] = []
     for model, rows in sections:
@@ -154,7 +147,9 @@ def _residues(lines: Sequence[str], sections: Iterable[tuple[int, Sequence[int]]
             # The columns that identify a residue are compared as text, and parsed once per residue.
             columns = line[17:27] + line[72:76]
             if breaks or columns != before or altloc in residues[-1].altlocs.get(atom, ""):
-                name = _residue_name(line)
+                # Four-letter names of force fields extend into the chain column.
+                name = line[17:21].strip()
+                name = name if name in FORCE_FIELD_NAMES else line[17:20].strip()
                 chain = line[21:22].strip() if len(name) == 4 else line[20:22].strip()
                 where = (model, chain, line[72:76].strip(), _residue_key(line), name)
                 residues.append(Residue(*where, breaks, hetero=True))
@@ -164,7 +159,7 @@ def _residues(lines: Sequence[str], sections: Iterable[tuple[int, Sequence[int]]
     return residues
 
 
-def _naming_notes(chains: Sequence[SeparatedChain], copies: bool) -> list[str]:
+def _note_renamed(chains: Sequence[SeparatedChain], copies: bool) -> list[str]:
     """Build a note on chains that were renamed."""
     renamed = [chain for chain in chains if chain.polymer and chain.name != chain.source]
     if not renamed:
@@ -177,34 +172,25 @@ def _naming_notes(chains: Sequence[SeparatedChain], copies: bool) -> list[str]:
     return [f"chains with blank or repeated names were renamed: {listed(names, 6)}"]
 
 
-def _short_names(chains: Sequence[SeparatedChain]) -> dict[str, str]:
-    """Give each chain a unique name of one or two letters, as PDB files allow. Returns the full names by short name."""
-    letters = string.ascii_uppercase + string.digits + string.ascii_lowercase
-    taken = {chain.name for chain in chains if len(chain.name) <= 2}
-    free = (name for name in map("".join, itertools.product(letters, repeat=2)) if name not in taken)
-    return {chain.name if len(chain.name) <= 2 else next(free): chain.name for chain in chains}
-
-
 # Header records that refer to chains by name and are not used.
 _UNREAD = ("LINK", "SSBOND", "CISPEP", "CONECT", "SITE", "DBREF", "SEQADV", "HELIX", "SHEET", "TURN", "MODEL", "SEQRES")
 
 
-def _as_text(
-    lines: Sequence[str], first: int, chains: Sequence[SeparatedChain], displayed: Mapping[str, str], notes: list[str]
+def _write_unambiguous(
+    lines: Sequence[str], first: int, chains: Sequence[SeparatedChain], short: Mapping[str, str], notes: list[str]
 ) -> str:
     """Write the chains as an unambiguous PDB file for gemmi: one model, unique chain names, contiguous chains.
 
-    first: the row of the first atom, where the header ends. displayed: full names by short name. Adds a note on SEQRES
+    first: the row of the first atom, where the header ends. short: the short name of each chain. Adds a note on SEQRES
     records that are left out.
     """
-    short = {name: key for key, name in displayed.items()}
     is_renamed = any(chain.source and chain.name != chain.source for chain in chains)
     text = [
         line
         for line in lines[:first]
         if not line.startswith(_UNREAD) and not (is_renamed and line.startswith("REMARK 350"))
     ]
-    for chain, rows in _seqres(lines, chains, notes):
+    for chain, rows in _assign_seqres(lines, chains, notes):
         for line in rows:
             names = [f"{FORCE_FIELD_NAMES.get(name, name):>3}" for name in line[19:70].split()]
             text.append(f"{line[:10]}{short[chain.name]:>2}{line[12:19]}{' '.join(names)}")
@@ -221,7 +207,7 @@ def _as_text(
     return "\n".join(line.ljust(80) for line in [*text, "END"])
 
 
-def _seqres(
+def _assign_seqres(
     lines: Sequence[str], chains: Sequence[SeparatedChain], notes: list[str]
 ) -> Iterator[tuple[SeparatedChain, list[str]]]:
     """Yield the SEQRES records of each chain.
@@ -259,7 +245,7 @@ def complete_mmcif(block: cif.Block, source: str) -> Reading:
     Raises gemmi's ValueError or RuntimeError for a block that gemmi cannot read.
     """
     copies, notes = _separate_mmcif(block)
-    completed = _complete(make_structure(block), source)
+    completed = _to_mmcif(make_structure(block), source)
     for category in (
         *("_exptl", "_refine", "_em_3d_reconstruction", "_reflns", "_pdbx_audit_revision_history"),
         *("_database_PDB_rev", "_chem_comp", "_pdbx_struct_mod_residue"),
@@ -322,7 +308,7 @@ def _separate_mmcif(block: cif.Block) -> tuple[bool, list[str]]:
         if last.add_atom(row, atom[row], location, group[row] == "HETATM") and not is_placeholder(xyz[row]):
             last.atoms[atom[row]] = xyz[row]
     chains = separate_chains(residues, segments_are_chains=True)
-    notes += _naming_notes(chains, copies)
+    notes += _note_renamed(chains, copies)
     rows = [row for part in chains for residue in part.residues for row in residue.rows]
     names = [part.name for part in chains for residue in part.residues for _ in residue.rows]
     is_plain = rows == list(range(count)) and names == columns.get("auth_asym_id") and len(order) == 1
@@ -364,7 +350,7 @@ def make_structure(block: cif.Block) -> gemmi.Structure:
     return structure
 
 
-def _release_date(data: bytes) -> str | None:
+def _parse_release_date(data: bytes) -> str | None:
     """Parse the date of the first revision (REVDAT 1); returns YYYY-MM-DD."""
     # A month starts at a multiple of 3. For an unknown month, find() returns -1, and -1 % 3 is 2.
     months = b"JANFEBMARAPRMAYJUNJULAUGSEPOCTNOVDEC"
@@ -376,7 +362,7 @@ def _release_date(data: bytes) -> str | None:
     return f"{year}-{months.index(revision[2]) // 3 + 1:02d}-{int(revision[1]):02d}"
 
 
-def _complete(structure: gemmi.Structure, source: str) -> cif.Block:
+def _to_mmcif(structure: gemmi.Structure, source: str) -> cif.Block:
     """Convert the first model to mmCIF, in which every polymer residue has its position in the sequence."""
     if not len(structure) or not structure[0].count_atom_sites():
         raise UserError(f"{source}: has no atoms. Pass a file with coordinates.")
@@ -393,7 +379,7 @@ def _complete(structure: gemmi.Structure, source: str) -> cif.Block:
             continue
         entity = structure.get_entity_of(polymer)
         sequence = [names.split(",")[0] for names in entity.full_sequence] if entity else []
-        seq_ids = _seq_ids_by_number(residues, sequence) if sequence else None
+        seq_ids = _number_by_author(residues, sequence) if sequence else None
         if not sequence:
             sequence, seq_ids = _derive_sequence(residues)
             # Each chain gets its own entity, because chains of one protein differ in their observed residues.
@@ -412,11 +398,11 @@ def _complete(structure: gemmi.Structure, source: str) -> cif.Block:
                 residue.label_seq = by_number[str(residue.seqid)]
     # gemmi aligns the chains whose numbers do not fit the sequence.
     structure.assign_label_seq_id()
-    _name_mixtures(structure)
+    _add_mixtures(structure)
     return structure.make_mmcif_block()
 
 
-def _name_mixtures(structure: gemmi.Structure) -> None:
+def _add_mixtures(structure: gemmi.Structure) -> None:
     """Add alternative residues (microheterogeneity), which SEQRES does not list, to the sequences."""
     for chain in structure[0]:
         polymer = chain.get_polymer()
@@ -435,7 +421,7 @@ def _name_mixtures(structure: gemmi.Structure) -> None:
         entity.full_sequence = sequence
 
 
-def _seq_ids_by_number(residues: Sequence[gemmi.Residue], sequence: Sequence[str]) -> list[int] | None:
+def _number_by_author(residues: Sequence[gemmi.Residue], sequence: Sequence[str]) -> list[int] | None:
     """Return positions from 1 if the author's numbers fit the sequence after a common shift, else None.
 
     Shift 0 is tried first, then the others in ascending order.

@@ -122,13 +122,9 @@ class SeparatedChain:
     model: int
     source: str
     segment: str
-    residues: list[Residue]
     name: str = ""
-
-    def __post_init__(self) -> None:
-        self.by_key: dict[ResidueKey, list[Residue]] = {}
-        for residue in self.residues:
-            self.by_key.setdefault(residue.key, []).append(residue)
+    residues: list[Residue] = field(default_factory=list)
+    by_key: dict[ResidueKey, list[Residue]] = field(default_factory=dict)
 
     @property
     def polymer(self) -> list[Residue]:
@@ -144,7 +140,7 @@ class SeparatedChain:
     def has_room_for(self, residues: Iterable[Residue]) -> bool:
         """Return whether no polymer residue of `residues` has the number of a different residue of this chain."""
         return not any(
-            _contradict(residue, other)
+            _are_different(residue, other)
             for residue in residues
             if residue.is_polymer
             for other in self.by_key.get(residue.key, ())
@@ -152,7 +148,7 @@ class SeparatedChain:
         )
 
 
-def _contradict(a: Residue, b: Residue) -> bool:
+def _are_different(a: Residue, b: Residue) -> bool:
     """Return whether two records of one residue number are different residues.
 
     A residue that is split over a file (hydrogens at its end) has different atom names or locations in each record.
@@ -172,8 +168,23 @@ def separate_chains(residues: Sequence[Residue], segments_are_chains: bool) -> l
 
     segments_are_chains: a different segment is always a different chain (mmCIF's label_asym_id).
     """
+    fragments: list[list[Residue]] = []
+    current: SeparatedChain | None = None
+    for residue in residues:
+        where = residue.model, residue.chain, residue.segment
+        is_continued = False
+        if current and not residue.breaks and where == (current.model, current.source, current.segment):
+            before = current.residues[-1]
+            altlocs = [*before.altlocs.values(), *residue.altlocs.values()]
+            # Alternatives at one position (microheterogeneity).
+            is_alternative = before.key == residue.key and not any(" " in text for text in altlocs)
+            is_continued = is_alternative or current.has_room_for([residue])
+        if not current or not is_continued:
+            current = SeparatedChain(*where)
+            fragments.append(current.residues)
+        current.add([residue])
     chains: list[SeparatedChain] = []
-    for fragment in _fragments(residues):
+    for fragment in fragments:
         first, polymer = fragment[0], [residue for residue in fragment if residue.is_polymer]
         same = [
             chain
@@ -188,39 +199,14 @@ def separate_chains(residues: Sequence[Residue], segments_are_chains: bool) -> l
         else:
             target = next((chain for chain in same if _continues(chain, polymer, segments_are_chains)), None)
         if target is None:
-            chains.append(SeparatedChain(first.model, first.chain, first.segment, list(fragment)))
-        else:
-            is_out_of_order = not is_ligand and target.polymer and polymer[0].key < target.polymer[-1].key
-            target.add(fragment)
-            if is_out_of_order:
-                target.residues.sort(key=lambda residue: (not residue.is_polymer, residue.key))
-    _name(chains)
+            target = SeparatedChain(first.model, first.chain, first.segment)
+            chains.append(target)
+        is_out_of_order = not is_ligand and target.polymer and polymer[0].key < target.polymer[-1].key
+        target.add(fragment)
+        if is_out_of_order:
+            target.residues.sort(key=lambda residue: (not residue.is_polymer, residue.key))
+    _name_chains(chains)
     return chains
-
-
-def _fragments(residues: Iterable[Residue]) -> list[list[Residue]]:
-    """Split the residues where the model, the name or the segment changes, at TER, and where a number repeats."""
-    fragments: list[list[Residue]] = []
-    current: SeparatedChain | None = None
-    for residue in residues:
-        where = residue.model, residue.chain, residue.segment
-        if (
-            current is None
-            or residue.breaks
-            or where != (current.model, current.source, current.segment)
-            or not (_is_alternative(current.residues[-1], residue) or current.has_room_for([residue]))
-        ):
-            current = SeparatedChain(*where, [])
-            fragments.append(current.residues)
-        current.add([residue])
-    return fragments
-
-
-def _is_alternative(before: Residue, residue: Residue) -> bool:
-    """Return whether two consecutive residues are alternatives at one position (microheterogeneity)."""
-    return before.key == residue.key and not any(
-        " " in altlocs for r in (before, residue) for altlocs in r.altlocs.values()
-    )
 
 
 def _continues(chain: SeparatedChain, polymer: Sequence[Residue], segments_are_chains: bool) -> bool:
@@ -257,7 +243,7 @@ def _is_bonded(before: Residue, after: Residue) -> bool:
     )
 
 
-def _name(chains: Sequence[SeparatedChain]) -> None:
+def _name_chains(chains: Sequence[SeparatedChain]) -> None:
     """Name the chains as in the file. The second A becomes A-2, and chains without a name get the next free letter."""
     taken = {chain.source for chain in chains}
     used: set[str] = set()
@@ -312,31 +298,25 @@ def models_are_copies(models: Sequence[Alphas]) -> bool:
     are within 2 angstrom of a CA of another model, and if models of the same residues superpose within 0.5 angstrom.
     """
     occupied: dict[tuple[int, ...], list[np.ndarray]] = {}
+    neighbours = np.array(list(itertools.product((-1, 0, 1), repeat=3)))
     for model in models:
         points = np.stack(list(model.values()))
         cells = np.floor(points / SAME_PLACE).astype(np.int64)
         close = 0
         if occupied:
             for point, cell in zip(points, cells):
-                others = [x for shift in _NEIGHBOURS for x in occupied.get((*(cell + shift),), ())]
+                others = [x for shift in neighbours for x in occupied.get((*(cell + shift),), ())]
                 close += bool(others) and bool((np.linalg.norm(np.stack(others) - point, axis=-1) < SAME_PLACE).any())
         if 20 * close > len(points):
             return False
         if model is not models[0] and model.keys() == models[0].keys():
+            # The RMSD after the best rigid superposition (Kabsch).
             reference = np.stack([models[0][key] for key in model])
-            if _superposed_rmsd(reference, points) > RIGID_RMSD:
+            a, b = reference - reference.mean(0), points - points.mean(0)
+            u, s, vt = np.linalg.svd(a.T @ b)
+            s[-1] *= np.sign(np.linalg.det(u @ vt))
+            if np.sqrt(max((a**2).sum() + (b**2).sum() - 2 * s.sum(), 0.0) / len(a)) > RIGID_RMSD:
                 return False
         for point, cell in zip(points, cells):
             occupied.setdefault((*cell.tolist(),), []).append(point)
     return len(models) > 1
-
-
-_NEIGHBOURS = np.array(list(itertools.product((-1, 0, 1), repeat=3)))
-
-
-def _superposed_rmsd(a: np.ndarray, b: np.ndarray) -> float:
-    """Compute the RMSD of two sets of points [N, 3] after the best rigid superposition (Kabsch)."""
-    a, b = a - a.mean(0), b - b.mean(0)
-    u, s, vt = np.linalg.svd(a.T @ b)
-    s[-1] *= np.sign(np.linalg.det(u @ vt))
-    return float(np.sqrt(max((a**2).sum() + (b**2).sum() - 2 * s.sum(), 0.0) / len(a)))

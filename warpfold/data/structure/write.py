@@ -55,7 +55,7 @@ def write_mmcif(
     Positions have three decimals. Residues without atoms appear only in the sequence. Raises ValueError if an array
     does not fit its chain or a position is not finite.
     """
-    bs = _checked_b_factors(chains, b_factors)
+    bs = _check_b_factors(chains, b_factors)
     entities = {sequence: str(i + 1) for i, sequence in enumerate(dict.fromkeys(c.sequence for c in chains))}
     letters = itertools.chain.from_iterable(itertools.product(ascii_uppercase, repeat=n) for n in itertools.count(1))
     labels = ["".join(label) for label in itertools.islice(letters, len(chains))]  # A to Z, AA, AB
@@ -64,13 +64,68 @@ def write_mmcif(
         f"data_{block}\n#\n",
         _items("entry", [("id", block)]),
         _items("struct", [("entry_id", block), ("title", name)]),
-        *_experiment(block, method, resolution, release_date),
-        *_sequences(chains, entities, labels),
-        _atoms(chains, bs, entities, labels),
     ]
+    if method is not None:
+        parts.append(_items("exptl", [("entry_id", block), ("method", method)]))
+    if resolution is not None and method is not None and "MICROSCOPY" in method.upper():
+        items = [("entry_id", block), ("id", 1), ("resolution", resolution)]
+        parts.append(_items("em_3d_reconstruction", items))
+    elif resolution is not None:
+        items = [("entry_id", block), ("pdbx_refine_id", method or "?"), ("ls_d_res_high", resolution)]
+        parts.append(_items("refine", items))
+    if release_date is not None:
+        tags = "ordinal data_content_type major_revision minor_revision revision_date"
+        parts.append(_loop("pdbx_audit_revision_history", tags, [(1, "Structure model", 1, 0, release_date)]))
+    # The entities, their SEQRES, their chains, and the author's residue numbers.
+    strands = {s: ",".join(c.id for c in chains if c.sequence == s) for s in entities}
+    names = {letter: _three_letters(letter) for s in entities for letter in s}
+    kinds = {mon: "peptide linking" if mon == "GLY" else "L-peptide linking" for mon in sorted({*names.values()})}
+    numbering = []
+    for chain, label in zip(chains, labels):
+        present = np.max(chain.mask, axis=1) > 0
+        for i, letter in enumerate(chain.sequence):
+            (number, code), mon = _author_number(chain, i), names[letter]
+            has_number = bool(present[i] or chain.author_numbers[i])
+            author = (number if has_number else None, *((number, mon) if present[i] else (None, None)))
+            numbering.append((label, entities[chain.sequence], i + 1, mon, *author, chain.id, code or "."))
+    parts += [
+        _loop("entity", "id type", [(e, "polymer") for e in entities.values()]),
+        _loop(
+            "entity_poly",
+            "entity_id type pdbx_seq_one_letter_code_can pdbx_strand_id",
+            [(e, "polypeptide(L)", s, strands[s]) for s, e in entities.items()],
+        ),
+        _loop("chem_comp", "id type", kinds.items()),
+        _loop(
+            "entity_poly_seq",
+            "entity_id num mon_id hetero",
+            [(e, i + 1, names[letter], "n") for s, e in entities.items() for i, letter in enumerate(s)],
+        ),
+        _loop("struct_asym", "id entity_id", [(label, entities[c.sequence]) for c, label in zip(chains, labels)]),
+        _loop(
+            "pdbx_poly_seq_scheme",
+            "asym_id entity_id seq_id mon_id pdb_seq_num auth_seq_num auth_mon_id pdb_strand_id pdb_ins_code",
+            numbering,
+        ),
+    ]
+    atoms: list[str] = []
+    for chain, b, label in zip(chains, bs, labels):
+        author_name, entity = _value(chain.id), entities[chain.sequence]
+        for i, atom, (x, y, z), b_factor in _list_atoms(chain, b):
+            number, code = _author_number(chain, i)
+            atoms.append(
+                f"ATOM {len(atoms) + 1} {atom[0]} {atom} . {names[chain.sequence[i]]} {label} {entity} {i + 1} "
+                f"{code or '?'} {x:.3f} {y:.3f} {z:.3f} 1.00 {b_factor:.2f} {number} {author_name} 1\n"
+            )
+    elements = sorted({ATOM_TYPES[atom][0] for chain in chains for atom in np.flatnonzero((chain.mask > 0).any(0))})
+    tags = (
+        "group_PDB id type_symbol label_atom_id label_alt_id label_comp_id label_asym_id label_entity_id label_seq_id "
+        "pdbx_PDB_ins_code Cartn_x Cartn_y Cartn_z occupancy B_iso_or_equiv auth_seq_id auth_asym_id "
+        "pdbx_PDB_model_num"
+    )
+    parts += [_loop("atom_type", "symbol", zip(elements)), _loop_of_lines("atom_site", tags, atoms)]
     if predicted is not None:
-        parts += _modelling(name, chains, entities, labels, predicted)
-        parts += _confidence(chains, bs, labels, predicted.scores)
+        parts += _model_categories(name, chains, bs, entities, labels, predicted)
     return "".join(parts)
 
 
@@ -84,7 +139,7 @@ def write_pdb(
     names of two letters, or numbers too long for their columns. Write such structures as mmCIF.
     """
     remedy = "the PDB format cannot hold it. Write mmCIF."
-    bs = _checked_b_factors(chains, b_factors)
+    bs = _check_b_factors(chains, b_factors)
     atoms = sum(int((c.mask > 0).sum()) for c in chains)
     if len(chains) > len(PDB_CHAINS):
         raise UserError(f"{name}: {len(chains)} chains, more than {len(PDB_CHAINS)}; {remedy}")
@@ -110,7 +165,7 @@ def write_pdb(
     serial = 0
     for chain, b in zip(chains, bs):
         end = ""
-        for i, atom, (x, y, z), b_factor in _each_atom(chain, b):
+        for i, atom, (x, y, z), b_factor in _list_atoms(chain, b):
             serial += 1
             number, code = _author_number(chain, i)
             if not -999 <= number <= 9999:
@@ -153,7 +208,7 @@ def _three_letters(letter: str) -> str:
     return RESTYPE_3[RESTYPE_ORDER.get(letter, UNKNOWN)]
 
 
-def _checked_b_factors(chains: Sequence[Chain], b_factors: Sequence[np.ndarray] | None) -> list[np.ndarray]:
+def _check_b_factors(chains: Sequence[Chain], b_factors: Sequence[np.ndarray] | None) -> list[np.ndarray]:
     """Expand the B factors of each chain to [N, 37]. Raises ValueError for arrays that cannot be written correctly."""
     if b_factors is not None and len(b_factors) != len(chains):
         raise ValueError(f"{len(b_factors)} arrays of B factors for {len(chains)} chains")
@@ -171,7 +226,7 @@ def _checked_b_factors(chains: Sequence[Chain], b_factors: Sequence[np.ndarray] 
     return checked
 
 
-def _each_atom(chain: Chain, b: np.ndarray) -> Iterable[tuple[int, str, list[float], float]]:
+def _list_atoms(chain: Chain, b: np.ndarray) -> Iterable[tuple[int, str, list[float], float]]:
     """Yield residue index, atom name, position and B factor of each unmasked atom, in order."""
     residues, atoms = np.nonzero(chain.mask > 0)
     xyz = chain.positions[residues, atoms].astype(np.float64).tolist()
@@ -214,88 +269,18 @@ def _loop_of_lines(category: str, tags: str, lines: Sequence[str]) -> str:
     return header + "".join(lines) + "#\n" if lines else ""
 
 
-def _experiment(block: str, method: str | None, resolution: float | None, release_date: str | None) -> Iterable[str]:
-    """Yield method, resolution (in the category of the method) and release date."""
-    if method is not None:
-        yield _items("exptl", [("entry_id", block), ("method", method)])
-    if resolution is not None and method is not None and "MICROSCOPY" in method.upper():
-        yield _items("em_3d_reconstruction", [("entry_id", block), ("id", 1), ("resolution", resolution)])
-    elif resolution is not None:
-        yield _items("refine", [("entry_id", block), ("pdbx_refine_id", method or "?"), ("ls_d_res_high", resolution)])
-    if release_date is not None:
-        tags = "ordinal data_content_type major_revision minor_revision revision_date"
-        yield _loop("pdbx_audit_revision_history", tags, [(1, "Structure model", 1, 0, release_date)])
-
-
-def _sequences(chains: Sequence[Chain], entities: dict[str, str], labels: Sequence[str]) -> Iterable[str]:
-    """Yield the entities, their SEQRES, their chains, and the author's residue numbers."""
-    yield _loop("entity", "id type", [(e, "polymer") for e in entities.values()])
-    strands = {s: ",".join(c.id for c in chains if c.sequence == s) for s in entities}
-    yield _loop(
-        "entity_poly",
-        "entity_id type pdbx_seq_one_letter_code_can pdbx_strand_id",
-        [(e, "polypeptide(L)", s, strands[s]) for s, e in entities.items()],
-    )
-    used = sorted({_three_letters(letter) for s in entities for letter in s})
-    yield _loop("chem_comp", "id type", [(c, "peptide linking" if c == "GLY" else "L-peptide linking") for c in used])
-    yield _loop(
-        "entity_poly_seq",
-        "entity_id num mon_id hetero",
-        [(e, i + 1, _three_letters(letter), "n") for s, e in entities.items() for i, letter in enumerate(s)],
-    )
-    yield _loop("struct_asym", "id entity_id", [(label, entities[c.sequence]) for c, label in zip(chains, labels)])
-    rows = []
-    for chain, label in zip(chains, labels):
-        present = np.max(chain.mask, axis=1) > 0
-        for i, letter in enumerate(chain.sequence):
-            number, code = _author_number(chain, i)
-            has_number = bool(present[i] or chain.author_numbers[i])
-            mon = _three_letters(letter)
-            observed = (number, mon) if present[i] else (None, None)
-            rows.append(
-                (
-                    label,
-                    entities[chain.sequence],
-                    i + 1,
-                    mon,
-                    number if has_number else None,
-                    *observed,
-                    chain.id,
-                    code or ".",
-                )
-            )
-    tags = "asym_id entity_id seq_id mon_id pdb_seq_num auth_seq_num auth_mon_id pdb_strand_id pdb_ins_code"
-    yield _loop("pdbx_poly_seq_scheme", tags, rows)
-
-
-def _atoms(chains: Sequence[Chain], bs: Sequence[np.ndarray], entities: dict[str, str], labels: Sequence[str]) -> str:
-    """Format the `atom_type` and `atom_site` categories."""
-    tags = (
-        "group_PDB id type_symbol label_atom_id label_alt_id label_comp_id label_asym_id label_entity_id label_seq_id "
-        "pdbx_PDB_ins_code Cartn_x Cartn_y Cartn_z occupancy B_iso_or_equiv auth_seq_id auth_asym_id "
-        "pdbx_PDB_model_num"
-    )
-    lines: list[str] = []
-    for chain, b, label in zip(chains, bs, labels):
-        author, entity = _value(chain.id), entities[chain.sequence]
-        for i, atom, (x, y, z), b_factor in _each_atom(chain, b):
-            number, code = _author_number(chain, i)
-            monomer = _three_letters(chain.sequence[i])
-            lines.append(
-                f"ATOM {len(lines) + 1} {atom[0]} {atom} . {monomer} {label} {entity} {i + 1} "
-                f"{code or '?'} {x:.3f} {y:.3f} {z:.3f} 1.00 {b_factor:.2f} {number} {author} 1\n"
-            )
-    elements = sorted({ATOM_TYPES[atom][0] for chain in chains for atom in np.flatnonzero((chain.mask > 0).any(0))})
-    types = _loop("atom_type", "symbol", [(element,) for element in elements])
-    return types + _loop_of_lines("atom_site", tags, lines)
-
-
-def _modelling(
-    name: str, chains: Sequence[Chain], entities: dict[str, str], labels: Sequence[str], how: Modelling
+def _model_categories(
+    name: str,
+    chains: Sequence[Chain],
+    bs: Sequence[np.ndarray],
+    entities: dict[str, str],
+    labels: Sequence[str],
+    how: Modelling,
 ) -> Iterable[str]:
-    """Yield the ModelCIF categories of a computed model, except coordinates and confidence.
+    """Yield the ModelCIF categories of a computed model, except coordinates.
 
-    Data 1 to E are the sequences of the E entities and form group 1. Data E + 1 is the model and forms group 2.
+    Data 1 to E are the sequences of the E entities and form group 1. Data E + 1 is the model and forms group 2. The
+    confidence is the pLDDT of each residue, its mean, and the scores of the whole model.
     """
     model = len(entities) + 1
     yield _items("audit_conform", zip(("dict_name", "dict_version", "dict_location"), MODELCIF))
@@ -323,12 +308,6 @@ def _modelling(
     yield _loop(
         "ma_model_list", "ordinal_id model_id model_name model_type data_id", [(1, 1, name, "Ab initio model", model)]
     )
-
-
-def _confidence(
-    chains: Sequence[Chain], bs: Sequence[np.ndarray], labels: Sequence[str], scores: Mapping[str, float]
-) -> Iterable[str]:
-    """Yield the ModelCIF confidence categories: pLDDT per residue, its mean, and the scores of the whole model."""
     local, values = [], []
     for chain, b, label in zip(chains, bs, labels):
         for i in np.flatnonzero(np.max(chain.mask, axis=1) > 0):
@@ -337,9 +316,9 @@ def _confidence(
             residue = (label, int(i) + 1, _three_letters(chain.sequence[i]))
             local.append((len(values), 1, *residue, 2, f"{plddt:.2f}"))
     whole = {1: f"{float(np.mean(values)):.2f}"} if values else {}
-    whole |= {3 + i: f"{score:.4f}" for i, score in enumerate(scores.values())}
+    whole |= {3 + i: f"{score:.4f}" for i, score in enumerate(how.scores.values())}
     metrics = [(1, "global", "pLDDT", "pLDDT", 1), (2, "local", "pLDDT", "pLDDT", 1)]
-    metrics += [(3 + i, "global", kind, kind, 1) for i, kind in enumerate(scores)]
+    metrics += [(3 + i, "global", kind, kind, 1) for i, kind in enumerate(how.scores)]
     yield _loop("ma_qa_metric", "id mode name type software_group_id", metrics)
     rows = [(i, 1, metric, value) for i, (metric, value) in enumerate(whole.items(), 1)]
     yield _loop("ma_qa_metric_global", "ordinal_id model_id metric_id metric_value", rows)
