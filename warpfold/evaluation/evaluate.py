@@ -11,7 +11,7 @@ from typing import Any
 
 from warpfold.bulk import JobPart, in_order, pool
 from warpfold.data.formats.alignment import parse_fasta
-from warpfold.data.search.nearest import nearest_identities
+from warpfold.data.similar.relatives import nearest_identities
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import StoredExample, entry_keys
 from warpfold.errors import UserError, listed, printable

@@ -75,7 +75,7 @@ class Jackhmmer(HmmerEngine):
         failed: dict[int, UserError] = {}
         best: dict[int, _BestRows] = {}
         included: dict[int, set[str]] = {i: set() for i in range(len(queries))}
-        profiles = _profiles({i: partial(_sequence_profile, query.sequence) for i, query in enumerate(queries)}, failed)
+        profiles = _build({i: partial(_sequence_profile, query.sequence) for i, query in enumerate(queries)}, failed)
         for iteration in range(self.iterations):
             limit = None if max_rows is None else max_rows - 1
             best |= {i: _BestRows(limit, survey.records, self.thresholds["incdomE"]) for i in profiles}
@@ -93,7 +93,7 @@ class Jackhmmer(HmmerEngine):
                 if names - included[i]:
                     included[i] |= names
                     next_makers[i] = partial(_next_profile, queries[i].sequence, all_hits[i])
-            profiles = _profiles(next_makers, failed)
+            profiles = _build(next_makers, failed)
         return [failed.get(i) or best[i].a3m() for i in range(len(queries))]
 
 
@@ -125,7 +125,7 @@ class Hmmsearch(HmmerEngine):
         """
         failed: dict[int, UserError] = {}
         all_hits: dict[int, list[TopHits]] = {i: [] for i in range(len(queries))}
-        profiles = _profiles({i: partial(_alignment_profile, query) for i, query in enumerate(queries)}, failed)
+        profiles = _build({i: partial(_alignment_profile, query) for i, query in enumerate(queries)}, failed)
         for i, part in _scan(profiles, path, survey, self.thresholds, threads, tell):
             hits = _attempt(i, part.result, failed)
             if hits is not None:
@@ -164,7 +164,7 @@ def _scan(
     """Search every block of the database with every profile. Yields query and future hits in a fixed order."""
     done = 0
     with ThreadPoolExecutor(threads) as pool:
-        blocks = _blocks(path)
+        blocks = _read_blocks(path)
         block = next(blocks, None) if profiles else None
         while block is not None:
             size = -(-len(block) // threads)
@@ -186,7 +186,7 @@ def _search(hmm: "HMM[AA]", part: "DigitalSequenceBlock[AA]", thresholds: Thresh
     return Pipeline(AMINO, Z=records, **thresholds).search_hmm(hmm, part)
 
 
-def _blocks(path: Path) -> Iterator["DigitalSequenceBlock[AA]"]:
+def _read_blocks(path: Path) -> Iterator["DigitalSequenceBlock[AA]"]:
     """Yield the database in blocks of `CHUNK` bytes, without sequences that are too long for HMMER."""
     for chunk in read_chunks(path):
         with SequenceFile(io.BytesIO(chunk), format="fasta", digital=True, alphabet=AMINO) as file:
@@ -206,7 +206,7 @@ def _attempt(query: int, make: Callable[[], Made], failed: dict[int, UserError])
     return None if query in failed else made
 
 
-def _profiles(makers: "Mapping[int, Callable[[], HMM[AA]]]", failed: dict[int, UserError]) -> "dict[int, HMM[AA]]":
+def _build(makers: "Mapping[int, Callable[[], HMM[AA]]]", failed: dict[int, UserError]) -> "dict[int, HMM[AA]]":
     """Build the profiles of queries, and record failures."""
     made = ((i, _attempt(i, make, failed)) for i, make in makers.items())
     return {i: profile for i, profile in made if profile is not None}

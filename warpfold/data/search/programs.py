@@ -37,11 +37,11 @@ class MMseqs2(Engine):
         return 256
 
     def identity(self) -> dict[str, Any]:
-        program = _program("mmseqs", self.name, "apt install mmseqs2, or conda install -c bioconda mmseqs2")
+        program = _find_program("mmseqs", self.name, "apt install mmseqs2, or conda install -c bioconda mmseqs2")
         return {"engine": self.name, "program": run_program([program, "version"]).strip(), **asdict(self)}
 
     def survey(self, path: Path, tell: Tell) -> Survey:
-        return _survey(path, ".dbtype", f"Make one with `mmseqs createdb {path} DATABASE`, and pass that.")
+        return _survey_files(path, ".dbtype", f"Make one with `mmseqs createdb {path} DATABASE`, and pass that.")
 
     def search(
         self, queries: Sequence[SearchQuery], path: Path, survey: Survey, max_rows: int | None, threads: int, tell: Tell
@@ -69,7 +69,7 @@ class MMseqs2(Engine):
                 text = file.read_text(encoding="utf-8").strip("\0\n")
                 # The first row is the query.
                 number = int(text.partition("\n")[0].removeprefix(">"))
-                results[number] = _rows_below_query(text, queries[number], max_rows, "mmseqs")
+                results[number] = _extract_rows(text, queries[number], max_rows, "mmseqs")
         return [results.get(i, "") for i in range(len(queries))]
 
 
@@ -89,11 +89,11 @@ class HHblits(Engine):
         return 1
 
     def identity(self) -> dict[str, Any]:
-        program = _program("hhblits", self.name, "apt install hhsuite, or conda install -c bioconda hhsuite")
+        program = _find_program("hhblits", self.name, "apt install hhsuite, or conda install -c bioconda hhsuite")
         return {"engine": self.name, "program": run_program([program, "-h"]).partition(":")[0].strip(), **asdict(self)}
 
     def survey(self, path: Path, tell: Tell) -> Survey:
-        return _survey(path, "_a3m.ffdata", "Pass an HH-suite database without this ending.")
+        return _survey_files(path, "_a3m.ffdata", "Pass an HH-suite database without this ending.")
 
     def search(
         self, queries: Sequence[SearchQuery], path: Path, survey: Survey, max_rows: int | None, threads: int, tell: Tell
@@ -109,13 +109,13 @@ class HHblits(Engine):
                 command += ["-maxseq", "1000000", "-realign_max", "100000", "-maxfilt", "100000"]
                 try:
                     run_program([*command, "-min_prefilter_hits", "1000", "-v", "1"])
-                    results.append(_rows_below_query(rows.read_text(encoding="utf-8"), query, max_rows, "hhblits"))
+                    results.append(_extract_rows(rows.read_text(encoding="utf-8"), query, max_rows, "hhblits"))
                 except UserError as error:
                     results.append(error)
         return results
 
 
-def _program(program: str, engine: str, installation: str) -> str:
+def _find_program(program: str, engine: str, installation: str) -> str:
     """Return the path of a program. Raises UserError if it is not on PATH."""
     path = shutil.which(program)
     if path is None:
@@ -123,7 +123,7 @@ def _program(program: str, engine: str, installation: str) -> str:
     return path
 
 
-def _survey(path: Path, ending: str, remedy: str) -> Survey:
+def _survey_files(path: Path, ending: str, remedy: str) -> Survey:
     """Survey a database in a program's own format, often a terabyte, by names, sizes and both ends of its files.
 
     Raises UserError if it does not exist, or if a file cannot be read.
@@ -141,7 +141,7 @@ def _survey(path: Path, ending: str, remedy: str) -> Survey:
     return Survey(digest.hexdigest())
 
 
-def _rows_below_query(text: str, query: SearchQuery, max_rows: int | None, program: str) -> str | UserError:
+def _extract_rows(text: str, query: SearchQuery, max_rows: int | None, program: str) -> str | UserError:
     """Return the rows below the query in a program's A3M. Headers of MMseqs2 are converted to ranges as in HMMER."""
     try:
         parse_alignment(text, program, query.sequence)

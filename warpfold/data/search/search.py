@@ -239,32 +239,39 @@ class _SearchRun:
 
         def search_here(job: SearchJob) -> tuple[list[str | UserError], float]:
             name = job.search.database.name
-            return search_batch(job, lambda done, total: self._tell(f"{name}, {done / total:.0%}" if total else name))
+            return search_batch(job, lambda done, total: self._report(f"{name}, {done / total:.0%}" if total else name))
 
-        jobs = [job for target in searches for job in self._jobs(target, sequences)]
+        jobs = [job for target in searches for job in self._make_jobs(target, sequences)]
         answers = in_order(search_batch, jobs, executor) if executor else map(search_here, jobs)
         for job, (results, seconds) in zip(jobs, answers):
             for query, result in zip(job.queries, results):
                 if isinstance(result, UserError):
-                    self._fail(job.search, query.sequence, str(result))
+                    self._add_failure(job.search, query.sequence, str(result))
                 else:
                     self.cache.put(job.search.key(query), result)
                     self._write_result(job.search, query, result, seconds / len(job.queries), cached=False)
 
-    def _tell(self, activity: str) -> None:
+    def _report(self, activity: str) -> None:
         """Update the progress bar."""
         self.progress(self.done, len(self.names) * len(self.searches), activity)
 
-    def _jobs(self, search: DatabaseSearch, sequences: Sequence[str]) -> Iterator[SearchJob]:
+    def _make_jobs(self, search: DatabaseSearch, sequences: Sequence[str]) -> Iterator[SearchJob]:
         """Write the cached results of a database, and yield jobs for the missing ones."""
-        missing = []
-        for query in self._queries(search, sequences):
+        missing, first = [], self.searches[0]
+        for sequence in sequences:
+            query = SearchQuery(sequence)
+            if search.for_templates:
+                # Templates are searched with the alignment of the first database.
+                if (rows := self.cache.get(first.key(query))) is None:
+                    self._add_failure(search, sequence, f"{first.database.name} gave no alignment to start from")
+                    continue
+                query = SearchQuery(sequence, rows)
             text = self.cache.get(search.key(query))
             if text is None:
                 missing.append(query)
             else:
                 self._write_result(search, query, text, 0.0, cached=True)
-        self._tell(search.database.name)
+        self._report(search.database.name)
         if self.options.cluster:
             size, threads = CLUSTER_PASS, 1
             # Workers on other machines have another working directory.
@@ -278,23 +285,12 @@ class _SearchRun:
         for start in range(0, len(missing), size):
             yield SearchJob(search, missing[start : start + size], threads)
 
-    def _queries(self, search: DatabaseSearch, sequences: Sequence[str]) -> Iterator[SearchQuery]:
-        """Yield the queries of a database: sequences, or for templates the alignments of the first database."""
-        first = self.searches[0]
-        for sequence in sequences:
-            if not search.for_templates:
-                yield SearchQuery(sequence)
-            elif (rows := self.cache.get(first.key(SearchQuery(sequence)))) is not None:
-                yield SearchQuery(sequence, rows)
-            else:
-                self._fail(search, sequence, f"{first.database.name} gave no alignment to start from")
-
-    def _fail(self, search: DatabaseSearch, sequence: str, reason: str) -> None:
+    def _add_failure(self, search: DatabaseSearch, sequence: str, reason: str) -> None:
         """Record a failure for every protein with this sequence."""
         self.done += 1
         for name in self.names[sequence]:
             self.failures.append({"name": name, "database": search.database.name, "error": reason})
-        self._tell(search.database.name)
+        self._report(search.database.name)
 
     def _write_result(
         self, search: DatabaseSearch, query: SearchQuery, text: str, seconds: float, cached: bool
@@ -309,7 +305,7 @@ class _SearchRun:
             entry = {"file": str(file), "hits": hits, "seconds": round(seconds, 3), "cached": cached}
             self.proteins[name]["databases"][database] = entry
         self.done += 1
-        self._tell(database)
+        self._report(database)
 
     def report(self, status: str, seconds: float) -> dict[str, Any]:
         """Return the content of search.json."""

@@ -148,7 +148,14 @@ class AlignmentServer:
         for _ in range(self.limits.tries):
             try:
                 if not _ID.fullmatch(ticket):
-                    ticket = self._submit(endpoint, sequences, end)
+                    fasta = "".join(f">{FIRST + i}\n{sequence}\n" for i, sequence in enumerate(sequences))
+                    status = self._status(endpoint, {"q": fasta, "mode": MODES[endpoint]}, end)
+                    ticket = str(status.get("id"))
+                    if not isinstance(status.get("id"), str) or not _ID.fullmatch(ticket):
+                        raise ServerGone(
+                            f"{self.url}: returns no ticket ({str(status)[:100]}). Check that this is an alignment "
+                            "server."
+                        )
                     self._save_ticket(folder, ticket)
                 texts = self._download(ticket, endpoint, sequences) if self._is_complete(ticket, end) else None
             except NoAnswer:
@@ -168,17 +175,6 @@ class AlignmentServer:
     def _save_ticket(self, folder: Path, ticket: str) -> None:
         """Cache the id of a ticket."""
         write_atomically(folder / "ticket.json", json.dumps({"id": ticket, "server": self.url}), sync=False)
-
-    def _submit(self, endpoint: str, sequences: Sequence[str], end: float) -> str:
-        """Submit a request; returns the id of its ticket."""
-        fasta = "".join(f">{FIRST + i}\n{sequence}\n" for i, sequence in enumerate(sequences))
-        status = self._status(endpoint, {"q": fasta, "mode": MODES[endpoint]}, end)
-        ticket = status.get("id")
-        if not isinstance(ticket, str) or not _ID.fullmatch(ticket):
-            raise ServerGone(
-                f"{self.url}: returns no ticket ({str(status)[:100]}). Check that this is an alignment server."
-            )
-        return ticket
 
     def _is_complete(self, ticket: str, end: float) -> bool:
         """Wait until a ticket is finished. Returns whether there is an answer; False if the server lacks the ticket."""

@@ -22,8 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from warpfold.bulk import in_order, run_program
-from warpfold.data.formats.alignment import LETTERS
-from warpfold.data.similar.pairwise import COVERAGE, similar
+from warpfold.data.similar.pairwise import COVERAGE, residue_codes, similar
 from warpfold.errors import UserError
 from warpfold.files import read_file, writing
 from warpfold.geometry.residue import UNKNOWN
@@ -48,8 +47,6 @@ JOB = 512
 WORDS = ((0, 1, 2), (0, 1, 3))
 # Diagonals that are counted together. A match may cross into the neighbouring band, so gaps of up to 8 are tolerated.
 BAND = 8
-_LETTER_CODES = np.full(256, UNKNOWN, dtype=np.uint8)
-_LETTER_CODES[[ord(letter) for letter in LETTERS]] = list(LETTERS.values())
 
 
 def cluster_sequences(
@@ -220,19 +217,16 @@ class _WordIndex:
         self.bands = np.cumsum(np.append(0, 2 * self.lengths // BAND + 2))
         # The main diagonal of each sequence.
         zero = self.bands[:-1] * BAND + self.lengths
-        codes = [_codes(sequence) for sequence in sequences]
-        self.tables = [self._table([_words(code, offsets) for code in codes], zero) for offsets in WORDS]
-
-    @staticmethod
-    def _table(
-        words: Sequence[tuple[np.ndarray, np.ndarray]], zero: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Build the table of one word shape: the diagonals sorted by word, the start of each word, and its weight."""
-        number = np.concatenate([np.empty(0, np.uint16), *(word for word, _ in words)])
-        diagonal = np.concatenate([np.empty(0, np.int64), *(at + start for (_, at), start in zip(words, zero))])
-        counts = np.bincount(number, minlength=20**3)
-        begins = np.append(0, np.cumsum(counts))
-        return diagonal[np.argsort(number, kind="stable")], begins, 1 / np.maximum(counts, counts.mean() + 1e-9)
+        codes = [residue_codes(sequence) for sequence in sequences]
+        # For each word shape: the diagonals sorted by word, the start of each word, and its weight.
+        self.tables: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        for offsets in WORDS:
+            words = [_list_words(code, offsets) for code in codes]
+            number = np.concatenate([np.empty(0, np.uint16), *(word for word, _ in words)])
+            diagonal = np.concatenate([np.empty(0, np.int64), *(at + start for (_, at), start in zip(words, zero))])
+            counts = np.bincount(number, minlength=20**3)
+            begins, weight = np.append(0, np.cumsum(counts)), 1 / np.maximum(counts, counts.mean() + 1e-9)
+            self.tables.append((diagonal[np.argsort(number, kind="stable")], begins, weight))
 
     def nearest(self, sequence: str, count: int) -> np.ndarray:
         """Find the sequences among the first `count` that share words with `sequence`, those that share most first.
@@ -242,9 +236,9 @@ class _WordIndex:
         if not count:
             return np.empty(0, np.int64)
         score = np.zeros(self.bands[count] + 1)
-        code = _codes(sequence)
+        code = residue_codes(sequence)
         for (diagonals, begins, weight), offsets in zip(self.tables, WORDS):
-            word, at = _words(code, offsets)
+            word, at = _list_words(code, offsets)
             counts = begins[word + 1] - begins[word]
             ends = np.cumsum(counts)
             # The slices [begins, begins + counts) of all words as one array of indices, without a loop.
@@ -259,14 +253,9 @@ class _WordIndex:
         return np.argsort(-best, kind="stable")[: np.count_nonzero(best)]
 
 
-def _words(code: np.ndarray, offsets: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+def _list_words(code: np.ndarray, offsets: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """List the words of a sequence without X, as numbers below 20**3, and their start positions."""
     count = max(len(code) - offsets[-1], 0)
     letters = np.stack([code[offset : offset + count] for offset in offsets]).astype(np.uint16)
     start = np.flatnonzero((letters < UNKNOWN).all(0))
     return (np.array([400, 20, 1], np.uint16) @ letters)[start], start
-
-
-def _codes(sequence: str) -> np.ndarray:
-    """Encode a sequence as uint8 [N]: 0 to 19, and 20 for other letters."""
-    return _LETTER_CODES[np.frombuffer(sequence.encode("ascii", "replace"), dtype=np.uint8)]

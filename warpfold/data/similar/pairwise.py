@@ -14,6 +14,13 @@ COVERAGE = 0.8
 # gemmi's BLOSUM62 uses three-letter names.
 _NAMES = dict(zip(RESTYPES, RESTYPE_3))
 _SIMILAR = {letter: RESTYPE_3[code] for letter, code in LETTERS.items() if code != UNKNOWN}  # also B, Z and U
+_CODES = np.full(256, UNKNOWN, np.uint8)
+_CODES[[ord(letter) for letter in LETTERS]] = list(LETTERS.values())
+
+
+def residue_codes(sequence: str) -> np.ndarray:
+    """Encode a sequence as uint8 [N]: 0 to 19, and 20 for other letters."""
+    return _CODES[np.frombuffer(sequence.encode("ascii", "replace"), dtype=np.uint8)]
 
 
 def column_map(query: str, sequence: str, homologs: bool = False) -> tuple[np.ndarray, float]:
@@ -32,7 +39,16 @@ def column_map(query: str, sequence: str, homologs: bool = False) -> tuple[np.nd
     elif len(query) == len(sequence) and identity(np.arange(len(query)), query, sequence) >= MIN_IDENTITY:
         column[:] = np.arange(len(query))
     else:
-        column = _align(query, sequence, homologs)
+        import gemmi
+
+        scoring = gemmi.AlignmentScoring("b" if homologs else "s")
+        if not homologs:
+            scoring.match, scoring.mismatch, scoring.gapo, scoring.gape = 2, -3, -6, -1
+        query_names, names = ([_NAMES.get(letter, letter) for letter in letters] for letters in (query, sequence))
+        result = gemmi.align_string_sequences(query_names, names, [], scoring)
+        gapped_query, gapped = result.add_gaps(query, 1), result.add_gaps(sequence, 2)
+        columns = np.cumsum([letter != "-" for letter in gapped_query]) - 1
+        column = np.array([c if q != "-" else -1 for q, s, c in zip(gapped_query, gapped, columns) if s != "-"])
     return column, identity(column, query, sequence)
 
 
@@ -41,20 +57,6 @@ def identity(column: np.ndarray, query: str, sequence: str) -> float:
     pairs = [(query[c], s) for c, s in zip(column, sequence) if c >= 0]
     is_equal = [a == b for a, b in pairs if "X" not in (a, b)]
     return sum(is_equal) / len(is_equal) if is_equal else 0.0
-
-
-def _align(query: str, sequence: str, homologs: bool) -> np.ndarray:
-    """Align two sequences globally; returns the index in `query` of each residue of `sequence`, -1 for none."""
-    import gemmi
-
-    scoring = gemmi.AlignmentScoring("b" if homologs else "s")
-    if not homologs:
-        scoring.match, scoring.mismatch, scoring.gapo, scoring.gape = 2, -3, -6, -1
-    query_names, names = ([_NAMES.get(letter, letter) for letter in letters] for letters in (query, sequence))
-    result = gemmi.align_string_sequences(query_names, names, [], scoring)
-    columns = np.cumsum([letter != "-" for letter in result.add_gaps(query, 1)]) - 1
-    gapped = zip(result.add_gaps(query, 1), result.add_gaps(sequence, 2), columns)
-    return np.array([column if q != "-" else -1 for q, s, column in gapped if s != "-"])
 
 
 def similar(longer: str, shorter: str, min_identity: float = 0.4) -> bool:

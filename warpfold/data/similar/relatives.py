@@ -1,4 +1,4 @@
-"""Find relatives of held-out proteins, including fragments, fusions and tandem repeats.
+"""Find relatives of proteins, including fragments, fusions and tandem repeats, and the identity with the nearest one.
 
 Two chains are related if a segment of their local alignment (BLOSUM62, gap cost 11 + 1 per residue) pairs at least half
 of the shorter chain's residues, and if the fraction of identical pairs in it reaches both `min_identity` and Rost's
@@ -16,8 +16,7 @@ import numpy as np
 import pyhmmer
 from pyhmmer.easel import Alphabet, DigitalSequenceBlock, TextSequence
 
-from warpfold.data.formats.alignment import LETTERS
-from warpfold.data.similar.pairwise import rost_identity
+from warpfold.data.similar.pairwise import residue_codes, rost_identity
 from warpfold.geometry.residue import RESTYPE_3, UNKNOWN
 
 MIN_IDENTITY = 0.3  # of the paired residues
@@ -32,8 +31,8 @@ BATCH_CELLS = 4_000_000
 FILTERS = {"F1": 0.1, "F2": 0.1, "F3": 0.1}
 MAX_P_VALUE = 1e-2
 MAX_RESIDUES = 100_000  # HMMER's limit
-_CODES = np.full(256, UNKNOWN, np.uint8)
-_CODES[[ord(letter) for letter in LETTERS]] = list(LETTERS.values())
+# Largest E-value of `nearest_identities` in the whole set. Hits above it count as chance.
+E_VALUE = 1e-3
 
 
 def find_relatives(
@@ -54,61 +53,74 @@ def find_relatives(
     if cells <= MAX_CELLS:
         candidates = ((query, range(len(unique_targets))) for query in unique_queries)
     else:
-        candidates = _candidates(unique_queries, unique_targets, threads)
+        # With Z = 1, an E-value is a P-value, independent of the number of targets.
+        limits = {"E": MAX_P_VALUE, "domE": 1e3, "Z": 1.0, "domZ": 1.0, **FILTERS}
+        all_hits = zip(unique_queries, _run_phmmer(unique_queries, unique_targets, threads, limits))
+        candidates = ((query, sorted(int(hit.name) for hit in hits.reported)) for query, hits in all_hits)
     relatives: dict[str, set[int]] = {}
     for query, numbers in candidates:
-        related = {query, *_related(query, [unique_targets[n] for n in numbers], min_identity)}
+        sequences = [unique_targets[n] for n in numbers]  # by length
+        batch_size = max(1, BATCH_CELLS // (len(query) * max(map(len, sequences), default=1)))
+        related = {query}
+        for start in range(0, len(sequences), batch_size):
+            batch = sequences[start : start + batch_size]
+            for target, same in zip(batch, _align_locally(query, batch)):
+                # Search for a segment that is long enough and identical enough.
+                shortest = max(1, ceil(MIN_COVERAGE * min(len(query), len(target))))
+                total = np.append(0, np.cumsum(same))
+                if any(
+                    (total[pairs:] - total[:-pairs]).max() >= max(min_identity, rost_identity(pairs)) * pairs
+                    for pairs in range(shortest, len(same) + 1)
+                ):
+                    related.add(target)
         relatives[query] = {index for sequence in related for index in indices.get(sequence, ())}
     return [relatives[query] for query in queries]
 
 
-def _candidates(queries: Sequence[str], targets: Sequence[str], threads: int) -> Iterator[tuple[str, list[int]]]:
-    """Yield each query with the numbers of the targets that pass phmmer's filters, ascending."""
+def _run_phmmer(queries: Sequence[str], targets: Sequence[str], threads: int, limits: dict[str, Any]) -> Iterator[Any]:
+    """Run phmmer; yields the hits of each query, which are named by their numbers in `targets`."""
     amino = Alphabet.amino()
-
-    def digital(name: int, sequence: str) -> Any:
-        return TextSequence(name=f"{name}", sequence=sequence[:MAX_RESIDUES]).digitize(amino)
-
-    block = DigitalSequenceBlock(amino, (digital(i, target) for i, target in enumerate(targets)))
-    digital_queries: Any = [digital(i, query) for i, query in enumerate(queries)]
-    # With Z = 1, an E-value is a P-value, independent of the number of targets.
-    limits: dict[str, Any] = {"E": MAX_P_VALUE, "domE": 1e3, "Z": 1.0, "domZ": 1.0, **FILTERS}
-    for query, hits in zip(queries, pyhmmer.phmmer(digital_queries, block, cpus=threads, **limits)):
-        yield query, sorted(int(hit.name) for hit in hits.reported)
+    digital: list[Any] = [
+        [TextSequence(name=f"{i}", sequence=s[:MAX_RESIDUES]).digitize(amino) for i, s in enumerate(sequences)]
+        for sequences in (queries, targets)
+    ]
+    return iter(pyhmmer.phmmer(digital[0], DigitalSequenceBlock(amino, digital[1]), cpus=threads, **limits))
 
 
-def _related(query: str, targets: Sequence[str], min_identity: float) -> Iterator[str]:
-    """Yield the targets that are related to the query. The targets are sorted by length."""
-    size = max(1, BATCH_CELLS // (len(query) * max(map(len, targets), default=1)))
-    for start in range(0, len(targets), size):
-        batch = targets[start : start + size]
-        for target, same in zip(batch, _local_alignments(query, batch)):
-            if _has_related_segment(same, min(len(query), len(target)), min_identity):
-                yield target
+def nearest_identities(queries: Sequence[str], sequences: Sequence[str], threads: int = 1) -> list[float]:
+    """Compute for each query the largest identity with any of the sequences, 0 to 1; 0 without a relative.
 
-
-def _has_related_segment(same: np.ndarray, shorter: int, min_identity: float) -> bool:
-    """Return whether a segment of an alignment is long enough and identical enough.
-
-    same: bool [pairs], whether the residues of each pair are equal. shorter: length of the shorter chain.
+    The identity is the fraction of the query's residues that are equal in the local alignments with one sequence
+    (phmmer, E-value at most 1e-3), so a relative of a fragment counts for that fragment. It is 1 if a sequence contains
+    the query.
     """
-    total = np.append(0, np.cumsum(same))
-    for pairs in range(max(1, ceil(MIN_COVERAGE * shorter)), len(same) + 1):
-        if (total[pairs:] - total[:-pairs]).max() >= max(min_identity, rost_identity(pairs)) * pairs:
-            return True
-    return False
+    unique = list(dict.fromkeys(sequence for sequence in sequences if 0 < len(sequence) <= MAX_RESIDUES))
+    joined = "\n".join(unique)
+    identities = []
+    for query, hits in zip(queries, _run_phmmer(queries, unique, threads, {"E": E_VALUE, "incE": E_VALUE})):
+        best = len(query) if query in joined else 0
+        for hit in hits.reported:
+            same = set[int]()
+            for domain in hit.domains.reported:
+                # Insertions are lower case. Match columns are upper case, or "-" where the target has a gap.
+                aligned = [letter for letter in domain.alignment.target_sequence if not letter.islower()]
+                start = domain.alignment.hmm_from - 1
+                same |= {i for i, letter in enumerate(aligned, start) if letter == query[i]}
+            best = max(best, len(same))
+        identities.append(best / max(1, len(query)))
+    return identities
 
 
-def _local_alignments(query: str, targets: Sequence[str]) -> list[np.ndarray]:
+def _align_locally(query: str, targets: Sequence[str]) -> list[np.ndarray]:
     """Align a query locally to each target (Smith and Waterman, Gotoh); returns whether each aligned pair is equal.
 
     The matrices of all targets are computed together, row by row.
     """
-    codes = _codes(query)
+    codes = residue_codes(query)
     longest = max(map(len, targets))
     others = np.full((len(targets), longest), UNKNOWN, np.uint8)
     for row, target in zip(others, targets):
-        row[: len(target)] = _codes(target)
+        row[: len(target)] = residue_codes(target)
     inside = np.arange(longest) < np.array([len(target) for target in targets])[:, None]
     profile = _BLOSUM62[:, others]  # [21, targets, residues]
     scores = np.zeros((len(codes) + 1, len(targets), longest + 1), np.int32)
@@ -125,10 +137,10 @@ def _local_alignments(query: str, targets: Sequence[str]) -> list[np.ndarray]:
         best = np.maximum.accumulate(here + ramp, axis=1)
         np.maximum(here[:, 1:], best[:, :-1] - (ramp[1:] + GAP_OPEN), out=here[:, 1:])
         here *= inside
-    return [_trace(scores[:, n], codes, others[n]) for n in range(len(targets))]
+    return [_trace_back(scores[:, n], codes, others[n]) for n in range(len(targets))]
 
 
-def _trace(scores: np.ndarray, query: np.ndarray, target: np.ndarray) -> np.ndarray:
+def _trace_back(scores: np.ndarray, query: np.ndarray, target: np.ndarray) -> np.ndarray:
     """Trace an alignment back from its best score; returns in reverse order whether each pair is equal."""
     i, j = (int(n) for n in np.unravel_index(np.argmax(scores), scores.shape))
     same = list[bool]()
@@ -147,12 +159,7 @@ def _trace(scores: np.ndarray, query: np.ndarray, target: np.ndarray) -> np.ndar
     return np.array(same, bool)
 
 
-def _codes(sequence: str) -> np.ndarray:
-    """Encode a sequence as uint8 [N]: 0 to 19, and 20 for other letters."""
-    return _CODES[np.frombuffer(sequence.encode("ascii", "replace"), dtype=np.uint8)]
-
-
-def _blosum62() -> np.ndarray:
+def _read_blosum62() -> np.ndarray:
     """Read gemmi's BLOSUM62 as int32 [21, 21]. An unknown residue scores -1 with every residue."""
     scoring = gemmi.AlignmentScoring("b")
     matrix = np.full((UNKNOWN + 1, UNKNOWN + 1), -1, np.int32)
@@ -162,4 +169,4 @@ def _blosum62() -> np.ndarray:
     return matrix
 
 
-_BLOSUM62 = _blosum62()
+_BLOSUM62 = _read_blosum62()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from warpfold.data.search.nearest import nearest_identities
+from warpfold.data.similar.relatives import nearest_identities
 
 LETTERS = np.array(list("ACDEFGHIKLMNPQRSTVWY"))
 
