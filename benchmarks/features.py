@@ -33,7 +33,7 @@ from warpfold.data.features.choose import SampleConfig, predicted_cost
 from warpfold.data.features.make import make_features
 from warpfold.data.formats.alignment import read_alignment
 from warpfold.data.store.store import Store, StoreWriter, pack_record
-from warpfold.data.store.stored_example import StoredExample, chain_keys, example_arrays, example_notes, read_example
+from warpfold.data.store.stored_example import StoredExample, entry_keys, example_arrays, example_notes
 
 EXACT = SampleConfig(crop=256, max_msa=128, max_extra=1024)  # initial training, Supp. table 4
 CONFIGS = {
@@ -70,10 +70,10 @@ def examples(store: Store, rows: int, alignments: list[Path], folder: Path) -> t
     Also returns the number of entries of the first two kinds.
     """
     every = dict(zip(store.keys, store.column("depth")))
-    depths = {every[key]: key for key in chain_keys(store)}
+    depths = {every[key]: key for key in entry_keys(store, assemblies=False)}
     chosen = [StoredExample(store, depths[depth]) for depth in sorted(depths) if depth >= LEAST_ROWS]
     longest = max(chosen, key=lambda example: (example.depth > rows // 16) * example.length)
-    made = {"deep": deepened(read_example(store, longest.key), rows)}
+    made = {"deep": deepened(StoredExample(store, longest.key).take(slice(None)), rows)}
     read = [read_alignment(path) for path in alignments]
     for path, alignment in sorted(zip(alignments, read), key=lambda pair: len(pair[1].query)):
         name = f"{path.parent.name}/{path.name}"

@@ -31,7 +31,7 @@ from warpfold.data.load.examples import ExampleDataset, Maker, Quarantine, RunOr
 from warpfold.data.load.order import Order, Source
 from warpfold.data.load.schedule import Schedule, State
 from warpfold.data.store.store import Store, StoreWriter, pack_record
-from warpfold.data.store.stored_example import chain_keys, example_arrays, example_notes, read_example
+from warpfold.data.store.stored_example import StoredExample, entry_keys, example_arrays, example_notes
 from warpfold.engine.ready import Ready
 
 CASES = {"local disk": (None, 1), "slow disk": ("5ms,60MB/s", 2), "object store": ("20ms,100MB/s", 8)}  # processes
@@ -45,9 +45,9 @@ def deep(store: Store, path: Path) -> Path:
     """Write a store with the chains that have deep alignments."""
     depth = dict(zip(store.keys, store.column("depth")))
     with StoreWriter(path) as writer:
-        for key in chain_keys(store):
+        for key in entry_keys(store, assemblies=False):
             if depth[key] >= ROWS:
-                raw = read_example(store, key)
+                raw = StoredExample(store, key).take(slice(None))
                 writer.add(key, pack_record(example_arrays(raw), example_notes(raw)), {"depth": depth[key]})
         writer.finish()
     return path

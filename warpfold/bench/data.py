@@ -31,7 +31,7 @@ from warpfold.data.load.order import Order, Source
 from warpfold.data.load.schedule import Schedule, State
 from warpfold.data.pack.report import PackEntry, PackReport
 from warpfold.data.store.store import Store
-from warpfold.data.store.stored_example import StoredExample, chain_keys
+from warpfold.data.store.stored_example import StoredExample, entry_keys
 from warpfold.engine.ready import Ready
 from warpfold.errors import UserError
 from warpfold.progress import Progress, no_progress
@@ -119,7 +119,7 @@ def spread_out(store: Store, entries: int) -> list[str]:
     """Select at most `entries` keys evenly over the depths of the alignments, including the deepest one."""
     depths = dict(zip(store.keys, store.column("depth")))
     # One chain of each depth.
-    ranked = sorted({depths[key]: key for key in chain_keys(store)}.items())
+    ranked = sorted({depths[key]: key for key in entry_keys(store, assemblies=False)}.items())
     chosen = np.unique(np.linspace(0, len(ranked) - 1, min(entries, len(ranked))).round().astype(int))
     return [ranked[index][1] for index in chosen]
 

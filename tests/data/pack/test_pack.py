@@ -18,7 +18,7 @@ from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import pack
 from warpfold.data.pack.report import PackReport, store_summary_text, summarize_store
 from warpfold.data.store.store import Store
-from warpfold.data.store.stored_example import read_example
+from warpfold.data.store.stored_example import StoredExample
 from warpfold.data.structure.mmcif import read_structure
 from warpfold.data.structure.write import write_pdb
 from warpfold.errors import UserError
@@ -86,13 +86,13 @@ def test_what_is_packed_is_what_was_in_the_files(files: Path) -> None:
     packed(files)
     store = Store(files / "store")
     for place, key in enumerate(store.keys):
-        raw = read_example(store, key)
+        raw = StoredExample(store, key).take(slice(None))
         original = read_structure(next((files / "structures").rglob(f"{key[:4]}.cif"))).chains[key[5:]]
         assert raw.sequence == original.sequence
         np.testing.assert_array_equal(raw.positions, original.positions)
         np.testing.assert_array_equal(raw.mask, original.mask)
         assert (store.column("length")[place], store.column("depth")[place]) == (raw.length, raw.depth)
-    raw = read_example(store, "1one_A")
+    raw = StoredExample(store, "1one_A").take(slice(None))
     assert (raw.sources, raw.resolution) == (("msas/a.a3m",), 2.0)
     np.testing.assert_array_equal(raw.msa[1:, 0], [RESTYPE_ORDER["M"], RESTYPE_ORDER["A"]])
     batch = to_tensors(make_features(raw, SampleConfig(crop=16, max_msa=3), 0, "key", 1, True))
@@ -109,7 +109,7 @@ def test_copies_of_a_chain_share_its_alignment(tmp_path: Path) -> None:
     sizes = [(tmp_path / f"{name}/shard-00000.wfs").stat().st_size for name in ("1one", "1two")]
     assert sizes[1] - sizes[0] < 3 * 10_000 < sizes[0] * 3
     store = Store(tmp_path / "1two")
-    first, last = (read_example(store, key) for key in ("1two_A", "1two_D"))
+    first, last = (StoredExample(store, key).take(slice(None)) for key in ("1two_A", "1two_D"))
     assert last.name == "1two_D"
     np.testing.assert_array_equal(first.msa, last.msa)
     np.testing.assert_allclose(last.positions[last.mask > 0], first.positions[first.mask > 0] + 3, atol=1e-2)
@@ -125,7 +125,7 @@ def test_a_copy_whose_original_is_in_another_file_goes_with_it(tmp_path: Path) -
         "the same name as in s/a/1one.cif",
         "a copy of 1one_A, which is also in s/a/1one.cif",
     ]
-    assert read_example(Store(tmp_path / "store"), "1one_A").sequence == TWO
+    assert StoredExample(Store(tmp_path / "store"), "1one_A").take(slice(None)).sequence == TWO
 
 
 def test_release_dates(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def pack_queries(files: Path, name: str = "store", **more: object) -> tuple[Pack
 
 
 def names_of_templates(store: Store) -> tuple[str, ...]:
-    templates = read_example(store, "1one_A").templates
+    templates = StoredExample(store, "1one_A").take(slice(None)).templates
     return () if templates is None else templates.names
 
 
@@ -303,7 +303,7 @@ def test_templates_lie_in_the_store_and_the_report_counts_them(queries: Path) ->
     report, store = pack_queries(queries)
     entries = {entry.name: entry for entry in report.kept}
     for name in ("1one_A", "1one_B"):  # the copy has them too, through the shared alignment
-        raw = read_example(store, name)
+        raw = StoredExample(store, name).take(slice(None))
         assert raw.templates is not None
         assert raw.templates.names == ("1old_A", "2old_A")
         truth = chain("A", "C" + ONE[1:], shift=7.0)

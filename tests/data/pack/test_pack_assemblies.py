@@ -28,12 +28,9 @@ from warpfold.data.pack.report import PackReport, store_summary_text, summarize_
 from warpfold.data.store.store import Store, StoreWriter, pack_record
 from warpfold.data.store.stored_example import (
     StoredExample,
-    chain_keys,
-    chains_of,
     entry_keys,
     open_entry,
     read_assembly,
-    read_example,
 )
 from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.mmcif import read_structure
@@ -73,9 +70,9 @@ def files(files: Path) -> Path:
 def test_assemblies_are_packed_with_their_chains_and_operators(files: Path) -> None:
     report = packed(files, options=FIRST)
     store = Store(files / "store")
-    keys = list(chains_of(store))
+    keys = list(entry_keys(store, assemblies=True))
     assert sorted(keys) == [f"{name}-assembly1" for name in ("1mut", "1non", "1one", "1two", "2abs", "2sym")]
-    assert sorted([*keys, *chain_keys(store)]) == sorted(store.keys)
+    assert sorted([*keys, *entry_keys(store, assemblies=False)]) == sorted(store.keys)
     assembly = read_assembly(store, "2sym-assembly1")
     assert (assembly.name, assembly.ids) == ("2sym-assembly1", ("H", "L", "H-2", "L-2"))
     assert assembly.operators is not None
@@ -88,7 +85,7 @@ def test_assemblies_are_packed_with_their_chains_and_operators(files: Path) -> N
     assert (first.ids, first.operators, first.entity_id.tolist()) == (("A", "B", "C"), None, [1, 2, 1])
     meta = {name: dict(zip(store.keys, store.column(name)))["2sym-assembly1"] for name in store.columns}
     assert (meta["length"], meta["chains"], meta["cluster"]) == (120, ["2sym_H", "2sym_L"] * 2, None)
-    assert len(report.chains) == len(chain_keys(store))
+    assert len(report.chains) == len(entry_keys(store, assemblies=False))
     assert {entry.name for entry in report.assemblies} == set(keys)
     assert list(store.verify()) == []
 
@@ -103,7 +100,8 @@ def test_what_is_left_out_is_reported(files: Path) -> None:
     assert report_of(report, "2abs-assembly1") == absent
     assert read_assembly(store, "2abs-assembly1").ids == ("A",)
     assert report_of(report, "2non-assembly1") == "dropped: none of its chains is kept"
-    assert {"2mis_H", "2big_L", "2non_A"} <= set(chain_keys(store))  # chains are kept without their assembly
+    # Chains are kept without their assembly.
+    assert {"2mis_H", "2big_L", "2non_A"} <= set(entry_keys(store, assemblies=False))
     saved = PackReport.from_json(json.loads((files / "store/pack.json").read_text()))
     assert [entry.chains for entry in saved.assemblies] == [entry.chains for entry in report.assemblies]
     assert "2sym-assembly1\tkept" in (files / "store/pack.tsv").read_text()
@@ -195,7 +193,7 @@ def test_what_pairs_rows_is_stored_and_copies_share_it(tmp_path: Path) -> None:
     assert both.depth == 1 + 1 + 2
     assert both.pairing.unpaired.tolist() == [True, True, False, False]
     assert (alone.depth, alone.pairing) == (2, None)
-    np.testing.assert_array_equal(alone.take(slice(30)).msa, read_example(store, "1abc_B").msa[:2])
+    np.testing.assert_array_equal(alone.take(slice(30)).msa, StoredExample(store, "1abc_B").take(slice(None)).msa[:2])
     assert apart.exists()
 
 

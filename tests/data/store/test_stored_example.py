@@ -19,7 +19,6 @@ from warpfold.data.store.stored_example import (
     StoredExample,
     example_arrays,
     example_notes,
-    read_example,
     to_columns,
     to_tiles,
 )
@@ -63,7 +62,7 @@ def differences(a: RawExample, b: RawExample) -> list[str]:
 def test_what_is_read_is_what_was_stored(store: Store, key: str) -> None:
     raw, stored = EXAMPLES[key], StoredExample(store, key)
     assert (stored.length, stored.depth, stored.templates_count) == (raw.length, raw.depth, raw.templates_count)
-    assert not differences(read_example(store, key), raw)
+    assert not differences(StoredExample(store, key).take(slice(None)), raw)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -141,7 +140,7 @@ def test_only_what_is_chosen_is_read(store: Store, reads: dict[str, int]) -> Non
 
 def test_an_entry_of_something_else_is_refused(store: Store) -> None:
     with pytest.raises(UserError, match=r"other: lacks residue_index, profile, msa.*Pack the store again"):
-        read_example(store, "other")
+        StoredExample(store, "other").take(slice(None))
     with pytest.raises(KeyError):
         StoredExample(store, "nothing")
 
@@ -158,7 +157,7 @@ def test_a_damaged_part_is_named_and_the_others_are_read(store: Store, tmp_path:
         (copy / file.name).write_bytes(data)
     damaged = Store(copy)
     with pytest.raises(UserError, match="long, msa: damaged"):
-        read_example(damaged, "long")
+        StoredExample(damaged, "long").take(slice(None))
     last = np.array([EXAMPLES["long"].depth - 1])
     part = StoredExample(damaged, "long").take(slice(290, 300), last)
     assert not differences(part, EXAMPLES["long"].take(slice(290, 300), last))

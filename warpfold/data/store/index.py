@@ -26,11 +26,11 @@ Arrays = dict[str, np.ndarray]
 V = TypeVar("V")
 
 
-class _Made(Sequence[V]):
-    """A sequence of Python objects that are created on access by `_value`."""
+class _LazySequence(Sequence[V]):
+    """A sequence of Python objects that are created on access by `_make`."""
 
     @abstractmethod
-    def _value(self, place: int) -> V: ...
+    def _make(self, place: int) -> V: ...
 
     @overload
     def __getitem__(self, place: int) -> V: ...
@@ -38,13 +38,13 @@ class _Made(Sequence[V]):
     def __getitem__(self, place: slice) -> list[V]: ...
     def __getitem__(self, place: int | slice) -> V | list[V]:
         selected = range(len(self))[place]
-        return self._value(selected) if isinstance(selected, int) else [self._value(i) for i in selected]
+        return self._make(selected) if isinstance(selected, int) else [self._make(i) for i in selected]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))
 
 
-class Texts(_Made[str]):
+class Texts(_LazySequence[str]):
     """Concatenated UTF-8 texts: text i is the bytes [starts[i], starts[i + 1])."""
 
     def __init__(self, starts: np.ndarray, data: np.ndarray) -> None:
@@ -57,7 +57,7 @@ class Texts(_Made[str]):
         """Return the bytes of a text."""
         return self.data[int(self.starts[place]) : int(self.starts[place + 1])].tobytes()
 
-    def _value(self, place: int) -> str:
+    def _make(self, place: int) -> str:
         return self.encoded(place).decode("utf-8", "surrogatepass")
 
     def check(self) -> None:
@@ -76,13 +76,13 @@ class Texts(_Made[str]):
         lengths = starts[1:] - starts[:-1]
         width = int(lengths.max(initial=1)) or 1
         padded = np.zeros((len(self), width), np.uint8)
-        padded[np.repeat(np.arange(len(self)), lengths), _within(lengths)] = self.data
+        padded[np.repeat(np.arange(len(self)), lengths), _concatenate_ranges(lengths)] = self.data
         ranks = np.empty(len(self), np.int64)
         ranks[np.argsort(padded.view(f"S{width}").ravel(), kind="stable")] = np.arange(len(self))
         return ranks
 
 
-def _within(lengths: np.ndarray) -> np.ndarray:
+def _concatenate_ranges(lengths: np.ndarray) -> np.ndarray:
     """Concatenate the ranges 0 .. length - 1 of all lengths."""
     return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
@@ -95,7 +95,7 @@ def _encode_texts(texts: Sequence[str]) -> Arrays:
     return {"starts": narrow, "texts": np.frombuffer(b"".join(encoded), np.uint8)}
 
 
-class Column(_Made[Any]):
+class Column(_LazySequence[Any]):
     """A column of the index as a sequence of one value per record. Any value may be None.
 
     kind: "int", "float", "text" (stored as codes of the unique texts) or "list" (of texts). places: rows of the index;
@@ -114,7 +114,7 @@ class Column(_Made[Any]):
             return len(self._places)
         return len(self._arrays["begins"]) - 1 if self.kind == "list" else len(self._arrays["values"])
 
-    def _value(self, place: int) -> Any:
+    def _make(self, place: int) -> Any:
         at = place if self._places is None else int(self._places[place])
         if self.texts is not None and self.kind == "list":
             begin, end = self._arrays["begins"][at : at + 2].tolist()
@@ -148,7 +148,7 @@ class Column(_Made[Any]):
         counts = np.diff(begins)
         if self._places is not None:
             counts, first = counts[self._places], begins[self._places]
-            codes = codes[np.repeat(first, counts) + _within(counts)]
+            codes = codes[np.repeat(first, counts) + _concatenate_ranges(counts)]
         return counts, self._arrays["keys"][codes].astype(np.int64)
 
     def check(self, rows: int) -> None:
@@ -201,7 +201,7 @@ def encode_column(name: str, values: Sequence[Any], rows: Mapping[str, int]) -> 
     raise ValueError(f"{name}: a column must have finite numbers, texts, lists of texts, or None")
 
 
-def _hash(key: bytes) -> int:
+def _hash_key(key: bytes) -> int:
     """Hash a key to 64 bits."""
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
 
@@ -220,7 +220,7 @@ def encode_index(
     has_lists = any(isinstance(value, list) for values in meta.values() for value in values)
     rows = {key: row for row, key in enumerate(keys)} if has_lists else {}
     arrays |= {f"key.{name}": array for name, array in _encode_texts(keys).items()}
-    hashes = np.fromiter((_hash(key.encode("utf-8", "surrogatepass")) for key in keys), "<u8", len(keys))
+    hashes = np.fromiter((_hash_key(key.encode("utf-8", "surrogatepass")) for key in keys), "<u8", len(keys))
     order = np.argsort(hashes, kind="stable")
     arrays |= {"hash.values": hashes[order], "hash.rows": order.astype("<u4")}
     kinds = {}
@@ -292,7 +292,7 @@ class Index:
         if not isinstance(key, str):
             return -1
         encoded = key.encode("utf-8", "surrogatepass")
-        hashed = np.uint64(_hash(encoded))
+        hashed = np.uint64(_hash_key(encoded))
         at = int(np.searchsorted(self._hashes, hashed))
         while at < len(self._hashes) and self._hashes[at] == hashed:
             row = int(self._rows[at])
@@ -302,7 +302,7 @@ class Index:
         return -1
 
 
-class Keys(_Made[str]):
+class Keys(_LazySequence[str]):
     """The keys of some records of an index, in any order. rows: of these records; None for all."""
 
     def __init__(self, whole: Index, rows: np.ndarray | None = None) -> None:
@@ -320,7 +320,7 @@ class Keys(_Made[str]):
     def __len__(self) -> int:
         return len(self.whole) if self._rows is None else len(self._rows)
 
-    def _value(self, place: int) -> str:
+    def _make(self, place: int) -> str:
         return self.whole.texts[place if self._rows is None else int(self._rows[place])]
 
     def __contains__(self, key: object) -> bool:

@@ -122,7 +122,7 @@ class Remote:
                 block = self._cache.get(key)
             if block is not None and len(block) == min(BLOCK, size - number * BLOCK):
                 blocks[number] = block
-        fetched = self._fetch(name, size, [number for number in numbers if number not in blocks])
+        fetched = self._fetch_blocks(name, size, [number for number in numbers if number not in blocks])
         if self._cache is not None:
             for number, block in fetched.items():
                 self._cache.put(keys[number], block)
@@ -210,7 +210,7 @@ class Remote:
         """Return the cache key of a block."""
         return blake2b(json.dumps([str(self.path / name), version, number]).encode(), digest_size=16).hexdigest()
 
-    def _fetch(self, name: str, size: int, numbers: Sequence[int]) -> dict[int, bytes]:
+    def _fetch_blocks(self, name: str, size: int, numbers: Sequence[int]) -> dict[int, bytes]:
         """Fetch blocks of an object. Neighbours share a request, and all requests run concurrently."""
         if not numbers:
             return {}
@@ -260,12 +260,12 @@ class Remote:
             except FileNotFoundError as error:
                 # fsspec reports any failure of `info` over HTTP as a missing file.
                 cause = error.__cause__
-                if self.path.scheme not in ("http", "https") or cause is None or _status(cause) in (404, 410):
+                if self.path.scheme not in ("http", "https") or cause is None or _http_status(cause) in (404, 410):
                     raise FileNotFoundError(errno.ENOENT, "no such object", str(self.path / name)) from None
                 problem = cause
             except self._failures as error:
                 problem = error
-            status = _status(problem.__cause__ or problem)
+            status = _http_status(problem.__cause__ or problem)
             text = next(iter(str(problem).strip().splitlines()), "") or type(problem).__name__
             if isinstance(problem, PermissionError) or status in (401, 403):
                 raise StorageError(f"{self.path / name}: {text}. Check the credentials and their rights.") from None
@@ -278,7 +278,7 @@ class Remote:
         )
 
 
-def _status(error: BaseException) -> int:
+def _http_status(error: BaseException) -> int:
     """Return the HTTP status of an error of aiohttp or botocore, or 0."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):

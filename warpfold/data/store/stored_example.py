@@ -108,7 +108,7 @@ class StoredExample:
         record = self.store.record(self.key)
         if missing := [name for name in REQUIRED if name not in record.arrays]:
             raise UserError(f"{self.store.path}: {self.key}: lacks {', '.join(missing)}. Pack the store again.")
-        if misfits := _misfits(record):
+        if misfits := _list_misfits(record):
             raise UserError(f"{self.store.path}: {self.key}: {', '.join(misfits)} do not fit. Pack the store again.")
         return record
 
@@ -248,7 +248,7 @@ class StoredExample:
         return deletions
 
 
-def _misfits(record: Record) -> list[str]:
+def _list_misfits(record: Record) -> list[str]:
     """List the arrays with another number of residues, rows or templates than the others, and missing arrays."""
     arrays = record.arrays
     sizes = {name: array.shape[0] if array.shape else 0 for name, array in arrays.items()}
@@ -267,15 +267,6 @@ def _misfits(record: Record) -> list[str]:
     misfits = [name for name, size in expected.items() if sizes.get(name) != size]
     kinds = {f"pairing_{name}": np.dtype(kind) for name, kind in PAIRING_ARRAYS.items()}
     return misfits or [name for name, kind in kinds.items() if name in arrays and arrays[name].dtype != kind]
-
-
-def read_example(store: Store, key: str) -> RawExample:
-    """Read the whole example `key`. Raises KeyError for a key that the store lacks, and UserError if it is damaged."""
-    example = StoredExample(store, key)
-    return example.take(slice(None))
-
-
-# ---- assemblies
 
 
 def pack_assembly(
@@ -298,16 +289,6 @@ def pack_assembly(
     return pack_record(arrays, {**notes, "resolution": resolution, "release_date": release_date})
 
 
-def chains_of(store: Store) -> dict[str, list[str]]:
-    """Return the chain keys of each assembly of a store, by the assembly's key; {} if it has no assemblies."""
-    return {key: store.column(CHAINS)[store.index.row(key)] for key in _assembly_keys(store)}
-
-
-def _assembly_keys(store: Store) -> Keys:
-    """Return the keys of a store's assemblies."""
-    return store.keys.take(np.flatnonzero(members(store)[0]))
-
-
 def members(store: Store) -> tuple[np.ndarray, np.ndarray]:
     """Return the number of chains of each entry (0 for a chain), and the rows of all these chains (-1 if missing)."""
     # A store without assemblies has no lists in this column.
@@ -316,16 +297,12 @@ def members(store: Store) -> tuple[np.ndarray, np.ndarray]:
     return store.column(CHAINS).members
 
 
-def chain_keys(store: Store) -> Keys:
-    """Return the keys of a store's chains."""
-    counts, _ = members(store)
-    return store.keys.take(np.flatnonzero(counts == 0)) if counts.any() else store.keys
-
-
 def entry_keys(store: Store, assemblies: bool) -> Keys:
     """Return the keys for training: with `assemblies` (for a multimer model) the assemblies if any, else the chains."""
-    keys = _assembly_keys(store) if assemblies else None
-    return keys or chain_keys(store)
+    counts, _ = members(store)
+    if not counts.any():
+        return store.keys
+    return store.keys.take(np.flatnonzero(counts > 0 if assemblies else counts == 0))
 
 
 def read_assembly(store: Store, key: str) -> Assembly:
