@@ -199,6 +199,13 @@ def sample_with_query(rows: np.ndarray, count: int, rng: np.random.Generator) ->
     return np.concatenate([rows[:1], np.sort(rng.choice(rows[1:], count - 1, replace=False))])
 
 
+def all_but(rows: np.ndarray, depth: int) -> np.ndarray:
+    """Return the indices below `depth` that are not in `rows`: int64, ascending."""
+    is_other = np.ones(depth, bool)
+    is_other[rows] = False
+    return np.flatnonzero(is_other)
+
+
 def thin_runs(rows: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
     """Draw at most `count` of `rows`, ascending: the first row, and runs of about `RUN_ROWS` neighbours of the others.
 
@@ -220,7 +227,7 @@ def row_budget(length: int, config: SampleConfig) -> int | None:
     if not config.max_cost:
         return None
     least = config.max_msa + config.max_extra
-    cost, one_more = (_cost(length, rows, rows, 1, config) for rows in (least, least + 1))
+    cost, one_more = (_predict_cost(length, rows, rows, 1, config) for rows in (least, least + 1))
     return least + max(int((config.max_cost - cost) / (one_more - cost)), 0)
 
 
@@ -231,11 +238,11 @@ def predicted_cost(length: int, depth: int, config: SampleConfig, passes: int = 
     machine.
     """
     if not train:
-        return _cost(length, depth, depth, passes, replace(config, crop=None))
+        return _predict_cost(length, depth, depth, passes, replace(config, crop=None))
     kept = expected_rows(depth, config)
     used = min(kept, row_budget(length, config) or kept)
     # Unused rows are read too, because they are in the same blobs.
-    return _cost(length, kept, used, passes, config)
+    return _predict_cost(length, kept, used, passes, config)
 
 
 def predicted_assembly_cost(entities: Sequence[tuple[int, int]], config: SampleConfig) -> float:
@@ -253,7 +260,7 @@ def predicted_assembly_cost(entities: Sequence[tuple[int, int]], config: SampleC
     return COST_EXAMPLE + read * COST_READ + paired * COST_PAIR + crop * rows * COST_COUNT + written
 
 
-def _cost(length: int, read: float, rows: float, passes: int, config: SampleConfig) -> float:
+def _predict_cost(length: int, read: float, rows: float, passes: int, config: SampleConfig) -> float:
     """Predict the cost of an example of a chain of `length` residues, of which `read` rows are read and `rows` used."""
     residues = min(config.crop or length, length)
     columns = length if config.clustering == "chain" else residues

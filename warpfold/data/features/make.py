@@ -14,7 +14,14 @@ import torch
 from warpfold.batch import FEATURES, Arrays, Batch, padding
 from warpfold.data.example.pairing import pair_rows
 from warpfold.data.example.raw_example import Assembly, Example, RawExample, Templates, compute_profile
-from warpfold.data.features.choose import SampleConfig, choose_templates, delete_blocks, sample_with_query, select
+from warpfold.data.features.choose import (
+    SampleConfig,
+    all_but,
+    choose_templates,
+    delete_blocks,
+    sample_with_query,
+    select,
+)
 from warpfold.data.features.crop import crop_assembly, place_chain
 from warpfold.data.features.msa import WholeChain, mask_msa, msa_features
 from warpfold.geometry import atoms
@@ -59,7 +66,6 @@ def make_features(
     whole = None if chain is None else chain.msa
     raw = example.take(slice(selection.start, selection.stop), selection.rows, selection.templates, whole)
     length = raw.length
-    sizes = padded_sizes(config, length, train)
     features: Arrays = {
         "aatype": raw.aatype,
         "residue_index": raw.residue_index,
@@ -69,7 +75,7 @@ def make_features(
         "atom14_atom_exists": ATOM14_MASK[raw.aatype],
         "atom37_atom_exists": ATOM37_MASK[raw.aatype],
         **template_features(raw.templates, length),
-        **msa_features(raw, config, seed, key, passes if config.resample_msa else 1, sizes, chain),
+        **msa_features(raw, config, seed, key, passes if config.resample_msa else 1, chain),
     }
     if (truth := raw.atoms(np.arange(length), config.min_confidence)) is not None:
         features |= dict(zip(("all_atom_positions", "all_atom_mask"), truth))
@@ -79,7 +85,7 @@ def make_features(
         # AlphaFold2 uses 0 if there is no resolution (NMR).
         features["resolution"] = np.array(raw.resolution or 0.0, np.float32)
         features["use_clamped_fape"] = np.array(selection.clamped, np.float32)
-    return pad_features(features, sizes)
+    return pad_features(features, padded_sizes(config, length, train))
 
 
 def padded_sizes(config: SampleConfig, length: int, train: bool) -> dict[str, int]:
@@ -90,10 +96,7 @@ def padded_sizes(config: SampleConfig, length: int, train: bool) -> dict[str, in
 
 
 def padded_shape(
-    features: Mapping[str, np.ndarray | torch.Tensor],
-    multiple: int,
-    config: SampleConfig | None = None,
-    count: int = 0,
+    features: Mapping[str, np.ndarray | torch.Tensor], multiple: int, config: SampleConfig | None = None, count: int = 0
 ) -> dict[str, int]:
     """Compute the padded shape of an example, which kernels and graphs see: the size of each axis by name.
 
@@ -446,13 +449,6 @@ def concatenate_alignments(entities: Sequence[EntityCrop], length: int) -> tuple
         width += len(entity.residues)
     msa, deletions = (np.concatenate(arrays, 1).take(column, 1) for arrays in zip(*blocks))
     return msa, deletions, owner
-
-
-def all_but(rows: np.ndarray, depth: int) -> np.ndarray:
-    """Return the indices below `depth` that are not in `rows`: int64, ascending."""
-    is_other = np.ones(depth, bool)
-    is_other[rows] = False
-    return np.flatnonzero(is_other)
 
 
 def copy_features(assembly: Assembly, entities: Sequence[EntityCrop], length: int, least: float) -> Arrays:

@@ -5,7 +5,7 @@ chain. The features themselves are computed only for the crop, which gives the s
 the last step. They are written directly into the arrays that hold all passes of a feature.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
 
@@ -15,7 +15,7 @@ from torch.nn.functional import embedding_bag
 
 from warpfold.batch import Arrays
 from warpfold.data.example.raw_example import RawExample
-from warpfold.data.features.choose import SampleConfig, sample_with_query
+from warpfold.data.features.choose import SampleConfig, all_but, sample_with_query
 from warpfold.geometry.residue import GAP, MASK
 from warpfold.keyed import keyed_rng
 
@@ -86,34 +86,52 @@ def msa_features(
     seed: int,
     key: tuple[str | int, ...],
     passes: int = 1,
-    sizes: dict[str, int] | None = None,
     chain: WholeChain | None = None,
 ) -> Arrays:
     """Compute the MSA features of an example, with a separate sample for each pass.
 
-    raw: the sampled rows and residues. sizes: pad `res`, `seq` and `extra` to at least these sizes (zeros, masked).
-    chain: the whole chain, if rows are clustered before the crop; None clusters the rows of `raw`.
+    raw: the sampled rows and residues. chain: the whole chain, if rows are clustered before the crop; None clusters the
+    rows of `raw`.
     Masks and codes are uint8, the other arrays float32 (`batch.to_tensors` converts them on the device).
     """
     chain = chain or WholeChain(raw.msa, raw.profile, 0)
-    length = raw.length
-    samples, clusters = _clusters(chain, config, seed, key, passes)
-    seq, extra = len(samples[0].centres), max(len(samples[0].extra), 1)
-    sizes = sizes or {}
-    clustered, unclustered, columns = (
-        max(size, sizes.get(axis, 0)) for axis, size in (("seq", seq), ("extra", extra), ("res", length))
-    )
-    features: Arrays = {"msa_feat": np.zeros((passes, clustered, columns, 49), np.float32)}
+    depth, length = raw.msa.shape
+    samples, clusters = _draw_clusters(chain, config, seed, key, passes)
+    centres, extra = len(samples[0].centres), len(samples[0].extra)
+    features: Arrays = {"msa_feat": np.zeros((passes, centres, length, 49), np.float32)}
     for name in ("msa_mask", "bert_mask", "true_msa"):
-        features[name] = np.zeros((passes, clustered, columns), np.uint8)
+        features[name] = np.zeros((passes, centres, length), np.uint8)
+    # An extra MSA without rows gets a masked row.
     for name in ("extra_msa", "extra_msa_mask", "extra_has_deletion"):
-        features[name] = np.zeros((passes, unclustered, columns), np.uint8)
-    features["extra_deletion_value"] = np.zeros((passes, unclustered, columns), np.float32)
+        features[name] = np.zeros((passes, max(extra, 1), length), np.uint8)
+    features["extra_deletion_value"] = np.zeros((passes, max(extra, 1), length), np.float32)
     deletions = Deletions.from_dense(raw.deletions)
     crop = slice(chain.start, chain.start + length)
     for index, (sample, cluster) in enumerate(zip(samples, clusters)):
-        cut = replace(sample, masked=sample.masked[:, crop], bert_mask=sample.bert_mask[:, crop])
-        _fill({name: array[index] for name, array in features.items()}, raw.msa, deletions, cut, cluster)
+        masked = sample.masked[:, crop]
+        features["true_msa"][index] = raw.msa[sample.centres]
+        features["bert_mask"][index] = sample.bert_mask[:, crop]
+        features["msa_mask"][index] = 1
+        rows = raw.msa.copy()
+        rows[sample.centres] = masked
+        # The official code adds 1e-6, too.
+        members = (np.bincount(cluster, minlength=centres)[:centres] + 1e-6).astype(np.float32)
+        feat = features["msa_feat"][index]
+        write_codes(feat, masked, rows, cluster, members)
+        selected = deletions.select(sample.centres, depth)
+        feat[selected.row, selected.column, 23] = 1
+        feat[selected.row, selected.column, 24] = deletion_value(selected.count)
+        # Mean number of deletions in each column of each cluster.
+        cell = cluster[deletions.row] * length + deletions.column
+        total = np.bincount(cell, deletions.count, minlength=centres * length)[: centres * length]
+        mean = total.reshape(centres, length) / members[:, None]
+        row, column = np.nonzero(mean)
+        feat[row, column, 48] = deletion_value(mean[row, column])
+        features["extra_msa"][index, :extra] = raw.msa[sample.extra]
+        features["extra_msa_mask"][index, :extra] = 1
+        selected = deletions.select(sample.extra, depth)
+        features["extra_has_deletion"][index, selected.row, selected.column] = 1
+        features["extra_deletion_value"][index, selected.row, selected.column] = deletion_value(selected.count)
     return features
 
 
@@ -124,18 +142,31 @@ def query_weight(
 
     Also returns whether the query is the only row of the extra MSA. The arguments are those of `msa_features`.
     """
-    samples, clusters = _clusters(WholeChain(raw.msa, raw.profile, 0), config, seed, key, passes)
+    samples, clusters = _draw_clusters(WholeChain(raw.msa, raw.profile, 0), config, seed, key, passes)
     members = ((clusters == 0).sum(1) + 1e-6).astype(np.float32)
     is_extra = all(sample.extra.tolist() == [0] for sample in samples)
     return 1 / members, is_extra
 
 
-def _clusters(
+def _draw_clusters(
     chain: WholeChain, config: SampleConfig, seed: int, key: tuple[str | int, ...], passes: int
 ) -> tuple[list[MsaSample], np.ndarray]:
     """Draw the sample of each pass and assign the rows to clusters: int64 [passes, R], S for none."""
-    samples = [_draw(chain, config, seed, (*key, index)) for index in range(passes)]
-    depth, seq = len(chain.msa), len(samples[0].centres)
+    depth, samples = len(chain.msa), list[MsaSample]()
+    for index in range(passes):
+        centres = np.arange(depth)
+        if depth > config.max_msa:
+            centres = sample_with_query(centres, config.max_msa, keyed_rng(seed, *key, index, "clusters"))
+        rng = keyed_rng(seed, *key, index, "mask")
+        masked, bert_mask = mask_msa(chain.msa[centres], chain.profile, config, rng)
+        extra = all_but(centres, depth)
+        if len(extra) > config.max_extra:
+            rng = keyed_rng(seed, *key, index, "extra")
+            extra = np.sort(rng.choice(extra, config.max_extra, replace=False))
+        elif not len(extra) and config.empty_extra == "query":
+            extra = np.zeros(1, np.int64)
+        samples.append(MsaSample(centres, masked, bert_mask, extra))
+    seq = len(samples[0].centres)
     if seq < depth:
         clusters = nearest_cluster(chain.msa, np.stack([sample.masked for sample in samples]))
     else:
@@ -146,57 +177,6 @@ def _clusters(
     for sample, cluster in zip(samples, clusters):
         cluster[sample.centres] = np.arange(seq)
     return samples, clusters
-
-
-def _draw(chain: WholeChain, config: SampleConfig, seed: int, key: tuple[str | int, ...]) -> MsaSample:
-    """Draw the centres, their masking, and the extra rows of a pass."""
-    depth = len(chain.msa)
-    centres = np.arange(depth)
-    if depth > config.max_msa:
-        centres = sample_with_query(centres, config.max_msa, keyed_rng(seed, *key, "clusters"))
-    masked, bert_mask = mask_msa(chain.msa[centres], chain.profile, config, keyed_rng(seed, *key, "mask"))
-    is_other = np.ones(depth, bool)
-    is_other[centres] = False
-    extra = np.flatnonzero(is_other)
-    if len(extra) > config.max_extra:
-        extra = np.sort(keyed_rng(seed, *key, "extra").choice(extra, config.max_extra, replace=False))
-    elif not len(extra) and config.empty_extra == "query":
-        extra = np.zeros(1, np.int64)
-    return MsaSample(centres, masked, bert_mask, extra)
-
-
-def _fill(features: Arrays, msa: np.ndarray, deletions: Deletions, sample: MsaSample, cluster: np.ndarray) -> None:
-    """Write the features of a pass.
-
-    msa: uint8 [R, N], the rows of the crop. sample: limited to the crop. cluster: int64 [R], S for none.
-    """
-    depth, length = msa.shape
-    count = len(sample.centres)
-    features["true_msa"][:count, :length] = msa[sample.centres]
-    features["bert_mask"][:count, :length] = sample.bert_mask
-    features["msa_mask"][:count, :length] = 1
-    rows = msa.copy()
-    rows[sample.centres] = sample.masked
-    # The official code adds 1e-6, too.
-    members = (np.bincount(cluster, minlength=count)[:count] + 1e-6).astype(np.float32)
-    feat = features["msa_feat"][:count, :length]
-    write_codes(feat, sample.masked, rows, cluster, members)
-    selected = deletions.select(sample.centres, depth)
-    feat[selected.row, selected.column, 23] = 1
-    feat[selected.row, selected.column, 24] = deletion_value(selected.count)
-    # Mean number of deletions in each column of each cluster.
-    cell = cluster[deletions.row] * length + deletions.column
-    total = np.bincount(cell, deletions.count, minlength=count * length)[: count * length]
-    mean = total.reshape(count, length) / members[:, None]
-    row, column = np.nonzero(mean)
-    feat[row, column, 48] = deletion_value(mean[row, column])
-
-    count = len(sample.extra)
-    features["extra_msa"][:count, :length] = msa[sample.extra]
-    features["extra_msa_mask"][:count, :length] = 1
-    selected = deletions.select(sample.extra, depth)
-    features["extra_has_deletion"][selected.row, selected.column] = 1
-    features["extra_deletion_value"][selected.row, selected.column] = deletion_value(selected.count)
 
 
 def mask_msa(
@@ -242,7 +222,7 @@ def nearest_cluster(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
     nearest = np.empty((passes, len(rows)), np.int64)
     for first in range(0, passes, passes_per_group):
         group = centres[first : first + passes_per_group]
-        tables = [[_agreement_table(pass_centres[:, span]) for pass_centres in group] for span in spans]
+        tables = [[_tabulate_agreement(pass_centres[:, span]) for pass_centres in group] for span in spans]
         for start in range(0, len(rows), BLOCK_ROWS):
             block = rows[start : start + BLOCK_ROWS]
             counts = np.zeros((len(group), len(block), PACKED_COUNTS, groups), np.int32)
@@ -258,7 +238,7 @@ def nearest_cluster(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
     return nearest
 
 
-def _agreement_table(centres: np.ndarray) -> torch.Tensor:
+def _tabulate_agreement(centres: np.ndarray) -> torch.Tensor:
     """Tabulate the centres that have a code in a column, except gaps: float32 [N * 23, G] with G = S / 3 groups.
 
     Group g packs the counts of centres g, G + g and 2 G + g, multiplied by 1, 256 and 256².
