@@ -69,7 +69,7 @@ def test_the_filters_of_pack_agree_with_datetime(
 ) -> None:
     structure = released(file[1])
     options = PackOptions(released_after=after[1], released_before=before[1], max_single=1.0)
-    assert (drop_reason(options, structure, structure.chains["A"]) is None) == (after[0] <= file[0] < before[0])
+    assert (drop_reason(options, structure, structure.chains["A"], {}) is None) == (after[0] <= file[0] < before[0])
     assert options == PackOptions(released_after=str(after[0]), released_before=str(before[0]), max_single=1.0)
 
 
@@ -77,7 +77,7 @@ def test_a_file_whose_date_is_none_is_dropped_with_that_reason() -> None:
     structure = released("soon")
     assert structure.release_date is None
     options = PackOptions(released_after="19000101", max_single=1.0)
-    assert drop_reason(options, structure, structure.chains["A"]) == "no release date"
+    assert drop_reason(options, structure, structure.chains["A"], {}) == "no release date"
 
 
 def test_an_option_that_is_no_date_is_refused() -> None:

@@ -153,7 +153,7 @@ def read_chains(job: tuple[InputFile, PackOptions, PredictedFile | None, bool]) 
     kept, reasons = {}, dict(structure.dropped)
     for name, chain in structure.chains.items():
         scores = confidence.get(name, {})
-        if reason := drop_reason(options, structure, chain) or confidence_drop_reason(options, chain, scores):
+        if reason := drop_reason(options, structure, chain, scores):
             reasons[name] = reason
             entry = replace(_begin_entry(structure, name, file), reason=reason, length=len(chain.sequence))
             dropped.append(replace(entry, **scores))  # type: ignore[arg-type]  # numbers of `CONFIDENCES`
@@ -162,23 +162,10 @@ def read_chains(job: tuple[InputFile, PackOptions, PredictedFile | None, bool]) 
     return ReadChains(replace(structure, chains=kept, dropped=reasons), dropped, confidence)
 
 
-def confidence_drop_reason(options: PackOptions, chain: Chain, confidence: Mapping[str, float]) -> str | None:
-    """Return the reason to drop a predicted chain, or None. confidence: from `with_confidence`, empty without one."""
-    if not confidence:
-        return None
-    if confidence["plddt"] < options.min_plddt:
-        return f"mean pLDDT {confidence['plddt']:.1f}, below {options.min_plddt:g}"
-    if options.max_pae is not None and "pae" not in confidence:
-        return "no file with its PAE"
-    if options.max_pae is not None and confidence["pae"] > options.max_pae:
-        return f"mean PAE {confidence['pae']:.1f} Å, over {options.max_pae:g}"
-    if chain.b_factors is not None and not chain.b_factors.any():
-        return f"no residue has a KL confidence of {options.min_kl:g}"
-    return None
-
-
-def drop_reason(options: PackOptions, structure: Structure, chain: Chain) -> str | None:
-    """Return the reason to drop a chain, or None."""
+def drop_reason(
+    options: PackOptions, structure: Structure, chain: Chain, confidence: Mapping[str, float]
+) -> str | None:
+    """Return the reason to drop a chain, or None. confidence: of a prediction (`with_confidence`), else empty."""
     length, resolved = len(chain.sequence), int((chain.mask[:, ATOM_ORDER["CA"]] > 0).sum())
     residue, count = Counter(chain.sequence).most_common(1)[0] if length else ("", 0)
     if structure.resolution is not None and structure.resolution > options.max_resolution:
@@ -198,6 +185,16 @@ def drop_reason(options: PackOptions, structure: Structure, chain: Chain) -> str
         return f"{resolved} residues with a CA, fewer than {options.min_length}"
     if count > options.max_single * length:
         return f"{count / length:.0%} of the sequence is {residue}, over {options.max_single:.0%}"
+    if not confidence:
+        return None
+    if confidence["plddt"] < options.min_plddt:
+        return f"mean pLDDT {confidence['plddt']:.1f}, below {options.min_plddt:g}"
+    if options.max_pae is not None and "pae" not in confidence:
+        return "no file with its PAE"
+    if options.max_pae is not None and confidence["pae"] > options.max_pae:
+        return f"mean PAE {confidence['pae']:.1f} Å, over {options.max_pae:g}"
+    if chain.b_factors is not None and not chain.b_factors.any():
+        return f"no residue has a KL confidence of {options.min_kl:g}"
     return None
 
 
@@ -240,38 +237,46 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: BuiltChains) 
             alignments += read
             notes += row_notes
             used.append(source.name)
-    model = _begin_entry(structure, group[0].chain, job.file)
-    model.reason, model.length = "; ".join(note.rstrip(".") for note in notes), len(first.sequence)
-    model.hits = [source.name for source in group[0].hits]
-    todo, confidence = [chain.chain for chain in group], {chain.chain: chain.confidence for chain in group}
+    # The entry of the first chain; the entries of its copies differ in few fields.
+    common = _begin_entry(structure, group[0].chain, job.file)
+    common.reason, common.length = "; ".join(note.rstrip(".") for note in notes), len(first.sequence)
+    common.hits = [source.name for source in group[0].hits]
+    remaining, confidence = [chain.chain for chain in group], {chain.chain: chain.confidence for chain in group}
     try:
         if options.require_msa and not used:
-            raise UserError("no alignment" + (f": {model.reason}" if notes else ""))
+            raise UserError("no alignment" + (f": {common.reason}" if notes else ""))
         with within_memory(job.file.name):
-            raw = from_chain(model.name, structure, first, alignments, used, options.has_assemblies)
+            raw = from_chain(common.name, structure, first, alignments, used, options.has_assemblies)
             # These may take most of the memory, and `raw` has copies of all rows.
             del alignments, read
             if group[0].hits:
-                raw = replace(raw, templates=_templates(raw.sequence, group[0].hits, job, model, built))
-            model.alignments, model.depth, model.sequence = used, raw.depth, raw.sequence
+                raw = replace(raw, templates=_build_templates(raw.sequence, group[0].hits, job, common, built))
+            common.alignments, common.depth, common.sequence = used, raw.depth, raw.sequence
             if raw.depth < options.min_depth:
                 raise UserError(f"{raw.depth} alignment rows, fewer than {options.min_depth}")
             arrays, example = example_arrays(raw), example_notes(raw)
-            while todo:
-                chain = structure.chains[todo[0]]
-                entry = replace(model, name=f"{structure.id}_{todo[0]}", entity=f"{structure.id}_{chain.entity}")
-                entry = replace(entry, **confidence[todo[0]])  # type: ignore[arg-type]
-                atoms, shared = _atoms(chain, options, predicted=bool(confidence[todo[0]])), {}
+            while remaining:
+                chain = structure.chains[remaining[0]]
+                entry = replace(common, name=f"{structure.id}_{remaining[0]}", entity=f"{structure.id}_{chain.entity}")
+                entry = replace(entry, **confidence[remaining[0]])  # type: ignore[arg-type]
+                atoms: dict[str, np.ndarray] = {"positions": chain.positions.astype(np.float32)}
+                atoms["mask"] = (chain.mask > 0).astype(np.uint8)
+                if options.has_assemblies:
+                    # Spatial crops read the CA of all chains.
+                    atoms["ca"] = atoms["positions"][:, CA]
+                if confidence[remaining[0]] and chain.b_factors is not None:
+                    atoms["confidence"] = chain.b_factors.astype(np.float16)
+                shared: dict[str, str] = {}
                 if entry.name != raw.name:
                     large = [name for name, array in arrays.items() if array.nbytes >= MIN_SHARED_BYTES]
                     shared = {name: raw.name for name in large if name not in atoms}
                     entry.shares = raw.name if shared else ""
                 stored = {name: array for name, array in (arrays | atoms).items() if name not in shared}
                 built.keep(entry, pack_record(stored, example | {"name": entry.name}, shared))
-                del todo[0]
+                del remaining[0]
     except UserError as error:
-        for name in todo:
-            built.entries.append(replace(model, name=f"{structure.id}_{name}", reason=str(error), alignments=[]))
+        for name in remaining:
+            built.entries.append(replace(common, name=f"{structure.id}_{name}", reason=str(error), alignments=[]))
 
 
 def _read_alignments(source: InputFile, sequence: str, options: PackOptions) -> tuple[list[Alignment], list[str]]:
@@ -287,21 +292,7 @@ def _read_alignments(source: InputFile, sequence: str, options: PackOptions) -> 
     return [alignment], notes
 
 
-def _atoms(chain: Chain, options: PackOptions, predicted: bool) -> dict[str, np.ndarray]:
-    """Build the atom arrays of a chain: positions and mask; CA in a store with assemblies; pLDDT for a prediction.
-
-    Spatial crops read the CA of all chains.
-    """
-    arrays: dict[str, np.ndarray] = {"positions": chain.positions.astype(np.float32)}
-    arrays["mask"] = (chain.mask > 0).astype(np.uint8)
-    if options.has_assemblies:
-        arrays["ca"] = arrays["positions"][:, CA]
-    if predicted and chain.b_factors is not None:
-        arrays["confidence"] = chain.b_factors.astype(np.float16)
-    return arrays
-
-
-def _templates(
+def _build_templates(
     sequence: str, sources: Sequence[InputFile], job: BuildJob, entry: PackEntry, built: BuiltChains
 ) -> Templates | None:
     """Build the templates of a chain, and store the numbers of used and refused hits in `entry`."""

@@ -8,7 +8,7 @@ first task that needs all queries reads them, and writes them to a file for the 
 import fcntl
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
@@ -30,7 +30,6 @@ BATCH = 64  # queries per job
 KMER = 6  # residues
 # Most similar queries that are compared with a chain.
 MAX_CANDIDATES = 5
-READING = "reading alignments"
 
 
 class Queries:
@@ -63,15 +62,20 @@ class Queries:
         missing = [source for source in sources if source.name not in self.read_so_far]
         if not missing:
             return
+
+        def job(batch: Sequence[InputFile], singles: tuple[PackJob, ...] = ()) -> PackJob:
+            return PackJob(QUERIES + batch[0].name, (read_queries, (batch, self.limit)), singles)
+
+        batches = (missing[start : start + BATCH] for start in range(0, len(missing), BATCH))
+        jobs = (job(batch, tuple(job([source]) for source in batch) if len(batch) > 1 else ()) for batch in batches)
         done = len(sources) - len(missing)
-        for job, result in self.runner.run(self._jobs(missing)):
-            batch: Sequence[InputFile] = job.call[1][0]
+        for finished, result in self.runner.run(jobs):
+            batch: Sequence[InputFile] = finished.call[1][0]
             queries = [("", f"{source.name}: {DIED}") for source in batch] if result is None else result
-            rows = dict(zip((source.name for source in batch), queries))
-            self.read_so_far |= rows
+            self.read_so_far |= dict(zip((source.name for source in batch), queries))
             self.keep(batch)
-            done += len(rows)
-            progress(done, len(sources), READING)
+            done += len(batch)
+            progress(done, len(sources), "reading alignments")
 
     def keep(self, sources: Sequence[InputFile]) -> None:
         """Store the queries of `sources` in the part, also those that another task has read.
@@ -80,7 +84,8 @@ class Queries:
         """
         new = {source.name: self.read_so_far[source.name] for source in sources if source.name not in self._stored}
         if new:
-            self.runner.writer.add_queries(new)
+            rows = [[name, *query] for name, query in new.items()]
+            self.runner.writer.add(QUERIES + next(iter(new)), rows)
             self._stored |= new.keys()
 
     def read_all(self, progress: Progress = no_progress) -> None:
@@ -112,16 +117,6 @@ class Queries:
                 return True
         return False
 
-    def _jobs(self, sources: Sequence[InputFile]) -> Iterator[PackJob]:
-        """Yield the jobs that read queries, in batches."""
-
-        def job(batch: Sequence[InputFile], singles: tuple[PackJob, ...] = ()) -> PackJob:
-            return PackJob(QUERIES + batch[0].name, (read_queries, (batch, self.limit)), singles)
-
-        for start in range(0, len(sources), BATCH):
-            batch = sources[start : start + BATCH]
-            yield job(batch, tuple(job([source]) for source in batch) if len(batch) > 1 else ())
-
 
 class Matcher:
     """Find the alignments and template hits of a chain by names and sequences, with as few queries read as possible.
@@ -137,7 +132,7 @@ class Matcher:
         progress: Progress = no_progress,
     ) -> None:
         self.queries, self.alignments, self.progress = queries, alignments, progress
-        self._alignments_named, self._hits_named = _by_name(alignments), _by_name(hits)
+        self._alignments_named, self._hits_named = _group_by_name(alignments), _group_by_name(hits)
         # Many chains have equal sequences.
         self._nearest = lru_cache(maxsize=4096)(self._find_nearest)
         self._queries_named = cache(self._find_queries)
@@ -161,7 +156,8 @@ class Matcher:
         """Find the alignments with a name that are of this protein. Returns them, and a note on the others."""
         sources = self._alignments_named.get(name.lower(), [])
         self.queries.read(sources)
-        errors = [(source, self._check(query, sequence)) for source, query in self.queries.known(sources)]
+        queries = self.queries.known(sources)
+        errors = [(source, check_map(*column_map(query, sequence))) for source, query in queries]
         fitting = dict.fromkeys(source for source, error in errors if not error)
         note = "; ".join(f"{source.name}: {error}" for source, error in errors if error and source not in fitting)
         return stacked(fitting), note
@@ -169,13 +165,9 @@ class Matcher:
     def _find_nearest(self, sequence: str) -> list[InputFile]:
         """Find the alignments of the most similar query of this protein."""
         for query in self._index.similar(sequence):
-            if self._check(query, sequence) is None:
+            if check_map(*column_map(query, sequence)) is None:
                 return stacked(self._index.sources[query])
         return []
-
-    def _check(self, query: str, sequence: str) -> str | None:
-        """Return the reason why an alignment of `query` cannot be used for a chain, or None."""
-        return check_map(*column_map(query, sequence))
 
     @cached_property
     def _index(self) -> "_QueryIndex":
@@ -206,7 +198,7 @@ class Matcher:
         return {query for _, query in self.queries.known(named)}
 
 
-def _by_name(sources: Sequence[InputFile]) -> dict[str, list[InputFile]]:
+def _group_by_name(sources: Sequence[InputFile]) -> dict[str, list[InputFile]]:
     """Group files by the names of their proteins."""
     named: dict[str, list[InputFile]] = defaultdict(list)
     for source in sources:
@@ -223,17 +215,17 @@ class _QueryIndex:
         for source, query in alignments:
             self.sources[query].append(source)
         self._queries = sorted(self.sources)
-        words = [_kmers(query) for query in self._queries]
+        words = [_list_kmers(query) for query in self._queries]
         self._sizes = np.array([len(kmers) for kmers in words], np.int64)
         kmers = np.concatenate([np.empty(0, np.int32), *words])
         order = np.argsort(kmers, kind="stable")
-        self._kmers = kmers[order]
+        self._list_kmers = kmers[order]
         self._holders = np.repeat(np.arange(len(words), dtype=np.int32), self._sizes)[order]
 
     def similar(self, sequence: str) -> list[str]:
         """Return the query with the best containment of or in the sequence, then those that share most k-mers."""
-        kmers = _kmers(sequence)
-        begins, ends = (np.searchsorted(self._kmers, kmers, side) for side in ("left", "right"))
+        kmers = _list_kmers(sequence)
+        begins, ends = (np.searchsorted(self._list_kmers, kmers, side) for side in ("left", "right"))
         holders = [self._holders[begin:end] for begin, end in zip(begins.tolist(), ends.tolist())]
         shared = np.bincount(np.concatenate([np.empty(0, np.int32), *holders]), minlength=len(self._queries))
         # If one sequence contains the other, they share all k-mers of the shorter one. The longest overlap is best,
@@ -246,7 +238,7 @@ class _QueryIndex:
         return [*nested[:1], *(self._queries[i] for i in closest if shared[i])]
 
 
-def _kmers(sequence: str) -> np.ndarray:
+def _list_kmers(sequence: str) -> np.ndarray:
     """List the unique k-mers of a sequence as numbers: int32 [K], ascending."""
     # The letters A to Z become 1 to 26.
     letters = np.frombuffer(sequence.encode("ascii", "replace"), np.uint8).astype(np.int32) % 32

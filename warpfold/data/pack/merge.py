@@ -42,7 +42,7 @@ def finished_report(out: Path, manifest: Manifest) -> PackReport | None:
 
 def report_part(part: PartFolder) -> PackReport:
     """Build the report of a part: kept and dropped entries. Unused files are known only after the merge."""
-    return PackReport([entry for _, _, entries in _outcomes([part], {}) for entry in entries], {})
+    return PackReport([entry for _, _, entries in _read_outcomes([part], {}) for entry in entries], {})
 
 
 def merge_parts(
@@ -62,9 +62,20 @@ def merge_parts(
     `cluster_sequences`.
     """
     bad: dict[str, str] = {}
-    outcomes = _outcomes(parts, bad)
+    outcomes = _read_outcomes(parts, bad)
     report = PackReport([entry for _, _, entries in outcomes for entry in entries], {})
-    _find_unused(report, parts, bad)
+    # Unused alignments and hits, with the reasons.
+    used = {name for chain in report.chains for name in chain.alignments}
+    sequences = {chain.sequence for chain in report.chains}
+    for name, query, error in sorted(query for part in parts for query in part.queries()):
+        if name not in used:
+            is_kept = bool(sequences & {*query.split(":")})
+            reason = "its chains have alignments of their names" if is_kept else "no kept chain has this sequence"
+            report.unused[name] = error or bad.get(name) or reason
+    used = {name for chain in report.chains for name in chain.hits}
+    for name, why in parts[0].read(HIT_FILES).data:
+        if name not in used or name in bad:
+            report.unused_hits[name] = why or bad.get(name, "no kept chain has this name")
     if not report.kept:
         return report
     chains = [entry for _, _, entries in outcomes for entry in entries if entry.kept and not entry.chains]
@@ -72,7 +83,7 @@ def merge_parts(
     with StoreWriter(out) as writer:
         # Clusters are computed before the records are copied, so that an error ends the run early.
         progress(0, 1, "clustering")
-        clusters, program = _clusters(chains, manifest, executor, threads)
+        clusters, program = _cluster_chains(chains, manifest, executor, threads)
         for entry, cluster in zip(chains, clusters):
             # The sequences are no longer needed.
             entry.cluster, entry.sequence = cluster, ""
@@ -98,7 +109,7 @@ def merge_parts(
     return report
 
 
-def _outcomes(parts: Sequence[PartFolder], bad: dict[str, str]) -> list[tuple[int, str, list[PackEntry]]]:
+def _read_outcomes(parts: Sequence[PartFolder], bad: dict[str, str]) -> list[tuple[int, str, list[PackEntry]]]:
     """Read the entries of each structure file, sorted by file name. Returns tuples of part, job and entries.
 
     Of entries with one name, only the first is kept. An assembly follows its chains, and is kept only if they are.
@@ -134,7 +145,7 @@ def _outcomes(parts: Sequence[PartFolder], bad: dict[str, str]) -> list[tuple[in
     return outcomes
 
 
-def _clusters(
+def _cluster_chains(
     chains: Sequence[PackEntry], manifest: Manifest, executor: Executor | None, threads: int
 ) -> tuple[list[str], str]:
     """Return the name of each chain's cluster, and the program that computed the clusters ("" for this one).
@@ -152,18 +163,3 @@ def _clusters(
     program = clustering_program(sequences)
     clusters = cluster_sequences(sequences, identity, executor, threads, program)
     return [keys[index] for index in clusters], program
-
-
-def _find_unused(report: PackReport, parts: Sequence[PartFolder], bad: dict[str, str]) -> None:
-    """Add unused alignments and hits to the report, with the reasons. bad: reasons of those that could not be read."""
-    used = {name for chain in report.chains for name in chain.alignments}
-    sequences = {chain.sequence for chain in report.chains}
-    for name, query, error in sorted(query for part in parts for query in part.queries()):
-        if name not in used:
-            is_kept = bool(sequences & {*query.split(":")})
-            reason = "its chains have alignments of their names" if is_kept else "no kept chain has this sequence"
-            report.unused[name] = error or bad.get(name) or reason
-    used = {name for chain in report.chains for name in chain.hits}
-    for name, why in parts[0].read(HIT_FILES).data:
-        if name not in used or name in bad:
-            report.unused_hits[name] = why or bad.get(name, "no kept chain has this name")

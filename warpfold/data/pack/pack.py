@@ -8,9 +8,9 @@ and kills. A bad file becomes an entry of the report and does not end the run.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -67,7 +67,7 @@ class PackInputs:
     library: list[InputFile]
     folders: tuple[Path, ...]
     clusters: Path | None
-    predicted: dict[str, PredictedFile] = field(default_factory=dict)
+    predicted: dict[str, PredictedFile]
 
     def manifest(self, options: PackOptions, part: JobPart) -> Manifest:
         """Return the manifest of the inputs and options that decide the result."""
@@ -218,11 +218,7 @@ def _open_part(path: Path, manifest: Manifest, ignored: Sequence[str] = ()) -> P
 
 
 def merge(
-    parts: Sequence[Path],
-    out: Path,
-    workers: int = 1,
-    cluster: str | None = None,
-    progress: Progress = no_progress,
+    parts: Sequence[Path], out: Path, workers: int = 1, cluster: str | None = None, progress: Progress = no_progress
 ) -> PackReport:
     """Merge the parts of a store, packed with `part`, into the store `out`, which equals that of a single run.
 
@@ -266,7 +262,7 @@ def _require_entries(report: PackReport, out: Path) -> PackReport:
 
 
 def _run_jobs(runner: JobRunner, inputs: PackInputs, options: PackOptions, out: Path, progress: Progress) -> None:
-    """Run the jobs of a part that have no result yet."""
+    """Read the queries and structures of a part that have no result yet, match the chains, and build their records."""
     writer, part = runner.writer, runner.writer.part
     shared = None if part.count == 1 else out.with_name(f"{out.name}.part-queries")
     queries = Queries(runner, inputs.alignments, options.limit, shared)
@@ -282,30 +278,10 @@ def _run_jobs(runner: JobRunner, inputs: PackInputs, options: PackOptions, out: 
         for name in source.protein_names:
             sizes[name.partition("_")[0]] += source.size
 
-    def cost(job: str) -> tuple[int, str]:
-        file = waiting[job]
+    def cost(item: tuple[str, InputFile]) -> tuple[int, str]:
+        _, file = item
         return file.size + sizes[file.path.name.partition(".")[0].lower()], file.name
 
-    # The most expensive jobs start first, so that no worker is busy alone at the end.
-    longest_first = sorted(waiting, key=cost, reverse=True)
-    before = len(files) - len(waiting)
-    progress(before, len(files), "packing")
-    jobs = _pack_structures(runner, matcher, options, inputs, {job: waiting[job] for job in longest_first})
-    for done, _ in enumerate(jobs, before + 1):
-        progress(done, len(files), "packing")
-    if HIT_FILES not in writer.jobs:
-        reason = "template hits; pass their folder to --hits to use them"
-        unrequested = [[file.name, reason] for file in inputs.unrequested]
-        writer.add(HIT_FILES, [*([file.name, ""] for file in inputs.hits), *unrequested])
-
-
-def _pack_structures(
-    runner: JobRunner, matcher: Matcher, options: PackOptions, inputs: PackInputs, files: dict[str, InputFile]
-) -> Iterator[str]:
-    """Read structure files, match their chains and build their records. Yields each job when its result is stored.
-
-    files: by the names of their jobs.
-    """
     # Dropped chains of each job.
     dropped: dict[str, list[PackEntry]] = {}
 
@@ -323,17 +299,23 @@ def _pack_structures(
             matched.append(replace(chain_job, confidence=result.confidence.get(name, {})))
         return build, BuildJob(files[job.name], structure, matched, options, inputs.folders)
 
-    by_file = files_to_name_by(inputs.structures)
+    before = len(files) - len(waiting)
+    progress(before, len(files), "packing")
+    named_by_file = files_to_name_by(inputs.structures)
+    # The most expensive jobs start first, so that no worker is busy alone at the end.
     jobs = (
-        PackJob(name, (read_chains, (file, options, inputs.predicted.get(file.name), file.name in by_file)))
-        for name, file in files.items()
+        PackJob(name, (read_chains, (file, options, inputs.predicted.get(file.name), file.name in named_by_file)))
+        for name, file in sorted(waiting.items(), key=cost, reverse=True)
     )
-    for job, result in runner.run(jobs, build_next):
-        name = job.name
-        file, entries = files[name], dropped.pop(name, [])
+    for done, (job, result) in enumerate(runner.run(jobs, build_next), before + 1):
+        file, entries = files[job.name], dropped.pop(job.name, [])
         if result is None:
             entries = [PackEntry(file.title, file.name, False, f"{file.name}: {DIED}")]
         built = result if isinstance(result, BuiltChains) else BuiltChains()
         data = {"entries": [asdict(entry) for entry in (*entries, *built.entries)], "bad": built.bad}
-        runner.writer.add(name, data, built.records)
-        yield name
+        writer.add(job.name, data, built.records)
+        progress(done, len(files), "packing")
+    if HIT_FILES not in writer.jobs:
+        reason = "template hits; pass their folder to --hits to use them"
+        unrequested = [[file.name, reason] for file in inputs.unrequested]
+        writer.add(HIT_FILES, [*([file.name, ""] for file in inputs.hits), *unrequested])

@@ -11,7 +11,7 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -199,10 +199,6 @@ class PartWriter:
         # The file is not synced, because this would take longer than many jobs. A continued run checks every file.
         write_atomically(self.folder / result_name(job), [b"%08x " % zlib.crc32(line), line, *records], sync=False)
         self.jobs.add(job)
-
-    def add_queries(self, queries: Mapping[str, QueryOrError]) -> None:
-        """Write the queries of alignments, by name. The job is named after the first alignment."""
-        self.add(QUERIES + next(iter(queries)), [[name, *query] for name, query in queries.items()])
 
     def begin(self, job: str) -> None:
         """Record an attempt of a job, so that the next run recognises a job that killed this process."""

@@ -161,11 +161,11 @@ class PackReport:
             other: dict[str, Any] = {"status": "kept" if entry.kept else "dropped", "templates_refused": refused}
             other |= {"masked": None} if entry.plddt is None else {}
             row = (other[name] if name in other else getattr(entry, name) for name in TABLE)
-            yield "\t".join(map(_cell, row)) + "\n"
+            yield "\t".join(map(_format_cell, row)) + "\n"
         for kind, unused in (("alignment", self.unused), ("hits", self.unused_hits)):
             for file, reason in unused.items():
                 cells = {"file": file, "reason": reason, "status": f"unused {kind}"}
-                yield "\t".join(_cell(cells.get(name)) for name in TABLE) + "\n"
+                yield "\t".join(_format_cell(cells.get(name)) for name in TABLE) + "\n"
 
     def summary(self) -> str:
         """Format the numbers of the report in one line."""
@@ -177,7 +177,7 @@ class PackReport:
             text += f", {len(self.assemblies)} assemblies of {chains} chains"
         if any(entry.hits for entry in self.kept):
             count = sum(entry.templates for entry in self.chains)
-            text += f", {count} templates" if count else f", {self._no_templates()}"
+            text += f", {count} templates" if count else f", {self._explain_none()}"
         if predicted := [entry for entry in self.chains if entry.plddt is not None]:
             residues = sum(entry.length for entry in predicted)
             plddt = sum((entry.plddt or 0) * entry.length for entry in predicted) / residues
@@ -191,13 +191,13 @@ class PackReport:
         """List warnings about inputs without effect."""
         warnings = []
         if any(entry.hits for entry in self.kept) and not any(entry.templates for entry in self.chains):
-            warnings.append(self._no_templates())
+            warnings.append(self._explain_none())
         if single_row := [entry.name for entry in self.chains if entry.alignments and entry.depth <= 1]:
             subject = "alignment has" if len(single_row) == 1 else "alignments have"
-            warnings.append(f"{len(single_row)} {subject} only the row of the chain itself: {_first_three(single_row)}")
+            warnings.append(f"{len(single_row)} {subject} only the row of the chain itself: {_join_three(single_row)}")
         return warnings
 
-    def _no_templates(self) -> str:
+    def _explain_none(self) -> str:
         """Explain why there are no templates although there are hit files."""
         reasons: Counter[str] = Counter()
         for entry in self.kept:
@@ -209,16 +209,16 @@ class PackReport:
         if missing:
             names = list(dict.fromkeys(name for entry in self.kept for name in entry.structures_missing))
             count = "" if missing == offered else "1 has " if missing == 1 else f"{missing} have "
-            why.insert(0, f"{count}no structure in the folders given ({_first_three(names)})")
+            why.insert(0, f"{count}no structure in the folders given ({_join_three(names)})")
         return f"0 of {offered} templates used: {'; '.join(why)}"
 
 
-def _first_three(names: Sequence[str]) -> str:
+def _join_three(names: Sequence[str]) -> str:
     """Join the first three names."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     """Format a cell of the table."""
     value = " ".join(value) if isinstance(value, list | tuple) else value
     return "" if value is None else " ".join(str(value).split())
@@ -243,22 +243,22 @@ def summarize_store(store: Store) -> dict[str, Any]:
         "shards": len(store.index.shards),
         "entries": len(chains),
         "residues": sum(lengths),
-        "length": _quartiles(lengths),
-        "depth": _quartiles(depths),
+        "length": _compute_quartiles(lengths),
+        "depth": _compute_quartiles(depths),
         "alone": sum(depth <= 1 for depth in depths),
-        "templates": _quartiles(templates),
+        "templates": _compute_quartiles(templates),
         "with_templates": sum(count > 0 for count in templates),
         "clusters": len(set(column("cluster"))),
-        "resolution": _quartiles(column("resolution")),
+        "resolution": _compute_quartiles(column("resolution")),
         "release_date": [min(days).isoformat(), max(days).isoformat()] if days else None,
         "assemblies": len(assemblies),
-        "assembly_chains": _quartiles(counts[assemblies].tolist()),
-        "assembly_length": _quartiles(column("length", of_assemblies=True)),
+        "assembly_chains": _compute_quartiles(counts[assemblies].tolist()),
+        "assembly_length": _compute_quartiles(column("length", of_assemblies=True)),
         "packed": json.loads(origin) if origin is not None else None,
     }
 
 
-def _quartiles(values: Sequence[float]) -> dict[str, float] | None:
+def _compute_quartiles(values: Sequence[float]) -> dict[str, float] | None:
     """Compute minimum, quartiles and maximum; None without values."""
     ordered = sorted(values)
     fractions = {"min": 0.0, "25%": 0.25, "median": 0.5, "75%": 0.75, "max": 1.0}
