@@ -21,8 +21,6 @@ _HHR_ROW = re.compile(r"^([QT]) (\S+) +(\d{1,18}) ([A-Za-z.~-]+) +(\d+) \((\d+)\
 _ALIGNED = re.compile(r"Aligned_cols=(\d{1,18})")
 _SUM_PROBS = re.compile(r"Sum_probs=(\d{1,18}(?:\.\d*)?)")
 _RANGE = re.compile(r"(.*?)(?:/(\d{1,18})-(\d{1,18}))?")
-
-
 _EXTENDED_ID = re.compile(r"pdb_[a-z0-9]{8}(?=_|$)", re.IGNORECASE)
 
 
@@ -80,28 +78,24 @@ def parse_hits(text: str, query: str, source: str = "<hits>") -> list[Hit]:
         return parse_hmmsearch(text, query, source)
     if text.startswith("Query "):
         hits = parse_hhr(text, source)
-        _check_query(hits, query, source)
+        for hit in hits:
+            # At least 90 % of the query's letters in each hit must agree with the query, not counting X.
+            last = int(hit.query_index[-1]) if len(hit.query_index) else 0
+            if last < len(query):
+                pairs = [(letter, query[index]) for letter, index in zip(hit.query, hit.query_index)]
+                is_equal = [a == b for a, b in pairs if "X" not in (a, b)]
+                if sum(is_equal) >= MIN_IDENTITY * len(is_equal):
+                    continue
+            raise UserError(
+                f"{source}: its hits are of another sequence than the query of {len(query)} residues (hit {hit.name} "
+                f"has {hit.query[:10]} at residue {hit.query_index[0] + 1}). Pass the hits of this one."
+            )
         return hits
     if re.match(r"\S+\t\S+\t[\d.]+\t\d+\t", text):
         kind = "a table of MMseqs2 or BLAST hits, which has no alignments"
     else:
         kind = "not a supported list of template hits"
     raise UserError(f"{source}: is {kind}. Pass the output of HHsearch (.hhr) or hmmsearch (.sto, .a3m).")
-
-
-def _check_query(hits: list[Hit], query: str, source: str) -> None:
-    """Raise UserError unless 90 % of the query letters of each hit agree with `query`, not counting X."""
-    for hit in hits:
-        last = int(hit.query_index[-1]) if len(hit.query_index) else 0
-        if last < len(query):
-            pairs = [(letter, query[index]) for letter, index in zip(hit.query, hit.query_index)]
-            is_equal = [a == b for a, b in pairs if "X" not in (a, b)]
-            if sum(is_equal) >= MIN_IDENTITY * len(is_equal):
-                continue
-        raise UserError(
-            f"{source}: its hits are of another sequence than the query of {len(query)} residues (hit {hit.name} has "
-            f"{hit.query[:10]} at residue {hit.query_index[0] + 1}). Pass the hits of this one."
-        )
 
 
 def parse_hhr(text: str, source: str = "<hhr>") -> list[Hit]:

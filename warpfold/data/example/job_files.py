@@ -53,15 +53,8 @@ _OTHERS = {
 }
 # Known keys of jobs and of proteins. Other keys are refused, because they may change the folded system.
 _JOB_KEYS = (
-    "name",
-    "sequences",
-    "dialect",
-    "version",
-    "modelSeeds",
-    "properties",
-    "userCCD",
-    "userCCDPath",
-    "templates",
+    *("name", "sequences", "dialect", "version"),
+    *("modelSeeds", "properties", "userCCD", "userCCDPath", "templates"),
 )
 _BONDS = {"constraints": "constraints", "bondedAtomPairs": "bonds", "covalent_bonds": "bonds"}
 _MSAS = ("msa", "unpairedMsa", "unpairedMsaPath", "pairedMsa", "pairedMsaPath")
@@ -112,7 +105,11 @@ def read_jobs(data: bytes, ending: str, source: str, here: Path, name: str) -> l
         content = _parse_yaml(text, source) if ending in YAML else _parse_json(text, source)
         jobs = content if isinstance(content, list) else [content]
         if not any(isinstance(job, dict) and "sequences" in job for job in jobs):
-            raise UserError(f"{source}: {_describe_content(content)}. {_REMEDY}")
+            description = "is an empty list" if content == [] else "is neither a job nor a list of jobs"
+            if isinstance(content, dict):
+                others = [f"looks like {kind}" for key, kind in _OTHER_FILES.items() if key in content]
+                description = next(iter(others), "has no sequences, so it is not a job")
+            raise UserError(f"{source}: {description}. {_REMEDY}")
     except UserError as error:
         return [Complex(name, (), (), error=str(error))]
     several = len(jobs) > 1
@@ -152,7 +149,7 @@ def _parse_json(text: str, source: str) -> Any:
         result = dict(pairs)
         if len(result) < len(pairs):
             repeated = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
-            raise UserError(f"{source}: has {_shown(repeated)} twice in one object. Write two objects, or remove one.")
+            raise UserError(f"{source}: has {_quote(repeated)} twice in one object. Write two objects, or remove one.")
         return result
 
     try:
@@ -185,7 +182,7 @@ def _parse_yaml(text: str, source: str) -> Any:
             if isinstance(event, yaml.NodeEvent) and opened and next(opened[-1][1]):
                 key, keys = getattr(event, "value", ""), opened[-1][0]
                 if key and key in keys:
-                    raise UserError(f"{source}: has {_shown(key)} twice in one entry. Begin each entry with a dash.")
+                    raise UserError(f"{source}: has {_quote(key)} twice in one entry. Begin each entry with a dash.")
                 keys.add(key)
             if isinstance(event, yaml.CollectionStartEvent):
                 is_mapping = isinstance(event, yaml.MappingStartEvent)
@@ -194,7 +191,7 @@ def _parse_yaml(text: str, source: str) -> Any:
                     raise UserError(f"{source}: is nested too deeply. Write it as its program describes it.")
             elif isinstance(event, yaml.CollectionEndEvent):
                 opened.pop()
-        return yaml.load(text, _core_loader())
+        return yaml.load(text, _build_core_loader())
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise UserError(f"{source}: line {line} is not YAML ({error.problem}). Correct it.") from None
@@ -203,7 +200,7 @@ def _parse_yaml(text: str, source: str) -> Any:
 
 
 @cache
-def _core_loader() -> Any:
+def _build_core_loader() -> Any:
     """Build a loader for the core schema of YAML 1.2, in which only numbers, true, false and null are not text.
 
     PyYAML implements YAML 1.1, which also has numbers of base 60 (1:30), dates, and NO for false.
@@ -232,17 +229,9 @@ def _core_loader() -> Any:
     return CoreLoader
 
 
-def _describe_content(content: Any) -> str:
-    """Describe JSON or YAML without sequences for an error."""
-    if isinstance(content, dict):
-        kinds = [kind for key, kind in _OTHER_FILES.items() if key in content]
-        return f"looks like {kinds[0]}" if kinds else "has no sequences, so it is not a job"
-    return "is an empty list" if content == [] else "is neither a job nor a list of jobs"
-
-
 def _read_job(job: Any, name: str, where: str, here: Path) -> Complex:
     """Convert a job to a query, which has an error if it cannot be folded. where: the job's description in errors."""
-    uses = _referenced_files(job, here)
+    uses = _find_referenced_files(job, here)
     try:
         if not isinstance(job, dict):
             raise UserError(f"{where}: is not an object with sequences. Correct or remove it.")
@@ -256,7 +245,7 @@ def _read_job(job: Any, name: str, where: str, here: Path) -> Complex:
         return Complex(name, (), (), error=text if text.startswith(where) else f"{where}: {text}", uses=uses)
 
 
-def _referenced_files(job: Any, here: Path) -> tuple[Path, ...]:
+def _find_referenced_files(job: Any, here: Path) -> tuple[Path, ...]:
     """List the existing files that a job refers to: alignments, templates and others."""
 
     def list_at(owner: Any, key: str) -> list[Any]:
@@ -284,13 +273,13 @@ def _read_proteins(job: Mapping[str, Any], where: str) -> tuple[list[_Protein], 
     _check_keys(job, (*_JOB_KEYS, *_BONDS), where)
     dialect, version, items = job.get("dialect"), job.get("version"), job.get("sequences")
     if not isinstance(dialect, str | None) or dialect not in _VERSIONS:
-        raise UserError(f"{where}: its dialect, {_shown(dialect)}, is unknown. {_REMEDY}")
+        raise UserError(f"{where}: its dialect, {_quote(dialect)}, is unknown. {_REMEDY}")
     newest = _VERSIONS[dialect]
     if version is not None and (type(version) is not int or not 1 <= version <= newest):
         supported = "version 1" if newest == 1 else f"versions 1 to {newest}"
-        raise UserError(f"{where}: its version, {_shown(version)}, is unknown. Use {supported}.")
+        raise UserError(f"{where}: its version, {_quote(version)}, is unknown. Use {supported}.")
     if not isinstance(job.get("name"), str | None):
-        raise UserError(f"{where}: its name, {_shown(job['name'])}, is not text. Put it in quotes.")
+        raise UserError(f"{where}: its name, {_quote(job['name'])}, is not text. Put it in quotes.")
     if not isinstance(items, list) or not items:
         raise UserError(f"{where}: its sequences are not a list, or empty. List the proteins there.")
     proteins: list[_Protein] = []
@@ -301,14 +290,14 @@ def _read_proteins(job: Mapping[str, Any], where: str) -> tuple[list[_Protein], 
         entry_name, lower = f"{where}: entry {number}", str(kind).lower()
         if not isinstance(entry, dict) or lower not in (*_PROTEINS, *_OTHERS):
             raise UserError(f"{entry_name}: is not a known molecule, such as `protein: ...`. Correct or remove it.")
-        ids = _texts(entry.get("id"))
+        ids = _as_texts(entry.get("id"))
         if ids is None or (not ids and entry.get("id") is not None):
             raise UserError(
-                f"{entry_name}: its id, {_shown(entry['id'])}, is neither text nor a list of texts. Put it in quotes."
+                f"{entry_name}: its id, {_quote(entry['id'])}, is neither text nor a list of texts. Put it in quotes."
             )
         if lower in _OTHERS:
-            codes = next(filter(None, (_texts(entry.get(key)) for key in ("ccd", "ccdCodes", "ligand", "ion"))), [])
-            about = ": ".join(filter(None, (_listed(ids), _listed([code.removeprefix("CCD_") for code in codes]))))
+            codes = next(filter(None, (_as_texts(entry.get(key)) for key in ("ccd", "ccdCodes", "ligand", "ion"))), [])
+            about = ": ".join(filter(None, (_join(ids), _join([code.removeprefix("CCD_") for code in codes]))))
             unsupported.append(f"{_OTHERS[lower]} ({about})" if about else _OTHERS[lower])
             continue
         _check_keys(entry, (*_PROTEIN_KEYS, *_MSAS, *_CHANGES), entry_name)
@@ -321,16 +310,16 @@ def _read_proteins(job: Mapping[str, Any], where: str) -> tuple[list[_Protein], 
         count = entry.get("count", 1)
         if type(count) is not int or not 1 <= count <= MAX_COPIES:
             raise UserError(
-                f"{entry_name}: its count, {_shown(count)}, is not an integer from 1 to {MAX_COPIES}. Correct it."
+                f"{entry_name}: its count, {_quote(count)}, is not an integer from 1 to {MAX_COPIES}. Correct it."
             )
         changes = [change for key, change in _CHANGES.items() if entry.get(key)]
-        unsupported += [f"{change} ({_listed(ids) or f'entry {number}'})" for change in changes]
+        unsupported += [f"{change} ({_join(ids) or f'entry {number}'})" for change in changes]
         proteins.append(_Protein(tuple(ids), sequence, entry))
         counts.append(0 if ids else count)
     unsupported += dict.fromkeys(name for key, name in _BONDS.items() if job.get(key))
     if unsupported:
         remedy = "Remove it to fold only the proteins." if proteins else "Add a protein: the job has none."
-        raise UserError(f"{where}: has {_listed(unsupported)}, which AlphaFold2 cannot fold. {remedy}")
+        raise UserError(f"{where}: has {_join(unsupported)}, which AlphaFold2 cannot fold. {remedy}")
     taken = {id for protein in proteins for id in protein.ids}
     free = (id for id in chain_ids(len(taken) + sum(counts)) if id not in taken)
     all_ids = [protein.ids or tuple(itertools.islice(free, count)) for protein, count in zip(proteins, counts)]
@@ -356,7 +345,7 @@ def _read_alignments(proteins: Sequence[_Protein], where: str, here: Path) -> li
     """
     alignments: dict[tuple[str, str, str | Path], _Rows] = {}
     for protein in proteins:
-        entry, sequence, chain = protein.entry, protein.sequence, f"{where}: chain {_listed(protein.ids[:1])}"
+        entry, sequence, chain = protein.entry, protein.sequence, f"{where}: chain {_join(protein.ids[:1])}"
         is_bare = entry.get("msa") == "empty" or entry.get("unpairedMsa") == ""
         fields = [field for field in _MSAS if entry.get(field) and (field, entry[field]) != ("msa", "empty")]
         for field in fields:
@@ -366,7 +355,7 @@ def _read_alignments(proteins: Sequence[_Protein], where: str, here: Path) -> li
             path = _find(text, here) if field in _PATHS else None
             if path is None and field in _PATHS:
                 raise UserError(
-                    f"{chain}: its {field}, {_shown(text)}, does not exist. Correct the path, relative to the file's "
+                    f"{chain}: its {field}, {_quote(text)}, does not exist. Correct the path, relative to the file's "
                     "folder or the working directory, or remove it and pass alignments with --msa."
                 )
             if (key := (sequence, kind, path or text)) in alignments:
@@ -448,23 +437,23 @@ def _check_keys(entry: Mapping[Any, Any], known_keys: Collection[str], where: st
     """Raise UserError for an unknown key with a value that is not empty."""
     for key, value in entry.items():
         if key not in known_keys and value:
-            raise UserError(f"{where}: has {_shown(key)}, which is unknown. Correct or remove it.")
+            raise UserError(f"{where}: has {_quote(key)}, which is unknown. Correct or remove it.")
 
 
-def _texts(value: Any) -> list[str] | None:
+def _as_texts(value: Any) -> list[str] | None:
     """Convert a text or a list of texts to a list. None becomes an empty list; another value returns None."""
     texts = [] if value is None else value if isinstance(value, list) else [value]
     return texts if all(isinstance(text, str) for text in texts) else None
 
 
-def _shown(value: Any) -> str:
+def _quote(value: Any) -> str:
     """Format a value for an error in one short line."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
     return repr(value[:60] if isinstance(value, str) else value)[:70]
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join(names: Sequence[str]) -> str:
     """Join at most eight names in one line. Unprintable characters become ?."""
     short = ["".join(c if c.isprintable() else "?" for c in name[:60]) for name in names[:8]]
     return ", ".join(short) + (" ..." if len(names) > 8 else "")

@@ -196,19 +196,19 @@ def read_query_files(sources: Given | Sequence[Given], as_one: bool = False) -> 
         path = STDIN if source == "-" else Path(source)
         if not path.is_dir():
             check_path(source)
-            queries += _read(InputFile(str(path), path), read_file(path, pipe=True), as_one)
+            queries += _read_file(InputFile(str(path), path), read_file(path, pipe=True), as_one)
             continue
         files = find([path], (*FASTA, *TABLES, *STRUCTURES, *ALIGNMENTS, *JOBS, ".hhr"), "queries")
         read: dict[str, list[Complex]] = {}
         # Jobs are read first, because the alignments and templates that they refer to are not queries.
         used: set[Path] = set()
-        for file in sorted(files, key=lambda file: _ending(file) in (*TABLES, *STRUCTURES, *ALIGNMENTS)):
+        for file in sorted(files, key=lambda file: _file_ending(file) in (*TABLES, *STRUCTURES, *ALIGNMENTS)):
             if file.is_hits:
                 hits.append(file.name)
-            elif _PREDICTED.match(file.file) and _ending(file) in STRUCTURES:
+            elif _PREDICTED.match(file.file) and _file_ending(file) in STRUCTURES:
                 predicted.append(file.name)
             elif file.path.resolve() not in used and _holds_queries(file):
-                read[file.name] = _read(file, file.read_bytes(), as_one)
+                read[file.name] = _read_file(file, file.read_bytes(), as_one)
                 used.update(path for query in read[file.name] for path in query.uses)
         queries += [query for file in files for query in read.get(file.name, ())]
     if not queries:
@@ -321,7 +321,7 @@ def _is_usable(alignment: Complex, record: Complex) -> bool:
     return has_same_chains or len(alignment.rows) == 1
 
 
-def _ending(file: InputFile) -> str:
+def _file_ending(file: InputFile) -> str:
     """Return the ending of a file's name in lower case, without .gz."""
     return Path(file.file.lower().removesuffix(".gz")).suffix
 
@@ -332,7 +332,7 @@ def _holds_queries(file: InputFile) -> bool:
     Jobs have `sequences` near the beginning. Tables have a column `id` or `sequence`, but tables with only `key` and
     `sequence` are alignments of Boltz.
     """
-    ending = _ending(file)
+    ending = _file_ending(file)
     if ending not in (*JOBS, *TABLES) or file.file == CHAIN_MAP:
         return True
     with opened(file.path) as content:
@@ -343,11 +343,11 @@ def _holds_queries(file: InputFile) -> bool:
     return bool(titles & {b"id", b"sequence"}) and titles != {b"key", b"sequence"}
 
 
-def _kind(file: InputFile, data: bytes) -> str:
+def _detect_format(file: InputFile, data: bytes) -> str:
     """Detect the format of a file (one of the endings) from its name or, if the ending is unknown, from its content."""
     if file.file == CHAIN_MAP:
         return CHAIN_MAP
-    ending = _ending(file)
+    ending = _file_ending(file)
     if ending in (*TABLES, *STRUCTURES, *ALIGNMENTS, *FASTA, *JOBS):
         return ending
     text = data.removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -367,9 +367,9 @@ def _kind(file: InputFile, data: bytes) -> str:
     return ".seq" if _LINE.fullmatch(text.rstrip()) and len(text.split()) == 1 else ".fasta"
 
 
-def _read(file: InputFile, data: bytes, as_one: bool) -> list[Complex]:
+def _read_file(file: InputFile, data: bytes, as_one: bool) -> list[Complex]:
     """Read the queries of a file. See `read_query_files`."""
-    kind, path, source = _kind(file, data), file.path, file.name
+    kind, path, source = _detect_format(file, data), file.path, file.name
     # Relative paths in the file start here.
     here = Path() if path == STDIN else path.parent
     name = "query" if path == STDIN else file_name(path.name.split(".")[0])
@@ -455,7 +455,7 @@ def _parse_fasta(data: bytes, name: str, source: str, as_one: bool, here: Path) 
         ids.append([author or id for id, author in _PDB_CHAIN.findall(match[1])] if match else [word] if word else [])
     single = len(records) == 1 and len(ids[0]) < 2
     if not as_one or single or any(":" in sequence for _, sequence, _ in records):
-        return _queries_from_records(records, _record_names([header for header, *_ in records]), source)
+        return _queries_from_records(records, _name_records([header for header, *_ in records]), source)
     # Without the invalid chain it would be another complex.
     if errors := [error for *_, error in records if error]:
         return [Complex(name, (), (), error=errors[0])]
@@ -464,7 +464,7 @@ def _parse_fasta(data: bytes, name: str, source: str, as_one: bool, here: Path) 
     return [Complex(name, tuple(id for id, _ in chains), tuple(sequence for _, sequence in chains))]
 
 
-def _record_names(headers: Sequence[str]) -> list[str]:
+def _name_records(headers: Sequence[str]) -> list[str]:
     """Name FASTA records by their first words, and number records with equal names.
 
     Designs of ProteinMPNN (`T=0.1, sample=1`) and LigandMPNN (`NAME, id=1`) become NAME_1. ProteinMPNN's NAME is that

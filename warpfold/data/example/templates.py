@@ -90,10 +90,10 @@ def templates_from_hits(
             continue
         try:
             entry = library.current(hit.pdb_id)
-            if entry is None or (reason := _refusal(hit, entry, query, exclude, library, max_date)):
+            if entry is None or (reason := _refusal_reason(hit, entry, query, exclude, library, max_date)):
                 outcomes.append(_refused(hit, "its entry was removed from the PDB" if entry is None else reason or ""))
                 continue
-            chain, residues, note = _locate(hit, library.read(entry))
+            chain, residues, note = _locate_hit(hit, library.read(entry))
             if entry != hit.pdb_id:
                 note = "; ".join(filter(None, [f"of {entry}, which replaced {hit.pdb_id}", note]))
             residues = residues[hit.hit_index]
@@ -129,7 +129,7 @@ def _used(query: str, template: Templates, note: str, sum_probs: float | None) -
     )
 
 
-def _refusal(
+def _refusal_reason(
     hit: Hit, entry: str, query: str, exclude: Collection[str], library: Library, max_date: date | None
 ) -> str | None:
     """Return the reason to refuse a hit without reading its atoms, or None. entry: the PDB id of its structure.
@@ -153,7 +153,7 @@ def _refusal(
     return f"released {released}, after {max_date}" if released > max_date else None
 
 
-def _locate(hit: Hit, structure: Structure) -> tuple[Chain, np.ndarray, str]:
+def _locate_hit(hit: Hit, structure: Structure) -> tuple[Chain, np.ndarray, str]:
     """Find a hit's sequence in a structure. Returns its chain, residue indices in it (int64, -1 for none), and a note.
 
     The chain named by the hit is searched first, then the others; X matches any residue. If no chain contains this

@@ -62,29 +62,25 @@ class BlockWriter:
         for name, array in arrays.items():
             layout.append((name, array.dtype.str, array.shape, size))
             size += array.nbytes + -array.nbytes % ALIGN
-        number, gone, descriptor = self._take(size)
-        block = self._blocks[number]
-        for (_, _, shape, offset), array in zip(layout, arrays.values()):
-            np.ndarray(shape, array.dtype, block, offset)[...] = array
-        return Written(layout, size, number, len(block), gone, descriptor)
-
-    def _take(self, size: int) -> tuple[int, list[int], int | None]:
-        """Choose a block of at least `size` bytes. Returns its number, dropped blocks, and a new block's descriptor."""
+        gone, descriptor = list[int](), None
         fitting = [number for number in self._free if len(self._blocks[number]) >= size]
         if fitting:
             number = min(fitting, key=lambda number: len(self._blocks[number]))
             self._free.remove(number)
-            return number, [], None
-        # All free blocks are too small. They are dropped, because sizes tend to grow.
-        gone = [*self._free]
-        for number in gone:
-            del self._blocks[number]
-        self._free.clear()
-        capacity = max(MIN_BLOCK_BYTES, 1 << (size - 1).bit_length())
-        number, self._count = self._count, self._count + 1
-        descriptor = _allocate(capacity)
-        self._blocks[number] = mmap.mmap(descriptor, capacity)
-        return number, gone, descriptor
+        else:
+            # All free blocks are too small. They are dropped, because sizes tend to grow.
+            gone = [*self._free]
+            for number in gone:
+                del self._blocks[number]
+            self._free.clear()
+            capacity = max(MIN_BLOCK_BYTES, 1 << (size - 1).bit_length())
+            number, self._count = self._count, self._count + 1
+            descriptor = _allocate(capacity)
+            self._blocks[number] = mmap.mmap(descriptor, capacity)
+        block = self._blocks[number]
+        for (_, _, shape, offset), array in zip(layout, arrays.values()):
+            np.ndarray(shape, array.dtype, block, offset)[...] = array
+        return Written(layout, size, number, len(block), gone, descriptor)
 
 
 class BlockReader:

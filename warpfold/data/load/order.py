@@ -122,17 +122,17 @@ class Order:
 
         Replacements of unusable entries are drawn from the same source with replacement, by the weights of the order.
         """
-        source, number = self._source(index)
+        source, number = self._locate_example(index)
         if self._cumulative is not None:
             cumulative, key = self._cumulative[source], (index, draw) if draw else (index,)
-            level = self._rng(source, *key).random() * cumulative[-1]
+            level = self._keyed_rng(source, *key).random() * cumulative[-1]
             return self.at(source, int(np.searchsorted(cumulative, level, side="right")))
         size = len(self.sources[source].keys)
         if draw:
-            return self.at(source, int(self._rng(source, "replacement", index, draw).integers(size)))
+            return self.at(source, int(self._keyed_rng(source, "replacement", index, draw).integers(size)))
         epoch, place = divmod(number, size)
         if self._permutations.get(source, (-1,))[0] != epoch:
-            self._permutations[source] = epoch, self._rng(source, epoch).permutation(size)
+            self._permutations[source] = epoch, self._keyed_rng(source, epoch).permutation(size)
         return self.at(source, int(self._permutations[source][1][place]))
 
     def at(self, source: int, place: int) -> SourceEntry:
@@ -140,11 +140,11 @@ class Order:
         key = self.sources[source].keys[place]
         return SourceEntry(source, place, key, key if len(self.sources) == 1 else f"{self._names[source]}:{key}")
 
-    def _rng(self, source: int, *key: str | int) -> np.random.Generator:
+    def _keyed_rng(self, source: int, *key: str | int) -> np.random.Generator:
         """Return the keyed generator of a source."""
         return keyed_rng(self.seed, "order", *([f"source {source}"] if source else []), *key)
 
-    def _source(self, index: int) -> tuple[int, int]:
+    def _locate_example(self, index: int) -> tuple[int, int]:
         """Return the source of an example, and the number of earlier examples of the same source."""
         if len(self.sources) == 1:
             return 0, index

@@ -35,9 +35,9 @@ def build(torsions: Floats) -> Floats:
     """Place N, CA, C of chains with torsions (phi, psi) [B, N, 2] in degrees and omega 180: [B, N, 3, 3], angstrom."""
     batch, length, _ = torsions.shape
     phi, psi = torsions[..., 0], torsions[..., 1]
-    to_n = _bond(psi, CA_C_N, C_N)
-    to_ca = _bond(np.full_like(phi, 180.0), C_N_CA, N_CA)
-    to_c = _bond(phi, N_CA_C, CA_C)
+    to_n = _bond_transform(psi, CA_C_N, C_N)
+    to_ca = _bond_transform(np.full_like(phi, 180.0), C_N_CA, N_CA)
+    to_c = _bond_transform(phi, N_CA_C, CA_C)
     # In the frame of an atom, x points along the bond to it, and the previous bond is in the xy plane.
     frame = np.broadcast_to(np.eye(4), (batch, 4, 4))
     atoms = np.empty((batch, length, 3, 3))
@@ -50,7 +50,7 @@ def build(torsions: Floats) -> Floats:
     return atoms
 
 
-def _bond(torsion: Floats, angle: float, length: float) -> Floats:
+def _bond_transform(torsion: Floats, angle: float, length: float) -> Floats:
     """Compute the transform [..., 4, 4] from an atom's frame to the next one: rotate by torsion and angle, and move."""
     t, a = np.radians(torsion), np.pi - np.radians(angle)
     cos_t, sin_t, cos_a, sin_a = np.cos(t), np.sin(t), np.cos(a), np.sin(a)

@@ -73,8 +73,16 @@ def _design(
 
     backbone: N, CA, C, O, CB of both chains [N1 + N2, 5, 3], angstrom.
     """
-    count = len(blueprints[0].elements)
-    joined = concatenate_blueprints(*blueprints)
+    a, b = blueprints
+    count = len(a.elements)
+    joined = Blueprint(
+        fold=a.fold,
+        elements=a.elements + b.elements,
+        letters=a.letters + b.letters,
+        bodies=np.concatenate([a.bodies, np.where(b.bodies >= 0, b.bodies + a.bodies.max() + 1, -1)]),
+        torsions=np.concatenate([a.torsions, b.torsions]),
+        loops=a.loops + b.loops,
+    )
     sites = model_sites(joined, backbone, count)
     if is_homodimer:
         sites = tie_sites(sites, count)
@@ -82,13 +90,10 @@ def _design(
     if side_chains is None:
         return None
     sequence, atoms = side_chains
-    alignment = evolve(sites, sequence, blueprints[0] if is_homodimer else joined, depth, rng)
+    alignment = evolve(sites, sequence, a if is_homodimer else joined, depth, rng)
     first = _search_result(alignment, slice(count), "A", rng)
     second = first if is_homodimer else _search_result(alignment, slice(count, None), "B", rng)
-    return (
-        Protein(name, blueprints[0], first.query, atoms[:count], first),
-        Protein(name, blueprints[1], second.query, atoms[count:], second),
-    )
+    return Protein(name, a, first.query, atoms[:count], first), Protein(name, b, second.query, atoms[count:], second)
 
 
 def dock(blueprints: Sequence[Blueprint], backbones: Sequence[Floats], rng: np.random.Generator) -> Floats | None:
@@ -122,19 +127,6 @@ def _orient(blueprint: Blueprint, backbone: Floats) -> Floats:
     z = np.cross(x, last.mean(0) - first.mean(0))
     z = z / np.linalg.norm(z)
     return (backbone - ca.mean(0)) @ np.stack([x, np.cross(z, x), z], axis=1)
-
-
-def concatenate_blueprints(a: Blueprint, b: Blueprint) -> Blueprint:
-    """Concatenate the blueprints of two chains."""
-    bodies = np.where(b.bodies >= 0, b.bodies + a.bodies.max() + 1, -1)
-    return Blueprint(
-        fold=a.fold,
-        elements=a.elements + b.elements,
-        letters=a.letters + b.letters,
-        bodies=np.concatenate([a.bodies, bodies]),
-        torsions=np.concatenate([a.torsions, b.torsions]),
-        loops=a.loops + b.loops,
-    )
 
 
 def tie_sites(sites: Sites, count: int) -> Sites:

@@ -25,7 +25,7 @@ class Motif:
     residues: tuple[Residue, ...]
 
 
-def _motifs(table: str) -> dict[str, list[Motif]]:
+def _parse_motifs(table: str) -> dict[str, list[Motif]]:
     """Parse a table of motifs. Returns them by their elements, which a loop connects or of which a sheet consists.
 
     A row has the elements, the name, and a word for each residue: "phi,psi:LETTERS" in loops and turns (L), "phi,psi"
@@ -46,7 +46,7 @@ def _motifs(table: str) -> dict[str, list[Motif]]:
 # Loops by the elements that they connect. Their names are the ABEGO letters of the torsions, regions of the
 # Ramachandran plot that loops of designed proteins use (Koga et al., Nature 491, 222 (2012); Lin et al., PNAS 112,
 # E5478 (2015)). The angles within a region are from a search for loops with which straight elements pack.
-LOOPS = _motifs("""
+LOOPS = _parse_motifs("""
 HH GB    81,-3:G -68,128:ST
 HH GBA   67,41:N -124,133:IV -62,-41:PD
 HH BAB   -106,123:TN -96,12:N -74,140:PS
@@ -62,7 +62,7 @@ HE GBA   59,43:G -100,159:T -59,-32:P
 # Sheets of two and three strands, with torsions fitted to close the hydrogen bonds. Their names are the types of the
 # turns, which have two residues each: I' (usually Asn-Gly) and II' (usually Gly-Asn): Sibanda & Thornton, Nature 316,
 # 170 (1985).
-SHEETS = _motifs("""
+SHEETS = _parse_motifs("""
 EE I'
 -115,142 -111,127 -126,132 -106,129 -125,136 -106,125 -139,135 61,32:N
 71,20:G -121,140 -93,124 -122,139 -108,126 -124,131 -106,123 -128,127

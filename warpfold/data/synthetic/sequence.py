@@ -74,10 +74,14 @@ def model_sites(blueprint: Blueprint, backbone: Floats, second: int | None = Non
     """
     ca, cb = backbone[:, 1], backbone[:, 4]
     cb_cb = distances(cb, cb)
-    layers = _layers(blueprint, _burial(ca, cb))
+    # Core, boundary or surface, by rank of the burial among the residues of helices and strands.
+    burial, inside = _count_burial(ca, cb), np.flatnonzero(blueprint.bodies >= 0)
+    rank = np.ones(len(burial))
+    rank[inside] = np.argsort(np.argsort(-burial[inside], kind="stable")) / len(inside)
+    layers = ["c" if r < CORE else "b" if r < BOUNDARY else "s" for r in rank]
     between = across(blueprint.bodies)
     room = np.where(between, cb_cb, np.inf).min(1)
-    rows = np.stack([_preferences(blueprint, i, layers[i], float(room[i])) for i in range(len(ca))])
+    rows = np.stack([_site_preferences(blueprint, i, layers[i], float(room[i])) for i in range(len(ca))])
     fixed = np.array([letters != "" for letters in blueprint.letters])
     strand_starts = [a == "E" and b != "E" for a, b in zip(blueprint.elements, "L" + blueprint.elements)]
     strands = np.where([element == "E" for element in blueprint.elements], np.cumsum(strand_starts), -1)
@@ -90,12 +94,12 @@ def model_sites(blueprint: Blueprint, backbone: Floats, second: int | None = Non
     pairs += _pair_off(cb_cb, between | across(strands), busy, PAIR_REACH)
     couplings = []
     for i, j in pairs:
-        joint = rows[i][:, None] * rows[j][None, :] * _coupling(rows[i] @ VOLUMES + rows[j] @ VOLUMES)
+        joint = rows[i][:, None] * rows[j][None, :] * _weigh_pair(rows[i] @ VOLUMES + rows[j] @ VOLUMES)
         couplings.append(joint / joint.sum())
     return Sites(rows, fixed, pairs, couplings)
 
 
-def _burial(ca: Floats, cb: Floats) -> Floats:
+def _count_burial(ca: Floats, cb: Floats) -> Floats:
     """Count the CB in the direction of each side chain, within about 10 angstrom and with smooth limits: [N]."""
     direction = cb - ca
     offset = cb[None, :, :] - ca[:, None, :]
@@ -105,15 +109,7 @@ def _burial(ca: Floats, cb: Floats) -> Floats:
     return np.where(separations(len(ca)) > 4, weight, 0.0).sum(1)
 
 
-def _layers(blueprint: Blueprint, burial: Floats) -> str:
-    """Classify residues as core, boundary or surface (c, b, s), by rank among those of helices and strands."""
-    inside = np.flatnonzero(blueprint.bodies >= 0)
-    rank = np.ones(len(burial))
-    rank[inside] = np.argsort(np.argsort(-burial[inside], kind="stable")) / len(inside)
-    return "".join("c" if r < CORE else "b" if r < BOUNDARY else "s" for r in rank)
-
-
-def _preferences(blueprint: Blueprint, i: int, layer: str, room: float) -> Floats:
+def _site_preferences(blueprint: Blueprint, i: int, layer: str, room: float) -> Floats:
     """Compute the preferences of site i [20]."""
     if letters := blueprint.letters[i]:
         row = np.full(20, BACKGROUND)
@@ -159,7 +155,7 @@ def _pair_off(cb_cb: Floats, allowed: Flags, busy: Flags, reach: float) -> list[
     return pairs
 
 
-def _coupling(volume: float) -> Floats:
+def _weigh_pair(volume: float) -> Floats:
     """Compute the weight of each pair of types in contact [20, 20]. volume: preferred volume of both side chains."""
     charge = -CHARGE_GAIN * CHARGES[:, None] * CHARGES[None, :]
     polarity = HYDROPHOBIC_GAIN * np.where(HYDROPHOBIC[:, None] == HYDROPHOBIC[None, :], 1.0, -1.0)
