@@ -43,7 +43,7 @@ class GuessStructure(Mapping[str, Chain]):
     sequences: tuple[str, ...]  # [K]
     seen: tuple[np.ndarray, ...]  # [K]
     digest: str
-    held: tuple[Chain, ...] | None = None  # [K]
+    held: tuple[Chain, ...] | None  # [K]
 
     def __getitem__(self, name: str) -> Chain:
         chains = _read_chains(self.source, self.digest) if self.held is None else self.held

@@ -154,7 +154,7 @@ def _hhr_hit(block: str, where: str) -> Hit:
     )
 
 
-def parse_hmmsearch(text: str, query: str, source: str = "<hmmsearch>") -> list[Hit]:
+def parse_hmmsearch(text: str, query: str, source: str) -> list[Hit]:
     """Parse hits from hmmsearch's alignment (-A), Stockholm or A3M, in file order, as used by AlphaFold-Multimer.
 
     The match columns (Stockholm: #=GC RF; A3M: upper-case letters and dashes) must be the query's residues, as for a

@@ -153,7 +153,7 @@ def _quote(character: str) -> str:
     return f"{character!r} (U+{ord(character):04X} {unicodedata.name(character, 'without a name')})"
 
 
-def encode_residues(sequence: str, source: str = "sequence") -> np.ndarray:
+def encode_residues(sequence: str, source: str) -> np.ndarray:
     """Encode the residue types of a protein, uint8 [N]: 0-19 for the twenty amino acids, 20 (X) for other letters.
 
     This follows the official code (`make_sequence_features` in data/pipeline.py, `map_unknown_to_x`). In the first row
@@ -303,7 +303,7 @@ def parse_fasta(data: bytes | str, source: str = "<fasta>", chains: bool = False
     return [(name, sequence) for name, sequence, _ in records]
 
 
-def fasta_records(data: bytes | str, source: str, chains: bool = False) -> list[tuple[str, str, str]]:
+def fasta_records(data: bytes | str, source: str, chains: bool) -> list[tuple[str, str, str]]:
     """Parse FASTA as `parse_fasta` does, but report errors per record.
 
     Returns header, sequence and error message ("" for a valid record) of each record. Raises UserError if the text is
@@ -444,7 +444,7 @@ def announced(data: bytes, source: str) -> tuple[list[int], list[int], bytes]:
     return lengths, copies, data
 
 
-def parse_complex_a3m(data: bytes | str, source: str = "<a3m>") -> list[list[Alignment]]:
+def parse_complex_a3m(data: bytes | str, source: str) -> list[list[Alignment]]:
     """Parse ColabFold's alignment of a complex.
 
     Returns for each unique sequence the alignment of its unpaired rows and, if there are any, of its paired rows.
@@ -674,7 +674,7 @@ def stockholm_rows(data: bytes, source: str) -> tuple[list[tuple[str, str, bytes
     return rows, reference
 
 
-def parse_stockholm(data: bytes | str, source: str = "<stockholm>", query: str | None = None) -> Alignment:
+def parse_stockholm(data: bytes | str, source: str, query: str | None) -> Alignment:
     """Parse Stockholm text, interleaved or not, and project it on the residues of the query.
 
     The query is the row whose residues equal `query`. Without `query`, it is the first row, which must fill the match

@@ -13,7 +13,7 @@ from warpfold.errors import StorageError, UserError
 Entry = tuple[Store, str]
 
 
-def related_entries(source: Source, held_out: Iterable[Entry], min_identity: float, threads: int = 1) -> np.ndarray:
+def related_entries(source: Source, held_out: Iterable[Entry], min_identity: float, threads: int) -> np.ndarray:
     """Find the entries of a source with a chain that is related to a chain of a held-out entry.
 
     Returns sorted indices of the source's keys. A held-out entry of the source is related to itself. min_identity:

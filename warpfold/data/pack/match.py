@@ -88,7 +88,7 @@ class Queries:
             self.runner.writer.add(QUERIES + next(iter(new)), rows)
             self._stored |= new.keys()
 
-    def read_all(self, progress: Progress = no_progress) -> None:
+    def read_all(self, progress: Progress) -> None:
         """Read the queries of all alignments, or load them from another task of the job array."""
         if self.shared is None or all(source.name in self.read_so_far for source in self.alignments):
             self.read(self.alignments, progress)

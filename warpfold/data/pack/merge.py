@@ -51,7 +51,7 @@ def merge_parts(
     manifest: Manifest,
     executor: Executor | None,
     progress: Progress,
-    threads: int = 1,
+    threads: int,
 ) -> PackReport:
     """Write the store `out` from the finished parts of one run, unless no chain is kept. Returns the report.
 

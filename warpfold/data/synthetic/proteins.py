@@ -58,7 +58,7 @@ def make_protein(
 
 
 def draw_backbones(
-    rng: np.random.Generator, min_length: int, max_length: int, folds: Sequence[Fold] = FOLDS
+    rng: np.random.Generator, min_length: int, max_length: int, folds: Sequence[Fold]
 ) -> Iterator[tuple[Blueprint, Floats]]:
     """Yield compact folds of these lengths: blueprints, and their N, CA, C, O, CB [N, 5, 3] in angstrom.
 
