@@ -123,27 +123,21 @@ def _read_chains(source: str, digest: str) -> tuple[Chain, ...]:
     return tuple(_place_chains(parse_structure(data, source)).values())
 
 
-def read_guess(path: Path) -> GuessStructure:
-    """Read a guess from a PDB or mmCIF file.
-
-    Raises the errors of `read_structure`, and UserError for residues that are in no chain.
-    """
-    data = read_file(path)
-    structure = parse_structure(data, str(path))
-    structure.check_placed(str(path))
-    return guess_from_structure(structure, data, path, str(path))
-
-
 def as_guess(guess: GuessLike, name: str, sequences: Mapping[str, str]) -> GuessStructure:
     """Convert a user's initial guess of a query `name`. sequences: of the query, by chain id.
 
     guess: a file, or positions [N, 37, 3] in angstrom and mask [N, 37] of each chain.
-    Raises the errors of `read_guess` and `fitted`, and UserError for arrays of other shapes or that are not finite.
+    Raises the errors of `read_structure` and `fitted`, and UserError for residues of a file that are in no chain, for
+    arrays of other shapes, and for arrays that are not finite.
     """
     if isinstance(guess, GuessStructure):
         return guess.fitted(name, sequences)
     if not isinstance(guess, Mapping):
-        return read_guess(Path(guess)).fitted(name, sequences)  # type: ignore[arg-type]
+        path = Path(guess)  # type: ignore[arg-type]
+        data = read_file(path)
+        structure = parse_structure(data, str(path))
+        structure.check_placed(str(path))
+        return guess_from_structure(structure, data, path, str(path)).fitted(name, sequences)
     if len(guess) == len(sequences) == 1:
         guess = dict(zip(sequences, guess.values()))
     chains, digest = {}, hashlib.blake2b(digest_size=16)
