@@ -115,43 +115,43 @@ def parse_hhr(text: str, source: str = "<hhr>") -> list[Hit]:
             f"{source}: lists {announced} hits and aligns {len(blocks)}, so it is cut short (or was made with -B below "
             "-Z). Make it again."
         )
-    return [_hhr_hit(block, f"{source}: hit {number + 1}") for number, block in enumerate(blocks)]
-
-
-def _hhr_hit(block: str, where: str) -> Hit:
-    """Parse a "No ..." block of an .hhr file. where: its description in errors."""
-    title = re.search(r"^>(\S+)[ \t]*(.*)$", block, re.MULTILINE)
-    aligned, sum_probs = _ALIGNED.search(block), _SUM_PROBS.search(block)
-    if title is None or aligned is None:
-        raise UserError(f"{where} has no name or no scores, so it is cut short. Make the file again.")
-    segments: dict[str, list[str]] = {"Q": [], "T": []}
-    first: dict[str, int] = {}
-    for line in block.split("\n"):
-        if (row := _HHR_ROW.match(line)) and row[2] != "Consensus":
-            segments[row[1]].append(row[4])
-            first.setdefault(row[1], int(row[3]) - 1)
-    rows = {side: "".join(letters) for side, letters in segments.items()}
-    letters = {side: np.array([letter.isalpha() for letter in row], bool) for side, row in rows.items()}
-    # HH-suite writes a hit of one aligned column without rows. It is read as a hit without columns, which
-    # `templates_from_hits` refuses by name.
-    is_empty = int(aligned[1]) == 1 and not any(rows.values())
-    both = letters["Q"] & letters["T"] if len(rows["Q"]) == len(rows["T"]) else np.zeros(0, bool)
-    if both.sum() != int(aligned[1]) and not is_empty:
-        raise UserError(
-            f"{where}, {title[1]}, announces {aligned[1]} aligned columns and has {both.sum()}, so it is cut short or "
-            "damaged. Make the file again."
+    hits = []
+    for number, block in enumerate(blocks, 1):
+        where = f"{source}: hit {number}"
+        title = re.search(r"^>(\S+)[ \t]*(.*)$", block, re.MULTILINE)
+        aligned, sum_probs = _ALIGNED.search(block), _SUM_PROBS.search(block)
+        if title is None or aligned is None:
+            raise UserError(f"{where} has no name or no scores, so it is cut short. Make the file again.")
+        segments: dict[str, list[str]] = {"Q": [], "T": []}
+        first: dict[str, int] = {}
+        for line in block.split("\n"):
+            if (row := _HHR_ROW.match(line)) and row[2] != "Consensus":
+                segments[row[1]].append(row[4])
+                first.setdefault(row[1], int(row[3]) - 1)
+        rows = {side: "".join(letters) for side, letters in segments.items()}
+        letters = {side: np.array([letter.isalpha() for letter in row], bool) for side, row in rows.items()}
+        # HH-suite writes a hit of one aligned column without rows. It is read as a hit without columns, which
+        # `templates_from_hits` refuses by name.
+        is_empty = int(aligned[1]) == 1 and not any(rows.values())
+        both = letters["Q"] & letters["T"] if len(rows["Q"]) == len(rows["T"]) else np.zeros(0, bool)
+        if both.sum() != int(aligned[1]) and not is_empty:
+            raise UserError(
+                f"{where}, {title[1]}, announces {aligned[1]} aligned columns and has {both.sum()}, so it is cut short "
+                "or damaged. Make the file again."
+            )
+        index = {side: np.cumsum(is_letter)[both] - 1 for side, is_letter in letters.items()}
+        hit = Hit(
+            name=title[1],
+            description=title[2].strip(),
+            query="".join(letter for letter, is_aligned in zip(rows["Q"].upper(), both) if is_aligned),
+            query_index=index["Q"] + first.get("Q", 0),
+            sequence="".join(letter for letter in rows["T"].upper() if letter.isalpha()),
+            hit_index=index["T"],
+            start=first.get("T", 0),
+            sum_probs=float(sum_probs[1]) if sum_probs else None,
         )
-    index = {side: np.cumsum(is_letter)[both] - 1 for side, is_letter in letters.items()}
-    return Hit(
-        name=title[1],
-        description=title[2].strip(),
-        query="".join(letter for letter, is_aligned in zip(rows["Q"].upper(), both) if is_aligned),
-        query_index=index["Q"] + first.get("Q", 0),
-        sequence="".join(letter for letter in rows["T"].upper() if letter.isalpha()),
-        hit_index=index["T"],
-        start=first.get("T", 0),
-        sum_probs=float(sum_probs[1]) if sum_probs else None,
-    )
+        hits.append(hit)
+    return hits
 
 
 def parse_hmmsearch(text: str, query: str, source: str) -> list[Hit]:

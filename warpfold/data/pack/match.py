@@ -144,13 +144,22 @@ class Matcher:
         with its entry's name; of the nearest precursor or fragment; of the most similar query. All must be of the same
         protein (`check_map`), and are sorted by `stacked`. The note of the job lists alignments with the chain's name
         that are of another protein.
+
+        Hits: with the name of the chain; with a name of one of its alignments (usually the same folder), if all
+        alignments of that name are of this sequence; with its entry's name.
         """
+        entry = key.rpartition("_")[0]
         alignments, note = self._find_named(key, sequence)
         if not (alignments := alignments or stacked(self._index.sources.get(sequence, []))):
-            alignments, entry_note = self._find_named(key.rpartition("_")[0], sequence)
+            alignments, entry_note = self._find_named(entry, sequence)
             alignments = alignments or self._nearest(sequence)
             note = "; ".join(filter(None, (note, entry_note)))
-        return ChainJob(chain, alignments, self._find_hits(key, sequence, alignments), note)
+        hits = self._hits_named.get(key.lower(), [])
+        if not hits:
+            names = {name for source in alignments for name in source.protein_names} & self._hits_named.keys()
+            names = {name for name in names if self._queries_named(name) == {sequence}}
+            hits = [*{source for name in names for source in self._hits_named[name]}]
+        return ChainJob(chain, alignments, sorted(hits or self._hits_named.get(entry.lower(), [])), note)
 
     def _find_named(self, name: str, sequence: str) -> tuple[list[InputFile], str]:
         """Find the alignments with a name that are of this protein. Returns them, and a note on the others."""
@@ -174,21 +183,6 @@ class Matcher:
         """An index of all queries. Most runs do not need it."""
         self.queries.read_all(self.progress)
         return _QueryIndex(self.queries.known(self.alignments))
-
-    def _find_hits(self, key: str, sequence: str, alignments: Sequence[InputFile]) -> list[InputFile]:
-        """Find the template hits of a chain.
-
-        The first of these criteria with a match is used: hits with the name of the chain `key`; with a name of one of
-        its alignments (usually the same folder), if all alignments of that name are of this sequence; with its entry's
-        name.
-        """
-        if named := self._hits_named.get(key.lower()):
-            return sorted(named)
-        names = {name for source in alignments for name in source.protein_names} & self._hits_named.keys()
-        names = {name for name in names if self._queries_named(name) == {sequence}}
-        if matching := sorted({source for name in names for source in self._hits_named[name]}):
-            return matching
-        return sorted(self._hits_named.get(key.rpartition("_")[0].lower(), []))
 
     def _find_queries(self, name: str) -> set[str]:
         """Return the queries of all alignments with a name. If two of them differ, the others are not read."""

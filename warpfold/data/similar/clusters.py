@@ -82,7 +82,12 @@ def cluster_sequences(
         joined = [founder for job in in_order(_join_founders, jobs, executor) for founder in job]
         unassigned = [sequence for sequence, founder in zip(block, joined) if founder is None]
         representative |= {sequence: founder for sequence, founder in zip(block, joined) if founder is not None}
-        representative |= dict(zip(unassigned, _join_each_other(unassigned, min_identity)))
+        # The others join each other, or found clusters.
+        words = _WordIndex(unassigned)
+        for number, sequence in enumerate(unassigned):
+            others = (unassigned[i] for i in words.nearest(sequence, number))
+            candidates = (other for other in others if representative[other] == other)
+            representative[sequence] = _first_similar(candidates, sequence, min_identity) or sequence
         founders += [sequence for sequence in unassigned if representative[sequence] == sequence]
     return [first[representative[sequence]] for sequence in sequences]
 
@@ -185,16 +190,6 @@ def _join_founders(job: tuple[list[str], list[str], float]) -> list[str | None]:
     for sequence in sequences:
         candidates = (founders[i] for i in index.nearest(sequence, len(founders)))
         joined.append(_first_similar(candidates, sequence, min_identity))
-    return joined
-
-
-def _join_each_other(sequences: Sequence[str], min_identity: float) -> list[str]:
-    """Cluster sequences, sorted by decreasing length, among themselves; returns the representative of each."""
-    index = _WordIndex(sequences)
-    joined: list[str] = []
-    for number, sequence in enumerate(sequences):
-        candidates = (sequences[i] for i in index.nearest(sequence, number) if joined[i] == sequences[i])
-        joined.append(_first_similar(candidates, sequence, min_identity) or sequence)
     return joined
 
 

@@ -205,7 +205,20 @@ def separate_chains(residues: Sequence[Residue], segments_are_chains: bool) -> l
         target.add(fragment)
         if is_out_of_order:
             target.residues.sort(key=lambda residue: (not residue.is_polymer, residue.key))
-    _name_chains(chains)
+    # The second A becomes A-2, and chains without a name get the next free letter.
+    taken = {chain.source for chain in chains}
+    used: set[str] = set()
+    letters = (letter for letter in map(chr, range(ord("A"), 0x10000)) if letter not in taken and letter.isalnum())
+    for chain in chains:
+        if not chain.source:
+            chain.name = next(letters)
+            continue
+        name, count = chain.source, 1
+        while name in used or (count > 1 and name in taken):
+            count += 1
+            name = f"{chain.source}-{count}"
+        chain.name = name
+        used.add(name)
     return chains
 
 
@@ -241,23 +254,6 @@ def _is_bonded(before: Residue, after: Residue) -> bool:
         a in before.atoms and b in after.atoms and 0 < float(np.linalg.norm(before.atoms[a] - after.atoms[b])) < BOND
         for a, b in LINKS.items()
     )
-
-
-def _name_chains(chains: Sequence[SeparatedChain]) -> None:
-    """Name the chains as in the file. The second A becomes A-2, and chains without a name get the next free letter."""
-    taken = {chain.source for chain in chains}
-    used: set[str] = set()
-    letters = (letter for letter in map(chr, range(ord("A"), 0x10000)) if letter not in taken and letter.isalnum())
-    for chain in chains:
-        if not chain.source:
-            chain.name = next(letters)
-            continue
-        name, count = chain.source, 1
-        while name in used or (count > 1 and name in taken):
-            count += 1
-            name = f"{chain.source}-{count}"
-        chain.name = name
-        used.add(name)
 
 
 # Positions of CA, float [3] in angstrom, by chain and residue.
