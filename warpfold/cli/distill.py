@@ -59,6 +59,7 @@ def distill(
     distogram: bool = False,
     save_recycles: bool = False,
     figures: bool = True,
+    zip: bool = False,
     keep: int | str | None = None,
     device: str | None = None,
     chunk: int | None = None,

@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -108,6 +107,7 @@ def predict(
     distogram: bool = False,
     save_recycles: bool = False,
     figures: bool = True,
+    zip: bool = False,
     keep: int | str | None = None,
     device: str | None = None,
     chunk: int | None = None,
@@ -146,7 +146,7 @@ def run(request: Request, progress: Progress | None = None, team: "Team | None" 
 
     team = team_of(team)
     summary = predict.run(replace(request, device=device_of(request.device)), tell, team)
-    return relax_predictions(request, summary, tell) if team.is_rank_zero else summary
+    return complete(request, summary, tell) if team.is_rank_zero else summary
 
 
 def check(request: Request) -> None:
@@ -156,6 +156,16 @@ def check(request: Request) -> None:
         from warpfold.relaxation.amber import require_openmm
 
         require_openmm()
+
+
+def complete(request: Request, summary: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    """Relax the predictions of a finished run and archive the results, if requested; return the summary."""
+    summary = relax_predictions(request, summary, progress)
+    if request.zip and summary["status"] != "running":
+        from warpfold.prediction.pages import write_archives
+
+        write_archives(request.folder, summary)
+    return summary
 
 
 def relax_predictions(request: Request, summary: dict[str, Any], progress: Progress) -> dict[str, Any]:
@@ -260,9 +270,9 @@ def predict_in_shell(
             then = f", then `warpfold relax {out}`" if request.relax != "none" else ""
             warn(f"part {request.part} is done; the last part writes {out / 'summary.json'}{then}")
         with progress_bar() as progress:  # the other processes have ended
-            summary = relax_predictions(request, summary, progress)
+            summary = complete(request, summary, progress)
         print_fallbacks(summary["refused"])
-        show(Answer(summary, _lines(summary, out)), as_json)
+        show(Answer(summary, _lines(summary, request)), as_json)
         warnings = warnings_of(summary)
         for warning in warnings[:MAX_WARNINGS]:
             warn(f"{warning.heading('queries') or 'warning: '}{warning.said}")
@@ -276,10 +286,11 @@ def predict_in_shell(
     raise typer.Exit(1 if summary["failures"] or lacks else 0)
 
 
-def _lines(summary: dict[str, Any], out: Path) -> Iterator[str]:
+def _lines(summary: dict[str, Any], request: Request) -> Iterator[str]:
     """Yield the printed lines of each prediction."""
-    from warpfold.prediction.pages import headline
+    from warpfold.prediction.pages import archive_path, headline
 
+    out = request.folder
     for entry in summary["predictions"]:
         sizes = f" ({headline(entry)})" if entry.get("rank", 1) == 1 else ""
         rank = f", rank {entry['rank']}" if "ranked" in entry else ""
@@ -296,6 +307,9 @@ def _lines(summary: dict[str, Any], out: Path) -> Iterator[str]:
         yield from (f"table: {out / name}" for name in summary.get("tables", ()))
         if "store" in summary:
             yield f"representations: {summary['store']}"
+        if request.zip:
+            names = dict.fromkeys(entry["name"] for entry in summary["predictions"] if entry["files"])
+            yield from (f"archive: {archive_path(out, name)}" for name in names)
         yield f"report: {out / 'report.html'}"
 
 

@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -166,7 +166,8 @@ class PredictionFolder:
         for entry in [*earlier.get("predictions", []), *(one["entry"] for one in records if "entry" in one)]:
             if all(part == file_name(part) for part in Path(entry["folder"]).parts):
                 outputs.remove_prediction(self.out / entry["folder"], entry["name"])
-                remove_copies(self.out, entry)
+                archive = f"{file_name(entry['name'])}/{outputs.file_names(entry['name'])['archive']}"
+                remove_copies(self.out, entry["name"], [*entry.get("ranked", {}).values(), archive])
         remove_tables(self.out, earlier.get("tables", ()))
         for path in _record_files(self.out):
             path.unlink(missing_ok=True)
@@ -573,15 +574,14 @@ def copy_by_rank(out: Path, entries: Sequence[Entry]) -> list[Entry]:
     now = {copy for entry in copied for copy in entry["ranked"].values()}
     # The entries may list copies from an earlier summary, whose predictions were thinned since.
     for entry in entries:
-        stale = {kind: copy for kind, copy in entry.get("ranked", {}).items() if copy not in now}
-        remove_copies(out, entry | {"ranked": stale})
+        remove_copies(out, entry["name"], [copy for copy in entry.get("ranked", {}).values() if copy not in now])
     return copied
 
 
-def remove_copies(out: Path, entry: Entry) -> None:
-    """Delete the copies that an entry lists, and their folder if nothing else is in it."""
-    for copy in map(Path, entry.get("ranked", {}).values()):
-        folder, safe = out / file_name(entry["name"]), [file_name(part) for part in copy.parts]
+def remove_copies(out: Path, name: str, copies: Iterable[str]) -> None:
+    """Delete copies of the files of a query, and their folder if nothing else is in it."""
+    for copy in map(Path, copies):
+        folder, safe = out / file_name(name), [file_name(part) for part in copy.parts]
         if safe == list(copy.parts) and (out / copy).parent == folder and not folder.is_symlink():
             with contextlib.suppress(OSError):  # the folder has other files
                 (out / copy).unlink(missing_ok=True)

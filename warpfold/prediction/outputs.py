@@ -546,6 +546,7 @@ def file_names(protein: str, recycles: Iterable[int] = ()) -> dict[str, str]:
         "relaxed": "_relaxed.json",  # this and the next: by relax/files.py
         "relaxed_mmcif": "_relaxed.cif",
         "relaxed_pdb": "_relaxed.pdb",
+        "archive": "_results.zip",  # by pages.py
         **{f"recycle_{number}": f"_recycle_{number}.cif" for number in recycles},
     }
     return {kind: stem + ending for kind, ending in endings.items()}

@@ -1,24 +1,31 @@
-"""The report of `warpfold predict`, from its summary and the files listed there."""
+"""The report of `warpfold predict` and the archives of its results, from its summary and the files listed there."""
 
+import io
 import json
 import os
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from warpfold.files import file_name, write_atomically
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.prediction.notices import each_kind_once, of_record
+from warpfold.prediction.outputs import CITATIONS, file_names
 from warpfold.prediction.queries import pair_names
 from warpfold.report import figures
+from warpfold.report.charts import FORMATS
 from warpfold.report.coverage import Coverage
-from warpfold.report.report import ReportPage, ReportTable, Section, Target, Warned
+from warpfold.report.report import ReportPage, ReportTable, Section, Target, Warned, render
 
 DRAWN = 40  # predictions drawn; the table lists all
 DRAWN_OF_EACH = 5  # best predictions of one protein or complex
 CHAINS = 6  # largest complex whose chains' pTM are shown; summary.json has all
 LENGTHS = 10  # distinct lengths from which time is plotted
+ARCHIVED = ("mmcif", "pdb", "scores", "relaxed_mmcif", "relaxed_pdb")  # and the figures
+EARLIEST = (1980, 1, 1, 0, 0, 0)  # time in an archive
 ENERGIES = ("energy_before", "energy_after")  # of a relaxation
 
 
@@ -72,6 +79,44 @@ def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
             f"{seeds} · parameters sha256 {digests}"
         ],
     )
+
+
+def archive_path(out: Path, name: str) -> Path:
+    """Return the path of the archive of a query's results."""
+    return out / file_name(name) / file_names(name)["archive"]
+
+
+def write_archives(out: Path, summary: Mapping[str, Any]) -> None:
+    """Write the results of each query into an archive: structures, scores, figures, report and references.
+
+    All files have the same time, so that equal results make equal archives.
+    """
+    for name in dict.fromkeys(entry["name"] for entry in summary["predictions"] if entry["files"]):
+        own = {key: [one for one in summary[key] if one["name"] == name] for key in ("predictions", "failures")}
+        of_query = {key: value for key, value in summary.items() if key != "pairs"} | own
+        of_query["input_warnings"] = {key: all for key, all in summary["input_warnings"].items() if key == name}
+        files = {"report.html": render(prediction_report(out, of_query)).encode()}
+        sources = {CITATIONS: out / CITATIONS}
+        for entry in own["predictions"]:
+            sources |= _archived(out, entry)
+        content, stem = io.BytesIO(), file_name(name)
+        with zipfile.ZipFile(content, "w") as archive:
+            for file in sorted({*files, *sources}):
+                info = zipfile.ZipInfo(f"{stem}/{file}", EARLIEST)
+                info.compress_type, info.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
+                archive.writestr(info, files[file] if file in files else sources[file].read_bytes())
+        write_atomically(archive_path(out, name), content.getvalue())
+
+
+def _archived(out: Path, entry: Mapping[str, Any]) -> dict[str, Path]:
+    """Return the files of a prediction that belong into the archive, by the names that they have there."""
+    folder, stem = out / entry["folder"], file_name(entry["name"])
+    label = f"{stem}_rank_{entry['rank']}" if "ranked" in entry else stem
+    own = {kind: name for kind, name in file_names(entry["name"]).items() if (folder / name).is_file()}
+    kinds = [kind for kind in own if kind in ARCHIVED or kind.endswith(FORMATS)]
+    files = {label + own[kind].removeprefix(stem): folder / own[kind] for kind in kinds}
+    # The copies by rank are superposed.
+    return files | {Path(copy).name: out / copy for copy in entry.get("ranked", {}).values()}
 
 
 def _sizes(entry: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -317,6 +317,10 @@ class Request(Checked):
         bool,
         writes("Draw pLDDT, PAE and alignment coverage of each prediction, PNG and SVG.", "--figures/--no-figures"),
     ] = True
+    zip: Annotated[
+        bool,
+        writes("Write NAME_results.zip for each protein: structures, scores, figures, report and references."),
+    ] = False
     keep: Annotated[
         int | str | None,
         writes(
