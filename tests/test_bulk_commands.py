@@ -70,11 +70,11 @@ COMMANDS = {
     ),
     "predict": BulkCommand(
         fold_inputs, f"predict {FOLD}", "warpfold.prediction.predict", "fold_job", "warpfold.prediction.predict",
-        ("summary.json", "report.html"),
+        ("summary.json", "report.html", "predict.log"),
     ),
     "distill": BulkCommand(
         fold_inputs, f"distill {FOLD} --min-plddt 1", "warpfold.prediction.predict", "fold_job",
-        "warpfold.prediction.predict", ("summary.json", "report.html", "sources.json", "store.json"),
+        "warpfold.prediction.predict", ("summary.json", "report.html", "predict.log", "sources.json", "store.json"),
     ),
     "evaluate": BulkCommand(
         sets, "evaluate good truth --against worse", "warpfold.evaluation.measure", "measure",

@@ -69,6 +69,7 @@ SAFE = {
     "data/store/remote.py:BlockCache.drop": "a copy by its name, of what lies elsewhere",
     "data/store/remote.py:BlockCache._make_room": "copies by their names, of what lies elsewhere",
     "prediction/outputs.py:clear_damaged": "what is not as it was written gets a free name; the rest is as it was",
+    "files.py:append_line": "appends to a log, not through links",
     "files.py:put_aside": "renames into a folder that is new",
     "engine/trunk.py:TrunkStore.begin": "entries by their ending, in RUN/trunk; " + OWN_FOLDER,
     "engine/trunk.py:TrunkStore.write": OWN_DRAFT,

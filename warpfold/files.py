@@ -23,7 +23,7 @@ from pathlib import Path, PurePath
 from tokenize import TokenError
 from typing import Any, BinaryIO, TextIO, cast
 
-from warpfold.errors import DiskError, UserError
+from warpfold.errors import DiskError, UserError, printable
 
 logger = logging.getLogger("warpfold")
 
@@ -248,6 +248,18 @@ def write_new(path: Path, write: Callable[[Path], None]) -> None:
             # This file system has no links.
             check_new(path)
             os.replace(draft, path)
+
+
+def append_line(path: Path, text: str) -> None:
+    """Append the time and a text to a log as one line and in one write, so that lines of several processes do not mix.
+
+    Nothing is written into links and pipes. Errors are ignored, because a log must not end a run.
+    """
+    line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {printable(' '.join(text.split()))}\n"
+    with contextlib.suppress(OSError):
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        with os.fdopen(os.open(path, flags, 0o666), "ab", buffering=0) as file:
+            file.write(line.encode())
 
 
 def update_file(path: Path, content: bytes) -> None:

@@ -87,7 +87,8 @@ def test_every_record_is_folded(tmp_path: Path, fasta: Path, a3m: Path, tiny_par
     for entry in summary["predictions"]:
         assert set(entry["files"]) == {"mmcif", "pdb", "plddt", "pae", "scores", "arrays", *figures}
         assert all((out / entry["folder"] / name).stat().st_size for name in entry["files"].values())
-    assert {p.name for p in out.iterdir()} == {"one", "two", "summary.json", "report.html", "cite.bibtex"}
+    of_run = {"summary.json", "report.html", "cite.bibtex", "predict.log"}
+    assert {p.name for p in out.iterdir()} == {"one", "two", *of_run}
     assert "All proteins" in (out / "report.html").read_text()
     assert seen[-1][:2] == (2, 2)
 

@@ -183,6 +183,7 @@ def test_force_takes_away_all_that_a_ranked_run_made(tmp_path: Path, fasta: Path
         "summary.json",
         "report.html",
         "cite.bibtex",
+        "predict.log",
         *TABLES,
         "trio/notes.txt",
         *stem,

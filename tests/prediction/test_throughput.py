@@ -443,7 +443,8 @@ def test_a_killed_run_continues_and_makes_nothing_twice(tmp_path: Path, fasta: P
     assert times_of(out, there) == times
     predict(fasta, tiny_params, tmp_path / "alone", **options(batch=1))
     assert predictions(out) == predictions(tmp_path / "alone")
-    assert {path.name for path in out.iterdir() if path.is_file()} == {"summary.json", "report.html", "cite.bibtex"}
+    of_run = {"summary.json", "report.html", "cite.bibtex", "predict.log"}
+    assert {path.name for path in out.iterdir() if path.is_file()} == of_run
 
 
 def test_failures_of_other_parts_stay_and_own_ones_are_tried_again(

@@ -25,6 +25,7 @@ from warpfold.cli.common import (
     this_process,
     warn,
 )
+from warpfold.files import append_line
 from warpfold.prediction.request import Request, ServerLike, WhichRelaxed
 from warpfold.progress import Progress, progress_bar
 
@@ -172,12 +173,15 @@ def relax_predictions(request: Request, summary: dict[str, Any], progress: Progr
     """Relax the predictions of a finished run; return the summary with the reports and the failures of relaxation."""
     if request.relax == "none" or summary["status"] == "running":  # other processes are still folding
         return summary
+    from warpfold.prediction.outputs import LOG
     from warpfold.relaxation.files import relax_paths
 
     out = request.folder
     report = relax_paths([out], device_of(request.device), request.relax, progress=progress)
     written = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     failed = [{"name": one["name"], "error": f"relaxation: {one['error']}"} for one in report["failures"]]
+    for one in failed:
+        append_line(out / LOG, f"failed {one['name']}: {one['error']}")
     return written | {"failures": [*written["failures"], *failed]}
 
 
@@ -254,7 +258,7 @@ def predict_in_shell(
     from warpfold.parallel.plan import Plan
     from warpfold.parallel.team import distributed_context
     from warpfold.prediction import predict
-    from warpfold.prediction.pages import warnings_of
+    from warpfold.prediction.pages import warning_lines
 
     process, out = this_process(), request.folder
     device = device_of(request.device, process)
@@ -273,9 +277,9 @@ def predict_in_shell(
             summary = complete(request, summary, progress)
         print_fallbacks(summary["refused"])
         show(Answer(summary, _lines(summary, request)), as_json)
-        warnings = warnings_of(summary)
+        warnings = warning_lines(summary)
         for warning in warnings[:MAX_WARNINGS]:
-            warn(f"{warning.heading('queries') or 'warning: '}{warning.said}")
+            warn(warning)
         if len(warnings) > MAX_WARNINGS:
             warn(f"and {len(warnings) - MAX_WARNINGS} more warnings, in {out / 'summary.json'}")
         for failure in summary["failures"]:

@@ -1,6 +1,7 @@
 """The output folder of a run of `predict`: ownership, completed entries, final summary (docs/reference/outputs.md).
 
     OUT/summary.json               the run, with the predictions of finished runs of the same command
+    OUT/predict.log                appended to by all processes, line by line
     OUT/records/NAME-DIGEST.json   one record for each prediction or failure that is not in summary.json yet
     OUT/records/part-2-of-4.lock   locked while the second of four processes works
     OUT/records/lock               locked for a moment when a process begins, ends, or adds a row to a table
@@ -33,6 +34,7 @@ from warpfold.errors import UserError
 from warpfold.files import (
     NO_LOCKS,
     RECORDS,
+    append_line,
     claim_folder,
     file_name,
     lock_file,
@@ -42,8 +44,9 @@ from warpfold.files import (
     writing,
 )
 from warpfold.prediction import outputs
-from warpfold.prediction.folding import FoldItem, FoldOutcome, Group, Key, part_of
-from warpfold.prediction.pages import prediction_report
+from warpfold.prediction.folding import FoldItem, FoldOutcome, Group, Key, one_line, part_of
+from warpfold.prediction.pages import headline, prediction_report
+from warpfold.progress import are_hidden
 from warpfold.report.citations import bibtex
 from warpfold.report.report import write_report
 from warpfold.scoring.score_table import ScoreTables, check_tables, remove_tables, row_of
@@ -102,7 +105,7 @@ class PredictionFolder:
     def recorder(self) -> "Recorder":
         """Return a recorder for the predictions of this process."""
         shortlist = Shortlist(self.keep) if isinstance(self.keep, Selection) else None
-        return Recorder(self.out, self.run, self.tables, shortlist)
+        return Recorder(self.out, self.run, self.tables, shortlist, are_hidden())
 
     def close(self) -> None:
         """Release the part."""
@@ -291,23 +294,80 @@ class PredictionFolder:
         return completed
 
 
+class RunLog:
+    """Append lines to OUT/predict.log, with --quiet only warnings and errors.
+
+    Lines wait until `open`, because nothing is written before the folder is claimed.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self._path, self._waiting, self._is_open = out / outputs.LOG, list[str](), False
+        self._level = logging.WARNING if are_hidden() else logging.INFO
+
+    def write(self, text: str, level: int = logging.INFO) -> None:
+        """Write a line."""
+        if level < self._level:
+            return
+        if self._is_open:
+            append_line(self._path, text)
+        else:
+            self._waiting.append(text)
+
+    def open(self) -> None:
+        """Write the waiting lines; later lines are written at once."""
+        self._is_open = True
+        for text in self._waiting:
+            append_line(self._path, text)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Write a message of the package, which other handlers get too."""
+        self.write(record.getMessage(), record.levelno)
+        return True
+
+
+@contextlib.contextmanager
+def logging_to(out: Path) -> Iterator[RunLog]:
+    """Write the package's messages, and the error that ends the run, to OUT/predict.log within the context."""
+    log = RunLog(out)
+    # A handler instead of a filter would keep warnings from stderr, where they go if a logger has no handlers.
+    loggers = [logging.getLogger(name) for name in ("warpfold", "warpfold.plan", "warpfold.device")]
+    for logger in loggers:
+        logger.addFilter(log)
+    try:
+        yield log
+    except BaseException as error:
+        log.write(f"stopped: {one_line(error)}", logging.ERROR)
+        raise
+    finally:
+        for logger in loggers:
+            logger.removeFilter(log)
+
+
 class Recorder:
     """Write the record of each prediction of one process; once `add` returns, a kill loses neither.
 
     tables: get a row for each entry.  shortlist: the candidates of this process for the final selection; the files of
-    predictions that leave it are deleted.
+    predictions that leave it are deleted.  quiet: log only failures.
     """
 
-    def __init__(self, out: Path, run: str, tables: ScoreTables | None, shortlist: Shortlist | None) -> None:
-        self.out, self.run, self.tables, self.shortlist = out, run, tables, shortlist
+    def __init__(
+        self, out: Path, run: str, tables: ScoreTables | None, shortlist: Shortlist | None, quiet: bool = False
+    ) -> None:
+        self.out, self.run, self.tables, self.shortlist, self.quiet = out, run, tables, shortlist, quiet
 
     def add(self, outcome: FoldOutcome) -> None:
-        """Record the entry of a prediction, or its error; nothing if another rank writes."""
+        """Record and log the entry of a prediction, or its error; nothing if another rank writes."""
         key, entry = outcome.item.key, outcome.entry
+        name = f"{key[0]} ({key[1]}, seed {key[2]})"
         if entry is None:
             if outcome.error:
+                append_line(self.out / outputs.LOG, f"failed {name}: {outcome.error}")
                 self.write(key, {"error": outcome.error})
             return
+        if not self.quiet:
+            seconds = sum(entry["seconds"].values())
+            text = f"{name}: {headline(entry)}, mean pLDDT {entry['mean_plddt']:.1f}, {seconds:.1f} s"
+            append_line(self.out / outputs.LOG, text)
         if self.tables is None:
             self.write(key, {"entry": entry})
             return

@@ -40,8 +40,9 @@ from warpfold.scoring.score_table import PAIRS, PARQUET, SCORES, design_scores, 
 StoredPair = Literal["pooled", "whole"]
 _RECORD = struct.Struct("<II")  # size of the header, checksum
 CITATIONS = "cite.bibtex"
+LOG = "predict.log"
 # Names in an output folder that no protein may have.
-RESERVED = ("alignments", RECORDS, "report.html", "summary.json", CITATIONS, SCORES, PAIRS, PARQUET)
+RESERVED = ("alignments", RECORDS, "report.html", "summary.json", CITATIONS, LOG, SCORES, PAIRS, PARQUET)
 FRAME = 900  # height in a notebook, pixels
 MAX_ATTEMPTS = 100  # to create a draft in a folder that other processes remove
 # Arrays that stay when a prediction is thinned.

@@ -94,7 +94,7 @@ def write_archives(out: Path, summary: Mapping[str, Any]) -> None:
     for name in dict.fromkeys(entry["name"] for entry in summary["predictions"] if entry["files"]):
         own = {key: [one for one in summary[key] if one["name"] == name] for key in ("predictions", "failures")}
         of_query = {key: value for key, value in summary.items() if key != "pairs"} | own
-        of_query["input_warnings"] = {key: all for key, all in summary["input_warnings"].items() if key == name}
+        of_query["input_warnings"] = {key: said for key, said in summary["input_warnings"].items() if key == name}
         files = {"report.html": render(prediction_report(out, of_query)).encode()}
         sources = {CITATIONS: out / CITATIONS}
         for entry in own["predictions"]:
@@ -147,6 +147,11 @@ def warnings_of(summary: Mapping[str, Any]) -> list[Warned]:
     named = [*summary["input_warnings"].items(), *((entry["name"], entry["warnings"]) for entry in _best(summary))]
     notices = [(name, of_record(record)) for name, records in named for record in records]
     return [*(Warned(record["text"]) for record in summary.get("warnings", ())), *each_kind_once(notices)]
+
+
+def warning_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Format `warnings_of` a summary for the terminal and the log."""
+    return [f"{warning.heading('queries') or 'warning: '}{warning.said}" for warning in warnings_of(summary)]
 
 
 def _all_proteins(entries: Sequence[Mapping[str, Any]]) -> ReportTable:

@@ -5,7 +5,10 @@ Predictions are made by this process, by ranks that each take some, by worker pr
 
 import hashlib
 import json
+import logging
 import platform
+import shlex
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +29,15 @@ from warpfold.files import claim_folder, file_name, is_given_pipe
 from warpfold.ops.dispatch import refusals
 from warpfold.parallel.plan import Precision, log_precision, resolve_precision
 from warpfold.parallel.team import Team
-from warpfold.prediction.folder import PredictionFolder, Recorder, RepresentationStore, key_of, read_records
+from warpfold.prediction.folder import (
+    PredictionFolder,
+    Recorder,
+    RepresentationStore,
+    RunLog,
+    key_of,
+    logging_to,
+    read_records,
+)
 from warpfold.prediction.folding import (
     Clock,
     FoldItem,
@@ -41,6 +52,7 @@ from warpfold.prediction.folding import (
 )
 from warpfold.prediction.notices import noted, shorten_list
 from warpfold.prediction.outputs import RESERVED, Prediction, write_prediction
+from warpfold.prediction.pages import warning_lines
 from warpfold.prediction.params import MULTIMERS, Params, families_in, params_files, read_params
 from warpfold.prediction.plan_report import check_fits, sizes_of_query
 from warpfold.prediction.predictor import Predictor, load
@@ -56,7 +68,7 @@ from warpfold.prediction.queries import (
     with_templates,
 )
 from warpfold.prediction.request import FORMAT, Request, parse_batch
-from warpfold.progress import Progress, as_time, no_progress
+from warpfold.progress import Progress, are_hidden, as_time, no_progress
 from warpfold.scoring.score_table import ScoreTables, row_of
 from warpfold.scoring.selection import OF_COMPLEXES, OF_ERRORS, OF_GIVEN, Selection, Shortlist
 from warpfold.training.passes import PassPlace
@@ -78,7 +90,16 @@ def run(request: Request, tell: Progress = no_progress, team: Team | None = None
     Errors: UserError for bad input, if no record can be folded (nothing is written), and for an `out` that holds
     something else or in which another process works on this part.
     """
-    team, start, out = team or Team(), time.perf_counter(), request.folder
+    with logging_to(request.folder) as run_log:
+        return _run(request, tell, team or Team(), run_log)
+
+
+def _run(request: Request, tell: Progress, team: Team, run_log: RunLog) -> dict[str, Any]:
+    """Do the work of `run`."""
+    start, out = time.perf_counter(), request.folder
+    if team.is_rank_zero:
+        versions = f"WarpFold {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+        run_log.write(f"{versions}: {shlex.join(sys.argv)}")
     check_processes(request, team)
     device = _device_of(request)
     # All processes use the same precision, because the run's identity contains it.
@@ -139,11 +160,23 @@ def run(request: Request, tell: Progress = no_progress, team: Team | None = None
             groups = in_groups(items, batch, device, request.recycling, request.recycles)
             todo = folder.begin(groups, request.force)
         todo = team.broadcast(todo, "the beginning of the run")
+        run_log.open()
+        if team.is_rank_zero:
+            part = f"part {request.part}, " if request.shard else ""
+            made = f"{sum(map(len, todo))} of {len(items)} predictions to make"
+            run_log.write(f"{part}device {device}, precision {precision}, {made}")
+            for failure in new["failures"]:
+                run_log.write(f"failed {failure['name']}: {failure['error']}", logging.ERROR)
         log_precision(requested_precision, precision, None if request.cluster else device)
         clock, refused = _fold(memory, folder.groups_of(todo), folder, tell)
         tell(total, total, "writing the report")
         process = {"device": device, "seconds": round(time.perf_counter() - start, 3), **clock.summary()}
         summary = folder.finish(process, refused) if team.is_rank_zero else None
+        if summary is not None:
+            for line in warning_lines(summary):
+                run_log.write(line, logging.WARNING)
+            counts = f"{len(summary['predictions'])} predictions, {len(summary['failures'])} failures"
+            run_log.write(f"{summary['status']}: {counts}, {summary['seconds']:.1f} s")
     return team.broadcast(summary, "the end of the run")
 
 
@@ -381,7 +414,7 @@ def _fold(
     with pool(request.workers, request.cluster) as executor:
         assert executor is not None
         jobs = [
-            FoldJob(some, out, folder.run, folder.is_several, request, workers, tables, folder.keep)
+            FoldJob(some, out, folder.run, folder.is_several, request, workers, tables, folder.keep, are_hidden())
             for some in in_jobs(groups, JOBS_PER_WORKER * executor.size)
         ]
         for job, (seconds, refusals_of_job) in zip(jobs, in_order(fold_job, jobs, executor, again=left)):
@@ -404,6 +437,7 @@ class FoldJob:
     workers: int  # of this machine; 0 on a cluster
     tables: ScoreTables | None
     keep: int | Selection | None
+    quiet: bool
 
 
 def in_jobs(groups: Sequence[Group], count: int) -> Iterator[list[Group]]:
@@ -431,7 +465,7 @@ def fold_job(job: FoldJob) -> tuple[Clock, dict[str, int]]:
         torch.set_num_threads(max(1, cores() // job.workers))
     memory = _memory_of(replace(job.request, device=device))
     shortlist = Shortlist(job.keep) if isinstance(job.keep, Selection) else None
-    recorder = Recorder(job.out, job.run, job.tables, shortlist)
+    recorder = Recorder(job.out, job.run, job.tables, shortlist, job.quiet)
     write = _writer(job.out, job.several, shortlist, job.request)
     clock = fold_groups(memory.load, memory.request.fold_options, memory.team, job.groups, write, recorder.add)
     return clock, refusals(refused_before)
