@@ -133,8 +133,7 @@ def test_a_run_is_logged(
     monkeypatch.setattr(Predictor, "compute", failing)
     monkeypatch.setattr("sys.argv", ["warpfold", "predict", "a file.fasta"])
     arguments = [fasta, "--params", tiny_params, "--out", out, "--recycles", 0, "--batch", 1]
-    code, _, err = run_cli(capsys, *arguments)
-    assert code == 1
+    assert run_cli(capsys, *arguments)[0] == 1
     lines = logged(out)
     assert re.fullmatch(r"WarpFold \S+, torch \S+, Python \S+: warpfold predict 'a file\.fasta'", lines[0])
     assert lines[1:3] == [
