@@ -7,8 +7,8 @@ from pathlib import Path
 import gemmi
 import numpy as np
 import pytest
-from tests.relax.test_relax import protein, why_not_fit, with_id  # noqa: F401
 
+from tests.relaxation.test_relax import protein, why_not_fit, with_id  # noqa: F401
 from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.mmcif import read_structure
 from warpfold.data.structure.write import Modelling, write_mmcif
