@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.data.examples import example
 from warpfold.data.features import msa as module
 from warpfold.data.features.choose import SampleConfig
-from warpfold.data.features.msa import Deletions, mask_msa, msa_features, nearest_cluster
+from warpfold.data.features.msa import mask_msa, msa_features, nearest_cluster
 from warpfold.geometry.residue import GAP, MASK
 from warpfold.keyed import keyed_rng
 
@@ -131,13 +131,3 @@ def test_very_long_sequences_are_counted_without_error() -> None:
     rows = np.full((1, 600), 4, np.uint8)
     rows[0, :256] = 3  # modulo 256, the first centre would have 0, or the second more
     assert nearest_cluster(rows, centres[None])[0, 0] == 1
-
-
-def test_the_cells_with_deletions_are_found_and_numbered_anew() -> None:
-    deletions = np.array([[0, 2], [5, 0], [0, 0], [7, 1]], np.uint16)
-    cells = Deletions.from_dense(deletions)
-    np.testing.assert_array_equal(
-        np.stack([cells.row, cells.column, cells.count]), [[0, 1, 3, 3], [1, 0, 0, 1], [2, 5, 7, 1]]
-    )
-    some = cells.select(np.array([3, 0]), 4)
-    assert sorted(zip(some.row, some.column, some.count)) == [(0, 0, 7), (0, 1, 1), (1, 1, 2)]

@@ -56,30 +56,6 @@ class MsaSample:
     extra: np.ndarray  # int64 [E]
 
 
-@dataclass(frozen=True)
-class Deletions:
-    """The K cells of an alignment [R, N] that have deletions, in sparse form."""
-
-    row: np.ndarray  # int64 [K]
-    column: np.ndarray  # int64 [K]
-    count: np.ndarray  # uint16 [K]
-
-    @classmethod
-    def from_dense(cls, deletions: np.ndarray) -> "Deletions":
-        """Convert a deletion matrix, uint16 [R, N]."""
-        # `flatnonzero` is ten times as fast on booleans.
-        row, column = np.divmod(np.flatnonzero(deletions != 0), deletions.shape[1])
-        return cls(row, column, deletions[row, column])
-
-    def select(self, rows: np.ndarray, depth: int) -> "Deletions":
-        """Select the cells in `rows` of an alignment of `depth` rows, and renumber the rows from 0."""
-        number = np.full(depth, -1)
-        number[rows] = np.arange(len(rows))
-        row = number[self.row]
-        is_selected = row >= 0
-        return Deletions(row[is_selected], self.column[is_selected], self.count[is_selected])
-
-
 def msa_features(
     raw: RawExample,
     config: SampleConfig,
@@ -105,7 +81,9 @@ def msa_features(
     for name in ("extra_msa", "extra_msa_mask", "extra_has_deletion"):
         features[name] = np.zeros((passes, max(extra, 1), length), np.uint8)
     features["extra_deletion_value"] = np.zeros((passes, max(extra, 1), length), np.float32)
-    deletions = Deletions.from_dense(raw.deletions)
+    # The cells with deletions, in sparse form. `flatnonzero` is ten times as fast on booleans.
+    deleted_row, deleted_column = np.divmod(np.flatnonzero(raw.deletions != 0), length)
+    deletions = raw.deletions[deleted_row, deleted_column]
     crop = slice(chain.start, chain.start + length)
     for index, (sample, cluster) in enumerate(zip(samples, clusters)):
         masked = sample.masked[:, crop]
@@ -118,20 +96,23 @@ def msa_features(
         members = (np.bincount(cluster, minlength=centres)[:centres] + 1e-6).astype(np.float32)
         feat = features["msa_feat"][index]
         write_codes(feat, masked, rows, cluster, members)
-        selected = deletions.select(sample.centres, depth)
-        feat[selected.row, selected.column, 23] = 1
-        feat[selected.row, selected.column, 24] = deletion_value(selected.count)
+        for chosen, has_deletion, value in (
+            (sample.centres, feat[..., 23], feat[..., 24]),
+            (sample.extra, features["extra_has_deletion"][index], features["extra_deletion_value"][index]),
+        ):
+            number = np.full(depth, -1)
+            number[chosen] = np.arange(len(chosen))
+            is_chosen = number[deleted_row] >= 0
+            cells = number[deleted_row[is_chosen]], deleted_column[is_chosen]
+            has_deletion[cells], value[cells] = 1, deletion_value(deletions[is_chosen])
         # Mean number of deletions in each column of each cluster.
-        cell = cluster[deletions.row] * length + deletions.column
-        total = np.bincount(cell, deletions.count, minlength=centres * length)[: centres * length]
+        cell = cluster[deleted_row] * length + deleted_column
+        total = np.bincount(cell, deletions, minlength=centres * length)[: centres * length]
         mean = total.reshape(centres, length) / members[:, None]
         row, column = np.nonzero(mean)
         feat[row, column, 48] = deletion_value(mean[row, column])
         features["extra_msa"][index, :extra] = raw.msa[sample.extra]
         features["extra_msa_mask"][index, :extra] = 1
-        selected = deletions.select(sample.extra, depth)
-        features["extra_has_deletion"][index, selected.row, selected.column] = 1
-        features["extra_deletion_value"][index, selected.row, selected.column] = deletion_value(selected.count)
     return features
 
 
