@@ -42,20 +42,6 @@ class WholeChain:
     start: int
 
 
-@dataclass(frozen=True)
-class MsaSample:
-    """The random choices of a pass: S cluster centres, their masking, and E rows of the extra MSA.
-
-    centres: ascending, starting with row 0, the query. masked: the centres after masking, codes 0-22. bert_mask: the
-    masked positions, which the model must restore. extra: ascending.
-    """
-
-    centres: np.ndarray  # int64 [S]
-    masked: np.ndarray  # uint8 [S, L]
-    bert_mask: np.ndarray  # bool [S, L]
-    extra: np.ndarray  # int64 [E]
-
-
 def msa_features(
     raw: RawExample,
     config: SampleConfig,
@@ -72,33 +58,34 @@ def msa_features(
     """
     chain = chain or WholeChain(raw.msa, raw.profile, 0)
     depth, length = raw.msa.shape
-    samples, clusters = _draw_clusters(chain, config, seed, key, passes)
-    centres, extra = len(samples[0].centres), len(samples[0].extra)
-    features: Arrays = {"msa_feat": np.zeros((passes, centres, length, 49), np.float32)}
-    for name in ("msa_mask", "bert_mask", "true_msa"):
-        features[name] = np.zeros((passes, centres, length), np.uint8)
+    centres, masked, bert_mask, extra, clusters = _draw_clusters(chain, config, seed, key, passes)
+    crop = slice(chain.start, chain.start + length)
+    masked, bert_mask = masked[:, :, crop], bert_mask[:, :, crop]
+    features: Arrays = {
+        "msa_feat": np.zeros((*masked.shape, 49), np.float32),
+        "msa_mask": np.ones(masked.shape, np.uint8),
+        "bert_mask": bert_mask.astype(np.uint8),
+        "true_msa": raw.msa[centres],
+    }
     # An extra MSA without rows gets a masked row.
-    for name in ("extra_msa", "extra_msa_mask", "extra_has_deletion"):
-        features[name] = np.zeros((passes, max(extra, 1), length), np.uint8)
-    features["extra_deletion_value"] = np.zeros((passes, max(extra, 1), length), np.float32)
+    shape = passes, max(extra.shape[1], 1), length
+    features |= {name: np.zeros(shape, np.uint8) for name in ("extra_msa", "extra_msa_mask", "extra_has_deletion")}
+    features["extra_deletion_value"] = np.zeros(shape, np.float32)
+    features["extra_msa"][:, : extra.shape[1]] = raw.msa[extra]
+    features["extra_msa_mask"][:, : extra.shape[1]] = 1
     # The cells with deletions, in sparse form. `flatnonzero` is ten times as fast on booleans.
     deleted_row, deleted_column = np.divmod(np.flatnonzero(raw.deletions != 0), length)
     deletions = raw.deletions[deleted_row, deleted_column]
-    crop = slice(chain.start, chain.start + length)
-    for index, (sample, cluster) in enumerate(zip(samples, clusters)):
-        masked = sample.masked[:, crop]
-        features["true_msa"][index] = raw.msa[sample.centres]
-        features["bert_mask"][index] = sample.bert_mask[:, crop]
-        features["msa_mask"][index] = 1
+    count = centres.shape[1]
+    for index, (feat, cluster) in enumerate(zip(features["msa_feat"], clusters)):
         rows = raw.msa.copy()
-        rows[sample.centres] = masked
+        rows[centres[index]] = masked[index]
         # The official code adds 1e-6, too.
-        members = (np.bincount(cluster, minlength=centres)[:centres] + 1e-6).astype(np.float32)
-        feat = features["msa_feat"][index]
-        write_codes(feat, masked, rows, cluster, members)
+        members = (np.bincount(cluster, minlength=count)[:count] + 1e-6).astype(np.float32)
+        write_codes(feat, masked[index], rows, cluster, members)
         for chosen, has_deletion, value in (
-            (sample.centres, feat[..., 23], feat[..., 24]),
-            (sample.extra, features["extra_has_deletion"][index], features["extra_deletion_value"][index]),
+            (centres[index], feat[..., 23], feat[..., 24]),
+            (extra[index], features["extra_has_deletion"][index], features["extra_deletion_value"][index]),
         ):
             number = np.full(depth, -1)
             number[chosen] = np.arange(len(chosen))
@@ -107,12 +94,10 @@ def msa_features(
             has_deletion[cells], value[cells] = 1, deletion_value(deletions[is_chosen])
         # Mean number of deletions in each column of each cluster.
         cell = cluster[deleted_row] * length + deleted_column
-        total = np.bincount(cell, deletions, minlength=centres * length)[: centres * length]
-        mean = total.reshape(centres, length) / members[:, None]
+        total = np.bincount(cell, deletions, minlength=count * length)[: count * length]
+        mean = total.reshape(count, length) / members[:, None]
         row, column = np.nonzero(mean)
         feat[row, column, 48] = deletion_value(mean[row, column])
-        features["extra_msa"][index, :extra] = raw.msa[sample.extra]
-        features["extra_msa_mask"][index, :extra] = 1
     return features
 
 
@@ -123,17 +108,21 @@ def query_weight(
 
     Also returns whether the query is the only row of the extra MSA. The arguments are those of `msa_features`.
     """
-    samples, clusters = _draw_clusters(WholeChain(raw.msa, raw.profile, 0), config, seed, key, passes)
+    *_, extra, clusters = _draw_clusters(WholeChain(raw.msa, raw.profile, 0), config, seed, key, passes)
     members = ((clusters == 0).sum(1) + 1e-6).astype(np.float32)
-    is_extra = all(sample.extra.tolist() == [0] for sample in samples)
-    return 1 / members, is_extra
+    return 1 / members, extra.shape[1] == 1 and not extra.any()
 
 
 def _draw_clusters(
     chain: WholeChain, config: SampleConfig, seed: int, key: tuple[str | int, ...], passes: int
-) -> tuple[list[MsaSample], np.ndarray]:
-    """Draw the sample of each pass and assign the rows to clusters: int64 [passes, R], S for none."""
-    depth, samples = len(chain.msa), list[MsaSample]()
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Draw the cluster centres and the extra rows of P passes, mask the centres, and assign all rows to clusters.
+
+    Returns the centres, int64 [P, S], ascending with row 0, the query; the masked centres, codes 0-22, uint8 [P, S, L];
+    their masked positions, which the model must restore, bool [P, S, L]; the extra rows, int64 [P, E], ascending; and
+    the clusters of all rows, int64 [P, R], S for none.
+    """
+    depth, samples = len(chain.msa), []
     for index in range(passes):
         centres = np.arange(depth)
         if depth > config.max_msa:
@@ -146,18 +135,16 @@ def _draw_clusters(
             extra = np.sort(rng.choice(extra, config.max_extra, replace=False))
         elif not len(extra) and config.empty_extra == "query":
             extra = np.zeros(1, np.int64)
-        samples.append(MsaSample(centres, masked, bert_mask, extra))
-    seq = len(samples[0].centres)
-    if seq < depth:
-        clusters = nearest_cluster(chain.msa, np.stack([sample.masked for sample in samples]))
-    else:
-        clusters = np.zeros((passes, depth), np.int64)  # every row is a centre
+        samples.append((centres, masked, bert_mask, extra))
+    all_centres, all_masked, all_bert_masks, all_extra = (np.stack(arrays) for arrays in zip(*samples))
+    count = all_centres.shape[1]
+    # Without other rows, every row is a centre.
+    clusters = nearest_cluster(chain.msa, all_masked) if count < depth else np.zeros((passes, depth), np.int64)
     # A row of gaps agrees with no centre and would join the query's cluster by default. Stored alignments have no such
     # rows over a whole chain, but a crop may have many.
-    clusters[:, (chain.msa == GAP).all(1)] = seq
-    for sample, cluster in zip(samples, clusters):
-        cluster[sample.centres] = np.arange(seq)
-    return samples, clusters
+    clusters[:, (chain.msa == GAP).all(1)] = count
+    np.put_along_axis(clusters, all_centres, np.arange(count), 1)
+    return all_centres, all_masked, all_bert_masks, all_extra, clusters
 
 
 def mask_msa(
