@@ -60,12 +60,12 @@ def test_the_setting_comes_back_whoever_leaves_first() -> None:
     first, second = dispatch.exact_products(), dispatch.exact_products()
     first.__enter__()
     second.__enter__()
-    assert dispatch.fp32_products() == ("ieee",)
+    assert dispatch.products == ("ieee",)
     first.__exit__(None, None, None)  # as in two threads
     assert torch.get_float32_matmul_precision() == "highest"
     second.__exit__(None, None, None)
     assert torch.get_float32_matmul_precision() == "high"
-    assert "tf32" in dispatch.fp32_products()
+    assert "tf32" in dispatch.products
 
 
 def test_gradients() -> None:

@@ -33,7 +33,6 @@ from warpfold.ops.dispatch import (
     Operands,
     Shape,
     Shapes,
-    Sizes,
     accumulation_dtype,
     backend,
     broadcast_shape,
@@ -81,10 +80,12 @@ def empty_bias(bias: Tensor | None, wanted: bool, q: Tensor) -> Tensor:
     return q.new_empty(0) if bias is None or not wanted else bias.new_empty(bias.shape)
 
 
-def _check_width(op: str, sizes: Sizes, t: Operands) -> None:
-    """Raise ValueError if values and keys differ in width, because kernels read both in the same way."""
-    if sizes["e"] != sizes["d"] and backend(t.q) == "triton":
-        raise ValueError(f"{op}: v is {list(t.v.shape)}, not [B, R, K, h, d] with d = {sizes['d']}")
+def _misfit_of_values(t: Any) -> str | None:
+    """Describe values of another width than keys: the GPU kernels read both in the same way."""
+    width = t.k.shape[-1]
+    if t.v.shape[-1] != width and backend(t.q) == "triton":
+        return f"v is {list(t.v.shape)}, not [B, R, K, h, d] with d = {width}"
+    return None
 
 
 def _with_five_axes(
@@ -155,10 +156,10 @@ def _unsupported_attention(t: Any) -> str | None:
     gradients="q k v bias",
     empty_gradients=lambda t: (*map(empty_like, (t.q, t.k, t.v)), empty_bias(t.bias, t.bias_wanted, t.q)),
     same_dtype="q k v",
-    check=_check_width,
-    caller_shapes="q [..., Q, h, d], k [..., K, h, d], v [..., K, h, e], mask [..., K], bias ([..., h, Q, K])",
+    misfit=_misfit_of_values,
     adapter=_with_five_axes,
-    misfit=_misfit_of_attention,
+    caller_shapes="q [..., Q, h, d], k [..., K, h, d], v [..., K, h, e], mask [..., K], bias ([..., h, Q, K])",
+    caller_misfit=_misfit_of_attention,
     unsupported=_unsupported_attention,
     # The number of logits decides.
     prefer_definition=lambda t: faster_on_cpu(t.q, t.q.numel() // max(1, t.q.shape[-1]) * t.k.shape[-3], 2**19),
@@ -180,11 +181,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None
     return (logits.softmax(-1).to(v.dtype) @ v).transpose(-2, -3)
 
 
-def _global_fast(t: Any) -> Tensor:
-    """Call `attention` with the heads as the queries of a single head."""
-    return attention.fast(t.q.unsqueeze(-2), t.k.unsqueeze(-2), t.v.unsqueeze(-2), t.mask).squeeze(-2)
-
-
 _GLOBAL = Shapes("q [..., h, d], k [..., K, d], v [..., K, e], mask [..., K]", ("q", "k", "v", "mask"))
 
 
@@ -199,13 +195,10 @@ def _misfit_of_global(t: Any) -> str | None:
     return EMPTY if 0 in leading else None
 
 
-def _global_unsupported(t: Any) -> str | None:
-    return attention.unsupported_reason(t.q.unsqueeze(-2), t.k.unsqueeze(-2), t.v.unsqueeze(-2), t.mask)
-
-
+# The fast path is that of `attention`, with the heads as the queries of a single head.
 @op(
-    _global_fast,
-    _global_unsupported,
+    lambda t: attention.fast(t.q.unsqueeze(-2), t.k.unsqueeze(-2), t.v.unsqueeze(-2), t.mask).squeeze(-2),
+    lambda t: attention.unsupported_reason(t.q.unsqueeze(-2), t.k.unsqueeze(-2), t.v.unsqueeze(-2), t.mask),
     lambda t: faster_on_cpu(t.q, t.q.numel() // max(1, t.q.shape[-1]) * t.k.shape[-2], 2**19),
     _misfit_of_global,
 )
@@ -255,11 +248,6 @@ def _empty_layer(t: Operands) -> tuple[Tensor, ...]:
     return empty_like(x), y, *empty_statistics(x), o, empty_layer_lse(x, t.heads), empty_own_bias(x, t)
 
 
-def _empty_layer_gradients(t: Operands) -> tuple[Tensor, ...]:
-    parameters = t.norm_weight, t.norm_bias, t.weight, t.gate_bias, t.out_weight, t.out_bias
-    return empty_like(t.x), *empty_parameters(*parameters), empty_bias(t.bias, t.bias_wanted, t.x)
-
-
 def _misfit_of_layer(t: Any) -> str | None:
     """Describe an operand with a wrong size that `shapes` cannot express, or return None."""
     (outputs, c), inner = t.weight.shape, t.out_weight.shape[1]
@@ -269,6 +257,13 @@ def _misfit_of_layer(t: Any) -> str | None:
         return f"gate_bias is {list(t.gate_bias.shape)}, longer than the rows of weight, which is {[outputs, c]}"
     if t.bias is not None and t.bias.shape[-3] != t.heads:
         return f"bias is {list(t.bias.shape)}, not [*, h, K, K] with h = {t.heads}"
+    # Only the backward operation has lse and its own bias.
+    if hasattr(t, "lse"):
+        if t.lse.shape[-2] != t.heads:
+            return f"lse is of {t.lse.shape[-2]} heads, not {t.heads}"
+        right = (*t.lse.shape[:-3], t.heads, t.lse.shape[-1], t.lse.shape[-1])
+        if outputs > 4 * inner and t.own.shape != right:
+            return f"own is {list(t.own.shape)}, not [*, h, K, K] = {list(right)}"
     if outputs == 4 * inner:
         return None
     if outputs != 4 * inner + t.heads:
@@ -279,16 +274,6 @@ def _misfit_of_layer(t: Any) -> str | None:
     return (
         None if square else f"x is {list(t.x.shape)}, not [*, K, K, c], but weight, {[outputs, c]}, makes a bias of it"
     )
-
-
-def _check_layer(op: str, sizes: Sizes, t: Operands) -> None:
-    if misfit := _misfit_of_layer(t):
-        raise ValueError(f"{op}: {misfit}")
-    if sizes.get("h", t.heads) != t.heads:
-        raise ValueError(f"{op}: lse is of {sizes['h']} heads, not {t.heads}")
-    own, right = getattr(t, "own", None), (*sizes["*"], t.heads, sizes["K"], sizes["K"])
-    if own is not None and t.weight.shape[0] > 4 * sizes["i"] and own.shape != right:
-        raise ValueError(f"{op}: own is {list(own.shape)}, not [*, h, K, K] = {list(right)}")
 
 
 def _unsupported_layer(t: Any) -> str | None:
@@ -344,9 +329,12 @@ def _layer_by_parts(t: Any) -> Tensor | None:
     keeps="x norm_weight norm_bias weight gate_bias out_weight out_bias mask bias y mean scale attended lse own "
     "factors heads residual bias_wanted",
     gradients="x norm_weight norm_bias weight gate_bias out_weight out_bias bias",
-    empty_gradients=_empty_layer_gradients,
+    empty_gradients=lambda t: (
+        empty_like(t.x),
+        *empty_parameters(t.norm_weight, t.norm_bias, t.weight, t.gate_bias, t.out_weight, t.out_bias),
+        empty_bias(t.bias, t.bias_wanted, t.x),
+    ),
     kept=True,
-    check=_check_layer,
     misfit=_misfit_of_layer,
     expand=FACTOR_OPERANDS,
     composed=_layer_by_parts,

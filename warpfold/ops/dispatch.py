@@ -97,7 +97,7 @@ choice = Choice()
 NOTHING = nullcontext()  # changes no setting
 _tf32 = False
 _exact = 0  # `exact_products` contexts, all threads
-# How the kernels may multiply fp32 now, as Triton's option names it; `fp32_products` returns it.
+# How the kernels may multiply fp32 now, as Triton's option names it. AMD GPUs always compute exactly.
 products: tuple[str, ...] = ("ieee",)
 _exact_lock = threading.Lock()
 _interpreting = False
@@ -313,11 +313,6 @@ def _set_products() -> None:
     # torch.compile reads it.
     torch.set_float32_matmul_precision("high" if _tf32 and not _exact else "highest")
     products = ("ieee", "tf32") if _tf32 and not _exact and torch.version.hip is None else ("ieee",)
-
-
-def fp32_products() -> tuple[str, ...]:
-    """Return the values of Triton's option for fp32 products. AMD GPUs always compute exactly."""
-    return products
 
 
 def refusals(before: Mapping[str, int] | None = None) -> dict[str, int]:
@@ -558,7 +553,7 @@ class Shapes:
     def __init__(self, text: str, names: Sequence[str]) -> None:
         self.operands: list[_Operand] = []
         # The index of each operand in `names`.
-        self.positions: list[int] = []
+        positions: list[int] = []
         for name, parenthesis, inner in re.findall(r"(\w+) (\(?)\[(.*?)\]", text):
             if name in names:
                 axes = tuple(inner.split(", ")) if inner else ()
@@ -566,47 +561,34 @@ class Shapes:
                 trailing = axes[1:] if leading else axes
                 written = f"[{inner}] or 1 on an axis" if parenthesis else f"[{inner}]"
                 self.operands.append(_Operand(name, written, leading, trailing, bool(parenthesis)))
-                self.positions.append(list(names).index(name))
+                positions.append(list(names).index(name))
+        self._positions = None if positions == list(range(len(names))) else positions
         # Models call an operation with few different shapes, and a lookup is faster than a comparison.
         self._remembered = functools.lru_cache(maxsize=1024)(self._compare)
 
-    def misfit(self, arguments: Sequence[Any]) -> str | None:
+    def select(self, args: Sequence[Any]) -> Sequence[Any]:
+        """Select the operands with a shape from all operands in the order of `names`."""
+        return args if self._positions is None else [args[i] for i in self._positions]
+
+    def misfit(self, args: Sequence[Any]) -> str | None:
         """Describe the first operand of a wrong shape; EMPTY if there is nothing to compute, else None.
 
-        arguments: the operands with a shape here, in order.
+        args: all operands, in the order of `names`.  A description is, for example, "mask is [4, 1], not [*, i, k] =
+        [4, 4], as x is [4, 4, 16]".
         """
-        wrong, sizes = self._find(arguments)
-        if wrong is not None:
-            return self._misfit(wrong, sizes, arguments)
-        return EMPTY if sizes["empty"] else None
-
-    def require(self, op: str, args: Sequence[Any]) -> Sizes:
-        """Return the sizes of all axes.  Raises ValueError if an operand has a wrong shape.
-
-        args: all operands, in the order of `names`.
-        """
-        arguments = [args[i] for i in self.positions]
-        wrong, sizes = self._find(arguments)
-        if wrong is not None:
-            raise ValueError(f"{op}: {self._misfit(wrong, sizes, arguments)}")
-        return sizes
-
-    def _misfit(self, wrong: _Operand, sizes: Sizes, arguments: Sequence[Any]) -> str:
-        """Describe a wrong operand: "mask is [4, 1], not [*, i, k] = [4, 4], as x is [4, 4, 16]"."""
-        shapes = {operand.name: list(t.shape) for operand, t in zip(self.operands, arguments) if t is not None}
-        right, decided = _right(wrong, sizes), sizes["decided by"]
-        if right is None:
-            return f"{wrong.name} is {shapes[wrong.name]}, not {wrong.text}"
-        by = dict.fromkeys(decided[axis] for axis in (wrong.leading, *wrong.axes) if axis in decided)
-        because = " and ".join(f"{name} is {shapes[name]}" for name in by if name != wrong.name)
-        return f"{wrong.name} is {shapes[wrong.name]}, not {wrong.text} = {list(right)}{because and f', as {because}'}"
-
-    def _find(self, arguments: Sequence[Any]) -> tuple[_Operand | None, Sizes]:
+        arguments = self.select(args)
         shapes = tuple([None if t is None else t.shape for t in arguments])
         # A graph cannot contain the cache, and symbolic sizes have no hash.
-        if torch.compiler.is_compiling():
-            return self._compare(shapes)
-        return self._remembered(shapes)
+        wrong, sizes = self._compare(shapes) if torch.compiler.is_compiling() else self._remembered(shapes)
+        if wrong is None:
+            return EMPTY if sizes["empty"] else None
+        given = {operand.name: list(t.shape) for operand, t in zip(self.operands, arguments) if t is not None}
+        right, decided = _right(wrong, sizes), sizes["decided by"]
+        if right is None:
+            return f"{wrong.name} is {given[wrong.name]}, not {wrong.text}"
+        by = dict.fromkeys(decided[axis] for axis in (wrong.leading, *wrong.axes) if axis in decided)
+        because = " and ".join(f"{name} is {given[name]}" for name in by if name != wrong.name)
+        return f"{wrong.name} is {given[wrong.name]}, not {wrong.text} = {list(right)}{because and f', as {because}'}"
 
     def _compare(self, shapes: tuple[Shape | None, ...]) -> tuple[_Operand | None, Sizes]:
         """Return the first operand with a wrong shape, or None, and the sizes of the axes before it."""
@@ -759,13 +741,13 @@ class register:
     same_dtype: the operands that must have the same dtype.
     kept: adds a last operand `kept` to the registered operation, which says whether a backward pass may follow.  If
         not, all results except the first are tensors without elements.
-    check: (name, sizes, operands) -> None.  Raises ValueError for errors that `shapes` cannot express.
+    misfit: definition's arguments, or operands of the registered or the backward operation -> description of a wrong
+        size that `shapes` cannot express, or None.  It is called if the shapes are right.
     expand: the parameter of the definition that is several operands of the registered operation.
-    caller_shapes: the shapes of the definition's arguments, if `adapter` changes them.
     adapter: (registered operation, *definition's arguments) -> result of the registered operation, called with other
         arguments.
-    misfit: definition's arguments -> description of a wrong size that `shapes` cannot express, or None.  It is called
-        if the shapes are right.
+    caller_shapes, caller_misfit: replace `shapes` and `misfit` for the definition's arguments, if `adapter` changes
+        them.
     unsupported: definition's arguments -> reason why the fast path does not support them, or None.  It is called if
         devices, shapes and dtypes are right.
     prefer_definition: definition's arguments -> whether the definition is faster.
@@ -782,11 +764,11 @@ class register:
     composed: Callable[[Any], Any] | None = None
     same_dtype: str = ""
     kept: bool = False
-    check: Callable[[str, Sizes, Operands], None] | None = None
-    expand: Expansion | None = None
-    caller_shapes: str | None = None
-    adapter: Callable[..., Tensor] | None = None
     misfit: Callable[[Any], str | None] | None = None
+    expand: Expansion | None = None
+    adapter: Callable[..., Tensor] | None = None
+    caller_shapes: str = ""
+    caller_misfit: Callable[[Any], str | None] | None = None
     unsupported: Callable[[Any], str | None] | None = None
     prefer_definition: Callable[[Any], bool] | None = None
 
@@ -830,16 +812,16 @@ class register:
         self, name: str, module: str, operands: Mapping[str, Any], returns: int, empty: Callable[[Operands], Any]
     ) -> torch.library.CustomOpDef:
         """Register `warpfold::name` with torch: its schema, its checks, its implementations and its fake function."""
-        modules[name] = module, tuple(operands)
-        qualified, shapes, check = f"warpfold::{name}", Shapes(self.shapes, list(operands)), self.check
-
-        recipes[name] = {}
+        modules[name], recipes[name] = (module, tuple(operands)), {}
+        qualified, shapes, misfit = f"warpfold::{name}", Shapes(self.shapes, list(operands)), self.misfit
 
         def run(*args: Any) -> Any:
             """Check the operands and compute the operation."""
-            sizes = shapes.require(qualified, args)
-            if check is not None:
-                check(qualified, sizes, Operands(**dict(zip(operands, args))))
+            wrong = shapes.misfit(args)
+            if not wrong and misfit is not None:
+                wrong = misfit(Operands(**dict(zip(operands, args))))
+            if wrong:
+                raise ValueError(f"{qualified}: {wrong}")
             return implementation(name, args[0])(*args)
 
         def run_or_repeat(*args: Any) -> Any:
@@ -906,12 +888,11 @@ class register:
         parameters = list(inspect.signature(definition).parameters)
         shapes = Shapes(self.caller_shapes or self.shapes, parameters)
         adapter, unsupported, expand, kept = self.adapter, self.unsupported, self.expand, self.kept
-        further, composed = self.misfit, self.composed
+        further, composed = self.caller_misfit if self.caller_shapes else self.misfit, self.composed
         several = " " in self.results
         at = 0 if expand is None else parameters.index(next(iter(expand.types)))
         same = self.same_dtype.split()
         first, *others = [parameters.index(name) for name in same] or [0]
-        all_have_shapes = shapes.positions == list(range(len(parameters)))
         differ = f"{', '.join(same[:-1])} and {''.join(same[-1:])} differ in dtype"
 
         def call_with(compute: Callable[..., Any], arguments: Any, *last: Any) -> Any:
@@ -933,13 +914,13 @@ class register:
 
         def misfit(arguments: Any) -> str | None:
             """Describe the first operand of a wrong shape; EMPTY if there is nothing to compute, else None."""
-            wrong = shapes.misfit(arguments if all_have_shapes else [arguments[i] for i in shapes.positions])
+            wrong = shapes.misfit(arguments)
             other = None if wrong or further is None else further(arguments)
             return wrong if other is None else other
 
         def why_not(arguments: Any) -> str | None:
             """Return the reason why the fast path does not support the arguments: common reasons first."""
-            reason = unsupported_device(arguments if all_have_shapes else [arguments[i] for i in shapes.positions])
+            reason = unsupported_device(shapes.select(arguments))
             if reason is not None:
                 return reason
             for i in others:

@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from warpfold.ops.dispatch import (
-    Operands,
-    Sizes,
     accumulation_dtype,
     backend,
     empty_like,
@@ -98,18 +96,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float = EPS)
     return F.layer_norm(full, x.shape[-1:], weight.to(full.dtype), shift, eps).to(x.dtype)
 
 
-def _check_bias(op: str, sizes: Sizes, t: Operands) -> None:
-    """Raise ValueError for more biases than outputs."""
-    if t.bias is not None and sizes["b"] > sizes["o"]:
-        raise ValueError(f"{op}: bias is [{sizes['b']}], but there are {sizes['o']} outputs")
-    if getattr(t, "planes", False) and t.x.dim() < 3:
-        raise ValueError(f"{op}: x is {list(t.x.shape)}, not [*, R, K, c], which planes require")
-
-
 def _misfit_of_projection(t: Any) -> str | None:
     if t.bias is not None and t.bias.shape[0] > t.weight.shape[0]:
         return f"bias is {list(t.bias.shape)}, but weight is {list(t.weight.shape)}"
-    if t.planes and t.x.dim() < 3:
+    # The backward operation has no `planes`.
+    if getattr(t, "planes", False) and t.x.dim() < 3:
         return f"x is {list(t.x.shape)}, not [*, R, K, c], which planes require"
     return None
 
@@ -125,7 +116,6 @@ def _projection_by_torch(t: Any) -> Tensor | None:
     results="y mean scale",
     keeps="x norm_weight norm_bias weight bias mean scale",
     gradients="x norm_weight norm_bias weight bias",
-    check=_check_bias,
     composed=_projection_by_torch,
     misfit=_misfit_of_projection,
     unsupported=lambda t: unsupported_channels(t.x),
@@ -172,10 +162,11 @@ def gate(x: Tensor, g: Tensor) -> Tensor:
     return x * g.sigmoid()
 
 
-def _check_strides(op: str, sizes: Sizes, t: Operands) -> None:
-    axes = len(sizes["*"]) + 1
-    if t.key is not None and len(t.strides) != axes:
-        raise ValueError(f"{op}: the dropout factors have {len(t.strides)} strides, but x has {axes} axes")
+def _misfit_of_factors(t: Any) -> str | None:
+    # Only the registered operations have a key and strides.
+    if getattr(t, "key", None) is not None and len(t.strides) != t.o.dim():
+        return f"the dropout factors have {len(t.strides)} strides, but x has {t.o.dim()} axes"
+    return None
 
 
 def _residual_by_torch(t: Any) -> Tensor | None:
@@ -189,7 +180,7 @@ def _residual_by_torch(t: Any) -> Tensor | None:
     gradients="o g weight bias",
     residual="x",
     same_dtype="x o g",
-    check=_check_strides,
+    misfit=_misfit_of_factors,
     expand=FACTOR_OPERANDS,
     composed=_residual_by_torch,
     prefer_definition=_prefer_definition,

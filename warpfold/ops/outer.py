@@ -16,10 +16,8 @@ from torch import Tensor
 
 from warpfold.ops.dispatch import (
     Operands,
-    Sizes,
     accumulation_dtype,
     backend,
-    empty_like,
     empty_parameters,
     faster_on_cpu,
     register,
@@ -144,11 +142,6 @@ def _empty_mean(t: Operands) -> tuple[Tensor, ...]:
     return out, *empty_factors(x, h), *empty_statistics(x), empty_share(x, *batch, r, r)
 
 
-def _empty_mean_gradients(t: Operands) -> tuple[Tensor, ...]:
-    parameters = t.norm_weight, t.norm_bias, t.weight, t.bias, t.out_weight, t.out_bias
-    return empty_like(t.x), *empty_parameters(*parameters)
-
-
 def _misfit_of_mean(t: Any) -> str | None:
     """Describe an operand with a wrong size that `shapes` cannot express, or return None."""
     outputs, products = t.weight.shape[0], t.out_weight.shape[1]
@@ -156,14 +149,11 @@ def _misfit_of_mean(t: Any) -> str | None:
         return f"weight is {list(t.weight.shape)}, not [2 h, c], as out_weight is {list(t.out_weight.shape)}, [p, h h]"
     if t.bias is not None and t.bias.shape[0] > outputs:
         return f"bias is {list(t.bias.shape)}, longer than the rows of weight, which is {list(t.weight.shape)}"
+    # Only the backward operation has factors.
+    a = getattr(t, "a", None)
+    if a is not None and 2 * a.shape[-1] != outputs:
+        return f"a is {list(a.shape)}, but weight makes {outputs} channels of both factors"
     return None
-
-
-def _check_mean(op: str, sizes: Sizes, t: Operands) -> None:
-    if misfit := _misfit_of_mean(t):
-        raise ValueError(f"{op}: {misfit}")
-    if 2 * sizes.get("h", sizes["o"] // 2) != sizes["o"]:
-        raise ValueError(f"{op}: factors have {sizes['h']} channels, but weight makes {sizes['o']} of both")
 
 
 def _mean_by_torch(t: Any) -> Tensor | None:
@@ -184,10 +174,8 @@ def _unsupported_mean(t: Any) -> str | None:
     results="out a b mean scale share",
     keeps="x norm_weight norm_bias weight bias out_weight out_bias mask a b mean scale share bias_divided",
     gradients="x norm_weight norm_bias weight bias out_weight out_bias",
-    empty_gradients=_empty_mean_gradients,
     residual="z",
     kept=True,
-    check=_check_mean,
     composed=_mean_by_torch,
     misfit=_misfit_of_mean,
     unsupported=_unsupported_mean,

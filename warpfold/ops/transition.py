@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.ops.dispatch import Operands, Sizes, backend, faster_on_cpu, laid_out_as, register, upcast_half
+from warpfold.ops.dispatch import backend, faster_on_cpu, laid_out_as, register
 from warpfold.ops.linear import EPS, layer_norm
 
 # relu: applied to each output of `up` (AlphaFold2).  swiglu: silu of the first half of the outputs times the second
@@ -32,11 +32,6 @@ def _misfit(t: Any) -> str | None:
     return None
 
 
-def _check_hidden(op: str, sizes: Sizes, t: Operands) -> None:
-    if misfit := _misfit(t):
-        raise ValueError(f"{op}: {misfit}")
-
-
 def _composed(t: Any) -> Tensor | None:
     """Compute norm and MLP one after another on a GPU, for more channels than the kernels support."""
     x = t.x
@@ -51,7 +46,6 @@ def _composed(t: Any) -> Tensor | None:
     shapes="x [*, c], norm_weight [c], norm_bias [c], up [u, c], up_bias [u], down [c, n], down_bias [c], grad [*, c]",
     keeps="x norm_weight norm_bias up up_bias down down_bias residual eps activation",
     gradients="x norm_weight norm_bias up up_bias down down_bias",
-    check=_check_hidden,
     composed=_composed,
     misfit=_misfit,
     # The size of the hidden layer decides.
@@ -75,9 +69,7 @@ def transition(
     layout of x.  u is n for "relu" and 2 n for "swiglu" (`Activation`).  Parameters may have any float dtype, and each
     bias may be None.
     """
-    full, bias = upcast_half(x), norm_bias
-    bias = None if bias is None else bias.to(full.dtype)
-    n = F.layer_norm(full, x.shape[-1:], norm_weight.to(full.dtype), bias, eps).to(x.dtype)
+    n = layer_norm.definition(x, norm_weight, norm_bias, eps)
     dx = _perceptron(n, up, up_bias, down, down_bias, activation)
     return x + dx if residual else dx
 
@@ -87,13 +79,11 @@ def _perceptron(
 ) -> Tensor:
     """Compute linear(activation(linear(n))) in the dtype of n."""
     pre = F.linear(n, up.to(n.dtype), None if up_bias is None else up_bias.to(n.dtype))
-    return F.linear(_activated(pre, activation), down.to(n.dtype), None if down_bias is None else down_bias.to(n.dtype))
-
-
-def _activated(pre: Tensor, activation: str) -> Tensor:
     if activation == "relu":
-        return pre.relu()
-    if activation == "swiglu":
+        hidden = pre.relu()
+    elif activation == "swiglu":
         gate, value = pre.chunk(2, -1)
-        return F.silu(gate) * value
-    raise ValueError(f"activation is {activation!r}, not one of {', '.join(HALVES)}")
+        hidden = F.silu(gate) * value
+    else:
+        raise ValueError(f"activation is {activation!r}, not one of {', '.join(HALVES)}")
+    return F.linear(hidden, down.to(n.dtype), None if down_bias is None else down_bias.to(n.dtype))

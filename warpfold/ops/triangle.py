@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.ops.dispatch import Operands, Sizes, backend, empty_like, empty_parameters, faster_on_cpu, register
+from warpfold.ops.dispatch import Operands, backend, empty_like, empty_parameters, faster_on_cpu, register
 from warpfold.ops.linear import EPS, ROW, empty_statistics, gate, layer_norm, norm_linear
 from warpfold.ops.noise import FACTOR_OPERANDS, Factors
 
@@ -101,22 +101,18 @@ def split_projections(rows: Tensor, hidden: int, fused: bool, axis: int = 0) -> 
     return (first, third, second, fourth, g) if fused else (first, second, third, fourth, g)
 
 
-def served_by_kernels(x: Tensor, hidden: int) -> bool:
-    """Return whether the GPU kernels support x: 16 bits and few channels.
-
-    In fp32, products without tensor cores need their operands in registers, which cannot hold a whole tile.  torch's
-    products are as fast there.
-    """
-    return x.element_size() == 2 and all(n <= most for n, most in zip((x.shape[-1], hidden), KERNEL_CHANNELS))
-
-
 def _unsupported_by_kernels(x: Tensor, hidden: int) -> str | None:
     """Return the reason why no GPU kernel supports x, or None."""
-    if backend(x) == "cpu" or served_by_kernels(x, hidden):
+    channels, (most, most_hidden) = x.shape[-1], KERNEL_CHANNELS
+    if backend(x) == "cpu":
         return None
+    # In fp32, products without tensor cores need their operands in registers, which cannot hold a whole tile. torch's
+    # products are as fast there.
     if x.element_size() != 2:
         return "kernels are for 16 bits"
-    return f"{x.shape[-1]} channels, {hidden} of a factor (kernels are for {' and '.join(map(str, KERNEL_CHANNELS))})"
+    if channels <= most and hidden <= most_hidden:
+        return None
+    return f"{channels} channels, {hidden} of a factor (kernels are for {most} and {most_hidden})"
 
 
 def _gated_factor(value: Tensor, gate_logits: Tensor, mask: Tensor) -> Tensor:
@@ -135,6 +131,10 @@ def _misfit_of_factor(t: Any) -> str | None:
     outputs, c = t.weight.shape
     if outputs < c or (outputs - c) % 4:
         return f"weight is {[outputs, c]}, not [4 h + c, c]"
+    # Only the backward operation has a gradient.
+    grad = getattr(t, "grad", None)
+    if grad is not None and grad.shape[-3] != factor_channels(t.weight):
+        return f"grad is {list(grad.shape)}, but weight makes {factor_channels(t.weight)} channels"
     return _long_bias(t)
 
 
@@ -142,13 +142,6 @@ def _long_bias(t: Any) -> str | None:
     if t.bias is None or t.bias.shape[0] <= t.weight.shape[0]:
         return None
     return f"bias is {list(t.bias.shape)}, longer than the rows of weight, which is {list(t.weight.shape)}"
-
-
-def _check_factor(op: str, sizes: Sizes, t: Operands) -> None:
-    if misfit := _misfit_of_factor(t):
-        raise ValueError(f"{op}: {misfit}")
-    if sizes.get("h", factor_channels(t.weight)) != factor_channels(t.weight):
-        raise ValueError(f"{op}: grad has {sizes['h']} channels, but weight makes {factor_channels(t.weight)}")
 
 
 def _empty_factor(t: Operands) -> tuple[Tensor, ...]:
@@ -170,7 +163,6 @@ def _prefer_definition_of_factor(t: Any) -> bool:
     keeps="x mask norm_weight norm_bias weight bias mean scale which fused",
     gradients="x norm_weight norm_bias weight bias",
     kept=True,
-    check=_check_factor,
     misfit=_misfit_of_factor,
     unsupported=lambda t: _unsupported_by_kernels(t.x, factor_channels(t.weight)),
     prefer_definition=_prefer_definition_of_factor,
@@ -226,16 +218,12 @@ def _misfit(t: Any) -> str | None:
     if t.b is not None and t.b.shape[-1] != (columns if t.outgoing else rows):
         whole = "[*, i, n, c]" if t.outgoing else "[*, n, k, c]"
         return f"x is {list(t.x.shape)}, not {whole} with n = {t.b.shape[-1]}, as b is {list(t.b.shape)}"
+    # Only the backward operation has factors. Without b, both are computed from x and have the same shape.
+    own_b = getattr(t, "own_b", None)
+    right = (0,) if own_b is None or t.b is not None else tuple(t.a.shape)
+    if own_b is not None and tuple(own_b.shape) != right:
+        return f"own_b is {list(own_b.shape)}, not {list(right)}"
     return _long_bias(t)
-
-
-def _check(op: str, sizes: Sizes, t: Operands) -> None:
-    if misfit := _misfit(t):
-        raise ValueError(f"{op}: {misfit}")
-    own = getattr(t, "own_b", None)
-    right = (*sizes["*"], sizes["h"], sizes["i"], sizes["k"]) if t.b is None else (0,)
-    if own is not None and tuple(own.shape) != right:
-        raise ValueError(f"{op}: own_b is {list(own.shape)}, not {list(right)}")
 
 
 def _prefer_definition(t: Any) -> bool:
@@ -260,7 +248,6 @@ def _prefer_definition(t: Any) -> bool:
     gradients="x b norm_weight norm_bias weight bias out_norm_weight out_norm_bias out_weight out_bias",
     empty_gradients=_empty_gradients,
     kept=True,
-    check=_check,
     expand=FACTOR_OPERANDS,
     misfit=_misfit,
     unsupported=lambda t: _unsupported_by_kernels(t.x, t.out_weight.shape[1]),

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from warpfold.errors import UserError
-from warpfold.ops.dispatch import fp32_products
+from warpfold.ops import dispatch
 from warpfold.ops.torch_internals import tree_leaves, without_modes
 
 # The values that a kernel's configuration depends on: widths, lengths, bytes per element.
@@ -58,7 +58,7 @@ class KernelConfig:
             "num_warps": self.warps,
             "num_stages": self.stages,
             "enable_fp_fusion": True,
-            DOTS: fp32_products(),
+            DOTS: dispatch.products,
         }
 
     def __str__(self) -> str:
