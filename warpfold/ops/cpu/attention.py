@@ -26,9 +26,11 @@ from warpfold.ops.cpu.linear import (
     put,
     row_slices,
     rows,
+    standardise,
+    through_norm,
     writable,
 )
-from warpfold.ops.cpu.threads import in_threads, summed
+from warpfold.ops.cpu.threads import add_sums, in_threads, summed
 from warpfold.ops.dispatch import Operands, accumulation_dtype, empty_like, uniform_loop
 from warpfold.ops.linear import empty_statistics
 from warpfold.ops.torch_internals import flash_attention_cpu
@@ -239,102 +241,23 @@ def gated_attention(t: Operands) -> tuple[Tensor, ...]:
             for block, values in zip(kept_here[1:], (mean, scale, o, lse)):
                 block.copy_(values.view(block.shape))
 
+    def project_bias(at: tuple[int, ...], bias: Tensor, some: slice) -> None:
+        """Project some queries of the bias [h, K, K]."""
+        normed, _, _ = torch.native_layer_norm(rows(x[at][some]), x.shape[-1:], of.norm_weight, of.norm_bias, t.eps)
+        first = 4 * of.inner
+        made = torch.mm(of.weight[first:], normed.t())
+        if of.gate_bias is not None and len(of.gate_bias) > first:
+            made[: len(of.gate_bias) - first] += of.gate_bias[first:, None]
+        bias[:, some] = made.view(of.heads, -1, x.shape[-2])
+
     for at in examples(x):
+        blocks = list(row_slices(x.shape[-3], x.shape[-2], FORWARD))
         if of.makes_bias:
             own = saved[-1][at] if t.kept else empty_own_bias(x[at], t)
-            of.write_bias(own, x[at], t.eps)
+            in_threads(project_bias, ((at, own, some) for some in blocks))
         keys = _Keys(t.mask[at], own if t.bias is None else t.bias[at], accumulation_dtype(x))
-        in_threads(compute, ((at, keys, some) for some in row_slices(x.shape[-3], x.shape[-2], FORWARD)))
+        in_threads(compute, ((at, keys, some) for some in blocks))
     return out, *saved
-
-
-def gated_attention_backward(t: Operands) -> tuple[Tensor, ...]:
-    """Compute warpfold::gated_attention_backward; one product gives the norm's gradients, as in linear.py."""
-    f = drawn_factors(t.grad, t)
-    of = _Parameters(t)
-    sums, whole_dx, length, own = _Sums.zeros(of), empty_like(t.x), t.x.shape[-2], of.makes_bias
-    dbias = empty_bias(t.bias, t.bias_wanted, t.x)
-    wanted = (of.heads, length, length) if own or t.bias_wanted else (0,)
-
-    def through_rows(sums: _Sums, at: tuple[int, ...], heads: _HeadsBackward, some: slice) -> None:
-        """Propagate the gradient through the attention of some rows and their projections."""
-        x, y, mean, scale = t.x[at][some], t.y[at][some], t.mean[at][some], t.scale[at][some]
-        g = t.grad[at][some] if f is None else t.grad[at][some] * f[at][some]
-        xs = rows(x).contiguous()
-        h = of.standard(xs, mean, scale).to(x.dtype)
-        dn = heads.backward(h, g, y, t.attended[at][some], t.lse[at][some], some.start, sums)
-        # A projected bias adds to the gradient before the norm.
-        if own:
-            whole_dx[at][some] = dn.view(g.shape)
-        else:
-            _through_norm(dn, xs, mean, scale, t.grad[at][some] if t.residual else None, whole_dx[at][some], of)
-
-    def through_bias(sums: _Sums, at: tuple[int, ...], dbias: Tensor, some: slice) -> None:
-        x, mean, scale = t.x[at][some], t.mean[at][some], t.scale[at][some]
-        outputs = slice(4 * of.inner, None)
-        xs, db = rows(x).contiguous(), dbias[:, some].flatten(1).to(x.dtype)  # [h, positions]
-        accumulate(sums.product[outputs], db.t(), of.standard(xs, mean, scale).to(x.dtype))
-        sums.total[outputs] += db.sum(1, dtype=sums.total.dtype)
-        dn = torch.addmm(rows(whole_dx[at][some]), db.t(), of.weight[outputs])
-        _through_norm(dn, xs, mean, scale, t.grad[at][some] if t.residual else None, whole_dx[at][some], of)
-
-    for at in examples(t.x):
-        bias = t.own[at] if own else None if t.bias is None else t.bias[at]
-        keys = _Keys(t.mask[at], bias, t.lse.dtype)
-        heads = _HeadsBackward(keys, of, length)
-        parts = ((at, heads, some) for some in row_slices(t.x.shape[-3], length, BACKWARD))
-        of_rows = summed(through_rows, parts, lambda: _Sums.zeros(of, wanted))
-        sums.add(of_rows)
-        if own:
-            of_bias = ((at, of_rows.bias, some) for some in row_slices(t.x.shape[-3], length, FORWARD))
-            sums.add(summed(through_bias, of_bias, lambda: _Sums.zeros(of)))
-        if t.bias is not None and t.bias_wanted:
-            dbias[at] = of_rows.bias
-    return whole_dx, *sums.gradients(t), dbias
-
-
-def _through_norm(
-    dn: Tensor, xs: Tensor, mean: Tensor, scale: Tensor, residual: Tensor | None, dx: Tensor, of: "_Parameters"
-) -> None:
-    """Write the gradient of x through its norm, plus `residual`, to dx; dn, xs [positions, c]."""
-    statistics = rows(mean[..., None]).contiguous(), rows(scale[..., None]).contiguous()
-    unused_bias = torch.ones_like(of.norm_weight)
-    through, _, _ = torch.ops.aten.native_layer_norm_backward(
-        dn, xs, [xs.shape[-1]], *statistics, of.norm_weight, unused_bias, [True, False, False]
-    )
-    through = through.view(dx.shape)
-    if residual is None:
-        dx.copy_(through)
-    else:
-        torch.add(residual, through, out=dx)
-
-
-class _Parameters:
-    """The parameters in the dtype of the products; those of the norm in the dtype of its statistics."""
-
-    def __init__(self, t: Operands) -> None:
-        acc, dtype, self.heads, self.inner = accumulation_dtype(t.x), t.x.dtype, t.heads, t.out_weight.shape[1]
-        self.norm_weight, self.norm_bias = t.norm_weight.to(acc), None if t.norm_bias is None else t.norm_bias.to(acc)
-        self.weight, self.out_weight = t.weight.to(dtype), t.out_weight.to(dtype)
-        self.gate_bias, self.out_bias = (None if b is None else b.to(dtype) for b in (t.gate_bias, t.out_bias))
-        self.makes_bias = len(t.weight) > 4 * self.inner
-
-    def standard(self, xs: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-        """Compute (xs - mean) scale for xs [positions, c], in the dtype of the statistics."""
-        return (xs.to(mean.dtype) - mean.reshape(-1, 1)).mul_(scale.reshape(-1, 1))
-
-    def write_bias(self, bias: Tensor, x: Tensor, eps: float) -> None:
-        """Project the bias [h, K, K] from x [K, K, c] and write it to `bias`."""
-        (r, length, c), first = x.shape, 4 * self.inner
-
-        def compute(some: slice) -> None:
-            normed, _, _ = torch.native_layer_norm(rows(x[some]), [c], self.norm_weight, self.norm_bias, eps)
-            made = torch.mm(self.weight[first:], normed.t())
-            if self.gate_bias is not None and len(self.gate_bias) > first:
-                made[: len(self.gate_bias) - first] += self.gate_bias[first:, None]
-            bias[:, some] = made.view(self.heads, -1, length)
-
-        in_threads(compute, zip(row_slices(r, length, FORWARD)))
 
 
 class _Sums(NamedTuple):
@@ -346,23 +269,74 @@ class _Sums(NamedTuple):
     out_total: Tensor
     bias: Tensor
 
-    @classmethod
-    def zeros(cls, of: _Parameters, bias: tuple[int, ...] = (0,)) -> "_Sums":
-        """Make sums that are zero."""
+
+def gated_attention_backward(t: Operands) -> tuple[Tensor, ...]:
+    """Compute warpfold::gated_attention_backward; one product gives the norm's gradients, as in linear.py."""
+    f = drawn_factors(t.grad, t)
+    of, dx, length = _Parameters(t), empty_like(t.x), t.x.shape[-2]
+    own, dbias = of.makes_bias, empty_bias(t.bias, t.bias_wanted, t.x)
+    wanted = (of.heads, length, length) if own or t.bias_wanted else (0,)
+
+    def zeros(bias: tuple[int, ...] = (0,)) -> _Sums:
         shapes = of.weight.shape, of.weight.shape[:1], of.out_weight.shape, of.out_weight.shape[:1], bias
-        return cls(*(of.norm_weight.new_zeros(shape) for shape in shapes))
+        return _Sums(*(of.norm_weight.new_zeros(shape) for shape in shapes))
 
-    def add(self, others: "_Sums") -> None:
-        """Add sums over other positions, except that of the bias, which belongs to one example."""
-        for total, other in zip(self[:-1], others[:-1], strict=True):
-            total += other
+    def write_dx(dn: Tensor, xs: Tensor, at: tuple[int, ...], some: slice) -> None:
+        """Write the gradient of some rows, xs [positions, c], through their norm, plus that of the residual."""
+        through = through_norm(dn, xs, t.mean[at][some], t.scale[at][some], of.norm_weight).view(dx[at][some].shape)
+        if t.residual:
+            torch.add(t.grad[at][some], through, out=dx[at][some])
+        else:
+            dx[at][some].copy_(through)
 
-    def gradients(self, t: Operands) -> tuple[Tensor, ...]:
-        """Compute the gradients of norm_weight, norm_bias, weight, gate_bias, out_weight and out_bias."""
-        of_bias = self.out_total[:0] if t.out_bias is None else self.out_total
-        of_out = zip((self.out_product, of_bias), (t.out_weight, t.norm_weight if t.out_bias is None else t.out_bias))
-        of_norm = parameter_gradients(self.product, self.total, t.norm_weight, t.norm_bias, t.weight, t.gate_bias)
-        return *of_norm, *(total.to(accumulation_dtype(p)) for total, p in of_out)
+    def through_rows(sums: _Sums, at: tuple[int, ...], heads: _HeadsBackward, some: slice) -> None:
+        """Propagate the gradient through the attention of some rows and their projections."""
+        xs, g = rows(t.x[at][some]).contiguous(), t.grad[at][some] if f is None else t.grad[at][some] * f[at][some]
+        h = standardise(xs, t.mean[at][some], t.scale[at][some]).to(xs.dtype)
+        dn = heads.backward(h, g, t.y[at][some], t.attended[at][some], t.lse[at][some], some.start, sums)
+        # A projected bias adds to the gradient before the norm.
+        if own:
+            dx[at][some] = dn.view(g.shape)
+        else:
+            write_dx(dn, xs, at, some)
+
+    def through_bias(sums: _Sums, at: tuple[int, ...], dbias: Tensor, some: slice) -> None:
+        outputs = slice(4 * of.inner, None)
+        xs, db = rows(t.x[at][some]).contiguous(), dbias[:, some].flatten(1).to(t.x.dtype)  # [h, positions]
+        h = standardise(xs, t.mean[at][some], t.scale[at][some]).to(xs.dtype)
+        accumulate(sums.product[outputs], db.t(), h)
+        sums.total[outputs] += db.sum(1, dtype=sums.total.dtype)
+        write_dx(torch.addmm(rows(dx[at][some]), db.t(), of.weight[outputs]), xs, at, some)
+
+    sums = zeros()
+    for at in examples(t.x):
+        bias = t.own[at] if own else None if t.bias is None else t.bias[at]
+        heads = _HeadsBackward(_Keys(t.mask[at], bias, t.lse.dtype), of, length)
+        parts = ((at, heads, some) for some in row_slices(t.x.shape[-3], length, BACKWARD))
+        of_rows = summed(through_rows, parts, lambda: zeros(wanted))
+        # The gradient of the bias belongs to one example.
+        add_sums(sums[:-1], of_rows[:-1])
+        if own:
+            of_bias = ((at, of_rows.bias, some) for some in row_slices(t.x.shape[-3], length, FORWARD))
+            add_sums(sums, summed(through_bias, of_bias, zeros))
+        if t.bias is not None and t.bias_wanted:
+            dbias[at] = of_rows.bias
+    of_norm = parameter_gradients(sums.product, sums.total, t.norm_weight, t.norm_bias, t.weight, t.gate_bias)
+    dout_weight = sums.out_product.to(accumulation_dtype(t.out_weight))
+    # A bias that is None gets a gradient without elements.
+    of_out_bias = (t.norm_weight, sums.out_total[:0]) if t.out_bias is None else (t.out_bias, sums.out_total)
+    return dx, *of_norm, dout_weight, of_out_bias[1].to(accumulation_dtype(of_out_bias[0])), dbias
+
+
+class _Parameters:
+    """The parameters in the dtype of the products; those of the norm in the dtype of its statistics."""
+
+    def __init__(self, t: Operands) -> None:
+        acc, dtype, self.heads, self.inner = accumulation_dtype(t.x), t.x.dtype, t.heads, t.out_weight.shape[1]
+        self.norm_weight, self.norm_bias = t.norm_weight.to(acc), None if t.norm_bias is None else t.norm_bias.to(acc)
+        self.weight, self.out_weight = t.weight.to(dtype), t.out_weight.to(dtype)
+        self.gate_bias, self.out_bias = (None if b is None else b.to(dtype) for b in (t.gate_bias, t.out_bias))
+        self.makes_bias = len(t.weight) > 4 * self.inner
 
 
 class _Keys:
@@ -392,17 +366,17 @@ class _Keys:
 
 
 class _HeadsBackward:
-    """The backward pass of the attention of each row."""
+    """The backward pass of the attention of each row, for some rows and heads at a time."""
 
     def __init__(self, keys: _Keys, of: _Parameters, length: int) -> None:
-        self.keys, self.of, self.heads = keys, of, of.heads
-        self.at_a_time = max(1, min(of.heads, LOGITS // length**2))
+        self.keys, self.of = keys, of
+        self.heads = max(1, min(of.heads, LOGITS // length**2))
         # More than one row only if all heads are computed at once.
         self.rows = max(1, min(BACKWARD // length, LOGITS // (of.heads * length**2)))
         self.bias = None if keys.bias is None else keys.bias * LOG2E
 
     def backward(
-        self, h: Tensor, g: Tensor, y: Tensor, attended: Tensor, lse: Tensor, first: int, sums: "_Sums"
+        self, h: Tensor, g: Tensor, y: Tensor, attended: Tensor, lse: Tensor, first: int, sums: _Sums
     ) -> Tensor:
         """Compute the gradient of a block of normalised rows, [n K, c], without the contribution of a projected bias.
 
@@ -410,113 +384,68 @@ class _HeadsBackward:
         g [n, K, c]: the gradient of the output projection.
         first: the number of the first row.
         """
-        of, (n, length, i), acc, g = self.of, attended.shape, lse.dtype, rows(g)
+        of, keys, (n, length, i), acc, g = self.of, self.keys, attended.shape, lse.dtype, rows(g)
         projected = y[..., : 4 * i].flatten(0, 1).t().contiguous()  # [4 i, positions]
         o, s = attended.flatten(0, 1).t().contiguous().to(acc), torch.sigmoid(projected[:i].to(acc))
         do = torch.mm(of.out_weight.t(), g.t()).to(acc).mul_(s)
         accumulate(sums.out_product, g, (s * o).to(g.dtype).t())
         sums.out_total.add_(g.sum(0, dtype=acc))
         through = o.mul_(do)
-        delta = through.unflatten(0, (self.heads, -1)).sum(1, keepdim=True)
+        delta = through.unflatten(0, (of.heads, -1)).sum(1, keepdim=True)
         dy = torch.empty_like(projected)
         dy[:i] = through.mul_(s.neg_().add_(1))
-        transposed = [t.view(self.heads, -1, n, length).transpose(0, 2) for t in (*projected[i:].chunk(3), do, delta)]
-        gradients = dy[i:].view(3, self.heads, -1, n, length).transpose(1, 3)  # each [n, d, h, K]
-        memory = self._memory(y, acc)
-        for some in row_slices(n, length, length * self.rows):
-            q, k, v, do, d = (t[some].transpose(1, 2) for t in transposed)  # [rows, h, d, K]
-            self._group(memory, q, k, v, do, d, lse[some], first + some.start, sums.bias)
-            gradients[:, some] = memory.gradients[:, : some.stop - some.start].transpose(2, 3)
+        transposed = [t.view(of.heads, -1, n, length).transpose(0, 2) for t in (*projected[i:].chunk(3), do, delta)]
+        gradients = dy[i:].view(3, of.heads, -1, n, length).transpose(1, 3)  # each [n, d, h, K]
+
+        # The buffers of some rows and heads: weights, gradients of logits, either in the dtype of the products, and
+        # gradients of q, k and v.
+        weights = y.new_empty(self.rows * self.heads, length, length, dtype=acc)
+        dlogits = torch.empty_like(weights)
+        narrow = None if y.dtype == acc else torch.empty_like(weights, dtype=y.dtype)
+        dqkv, scale = y.new_empty(3, self.rows, of.heads, i // of.heads, length), (i // of.heads) ** -0.5
+        for group in row_slices(n, length, length * self.rows):
+            count, numbers = group.stop - group.start, slice(first + group.start, first + group.stop)
+            rows_of_group = [t[group].transpose(1, 2) for t in transposed]  # [rows, h, d, K]
+            masked = any(keys.rows_masked[numbers])
+            for start in range(0, of.heads, self.heads):
+                heads = slice(start, start + self.heads)
+                # These are views for a single row.
+                q, k, v, do, delta = (t[:, heads].flatten(0, 1) for t in rows_of_group)
+                dq, dk, dv = (t[:count, heads].flatten(0, 1) for t in dqkv)
+                p, ds, less, uniform = weights[: len(q)], dlogits[: len(q)], lse[group, heads, :, None] * LOG2E, None
+                by_row = p.unflatten(0, less.shape[:2])
+                no_key = less == float("inf")
+                if masked:
+                    less = less.masked_fill(no_key, 0)
+                # Writing bias - lse first and adding the product to it saves a pass over the block.
+                if self.bias is None:
+                    by_row.copy_(-less)
+                else:
+                    torch.sub(self.bias[heads], less, out=by_row)
+                p.baddbmm_(q.to(acc).mT, k.to(acc), alpha=scale * LOG2E)
+                if masked:
+                    by_row.add_(keys.less[numbers][:, None, None])
+                    if bool(no_key.any()):
+                        uniform = (no_key & keys.masked[numbers][:, None, None]).flatten(0, 1)
+                        p.masked_fill_(uniform, 0)
+                p.exp2_()
+                # `lse` is rounded, so the sum of the weights is not exactly 1. Divide the gradient by it.
+                total = p.sum(-1)[:, None]
+                do = do.div(total).to(q.dtype)
+                torch.bmm(do, p if narrow is None else narrow[: len(p)].copy_(p), out=dv)
+                if narrow is None:
+                    torch.bmm(do.mT, v, out=ds)
+                else:
+                    ds.copy_(torch.bmm(do.mT, v, out=narrow[: len(p)]))
+                ds.sub_(delta.div(total).mT).mul_(p)
+                if uniform is not None:
+                    ds.masked_fill_(uniform, 0)
+                if sums.bias.numel():
+                    sums.bias[heads] += ds if count == 1 else ds.unflatten(0, (count, -1)).sum(0)
+                ds = ds if narrow is None else narrow[: len(p)].copy_(ds)
+                dq.baddbmm_(k, ds.mT, beta=0, alpha=scale)
+                dk.baddbmm_(q, ds, beta=0, alpha=scale)
+            gradients[:, group] = dqkv[:, :count].transpose(2, 3)
         sums.total[: 4 * i] += dy.sum(1, dtype=acc)
         accumulate(sums.product[: 4 * i], dy.t(), h)
         return torch.mm(dy.t(), of.weight[: 4 * i])
-
-    def _memory(self, y: Tensor, acc: torch.dtype) -> "_Memory":
-        """Allocate the buffers that groups of rows share."""
-        length, width = y.shape[-2], self.of.inner // self.heads
-        p = y.new_empty(self.rows * self.at_a_time, length, length, dtype=acc)
-        narrow = None if y.dtype == acc else torch.empty_like(p, dtype=y.dtype)
-        return _Memory(p, torch.empty_like(p), narrow, y.new_empty(3, self.rows, self.heads, width, length))
-
-    def _group(
-        self,
-        memory: "_Memory",
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        do: Tensor,
-        delta: Tensor,
-        lse: Tensor,
-        first: int,
-        dbias: Tensor,
-    ) -> None:
-        """Compute the gradients of some rows, and add to the gradient of the bias if it has elements.
-
-        q, k, v, do [n, h, d, K], delta [n, h, 1, K], lse [n, h, K]; do and delta belong to the attention's output.
-        """
-        n, scale, lse = len(q), q.shape[2] ** -0.5, lse[..., None]
-        for start in range(0, self.heads, self.at_a_time):
-            some = slice(start, start + self.at_a_time)
-            # These are views for a single row.
-            qs, ks, vs = (t[:, some].flatten(0, 1) for t in (q, k, v))
-            dq, dk, dv = (t[:n, some].flatten(0, 1) for t in memory.gradients)
-            p, uniform = self._weights(memory.p, slice(first, first + n), qs, ks, lse[:, some], some)
-            # `lse` is rounded, so the sum of the weights is not exactly 1. Divide the gradient by it.
-            total = p.sum(-1)[:, None]
-            do_ = do[:, some].flatten(0, 1).div(total).to(q.dtype)
-            torch.bmm(do_, memory.narrowed(p), out=dv)
-            ds = memory.ds[: len(p)]
-            if memory.narrow is None:
-                torch.bmm(do_.mT, vs, out=ds)
-            else:
-                ds.copy_(torch.bmm(do_.mT, vs, out=memory.narrow[: len(p)]))
-            ds.sub_(delta[:, some].flatten(0, 1).div(total).mT).mul_(p)
-            if uniform is not None:
-                ds.masked_fill_(uniform, 0)
-            if dbias.numel():
-                dbias[some] += ds if n == 1 else ds.unflatten(0, (n, -1)).sum(0)
-            ds = memory.narrowed(ds)
-            dq.baddbmm_(ks, ds.mT, beta=0, alpha=scale)
-            dk.baddbmm_(qs, ds, beta=0, alpha=scale)
-
-    def _weights(
-        self, memory: Tensor, group: slice, q: Tensor, k: Tensor, lse: Tensor, some: slice
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute the weights of some rows before the division by their sum, and the mask of uniform weights."""
-        keys, uniform, no_key, less = self.keys, None, None, lse * LOG2E
-        p = memory[: len(q)]
-        by_row = p.unflatten(0, less.shape[:2])
-        masked = any(keys.rows_masked[group])
-        if masked:
-            no_key = less == float("inf")
-            less = less.masked_fill(no_key, 0)
-        # Writing bias - lse first and adding the product to it saves a pass over the block.
-        if self.bias is None:
-            by_row.copy_(-less)
-        else:
-            torch.sub(self.bias[some], less, out=by_row)
-        p.baddbmm_(q.to(p.dtype).mT, k.to(p.dtype), alpha=q.shape[1] ** -0.5 * LOG2E)
-        if masked:
-            assert no_key is not None
-            by_row.add_(keys.less[group][:, None, None])
-            if bool(no_key.any()):
-                uniform = (no_key & keys.masked[group][:, None, None]).flatten(0, 1)
-                p.masked_fill_(uniform, 0)
-        return p.exp2_(), uniform
-
-
-class _Memory(NamedTuple):
-    """The buffers of the backward pass.
-
-    p: weights.  ds: gradients of logits.  gradients: those of q, k and v, [3, rows, h, d, K].
-    narrow: a block with the size of the logits in the dtype of the products, or None if that is the dtype of p.
-    """
-
-    p: Tensor
-    ds: Tensor
-    narrow: Tensor | None
-    gradients: Tensor
-
-    def narrowed(self, x: Tensor) -> Tensor:
-        """Convert a block with the size of the logits to the dtype of the products."""
-        return x if self.narrow is None else self.narrow[: len(x)].copy_(x)

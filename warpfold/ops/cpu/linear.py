@@ -77,6 +77,24 @@ def put(block: Tensor, results: Tensor) -> None:
         block.copy_(results.view(block.shape))
 
 
+def standardise(xs: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """Compute (xs - mean) scale for xs [positions, c], in the dtype of the statistics."""
+    return (xs.to(mean.dtype) - mean.reshape(-1, 1)).mul_(scale.reshape(-1, 1))
+
+
+def through_norm(dn: Tensor, xs: Tensor, mean: Tensor, scale: Tensor, norm_weight: Tensor) -> Tensor:
+    """Compute the gradient of xs from dn, that of its normalised channels, both [positions, c].
+
+    torch would sum the gradients of the norm's parameters in bf16, so it computes none here.
+    """
+    # torch's kernel ignores strides.
+    statistics = mean.reshape(-1, 1).contiguous(), scale.reshape(-1, 1).contiguous()
+    dx: Tensor = torch.ops.aten.native_layer_norm_backward(
+        dn.contiguous(), xs.contiguous(), [xs.shape[1]], *statistics, norm_weight, norm_weight, [True, False, False]
+    )[0]
+    return dx
+
+
 def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a^T b to `total` in place; `total` may have a wider dtype than a and b."""
     if total.dtype == a.dtype:
@@ -127,12 +145,9 @@ def layer_norm_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor]:
     def compute(sums: Sequence[Tensor], xb: Tensor, dxb: Tensor, gb: Tensor, mb: Tensor, sb: Tensor) -> None:
         """Compute the gradients of a block, and add to the sums."""
         dweight, dbias = sums
-        # torch's kernel ignores strides.
-        g, xs, m, s = (rows(t).contiguous() for t in (gb, xb, mb, sb))
-        dxs, _, _ = torch.ops.aten.native_layer_norm_backward(g, xs, x.shape[-1:], m, s, w, w, [True, False, False])
-        put(dxb, dxs)
-        # native_layer_norm_backward would sum bf16 gradients in bf16.
-        dweight += (xs.to(m.dtype) - m).mul_(s).mul_(g).sum(0)
+        g, xs = rows(gb), rows(xb)
+        put(dxb, through_norm(g, xs, mb, sb, w))
+        dweight += standardise(xs, mb, sb).mul_(g).sum(0)
         dbias += g.sum(0, dtype=w.dtype)
 
     parts = blocks(x, x, dx, t.grad, t.mean[..., None], t.scale[..., None])
@@ -170,24 +185,19 @@ def norm_linear_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor, T
     With h = (x - mean) * scale, the gradients of all parameters follow from grad^T h and from the sum of grad.
     """
     x, weight = t.x, t.weight
-    dx, (outputs, c) = empty_like(x), weight.shape
+    dx, narrow = empty_like(x), weight.to(x.dtype)
     nw, w = t.norm_weight.to(t.mean.dtype), weight.to(t.mean.dtype)
-    narrow, one = weight.to(x.dtype), torch.ones_like(nw)
 
     def compute(sums: Sequence[Tensor], xb: Tensor, dxb: Tensor, gb: Tensor, mb: Tensor, sb: Tensor) -> None:
         """Compute the gradients of a block, and add to the sums."""
         product, total = sums
-        # torch's kernel ignores strides.
-        g, xs, m, s = (rows(t).contiguous() for t in (gb, xb, mb, sb))
-        h = (xs.to(m.dtype) - m).mul_(s).to(x.dtype)
-        accumulate(product, g, h)
+        g, xs = rows(gb).contiguous(), rows(xb)
+        accumulate(product, g, standardise(xs, mb, sb).to(x.dtype))
         total += g.sum(0, dtype=total.dtype)
-        dn = torch.mm(g, narrow)
-        dxs, _, _ = torch.ops.aten.native_layer_norm_backward(dn, xs, [c], m, s, nw, one, [True, False, False])
-        put(dxb, dxs)
+        put(dxb, through_norm(torch.mm(g, narrow), xs, mb, sb, nw))
 
     parts = blocks(x, x, dx, t.grad, t.mean[..., None], t.scale[..., None])
-    product, total = summed(compute, parts, lambda: (w.new_zeros(outputs, c), w.new_zeros(outputs)))
+    product, total = summed(compute, parts, lambda: (torch.zeros_like(w), w.new_zeros(len(w))))
     return dx, *parameter_gradients(product, total, t.norm_weight, t.norm_bias, weight, t.bias)  # type: ignore[return-value]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from warpfold.ops.cpu.linear import accumulate, examples, norm_linear_backward, parts_of, put, row_slices, rows
-from warpfold.ops.cpu.threads import in_threads, summed
+from warpfold.ops.cpu.threads import add_sums, in_threads, summed
 from warpfold.ops.dispatch import Operands, accumulation_dtype
 from warpfold.ops.linear import empty_statistics
 from warpfold.ops.outer import empty_factors, empty_share
@@ -100,8 +100,7 @@ def _backward(t: Operands, da: Tensor, db: Tensor, sums: _Sums) -> None:
         accumulate(sums.b.flatten(1), a[:, some].flatten(1).t(), transposed)
 
     total = summed(compute, zip(_blocks(a, b)), lambda: _Sums.zeros(weight, a, tuple(b.shape)))
-    sums.weight.add_(total.weight)
-    sums.bias.add_(total.bias)
+    add_sums(sums[:2], total[:2])
     db.copy_(total.b)
 
 

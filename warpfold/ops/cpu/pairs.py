@@ -21,14 +21,13 @@ GROUP = 8
 
 def aligned_errors(t: Operands) -> Tensor:
     """Compute warpfold::aligned_errors."""
-    dtype, acc, given = t.frames.dtype, accumulation_dtype(t.frames), (t.frames, t.points, t.true_frames, t.true_points)
-    frames, points, true_frames, true_points, frame_mask, point_mask = (
-        x.to(acc) for x in (*given, t.frame_mask, t.point_mask)
-    )
+    dtype, acc = t.frames.dtype, accumulation_dtype(t.frames)
+    given = t.frames, t.points, t.true_frames, t.true_points, t.frame_mask, t.point_mask
+    frames, points, true_frames, true_points, frame_mask, point_mask = (x.to(acc) for x in given)
     sums = frames.new_zeros(*frames.shape[:-3], 2)
     true = _operands(true_frames, true_points, -1)
     for total, some, x in zip(sums.view(-1, 2), *_each(frames, points)):
-        axes, columns, origins = _joined(_operands(some, x), true)
+        axes, columns, origins = _joined(_operands(some, x, 1), true)
         for groups, rows in uniform_loop(_blocks(len(some), len(x))):
             products = axes[groups] @ (columns - origins[groups])
             distance = _squares(_of_frames(products, rows), t.softening).clamp_(min=LEAST**2).sqrt_()
@@ -41,15 +40,14 @@ def aligned_errors(t: Operands) -> Tensor:
 
 def aligned_errors_backward(t: Operands) -> tuple[Tensor, Tensor]:
     """Compute warpfold::aligned_errors_backward."""
-    dtype, acc, given = t.frames.dtype, accumulation_dtype(t.frames), (t.frames, t.points, t.true_frames, t.true_points)
-    frames, points, true_frames, true_points, frame_mask, point_mask = (
-        x.to(acc) for x in (*given, t.frame_mask, t.point_mask)
-    )
+    dtype, acc = t.frames.dtype, accumulation_dtype(t.frames)
+    given = t.frames, t.points, t.true_frames, t.true_points, t.frame_mask, t.point_mask
+    frames, points, true_frames, true_points, frame_mask, point_mask = (x.to(acc) for x in given)
     dframes, dpoints = frames.new_zeros(frames.shape), points.new_zeros(points.shape)
     gradients = _each(dframes, dpoints)
     true = _operands(true_frames, true_points, -1)
     for (capped, whole), some, x, dsome, dx in zip(t.grad.reshape(-1, 2).to(acc), *_each(frames, points), *gradients):
-        axes, columns, origins = _joined(_operands(some, x), true)
+        axes, columns, origins = _joined(_operands(some, x, 1), true)
         moved = some[:, :, 3] - origins[:, :3, 0].repeat_interleave(GROUP, 0)[: len(some)]
         inverse = some[:, :, :3].mT * frame_mask[:, None, None]
         for groups, rows in uniform_loop(_blocks(len(some), len(x))):
@@ -77,7 +75,7 @@ def aligned_errors_backward(t: Operands) -> tuple[Tensor, Tensor]:
     return dframes.to(dtype), dpoints.to(dtype)
 
 
-def _operands(frames: Tensor, points: Tensor, sign: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+def _operands(frames: Tensor, points: Tensor, sign: int) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the operands of the product for one structure, and the origins to subtract from the second operand.
 
     Returns sign times [R^T, -R^T (t - o)], [groups, GROUP x 3 axes, 4], with zeros after the last frame; [x, 1],
@@ -129,7 +127,7 @@ def overlaps(t: Operands) -> Tensor:
     atoms, radius, exists = (x.to(acc) for x in (atoms, radius, exists))
     results = atoms.new_empty(3, len(atoms))
     for rows in uniform_loop(_atom_blocks(len(atoms))):
-        compared = _compared(exists, t.index, t.order, t.chain, t.slot, rows)
+        compared = _compared(t, exists, rows)
         overlap = _overlap(atoms, radius, t.tolerance, rows)[0]
         results[0, rows] = (overlap.relu() * compared).sum(1)
         results[1, rows] = ((overlap > 0) * compared).sum(1)
@@ -145,7 +143,7 @@ def overlaps_backward(t: Operands) -> tuple[Tensor, Tensor]:
     datoms, dradius = atoms.new_empty(atoms.shape), radius.new_empty(radius.shape)
     for rows in uniform_loop(_atom_blocks(len(atoms))):
         overlap, distance = _overlap(atoms, radius, t.tolerance, rows)
-        slope = _compared(exists, t.index, t.order, t.chain, t.slot, rows) * (overlap > 0)
+        slope = _compared(t, exists, rows) * (overlap > 0)
         slope *= grad[0, rows, None] + grad[0]
         dradius[rows] = slope.sum(1)
         slope = (slope / distance).masked_fill_(distance == 0, 0)
@@ -167,8 +165,9 @@ def _overlap(atoms: Tensor, radius: Tensor, tolerance: float, rows: slice) -> tu
     return radius[rows, None] + radius - tolerance - distance, distance
 
 
-def _compared(exists: Tensor, index: Tensor, order: Tensor, chain: Tensor, slot: Tensor, rows: slice) -> Tensor:
+def _compared(t: Operands, exists: Tensor, rows: slice) -> Tensor:
     """Return 1 for the pairs of some atoms with all atoms that are compared, in either order."""
+    index, order, chain, slot = t.index, t.order, t.chain, t.slot
     own, own_slot, before = index[rows, None], slot[rows, None], order[rows, None] < order
     forward = (own_slot == C_ATOM) & (slot == N_ATOM) & (own + 1 == index) & before
     backward = (own_slot == N_ATOM) & (slot == C_ATOM) & (own == index + 1) & ~before

@@ -64,9 +64,14 @@ def summed(compute: Callable[..., None], parts: Iterable[Sequence[Any]], zeros: 
 
     _divide(add, range(len(groups)), threads)
     for others in groups[1:]:
-        for total, other in zip(sums, others, strict=True):
-            total += other
+        add_sums(sums, others)
     return sums
+
+
+def add_sums(sums: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """Add sums over other parts in place."""
+    for total, other in zip(sums, others, strict=True):
+        total += other
 
 
 def _threads(parts: int) -> int:

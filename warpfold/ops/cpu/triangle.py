@@ -21,9 +21,11 @@ from warpfold.ops.cpu.linear import (
     put,
     row_slices,
     rows,
+    standardise,
+    through_norm,
     writable,
 )
-from warpfold.ops.cpu.threads import in_threads, summed
+from warpfold.ops.cpu.threads import add_sums, in_threads, summed
 from warpfold.ops.dispatch import Operands, accumulation_dtype, empty_like
 from warpfold.ops.linear import empty_statistics
 from warpfold.ops.triangle import (
@@ -50,7 +52,6 @@ def triangle_factor(t: Operands) -> tuple[Tensor, ...]:
 def triangle_factor_backward(t: Operands) -> tuple[Tensor, ...]:
     """Compute warpfold::triangle_factor_backward."""
     x, of, dx = t.x, _Input(t, (t.which,), gated=False), empty_like(t.x)
-    sums = _InputSums.zeros(of)
 
     def compute(sums: _InputSums, at: tuple[int, ...], some: slice) -> None:
         """Propagate the gradient from some rows of the factor to those of x."""
@@ -58,8 +59,7 @@ def triangle_factor_backward(t: Operands) -> tuple[Tensor, ...]:
         dx_rows = _back_to_x(t, of, sums, at, some, [t.grad[at][:, some]], nothing)
         dx[at][some].copy_(dx_rows.view(dx[at][some].shape))
 
-    sums.add(summed(compute, parts_of(x, POSITIONS), lambda: _InputSums.zeros(of)))
-    return dx, *sums.gradients(of)
+    return dx, *of.gradients(summed(compute, parts_of(x, POSITIONS), of.zeros))
 
 
 def triangle_multiplication(t: Operands) -> tuple[Tensor, ...]:
@@ -74,7 +74,12 @@ def triangle_multiplication(t: Operands) -> tuple[Tensor, ...]:
         """Compute some rows of the result from the product; the gate's logits exist for one block at a time."""
         xs, results = rows(x[at][some]), writable(out[at][some])
         shape = x[at][some].shape[:-1]
-        standard, m, s = standardised(product[at][:, some].flatten(1), t.eps)
+        # The norm of the product runs over the first axis.
+        wide = product[at][:, some].flatten(1).to(out_mean.dtype)
+        m = wide.mean(0)
+        standard = wide - m
+        s = standard.square().mean(0).add_(t.eps).rsqrt_()
+        standard.mul_(s)
         if t.kept:
             out_mean[at][some], out_scale[at][some] = m.view(shape), s.view(shape)
         dx = torch.mul(
@@ -102,15 +107,16 @@ def triangle_multiplication_backward(t: Operands) -> tuple[Tensor, ...]:
     grad, x = t.grad, t.x
     of, of_output = _Input(t, (0, 1) if t.b is None else (0,)), _Output(t)
     f, dx, dgiven = drawn_factors(grad, t), empty_like(x), empty_gradient_of_b(t)
-    sums, out_sums = _InputSums.zeros(of), _OutputSums.zeros(of_output)
+    sums, out_sums = of.zeros(), of_output.zeros()
     # First the gradients of the product and of its gate's logits, then those of the factors.
     i, k = x.shape[-3:-1]
     dproduct, da = x.new_empty(of.hidden, i, k), x.new_empty(of.hidden, i, k)
     dlogits, own_db = x.new_empty(x.shape[-3:]), torch.empty_like(da) if t.b is None else None
 
-    def through_output(sums: _OutputSums, at: tuple[int, ...], some: slice) -> None:
+    def through_output(sums: tuple[Tensor, Tensor], at: tuple[int, ...], some: slice) -> None:
         """Propagate the gradient from some rows of the result to the product and its gate's logits."""
-        before = _of_norm(rows(x[at][some]), t.mean[at][some], t.scale[at][some])
+        out, total = sums
+        before = standardise(rows(x[at][some]), t.mean[at][some], t.scale[at][some])
         m, s = t.out_mean[at][some].reshape(-1), t.out_scale[at][some].reshape(-1)
         g = rows(grad[at][some] if f is None else grad[at][some] * f[at][some])
         standard = (t.product[at][:, some].flatten(1).to(m.dtype) - m).mul_(s)
@@ -118,8 +124,8 @@ def triangle_multiplication_backward(t: Operands) -> tuple[Tensor, ...]:
         values = gate_values(of.gate(of.weighed(before).to(x.dtype)))
         dprojected = g * values
         dgate = of_output.project(narrow).mul_(dprojected).mul_(values.neg_().add_(1))
-        accumulate(sums.out, dprojected, narrow.t())
-        sums.total.add_(dprojected.sum(0, dtype=sums.total.dtype))
+        accumulate(out, dprojected, narrow.t())
+        total.add_(dprojected.sum(0, dtype=total.dtype))
         dn = torch.mm(of_output.folded.t(), dprojected.t()).to(standard.dtype)
         along = (dn * standard).mean(0)
         dn = dn.sub_(dn.mean(0)).sub_(standard * along).mul_(s)  # through the product's norm
@@ -136,14 +142,14 @@ def triangle_multiplication_backward(t: Operands) -> tuple[Tensor, ...]:
 
     for at in examples(x):
         parts = [(at, some) for some in row_slices(i, k, POSITIONS)]
-        out_sums.add(summed(through_output, parts, lambda: _OutputSums.zeros(of_output)))
+        add_sums(out_sums, summed(through_output, parts, of_output.zeros))
         b, db = (t.own_b[at], own_db) if own_db is not None else (t.b[at], dgiven[at])
         if t.outgoing:
             multiply((dproduct, b, da), (dproduct.mT, t.a[at], db))
         else:
             multiply((b, dproduct, da), (t.a[at], dproduct.mT, db))
-        sums.add(summed(through_input, parts, lambda: _InputSums.zeros(of)))
-    return dx, dgiven, *sums.gradients(of), *parameter_gradients(*out_sums, *of_output.parameters)
+        add_sums(sums, summed(through_input, parts, of.zeros))
+    return dx, dgiven, *of.gradients(sums), *parameter_gradients(*out_sums, *of_output.parameters)
 
 
 def multiply(*products: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -191,7 +197,7 @@ def _back_to_x(
     """
     x = t.x
     xs, m, s = rows(x[at][some]).contiguous(), t.mean[at][some], t.scale[at][some]
-    before, masked = _of_norm(xs, m, s), t.mask[at][some].reshape(1, -1).to(x.dtype)
+    before, masked = standardise(xs, m, s), t.mask[at][some].reshape(1, -1).to(x.dtype)
     y = of.factors(of.weighed(before).to(x.dtype))
     dy = torch.empty_like(y)
     for (value, logit), (dvalue, dlogit), d in zip(y, dy, planes):
@@ -205,12 +211,16 @@ def _back_to_x(
     sums.factors_total.add_(dy.sum(1, dtype=sums.gate_total.dtype))
     sums.gate_total.add_(of_gate.sum(0, dtype=sums.gate_total.dtype))
     dn = torch.mm(dy.t(), of.factor_weight).addmm_(of_gate, of.gate_weight)
-    statistics = (rows(each[..., None]).contiguous() for each in (m, s))
-    one = torch.ones_like(of.norm_weight)
-    dx_rows: Tensor = torch.ops.aten.native_layer_norm_backward(
-        dn, xs, [xs.shape[1]], *statistics, of.norm_weight, one, [True, False, False]
-    )[0]
-    return dx_rows
+    return through_norm(dn, xs, m, s, of.norm_weight)
+
+
+class _InputSums(NamedTuple):
+    """Sums over positions of the gradients of `_Input`'s projections, times the normalised x and without it."""
+
+    factors: Tensor
+    gate: Tensor
+    factors_total: Tensor
+    gate_total: Tensor
 
 
 class _Input:
@@ -243,15 +253,6 @@ class _Input:
         *parts, _ = split_projections(joined, h, fused=True)
         return torch.cat([part for w in self.which for part in parts[2 * w : 2 * w + 2]]), gate
 
-    def whole(self, factors: Tensor, gate: Tensor) -> Tensor:
-        """Put the selected rows back into [4 h + c, *], with zeros for the others."""
-        whole = factors.new_zeros(len(self.parameters[2]), *factors.shape[1:])
-        *parts, of_gate = split_projections(whole, self.hidden, self.fused)
-        for part, w in zip(factors.split(2 * self.hidden), self.which):
-            parts[2 * w][:], parts[2 * w + 1][:] = part.chunk(2)
-        of_gate[: len(gate)] = gate
-        return whole
-
     def normed(self, xs: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         """Normalise xs [positions, c], and return the mean and 1 / deviation of each position, too."""
         normed: tuple[Tensor, Tensor, Tensor] = torch.native_layer_norm(
@@ -277,6 +278,25 @@ class _Input:
         logits = torch.mm(normed, self.gate_weight.t())
         return logits if self.gate_bias is None else logits.add_(self.gate_bias)
 
+    def zeros(self) -> _InputSums:
+        """Make sums that are zero."""
+        like, (factors, gate) = self.norm_weight, (self.factor_weight.shape, self.gate_weight.shape)
+        return _InputSums(*(like.new_zeros(shape) for shape in (factors, gate, factors[:1], gate[:1])))
+
+    def gradients(self, sums: _InputSums) -> tuple[Tensor, ...]:
+        """Compute the gradients of the norm's and the projection's parameters, as linear.py does."""
+        product, total = self.whole(sums.factors, sums.gate), self.whole(sums.factors_total, sums.gate_total)
+        return parameter_gradients(product, total, *self.parameters)
+
+    def whole(self, factors: Tensor, gate: Tensor) -> Tensor:
+        """Put the selected rows back into [4 h + c, *], with zeros for the others."""
+        whole = factors.new_zeros(len(self.parameters[2]), *factors.shape[1:])
+        *parts, of_gate = split_projections(whole, self.hidden, self.fused)
+        for part, w in zip(factors.split(2 * self.hidden), self.which):
+            parts[2 * w][:], parts[2 * w + 1][:] = part.chunk(2)
+        of_gate[: len(gate)] = gate
+        return whole
+
 
 class _Output:
     """The output projection and its bias, with the norm's parameters folded in, in the dtype of x."""
@@ -296,60 +316,7 @@ class _Output:
         x, weight = standard.t(), self.folded.t()
         return torch.mm(x, weight) if self.shift is None else torch.addmm(self.shift, x, weight)
 
-
-class _InputSums(NamedTuple):
-    """Sums over positions of the gradients of `_Input`'s projections, times the normalised x and without it."""
-
-    factors: Tensor
-    gate: Tensor
-    factors_total: Tensor
-    gate_total: Tensor
-
-    @classmethod
-    def zeros(cls, of: _Input) -> "_InputSums":
-        """Make sums that are zero."""
-        like, (factors, gate) = of.norm_weight, (of.factor_weight.shape, of.gate_weight.shape)
-        return cls(*(like.new_zeros(shape) for shape in (factors, gate, factors[:1], gate[:1])))
-
-    def add(self, others: "_InputSums") -> None:
-        """Add sums over other positions."""
-        for total, other in zip(self, others, strict=True):
-            total += other
-
-    def gradients(self, of: _Input) -> tuple[Tensor, ...]:
-        """Compute the gradients of the norm's and the projection's parameters, as linear.py does."""
-        product, total = of.whole(self.factors, self.gate), of.whole(self.factors_total, self.gate_total)
-        return parameter_gradients(product, total, *of.parameters)
-
-
-class _OutputSums(NamedTuple):
-    """Sums over positions of the output projection's gradient, times the normalised product and without it."""
-
-    out: Tensor
-    total: Tensor
-
-    @classmethod
-    def zeros(cls, of: _Output) -> "_OutputSums":
-        """Make sums that are zero."""
-        weight = of.folded
-        like = weight.new_empty(0, dtype=accumulation_dtype(weight))
-        return cls(like.new_zeros(weight.shape), like.new_zeros(len(weight)))
-
-    def add(self, others: "_OutputSums") -> None:
-        """Add sums over other positions."""
-        for total, other in zip(self, others, strict=True):
-            total += other
-
-
-def _of_norm(xs: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    """Compute (xs - mean) scale for [positions, c], in the dtype of the statistics."""
-    return (xs.to(mean.dtype) - mean.reshape(-1, 1)).mul_(scale.reshape(-1, 1))
-
-
-def standardised(product: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise a block of the product [h, positions], and return its mean and 1 / deviation, too."""
-    wide = product.to(accumulation_dtype(product))
-    mean = wide.mean(0)
-    standard = wide - mean
-    scale = standard.square().mean(0).add_(eps).rsqrt_()
-    return standard.mul_(scale), mean, scale
+    def zeros(self) -> tuple[Tensor, Tensor]:
+        """Make sums over positions of the projection's gradient: times the normalised product, and without it."""
+        acc = accumulation_dtype(self.folded)
+        return self.folded.new_zeros(self.folded.shape, dtype=acc), self.folded.new_zeros(len(self.folded), dtype=acc)
