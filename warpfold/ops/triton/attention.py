@@ -58,7 +58,6 @@ from warpfold.ops.attention import batched, empty_bias, empty_layer_lse, empty_l
 from warpfold.ops.dispatch import Operands, Shape, empty_like
 from warpfold.ops.linear import empty_projected, empty_statistics
 from warpfold.ops.triton.launch import (
-    ByPrecision,
     Key,
     TiledKernel,
     configs,
@@ -747,9 +746,8 @@ def attention(t: Operands) -> tuple[Tensor, Tensor]:
 
 def _forward(t: Operands) -> None:
     """Write the output of attention, [B, R, Q, h, d], and lse [B, R, h, Q]."""
-    vectors = {"q": t.q, "k": t.k, "v": t.v, "out": t.out}
-    call = _Call(vectors, t.mask, t.bias)
-    kernel = call.tiled(FORWARD)
+    call = _Call({"q": t.q, "k": t.k, "v": t.v, "out": t.out}, t.mask, t.bias)
+    kernel = FORWARD.tiled(call.key, t.q)
     tail = least_tail(call.sizes.queries, kernel["BLOCK_Q"], t.q)
     kernel.run(call.row_grid(kernel, "BLOCK_Q"), **call.arguments, lse=t.lse, TAIL_Q=tail)
 
@@ -775,10 +773,41 @@ def _backward(t: Operands) -> Tensor | None:
     K], whose sum is the gradient.
     """
     vectors = {name: getattr(t, name) for name in ("grad", "q", "k", "v", "out", "dq", "dk", "dv")}
-    call = _Call(vectors, t.mask, t.bias)
-    run = call.run_short if serves_short(vectors.values(), t.bias) else call.run_long
-    between = run(t.lse, t.bias_wanted)
-    return call.run_bias(t.dbias, **between) if t.bias_wanted else None
+    call, lse = _Call(vectors, t.mask, t.bias), t.lse
+    batches, sizes = len(t.q), call.sizes
+    # One kernel writes both for the others.
+    delta, firsts = lse.new_empty(lse.shape), lse.new_empty(lse.shape[:2], dtype=torch.int32)
+    rest = {name: given for name, given in call.arguments.items() if name not in ("out", "dq", "dk", "dv")}
+    rest |= {"lse": lse, "delta": delta}
+    if serves_short(vectors.values(), t.bias):
+        kernel, wide = SHORT.tiled(call.key, t.q), padded_width(t.q.shape[-1])
+        kernel.run(
+            (batches * sizes.rows * sizes.heads,),
+            **call.arguments,
+            lse=lse,
+            delta=delta,
+            firsts=firsts if t.bias_wanted else None,
+            partial=lse.new_empty(*lse.shape, wide) if sizes.keys > kernel["BLOCK_K"] else None,
+            TAIL_K=least_tail(sizes.keys, kernel["BLOCK_K"], t.q),
+        )
+    else:
+        out, dq, dk, dv = (call.arguments[name] for name in ("out", "dq", "dk", "dv"))
+        kernel = DQ.tiled(call.key, t.q)
+        kernel.run(call.row_grid(kernel, "BLOCK_Q"), **rest, out=out, dq=dq, firsts=firsts)
+        kernel = DKDV.tiled(call.key, t.q)
+        kernel.run(call.row_grid(kernel, "BLOCK_K"), **rest, dk=dk, dv=dv)
+    if not t.bias_wanted:
+        return None
+    kernel = DBIAS.tiled(call.key, t.q)
+    tiles = batches * sizes.heads * cdiv(sizes.queries, kernel["BLOCK_Q"]) * cdiv(sizes.keys, kernel["BLOCK_K"])
+    slab, slabs = slabs_for(sizes.rows, tiles, cores(t.q.device) * max(1, WARPS // kernel.config.warps))
+    whole = None if t.dbias is None or slabs > 1 else t.dbias[None]
+    into = whole
+    if into is None:
+        into = t.q.new_empty(slabs, batches, sizes.heads, sizes.queries, sizes.keys, dtype=torch.float32)
+    dbias = strided_by_length(into, into.stride()[:4])
+    kernel.run((slabs * tiles,), **rest, firsts=firsts, dbias=dbias, slab=slab, batches=batches)
+    return into if whole is None else None
 
 
 def least_tail(length: int, block: int, x: Tensor) -> int:
@@ -808,84 +837,31 @@ class _Call:
     """The arguments that the kernels of a call share.
 
     vectors: all tensors with the axes of q, [B, R, Q or K, h, d], by name.  mask: [B, R, K].  bias: [B, h, Q, K].
+    key: the key of the configurations: width, 2 with a bias (otherwise 1), queries, keys.
     """
 
     def __init__(self, vectors: dict[str, Tensor], mask: Tensor, bias: Tensor | None) -> None:
-        self.q = vectors["q"]
-        self.batches, rows, queries, heads, width = self.q.shape
+        self.batches, rows, queries, heads, width = vectors["q"].shape
         laid_out = None if bias is None else _strided_bias(bias)
         bias_keys = 0 if laid_out is None or laid_out.data is None else laid_out.data.shape[-1]
         self.sizes = Sizes(rows, queries, vectors["k"].shape[2], heads, bias_keys)
+        self.key: Key = width, 1 if bias is None else 2, queries, self.sizes.keys
+        # Triton can load and compare uint8, but not bool.
+        mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+        mask = mask if mask.stride(-1) == 1 else mask.contiguous()
         self.arguments: dict[str, Any] = {
             **strided(vectors),
-            "mask": strided_mask(mask),
+            "mask": Strided.of(mask, mask.stride()[:2], 1),
             "bias": laid_out,
             "sizes": self.sizes,
             "WIDTH": width,
         }
-
-    def tiled(self, kernel: ByPrecision) -> TiledKernel:
-        """Return a kernel with its configuration for the sizes of the call."""
-        return kernel.tiled(self.key, self.q)
-
-    @property
-    def key(self) -> Key:
-        """The key of the configurations: width, 2 with a bias (otherwise 1), queries, keys."""
-        biased = 1 if self.arguments["bias"] is None else 2
-        return self.q.shape[-1], biased, self.sizes.queries, self.sizes.keys
 
     def row_grid(self, kernel: TiledKernel, block: str) -> tuple[int]:
         """Return the grid of a kernel whose programs each own a block of queries or keys of some rows."""
         length = self.sizes.queries if block == "BLOCK_Q" else self.sizes.keys
         groups = cdiv(self.sizes.rows, kernel["ROWS"])
         return (cdiv(length, kernel[block]) * self.sizes.heads * groups * self.batches,)
-
-    def run_long(self, lse: Tensor, bias_wanted: bool) -> dict[str, Any]:
-        """Compute all gradients except the bias's for rows of any length, and return the tensors that it needs."""
-        delta, firsts = self._between(lse)
-        rest = dict(self.arguments)
-        out, dq, dk, dv = (rest.pop(name) for name in ("out", "dq", "dk", "dv"))
-        rest |= {"lse": lse, "delta": delta}
-        kernel = self.tiled(DQ)
-        kernel.run(self.row_grid(kernel, "BLOCK_Q"), **rest, out=out, dq=dq, firsts=firsts)
-        kernel = self.tiled(DKDV)
-        kernel.run(self.row_grid(kernel, "BLOCK_K"), **rest, dk=dk, dv=dv)
-        return {"lse": lse, "delta": delta, "firsts": firsts}
-
-    def run_short(self, lse: Tensor, bias_wanted: bool) -> dict[str, Any]:
-        """Compute all gradients except the bias's for rows that `attention_short` supports."""
-        delta, firsts = self._between(lse)
-        kernel, sizes, wide = SHORT.tiled(self.key, self.q), self.sizes, padded_width(self.q.shape[-1])
-        several = sizes.keys > kernel["BLOCK_K"]
-        kernel.run(
-            (self.batches * sizes.rows * sizes.heads,),
-            **self.arguments,
-            lse=lse,
-            delta=delta,
-            firsts=firsts if bias_wanted else None,
-            partial=lse.new_empty(*lse.shape, wide) if several else None,
-            TAIL_K=least_tail(sizes.keys, kernel["BLOCK_K"], self.q),
-        )
-        return {"lse": lse, "delta": delta, "firsts": firsts}
-
-    def _between(self, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Allocate delta and firsts, which one kernel writes for the others."""
-        return lse.new_empty(lse.shape), lse.new_empty(lse.shape[:2], dtype=torch.int32)
-
-    def run_bias(self, dbias: Tensor | None, **between: Tensor) -> Tensor | None:
-        """Compute the gradient of the bias and return it as `_backward` does."""
-        sizes, batches = self.sizes, self.batches
-        kernel = self.tiled(DBIAS)
-        blocks = cdiv(sizes.queries, kernel["BLOCK_Q"]) * cdiv(sizes.keys, kernel["BLOCK_K"])
-        tiles = batches * sizes.heads * blocks
-        slab, slabs = slabs_for(sizes.rows, tiles, cores(self.q.device) * max(1, WARPS // kernel.config.warps))
-        shape = slabs, batches, sizes.heads, sizes.queries, sizes.keys
-        whole = None if dbias is None or slabs > 1 else dbias[None]
-        into = self.q.new_empty(shape, dtype=torch.float32) if whole is None else whole
-        rest = {name: given for name, given in self.arguments.items() if name not in ("out", "dq", "dk", "dv")}
-        given = strided_by_length(into, into.stride()[:4])
-        kernel.run((slabs * tiles,), **rest, **between, dbias=given, slab=slab, batches=batches)
-        return into if whole is None else None
 
 
 def _width_innermost(t: Tensor) -> bool:
@@ -917,13 +893,6 @@ def _layouts(tensors: tuple[tuple[Shape, Shape], ...], is_half: bool) -> list[tu
 def _strides(shape: Shape, strides: Shape) -> Shape:
     """Return the strides of all axes except the last, with 0 for axes of size 1, whose strides are arbitrary."""
     return tuple([0 if size == 1 else stride for size, stride in zip(shape[:-1], strides[:-1])])
-
-
-def strided_mask(mask: Tensor) -> Strided:
-    """Make the kernel argument for a mask [B, R, K], with bool as uint8, which Triton can load and compare."""
-    mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    mask = mask if mask.stride(-1) == 1 else mask.contiguous()
-    return Strided.of(mask, mask.stride()[:2], 1)
 
 
 def _strided_bias(bias: Tensor) -> Strided:

@@ -281,11 +281,8 @@ def recorded(run: bool = False) -> Iterator[list[KernelLaunch]]:
         if run:
             launch.run()
 
-    _listeners.append(note)
-    try:
+    with unlaunched(note):
         yield launches
-    finally:
-        _listeners.remove(note)
 
 
 @contextmanager

@@ -122,13 +122,24 @@ class DropoutOperands:
         if self.of is not None and self.key is not None:
             walked = [t for t in (*reads.values(), self.of, *writes.values()) if t is not None]
             if coalesce(self.of.shape[:-1], *(t.stride()[:-1] for t in walked)) is None:
-                # Contiguous copies are needed, and meta tensors have no values, so draw the distinct elements first.
-                shape = [1 if stride == 0 else size for size, stride in zip(self.of.shape, self.of.stride())]
-                factors = walked[0].new_empty(shape)
-                fill(factors, self.key, self.number, self.of.stride(), self.draw)
-                self.of, self.key = factors.expand(self.of.shape), None
+                # Contiguous copies are needed, and meta tensors have no values.
+                self.draw_distinct(walked[0])
         p = Positions({**reads, "factors": self.of}, writes)
-        if self.key is not None:  # the strides alone count: the key stands where the kernel would load from, as Triton
-            # 3.6 cannot ask of a tuple that holds None whether it is None
+        if self.key is not None:
+            # Only the strides are used. Triton 3.6 cannot tell whether a tuple with None is None, so the key replaces
+            # the tensor.
             p.arguments["factors"] = p.arguments["factors"]._replace(data=self.key)
-        return p, p.arguments | {"key": self.key, "number": self.number} | dict(zip(SCALARS[1:], self.draw))
+        return p, p.arguments | self.arguments
+
+    def draw_distinct(self, like: Tensor) -> None:
+        """Draw the distinct elements into memory, for kernels that cannot number the positions; like: their dtype."""
+        assert self.of is not None
+        assert self.key is not None
+        factors = like.new_empty([1 if stride == 0 else n for n, stride in zip(self.of.shape, self.of.stride())])
+        fill(factors, self.key, self.number, self.of.stride(), self.draw)
+        self.of, self.key = factors.expand(self.of.shape), None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The kernel's arguments besides the factors."""
+        return {"key": self.key, "number": self.number, **dict(zip(SCALARS[1:], self.draw))}

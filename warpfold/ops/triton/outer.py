@@ -244,13 +244,14 @@ def outer_product(t: Operands) -> tuple[Tensor, Tensor]:
     """Compute warpfold::outer_product."""
     out = t.a.new_empty(t.a.shape[0], t.a.shape[2], t.b.shape[2], len(t.weight))
     share = empty_share(t.a, *out.shape[:-1])
-    _forward(t.but(turned=_turned(t.a), b=t.b.contiguous()), (t.b.shape[2], 1), out, share)
+    # A program reads few channels of many positions.
+    _forward(t.but(turned=t.a.mT.contiguous(), b=t.b.contiguous()), (t.b.shape[2], 1), out, share)
     return out, share
 
 
 def outer_product_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute warpfold::outer_product_backward."""
-    a, b = t.a.contiguous(), _turned(t.b)
+    a, b = t.a.contiguous(), t.b.mT.contiguous()
     da, db = t.a.new_empty(t.a.shape), t.b.new_empty(t.b.shape)
     of_weight = empty_parameters(t.weight, t.bias)
     sum_partials(*_backward(t, a, b, da, db, None, of_weight))
@@ -285,11 +286,6 @@ def outer_product_mean_backward(t: Operands) -> tuple[Tensor, ...]:
     return *norm_linear_backward(t.but(grad=dy), None, sums), *of_weight
 
 
-def _turned(a: Tensor) -> Tensor:
-    """Transpose a [batch, s, i, c] to [batch, s, c, i], because a program reads few channels of many positions."""
-    return a.mT.contiguous()
-
-
 def _exchanged(weight: Tensor, c: int, d: int, like: Tensor) -> Tensor:
     """Reorder a weight [z, c d] to [z, d c], in the dtype of `like`."""
     return like.new_empty(len(weight), d, c).copy_(weight.unflatten(-1, (c, d)).mT).flatten(1)
@@ -320,7 +316,13 @@ def _forward(t: Operands, strides: tuple[int, int], out: Tensor, share: Tensor) 
         added=t.added,
         least=t.least,
         BIAS_DIVIDED=t.bias_divided,
-        **_sizes(s, i, j, c, d, z),
+        S=s,
+        I=i,
+        J=j,
+        C=c,
+        D=d,
+        Z=z,
+        BLOCK_D=power_of_two(d),
     )
 
 
@@ -414,8 +416,3 @@ def _put(where: Tensor, values: Tensor, mask: Tensor | None) -> None:
         where.copy_(values)
     else:
         torch.mul(values, mask[..., None], out=where)
-
-
-def _sizes(s: int, i: int, j: int, c: int, d: int, z: int) -> dict[str, int]:
-    """Return the kernels' arguments for the sizes."""
-    return {"S": s, "I": i, "J": j, "C": c, "D": d, "Z": z, "BLOCK_D": power_of_two(d)}

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -252,6 +253,14 @@ def pointers(x: tl.tuple, m: tl.tensor, c: tl.tensor, axes: tl.tuple) -> tl.tens
     return x.data + (offsets(x, m, axes)[:, None] + (c.to(tl.int64) * x.strides[3])[None, :])
 
 
+@triton.jit
+def span(positions: tl.tensor, BLOCK_M: tl.constexpr) -> tl.tuple:
+    """Return the first position of this program's span, and the first after it: a span for each program of axis 1."""
+    each = tl.cdiv(tl.cdiv(positions, BLOCK_M), tl.num_programs(1)) * BLOCK_M
+    first = tl.program_id(1) * each
+    return first, min(positions, first + each)
+
+
 # Partials of up to ONCE programs are summed in one launch. Partials of more programs are first summed in SPANS spans.
 ONCE, SPANS = 1024, 128
 
@@ -356,20 +365,13 @@ def _launch(sums: Sequence[tuple[Tensor, tuple[Tensor, ...], int]]) -> None:
         rows = min(kernel["BLOCK_P"], power_of_two(programs, 1))
         columns = kernel["BLOCK_P"] * kernel["BLOCK_N"] // rows
         tile = tl.constexpr(rows), tl.constexpr(columns)
-        job = SumJob(partials, _parts(results, spans), programs, width, spans, cdiv(width, columns), begin, *tile)
+        # Each span has its own row of every result.
+        ends = list(accumulate((result.numel() // spans for result in results), initial=0))
+        parts = tuple([Part(result, at, end - at) for result, at, end in zip(results, ends, ends[1:]) if end > at])
+        job = SumJob(partials, parts, programs, width, spans, cdiv(width, columns), begin, *tile)
         begin += job.spans * job.blocks
         jobs.append(job)
     kernel.run((begin,), jobs=tuple(jobs))
-
-
-def _parts(results: Sequence[Tensor], spans: int) -> tuple[Part, ...]:
-    """Return the ranges of the sums that the results receive; each span has its own row of every result."""
-    parts, begin = [], 0
-    for result in results:
-        if result.numel():
-            parts.append(Part(result, begin, result.numel() // spans))
-            begin += result.numel() // spans
-    return tuple(parts)
 
 
 def empty_partials(x: Tensor, programs: int, width: int) -> Tensor:

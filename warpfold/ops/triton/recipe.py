@@ -16,10 +16,9 @@ a recipe would repeat them incorrectly.
 """
 
 import functools
-import inspect
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -135,9 +134,9 @@ class _Call:
     slot: int | None
 
 
-# The steps that build an argument of a launch: push an address (slot, bytes from its start), push a constant, or join
-# the last values into a tuple.
-ADDRESS, CONSTANT, TUPLE = range(3)
+# The steps that build an argument of a launch: push an address (slot, bytes from its start), push a constant, push the
+# address 0 of an empty tensor (function that allocates it), or join the last values into a tuple (length, type).
+ADDRESS, CONSTANT, EMPTY, TUPLE = range(4)
 # Triton compiles different code for pointers that are not multiples of this many bytes.
 ALIGNMENT = 16
 
@@ -146,22 +145,47 @@ ALIGNMENT = 16
 class _Launch:
     """The launch of a kernel.
 
-    specialise: launches the kernel through Triton, which selects the compiled code by the arguments.
+    launcher, options: Triton's launcher, which selects the compiled code by the arguments, and its options.
     run: the launcher of the code that the recorded call used, or None if an address was not aligned.
     grid: three numbers.
     fixed: code, metadata and hooks, the arguments of `run` after the stream and before the kernel's own.
-    values: the kernel's arguments in its order, with None instead of tensors.
-    pointers: (position, slot, offset in bytes, remainder of the tuple) of each argument with one tensor.
+    names, values: the kernel's arguments in its order, with None instead of tensors.
+    pointers: (position, slot, offset in bytes, remainder of the tuple, type of the tuple) of each argument with one
+        tensor; the last two are None if the argument is the tensor itself.
     nested: (position, steps that build the argument) of each argument with several tensors.
     """
 
-    specialise: Callable[[Memory], None]
+    launcher: Any
+    options: Mapping[str, Any]
     run: Any
     grid: tuple[int, int, int]
     fixed: tuple[Any, ...]
+    names: list[str]
     values: list[Any]
-    pointers: Sequence[tuple[int, int, int, tuple[Any, ...] | None]]
-    nested: Sequence[tuple[int, Sequence[tuple[int, Any, int]]]]
+    pointers: Sequence[tuple[int, int, int, tuple[Any, ...] | None, Any]]
+    nested: Sequence[tuple[int, Sequence[tuple[int, Any, Any]]]]
+
+    def specialise(self, memory: Memory) -> None:
+        """Launch the kernel through Triton, with tensors instead of addresses."""
+
+        def tensor(slot: int, offset: int) -> Tensor:
+            t: Tensor = memory[slot]
+            return t.as_strided(ONE, ONE, t.storage_offset() + offset // t.element_size()) if offset else t
+
+        values = self.values.copy()
+        for at, slot, offset, rest, kind in self.pointers:
+            t = tensor(slot, offset)
+            # A named tuple is made like any other tuple.
+            values[at] = t if rest is None else tuple.__new__(kind, (t, *rest))
+        for at, steps in self.nested:
+            made: list[Any] = []
+            for step, value, more in steps:
+                if step == TUPLE:
+                    made[len(made) - value :] = [tuple.__new__(more, made[len(made) - value :])]
+                else:
+                    made.append(tensor(value, more) if step == ADDRESS else value() if step == EMPTY else value)
+            (values[at],) = made
+        self.launcher(**dict(zip(self.names, values)), **self.options)
 
 
 class Recipe:
@@ -197,21 +221,21 @@ class Recipe:
                     action.specialise(memory)
                 else:
                     values, addresses = action.values.copy(), 0
-                    for at, slot, offset, rest in action.pointers:
+                    for at, slot, offset, rest, _ in action.pointers:
                         address = memory[slot].data_ptr() + offset
                         addresses |= address
                         values[at] = address if rest is None else (address, *rest)
-                    for at, parts in action.nested:
+                    for at, steps in action.nested:
                         made_of: list[Any] = []
-                        for kind, value, offset in parts:
-                            if kind == ADDRESS:
+                        for step, value, offset in steps:
+                            if step == ADDRESS:
                                 address = memory[value].data_ptr() + offset
                                 addresses |= address
                                 made_of.append(address)
-                            elif kind == CONSTANT:
-                                made_of.append(value)
-                            else:
+                            elif step == TUPLE:
                                 made_of[len(made_of) - value :] = [tuple(made_of[len(made_of) - value :])]
+                            else:
+                                made_of.append(value if step == CONSTANT else 0)
                         (values[at],) = made_of
                     if addresses % ALIGNMENT:
                         action.specialise(memory)
@@ -396,60 +420,43 @@ class _Recorder(DispatchMode):
         self, kernel: TiledKernel, grid: tuple[int, ...], arguments: Mapping[str, Any], compiled: Any
     ) -> None:
         """Record a launch.  compiled: the code that it used, or None in Triton's interpreter."""
-        pointers, nested, fixed = [], [], {**kernel.config.options, **arguments}
-        defaults = inspect.signature(kernel.kernel.function.fn).parameters
         names, addresses = list(kernel.kernel.function.arg_names), 0
-        values = [arguments.get(name, defaults[name].default) for name in names]
-        direct: list[tuple[int, int, int, tuple[Any, ...] | None]] = []
-        nested_direct = []
-        for name, value in arguments.items():
+        values, pointers, nested = [arguments[name] for name in names], [], []
+        for at, value in enumerate(values):
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
             if not tensors:
                 continue
-            at = names.index(name)
             # The recipe must not keep memory alive.
-            fixed[name] = values[at] = None
+            values[at] = None
             for tensor in tensors:
                 addresses |= tensor.data_ptr()
             tensor, *rest = (value, ()) if isinstance(value, Tensor) else value
             # Several tensors, as in the jobs of `sum_partials`, or an empty one.
             if tensors[0] is not tensor or len(tensors) > 1 or not tensor.numel():
-                nested.append((name, self._pointed(value)))
-                nested_direct.append((at, list(self._made_of(value))))
+                nested.append((at, list(self._steps_of(value))))
             elif isinstance(place := self._place(tensor), _Place):
-                pointers.append((name, None if tensor is value else type(value), place.slot, place.offset, rest))
-                bytes_behind = place.offset * tensor.element_size()
-                direct.append((at, place.slot, bytes_behind, None if tensor is value else tuple(rest)))
-        specialise = _specialised(kernel.kernel.function[grid], fixed, pointers, nested)
+                in_tuple = (None, None) if tensor is value else (tuple(rest), type(value))
+                pointers.append((at, place.slot, place.offset * tensor.element_size(), *in_tuple))
         is_direct = compiled is not None and not addresses % ALIGNMENT
         run, code = (compiled.run, (compiled.function, compiled.packed_metadata)) if is_direct else (None, ())
-        x, y, z = (*grid, 1, 1)[:3]
-        self._note(_Launch(specialise, run, (x, y, z), (*code, None, None, None), values, direct, nested_direct))
+        (x, y, z), fixed = (*grid, 1, 1)[:3], (*code, None, None, None)
+        launcher, options = kernel.kernel.function[grid], kernel.config.options
+        self._note(_Launch(launcher, options, run, (x, y, z), fixed, names, values, pointers, nested))
 
-    def _made_of(self, value: Any) -> Iterator[tuple[int, Any, int]]:
-        """Yield the steps that build an argument of a launch, with addresses for its tensors."""
+    def _steps_of(self, value: Any) -> Iterator[tuple[int, Any, Any]]:
+        """Yield the steps that build an argument of a launch."""
         if isinstance(value, Tensor):
             place = self._place(value)
             if isinstance(place, _Place):
                 yield ADDRESS, place.slot, place.offset * value.element_size()
-            else:
-                # An empty tensor has address 0.
-                yield CONSTANT, 0, 0
+            elif isinstance(place, _Empty):
+                yield EMPTY, place.make, 0
         elif isinstance(value, tuple):
             for part in value:
-                yield from self._made_of(part)
-            yield TUPLE, len(value), 0
+                yield from self._steps_of(part)
+            yield TUPLE, len(value), type(value)
         else:
             yield CONSTANT, value, 0
-
-    def _pointed(self, value: Any) -> Any:
-        """Replace the tensors in an argument of a launch by places that give their addresses only."""
-        if isinstance(value, Tensor):
-            place = self._place(value)
-            if not isinstance(place, _Place):
-                return place
-            return _Place(place.slot, place.offset, ONE, ONE, not place.offset)
-        return _like(value, map(self._pointed, value)) if isinstance(value, tuple) else value
 
 
 def _allocation(t: Tensor) -> Callable[[], Tensor]:
@@ -470,42 +477,3 @@ def _filled(value: Any, memory: Memory) -> Any:
     if isinstance(value, _Place | _Empty):
         return value.of(memory)
     return type(value)([_filled(item, memory) for item in value]) if isinstance(value, tuple | list) else value
-
-
-def _like(value: tuple[Any, ...], parts: Iterable[Any]) -> tuple[Any, ...]:
-    """Make a tuple of the same type, which may be a named tuple, with other items."""
-    return tuple.__new__(type(value), parts)
-
-
-def _pointing(value: Any, memory: Memory) -> Any:
-    """Replace places in an argument of a launch by tensors."""
-    if isinstance(value, _Place | _Empty):
-        return value.of(memory)
-    return _like(value, [_pointing(part, memory) for part in value]) if isinstance(value, tuple) else value
-
-
-def _specialised(
-    launcher: Any,
-    fixed: Mapping[str, Any],
-    pointers: Sequence[tuple[str, Any, int, int, Any]],
-    nested: Sequence[tuple[str, Any]],
-) -> Callable[[Memory], None]:
-    """Return a function of the memory that launches a kernel through Triton.
-
-    pointers: (name, tuple type or None, slot, offset, remainder of the tuple) of each argument with one tensor.
-    nested: (name, argument with places) of each argument with several tensors.
-    """
-
-    def action(memory: Memory) -> None:
-        """Launch the kernel with the tensors in `memory`."""
-        arguments = dict(fixed)
-        for name, kind, slot, offset, rest in pointers:
-            t = memory[slot]
-            if offset:
-                t = t.as_strided(ONE, ONE, t.storage_offset() + offset)
-            arguments[name] = t if kind is None else tuple.__new__(kind, (t, *rest))
-        for name, value in nested:
-            arguments[name] = _pointing(value, memory)
-        launcher(**arguments)
-
-    return action

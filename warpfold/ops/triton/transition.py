@@ -40,6 +40,7 @@ from warpfold.ops.triton.positions import (
     pointers,
     power_of_two,
     programs_for,
+    span,
     sum_partials,
 )
 
@@ -241,16 +242,6 @@ def _up(
 
 
 @triton.jit
-def _dhidden(
-    g: tl.tensor, down: tl.tensor, h: tl.tensor, C: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_C: tl.constexpr
-) -> tl.tensor:
-    """Compute the gradient of hidden activations h in fp32, [m, h], from that of the output, g [m, c]."""
-    c = tl.arange(0, BLOCK_C)
-    w = tl.load(down + c[:, None] * HIDDEN + h[None, :], mask=(c < C)[:, None] & (h < HIDDEN)[None, :], other=0)
-    return tl.dot(g, w.to(g.dtype))
-
-
-@triton.jit
 def _of_up(
     up: tl.tensor, o: tl.tensor, known: tl.tensor, dtype: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr
 ) -> tl.tensor:
@@ -362,7 +353,8 @@ def _transition_backward(
     for start in range(0, HIDDEN, BLOCK_H):
         h = start + tl.arange(0, BLOCK_H)
         known = h < HIDDEN
-        dh = _dhidden(g, down, h, C, HIDDEN, BLOCK_C)
+        w = tl.load(down + c[:, None] * HIDDEN + h[None, :], mask=(c < C)[:, None] & known[None, :], other=0)
+        dh = tl.dot(g, w.to(dtype))
         weight = _of_up(up, h, known, dtype, C, BLOCK_C)
         pre = _up(n, weight, normalised, up, up_bias, m, h, known, axes, C, BLOCK_K)
         dpre = tl.where(pre > 0, dh, 0.0).to(dtype)
@@ -371,16 +363,6 @@ def _transition_backward(
     tl.store(pointers(dx, m, c, axes), dn.to(dtype), mask=(m < axes.positions)[:, None] & (c < C)[None, :])
     tl.debug_barrier()
     _through_norm(grad, x, norm_weight, dx, dx, partials, axes, eps, C, RESIDUAL, BLOCK_C, BLOCK_M)
-
-
-@triton.jit
-def _transition_norm_backward(
-    grad: tl.tuple, x: tl.tuple, norm_weight: tl.tensor, dnormed: tl.tuple, dx: tl.tuple, partials: tl.tensor,
-    axes: tl.tuple, eps: tl.tensor,
-    C: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr,
-) -> None:  # fmt: skip
-    """Store dx and the partials with `_through_norm`."""
-    _through_norm(grad, x, norm_weight, dnormed, dx, partials, axes, eps, C, RESIDUAL, BLOCK_C, BLOCK_M)
 
 
 @triton.jit
@@ -398,9 +380,7 @@ def _transition_activation(
     h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     known = h < HIDDEN
     dtype = pre.dtype.element_ty
-    each = tl.cdiv(tl.cdiv(rows, BLOCK_M), tl.num_programs(1)) * BLOCK_M
-    first = tl.program_id(1) * each
-    last = min(rows, first + each)
+    first, last = span(rows, BLOCK_M)
     sums = tl.zeros([BLOCK_H], tl.float32)
     value_sums = tl.zeros([BLOCK_H], tl.float32)
     for start in range(first, last, BLOCK_M):
@@ -436,17 +416,6 @@ def _transition_activation(
 
 
 @triton.jit
-def _span(axes: tl.tuple, along: tl.constexpr, BLOCK_M: tl.constexpr) -> tl.tuple:
-    """Return the first position of this program's span, and the first position after it.
-
-    There is one span for each program `along` an axis of the grid.
-    """
-    each = tl.cdiv(tl.cdiv(axes.positions, BLOCK_M), tl.num_programs(along)) * BLOCK_M
-    first = tl.program_id(along) * each
-    return first, min(axes.positions, first + each)
-
-
-@triton.jit
 def _transition_weight(
     normalised: tl.tuple, grad: tl.tuple, up: tl.tensor, up_bias: tl.tensor, down: tl.tensor, partials: tl.tensor,
     axes: tl.tuple,
@@ -465,7 +434,7 @@ def _transition_weight(
     writable = known[:, None] & (c < C)[None, :]
     weight = _of_up(up, h, known, dtype, C, BLOCK_C)
     across = tl.load(down + c[None, :] * HIDDEN + h[:, None], mask=writable, other=0).to(dtype)
-    first, last = _span(axes, 1, BLOCK_M)
+    first, last = span(axes.positions, BLOCK_M)
     dup = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
     dup_bias = tl.zeros([BLOCK_H], tl.float32)
     ddown = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
@@ -529,6 +498,6 @@ ACTIVATION = register(
 )
 NORM_BACKWARD = register(
     "transition_norm_backward",
-    _transition_norm_backward,
+    _through_norm,
     configs("BLOCK_M", *((m, w, 1) for m in (16, 32, 64, 128) for w in (4, 8))),
 )

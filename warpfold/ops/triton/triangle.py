@@ -46,7 +46,7 @@ operand.  A single factor (`triangle_factor`) uses the first kernel, and the las
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -69,7 +69,7 @@ from warpfold.ops.triangle import (
 )
 from warpfold.ops.triton.launch import Kernel, TiledKernel, configs, register
 from warpfold.ops.triton.linear import shifted, statistics
-from warpfold.ops.triton.noise import SCALARS, DropoutOperands, dropout_tile, fill
+from warpfold.ops.triton.noise import SCALARS, DropoutOperands, dropout_tile
 from warpfold.ops.triton.positions import (
     Axes,
     Strided,
@@ -83,6 +83,7 @@ from warpfold.ops.triton.positions import (
     pointers,
     power_of_two,
     programs_for,
+    span,
     sum_partials,
 )
 
@@ -417,14 +418,6 @@ FACTORS_BACKWARD = register("triangle_factors_backward", _factors_backward, _BAC
 
 
 @triton.jit
-def _span(axes: tl.tuple, BLOCK_M: tl.constexpr) -> tl.tuple:
-    """Return the first position of this program's span, and the first position after it."""
-    each = tl.cdiv(tl.cdiv(axes.positions, BLOCK_M), tl.num_programs(1)) * BLOCK_M
-    first = tl.program_id(1) * each
-    return first, min(axes.positions, first + each)
-
-
-@triton.jit
 def _factors_weight(
     x: tl.tuple, mask: tl.tuple, norm_weight: tl.tensor, norm_bias: tl.tensor, weight: tl.tensor, bias: tl.tensor,
     mean: tl.tuple, rstd: tl.tensor, dfactors: tl.tuple, partials: tl.tensor, axes: tl.tuple, n: tl.tensor,
@@ -454,7 +447,7 @@ def _factors_weight(
     dgates = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
     value_sums = tl.zeros([BLOCK_O], tl.float32)
     gate_sums = tl.zeros([BLOCK_O], tl.float32)
-    first, last = _span(axes, BLOCK_M)
+    first, last = span(axes.positions, BLOCK_M)
     for start in range(first, last, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
         present = present_of(m, axes, n, PADDED)
@@ -504,7 +497,7 @@ def _out_weight(
     dout = tl.zeros([BLOCK_O, BLOCK_H], tl.float32)
     gate_sums = tl.zeros([BLOCK_O], tl.float32)
     out_sums = tl.zeros([BLOCK_O], tl.float32)
-    first, last = _span(axes, BLOCK_M)
+    first, last = span(axes.positions, BLOCK_M)
     for start in range(first, last, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
         present = present_of(m, axes, n, PADDED)
@@ -547,10 +540,8 @@ OUT_WEIGHT = register("triangle_out_weight", _out_weight, _WEIGHTS)
 
 # Programs of four warps for a weight's gradient, if there are enough positions: two per core of a large GPU.
 PROGRAMS = 256
-STATISTICS = "mean", "scale", "out_mean", "out_scale"
 # The arguments of kernels that may be None.
 OPTIONAL = "factors", "a", "b", "grad", "dgate"
-NOTHING: Mapping[str, Tensor] = {}
 
 
 def triangle_factor(t: Operands) -> tuple[Tensor, ...]:
@@ -581,8 +572,9 @@ def triangle_factor_backward(t: Operands) -> tuple[Tensor, ...]:
 def triangle_multiplication(t: Operands) -> tuple[Tensor, ...]:
     """Compute warpfold::triangle_multiplication."""
     x, hidden = t.x, t.out_weight.shape[1]
-    statistics = *empty_statistics(x), *empty_statistics(x)
-    call = _Call(t.but(**dict(zip(STATISTICS, statistics))), 0, 2 if t.b is None else 1)
+    (mean, scale), (out_mean, out_scale) = empty_statistics(x), empty_statistics(x)
+    statistics = t.but(mean=mean, scale=scale, out_mean=out_mean, out_scale=out_scale)
+    call = _Call(statistics, 0, 2 if t.b is None else 1)
     a, product = empty_factor(x, hidden), empty_product(x, hidden)
     b = empty_factor(x, hidden) if t.b is None else t.b
     call.write_factors({"a": a, "b": b} if t.b is None else {"a": a}, t.eps)
@@ -593,7 +585,7 @@ def triangle_multiplication(t: Operands) -> tuple[Tensor, ...]:
         call.launch(kernel, (call.blocks(kernel),), {"product": call.plane(product), "y": y}, eps=t.eps)
     if not t.kept:
         return out, *(x.new_empty(0) for _ in range(7))
-    return out, a, b if t.b is None else x.new_empty(0), product, *statistics
+    return out, a, b if t.b is None else x.new_empty(0), product, mean, scale, out_mean, out_scale
 
 
 def triangle_multiplication_backward(t: Operands) -> tuple[Tensor, ...]:
@@ -628,9 +620,13 @@ def triangle_multiplication_backward(t: Operands) -> tuple[Tensor, ...]:
 
     # Rows of the weight for a, b and their gates. The rest are for the product's gate.
     rows = 4 * call.hidden
-    sums.append(call.out_sums(read, (dweight[rows:], dbias[rows:], dout_weight, dout_bias)))
-    sums.append(call.factor_sums(da, apart, (dweight, dbias)))
-    dx, partials = call.write_dx(da, apart, {"grad": call.turned(t.grad), "dgate": read["dgate"]})
+    of_out = dweight[rows:], dbias[rows:], dout_weight, dout_bias
+    kernel = call.tiled(OUT_WEIGHT)
+    chunks = triton.cdiv(call.channels, kernel["BLOCK_O"])
+    partials = call.span_partials(kernel, chunks, of_out)
+    call.launch(kernel, (chunks, len(partials)), read, partials=partials)
+    sums += [Sum(partials, of_out), call.factor_sums(da, apart, (dweight, dbias))]
+    dx, partials = call.write_dx(da, apart, grad=call.turned(t.grad), dgate=read["dgate"])
     sum_partials(*sums, Sum(partials, (dnorm, or_unwanted(dnorm_bias, partials, call.channels))))
     return dx, dgiven, *gradients
 
@@ -681,11 +677,17 @@ class _Call:
             "BLOCK_H": power_of_two(self.hidden),
         }
         if hasattr(t, "out_weight"):
+            dropout = DropoutOperands(x, t)
+            if dropout.of is not None and dropout.key is not None and not _one_axis(dropout.of):
+                # Kernels iterate over a single leading axis.
+                dropout.draw_distinct(x)
+            if dropout.of is not None:
+                self.tensors["factors"] = dropout.of
             self.arguments |= {
                 "out_weight": cast_weight(t.out_weight, x, self.positions),
                 "out_mean": t.out_mean,
                 "out_rstd": t.out_scale,
-                **self._dropped(x, DropoutOperands(x, t)),
+                **dropout.arguments,
             }
 
     def turned(self, t: Tensor) -> Tensor:
@@ -709,10 +711,11 @@ class _Call:
         kernel = self.tiled(FACTORS)
         self.launch(kernel, (self.blocks(kernel),), {name: self.plane(t) for name, t in planes.items()}, eps=eps)
 
-    def write_dx(self, dfactors: Tensor, apart: int, tensors: Mapping[str, Tensor] = NOTHING) -> tuple[Tensor, Tensor]:
+    def write_dx(self, dfactors: Tensor, apart: int, **tensors: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the gradient of x, and partials for its norm.
 
         dfactors: the gradient of the first factor; `apart` elements later starts that of the second.
+        tensors: the gradients of the output and of the gate's logits, if there is a product.
         """
         dx, kernel = empty_like(self.out), self.tiled(FACTORS_BACKWARD)
         partials = empty_partials(self.x, self.blocks(kernel), 2 * self.channels)
@@ -720,17 +723,6 @@ class _Call:
             given = {**tensors, "dx": y, "dfactors": self.plane(dfactors)}
             self.launch(kernel, (self.blocks(kernel),), given, partials=partials, apart=apart)
         return dx, partials
-
-    def out_sums(self, tensors: dict[str, Tensor], wanted: Sequence[Tensor]) -> Sum:
-        """Compute partial sums for the gradients of weight and bias of the gate, and of weight and bias of the output.
-
-        tensors: the tensors that the kernel reads.
-        """
-        kernel = self.tiled(OUT_WEIGHT)
-        chunks = triton.cdiv(self.channels, kernel["BLOCK_O"])
-        partials = self.span_partials(kernel, chunks, wanted)
-        self.launch(kernel, (chunks, len(partials)), tensors, partials=partials)
-        return Sum(partials, tuple(wanted))
 
     def factor_sums(self, dfactors: Tensor, apart: int, gradients: Sequence[Tensor]) -> Sum:
         """Compute partial sums for the gradients of the rows of weight and bias for factors and their gates.
@@ -782,18 +774,6 @@ class _Call:
         apart = out.new_empty(self.batches, *out.shape[-3:])
         yield apart
         out.copy_(apart.view(out.shape))
-
-    def _dropped(self, x: Tensor, dropout: DropoutOperands) -> dict[str, Any]:
-        """Add the dropout factors to the tensors, and return the other arguments for them."""
-        if dropout.of is not None and dropout.key is not None and not _one_axis(dropout.of):
-            # Kernels iterate over a single leading axis, so draw the distinct elements first.
-            shape = [1 if stride == 0 else size for size, stride in zip(x.shape, dropout.of.stride())]
-            drawn = x.new_empty(shape)
-            fill(drawn, dropout.key, dropout.number, dropout.of.stride(), dropout.draw)
-            dropout.of, dropout.key = drawn.expand(x.shape), None
-        if dropout.of is not None:
-            self.tensors["factors"] = dropout.of
-        return {"key": dropout.key, "number": dropout.number, **dict(zip(SCALARS[1:], dropout.draw))}
 
 
 @functools.lru_cache(maxsize=4096)
