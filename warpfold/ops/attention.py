@@ -95,7 +95,10 @@ def _with_five_axes(
     leading = broadcast_shape(tuple(q.shape)[:-3], tuple(k.shape)[:-3], tuple(v.shape)[:-3], tuple(mask.shape)[:-1])
     if leading is None:
         raise ValueError("warpfold::attention: the leading axes of q, k, v and the mask do not broadcast")
-    bias = None if bias is None else _shared_by_rows(bias, leading, (q.shape[-2], q.shape[-3], k.shape[-3]))
+    own = q.shape[-2], q.shape[-3], k.shape[-3]
+    # The rows share the bias: view [*, 1, h, Q, K] as [B, h, Q, K].
+    if bias is not None and not (len(leading) == 1 and tuple(bias.shape) == (1, *own)):
+        bias = bias.expand(*leading[:-1], *([1] if leading else []), *own).reshape(math.prod(leading[:-1]), *own)
     out = registered(
         _batched(q, leading, 3), _batched(k, leading, 3), _batched(v, leading, 3), _batched(mask, leading, 1), bias
     )
@@ -109,14 +112,6 @@ def _batched(t: Tensor, leading: Shape, own: int) -> Tensor:
         return t.unsqueeze(0)
     t = t.expand(*leading, *t.shape[t.dim() - own :])
     return t.reshape(math.prod(leading[:-1]), leading[-1] if leading else 1, *t.shape[len(leading) :])
-
-
-def _shared_by_rows(bias: Tensor, leading: Shape, own: Shape) -> Tensor:
-    """View a bias [*, 1, h, Q, K] as [B, h, Q, K]; copy it only where it cannot be viewed so."""
-    if len(leading) == 1 and tuple(bias.shape) == (1, *own):
-        return bias
-    outer = (*leading[:-1], 1) if leading else ()
-    return bias.expand(*outer, *own).reshape(math.prod(leading[:-1]), *own)
 
 
 def unsupported_width(width: int) -> str | None:

@@ -144,28 +144,23 @@ def _long_bias(t: Any) -> str | None:
     return f"bias is {list(t.bias.shape)}, longer than the rows of weight, which is {list(t.weight.shape)}"
 
 
-def _empty_factor(t: Operands) -> tuple[Tensor, ...]:
-    factor = empty_factor(t.x, factor_channels(t.weight))
-    return factor, *(empty_statistics(t.x) if t.kept else (t.x.new_empty(0), t.x.new_empty(0)))
-
-
-def _prefer_definition_of_factor(t: Any) -> bool:
-    if _unsupported_by_kernels(t.x, factor_channels(t.weight)):
-        return True
-    return faster_on_cpu(t.x, t.x.numel(), MIN_SLICE)
-
-
 @register(
     shapes="x [*, i, k, c], mask [*, i, k], norm_weight [c], norm_bias [c], weight [o, c], bias [b], "
     "grad [*, h, i, k], mean [*, i, k], scale [*, i, k]",
-    empty=_empty_factor,
+    empty=lambda t: (
+        empty_factor(t.x, factor_channels(t.weight)),
+        *(empty_statistics(t.x) if t.kept else (t.x.new_empty(0), t.x.new_empty(0))),
+    ),
     results="out mean scale",
     keeps="x mask norm_weight norm_bias weight bias mean scale which fused",
     gradients="x norm_weight norm_bias weight bias",
     kept=True,
     misfit=_misfit_of_factor,
     unsupported=lambda t: _unsupported_by_kernels(t.x, factor_channels(t.weight)),
-    prefer_definition=_prefer_definition_of_factor,
+    prefer_definition=lambda t: (
+        _unsupported_by_kernels(t.x, factor_channels(t.weight)) is not None
+        or faster_on_cpu(t.x, t.x.numel(), MIN_SLICE)
+    ),
 )
 def triangle_factor(
     x: Tensor,
@@ -194,12 +189,6 @@ def _empty(t: Operands) -> tuple[Tensor, ...]:
     own_b = empty_factor(x, hidden) if t.b is None else x.new_empty(0)
     planes = empty_factor(x, hidden), own_b, empty_product(x, hidden)
     return empty_like(x), *planes, *empty_statistics(x), *empty_statistics(x)
-
-
-def _empty_gradients(t: Operands) -> tuple[Tensor, ...]:
-    into = t.norm_weight, t.norm_bias, t.weight, t.bias
-    out_of = t.out_norm_weight, t.out_norm_bias, t.out_weight, t.out_bias
-    return empty_like(t.x), empty_gradient_of_b(t), *empty_parameters(*into, *out_of)
 
 
 def empty_gradient_of_b(t: Operands) -> Tensor:
@@ -246,7 +235,14 @@ def _prefer_definition(t: Any) -> bool:
     keeps="x mask b norm_weight norm_bias weight bias out_norm_weight out_norm_bias out_weight out_bias a own_b "
     "product mean scale out_mean out_scale factors outgoing fused residual",
     gradients="x b norm_weight norm_bias weight bias out_norm_weight out_norm_bias out_weight out_bias",
-    empty_gradients=_empty_gradients,
+    empty_gradients=lambda t: (
+        empty_like(t.x),
+        empty_gradient_of_b(t),
+        *empty_parameters(
+            *(t.norm_weight, t.norm_bias, t.weight, t.bias),
+            *(t.out_norm_weight, t.out_norm_bias, t.out_weight, t.out_bias),
+        ),
+    ),
     kept=True,
     expand=FACTOR_OPERANDS,
     misfit=_misfit,

@@ -141,8 +141,17 @@ def encode(x: Tensor, bits: int) -> Tensor:
     for rows, chunk in _cache_chunks(len(x), blocks, x.device):
         part = x[rows, chunk.start * BLOCK : chunk.stop * BLOCK]
         missing = -part.shape[1] % BLOCK
-        padded = F.pad(part, (0, missing)) if missing else part
-        chunk_codes, scale = _encode(padded.unflatten(1, (-1, BLOCK)), bits, missing)
+        padded = (F.pad(part, (0, missing)) if missing else part).unflatten(1, (-1, BLOCK))
+        if bits == 8:
+            scale = padded.abs().amax(-1).div_(127)
+            rounded = torch.div(padded, scale.clamp(min=torch.finfo(x.dtype).tiny)[..., None]).round_()
+            chunk_codes = rounded.to(torch.int8).view(torch.uint8)
+        else:
+            filled = torch.full((padded.shape[1],), BLOCK, device=x.device)
+            filled[-1:] -= missing
+            scale = padded.abs().sum(-1) / filled
+            bit_values = 2 ** torch.arange(8, dtype=torch.uint8, device=x.device)
+            chunk_codes = ((padded >= 0).unflatten(-1, (-1, 8)) * bit_values).sum(-1, dtype=torch.uint8)
         codes[rows, chunk.start * BLOCK * bits // 8 : chunk.stop * BLOCK * bits // 8] = chunk_codes.flatten(1)
         scales[rows, chunk.start * x.itemsize : chunk.stop * x.itemsize] = scale.view(torch.uint8)
     return code
@@ -156,22 +165,6 @@ def _cache_chunks(rows: int, blocks: int, device: torch.device) -> Iterator[tupl
     for row in range(rows):
         for first in range(0, blocks, CHUNK):
             yield slice(row, row + 1), slice(first, min(first + CHUNK, blocks))
-
-
-def _encode(blocks: Tensor, bits: int, missing: int) -> tuple[Tensor, Tensor]:
-    """Compute codes [n, k, bytes] and scales [n, k] of blocks.
-
-    The last block of each row has `missing` padding zeros.
-    """
-    if bits == 8:
-        scale = blocks.abs().amax(-1).div_(127)
-        codes = torch.div(blocks, scale.clamp(min=torch.finfo(blocks.dtype).tiny)[..., None]).round_()
-        return codes.to(torch.int8).view(torch.uint8), scale
-    filled = torch.full((blocks.shape[1],), BLOCK, device=blocks.device)
-    filled[-1:] -= missing
-    scale = blocks.abs().sum(-1) / filled
-    bit_values = 2 ** torch.arange(8, dtype=torch.uint8, device=blocks.device)
-    return ((blocks >= 0).unflatten(-1, (-1, 8)) * bit_values).sum(-1, dtype=torch.uint8), scale
 
 
 def decode(code: Tensor, bits: int, length: int, dtype: torch.dtype) -> Tensor:
@@ -207,10 +200,7 @@ class TopK(Compressor):
             self.groups[length] = torch.tensor(starts, device=like.device)
 
     def density(self) -> float:
-        """Compute the fraction of elements to send, which falls exponentially to `ratio` (25 %, 6 %, ...
-
-        in the paper).
-        """
+        """Compute the fraction of elements to send, which falls exponentially to `ratio` (paper: 25 %, 6 % ...)."""
         warm = (self.steps - self.config.start + 1) / max(1, self.config.warmup)
         return self.config.ratio ** min(1.0, warm)
 
@@ -285,15 +275,14 @@ class PowerSGD(Compressor):
         self.groups: dict[tuple[int, int], list[MatrixRows]] = {}
         for block in matrix_blocks(segments, config.rank):
             self.groups.setdefault((block.rows, block.columns), []).append(block)
-        draws = [self._draw(block) for blocks in self.groups.values() for block in blocks]
+        draws = []
+        for block in (block for blocks in self.groups.values() for block in blocks):
+            generator = torch.Generator().manual_seed(zlib.crc32(block.name.encode()))
+            draws.append(torch.randn(block.columns * config.rank, generator=generator, dtype=torch.float64))
         self.first = torch.cat(draws).to(like) if draws else like.new_empty(0)
         # Q of every block, from which the next step computes P.
         self.shared = self.first.clone()
         self.uncompressed = gaps([b.where for blocks in self.groups.values() for b in blocks], len(like))
-
-    def _draw(self, block: MatrixRows) -> Tensor:
-        generator = torch.Generator().manual_seed(zlib.crc32(block.name.encode()))
-        return torch.randn(block.columns * self.config.rank, generator=generator, dtype=torch.float64)
 
     def compressed(self, x: Tensor) -> Tensor:
         """Compute P Q^T for the matrices of the mean gradient, and the plain mean of everything else."""

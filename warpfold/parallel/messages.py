@@ -75,21 +75,6 @@ def pieces(flat: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
         yield piece
 
 
-def begin_largest(x: Tensor, group: Group, what: str) -> PendingGather:
-    """Start to compute the elementwise maximum over all processes, [1, length] on each."""
-    x = x.clone()
-    work = None if group.size == 1 else dist.all_reduce(x, dist.ReduceOp.MAX, group=group.handle, async_op=True)
-    return PendingGather(x[None], x, Work(work, what))
-
-
-def _device(group: Group) -> torch.device:
-    """Return the device for messages: the host if the group's backend supports it, otherwise the current GPU."""
-    host = torch.device("cpu")
-    # A process group that a user has initialised may support NCCL only.
-    only_nccl = group.handle is not None and host.type not in backends(group.handle)
-    return torch.device("cuda", torch.cuda.current_device()) if only_nccl else host
-
-
 def all_gather_object(value: Any, group: Group, what: str, to_all: bool = True) -> list[Any]:
     """Gather a JSON value from all processes of a group, in the order of ranks.
 
@@ -97,7 +82,9 @@ def all_gather_object(value: Any, group: Group, what: str, to_all: bool = True) 
     """
     if group.size == 1:
         return [value]
-    device = _device(group)
+    # A process group that a user has initialised may support NCCL only.
+    only_nccl = group.handle is not None and "cpu" not in backends(group.handle)
+    device = torch.device("cuda", torch.cuda.current_device()) if only_nccl else torch.device("cpu")
     text = to_bytes(value).to(device)
     # The lengths come first, because a gather needs equal sizes.
     sizes = begin_gather(torch.tensor([len(text)], device=device), group, what).wait().flatten().tolist()

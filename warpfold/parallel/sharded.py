@@ -167,8 +167,7 @@ class ShardedTensor:
     for it.
     lengths: rows and columns of the full tensor.
     piece: for plans with `in_place`, the number of elements sent at once. The second shard is then made at its first
-    use,
-    piece by piece, and the storage of the first shard is released: the caller's tensor is empty afterwards.
+    use, piece by piece, and the storage of the first shard is released: the caller's tensor is empty afterwards.
     """
 
     def __init__(
@@ -245,12 +244,6 @@ class ShardedTensor:
     def with_shard(self, axis: int, shard: Tensor | Pending) -> "ShardedTensor":
         """Return a tensor of the same full shape with another shard."""
         return ShardedTensor(axis, shard, self.lengths, self.group, self.name, self.piece)
-
-    def shard_shape(self, axis: int, like: Tensor) -> list[int]:
-        """Return the shape of this rank's shard along `axis`. like: any shard of the tensor."""
-        shape = self.whole_shape(like)
-        shape[axis] = shard_sizes(self.lengths[axis], self.group.size)[self.group.rank]
-        return shape
 
     def whole_shape(self, like: Tensor) -> list[int]:
         """Return the shape of the full tensor. like: any shard of it."""
@@ -528,11 +521,12 @@ class ShardedStack:
         own, other = _states_by_rank(states, self.mesh.branch)
         (result,) = _interleave(self._chain(chains[own], by_channels, held, mask))
         axis, other_axis = (chains[state][-1][1].axis for state in (own, other))
-        shape = held[other].shard_shape(other_axis, held[other].local(held[other].available_axis))
-        name = f"{held[other].name} of the other branch"
+        theirs = held[other]
+        shape = theirs.whole_shape(theirs.local(theirs.available_axis))
+        shape[other_axis] = shard_sizes(theirs.lengths[other_axis], self.group.size)[self.group.rank]
         # The two branch ranks swap the states that they have computed.
-        received = sendrecv(result.local(axis), shape, self.mesh.branch, name)
-        return {own: result, other: held[other].with_shard(other_axis, received)}
+        received = sendrecv(result.local(axis), shape, self.mesh.branch, f"{theirs.name} of the other branch")
+        return {own: result, other: theirs.with_shard(other_axis, received)}
 
     def _chain(
         self, steps: list[tuple[Step, StepLayout]], by_channels: bool, held: Sharded, mask: Mapping[str, Mask]

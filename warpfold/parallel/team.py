@@ -33,14 +33,13 @@ from warpfold.parallel.messages import (
     PendingGather,
     all_gather_object,
     begin_gather,
-    begin_largest,
     digest,
     pieces,
     to_bytes,
 )
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.process import ProcessInfo
-from warpfold.parallel.waits import Event, waiting, watched
+from warpfold.parallel.waits import Event, Work, waiting, watched
 
 # Bytes of a broadcast that are sent at once.
 BROADCAST_BYTES = 2**26
@@ -143,7 +142,9 @@ class Team:
     def begin_largest(self, x: Tensor, what: str) -> PendingGather:
         """Start to compute the elementwise maximum of x over all processes, [1, length]."""
         self._enter_global(what)
-        return begin_largest(x, self.mesh.world, what)
+        x, world = x.clone(), self.mesh.world
+        work = None if world.size == 1 else dist.all_reduce(x, dist.ReduceOp.MAX, group=world.handle, async_op=True)
+        return PendingGather(x[None], x, Work(work, what))
 
     def if_different(self, value: Any, what: str) -> list[Any]:
         """Gather the JSON values of all processes in the order of ranks if they differ; otherwise return an empty list.
