@@ -476,7 +476,16 @@ def implementation(name: str, x: Tensor) -> Callable[..., Any]:
     """
     module, names = modules[name]
     function = getattr(_module(backend(x), module), name)
-    return lambda *operands: function(Operands(**dict(zip(names, operands, strict=True))))
+    return lambda *operands: _needed(function, Operands(**dict(zip(names, operands, strict=True))))
+
+
+def _needed(function: Callable[[Operands], Any], t: Operands) -> Any:
+    """Return the results of a function of operands; if `kept` is False, all except the first without elements."""
+    results = function(t)
+    if getattr(t, "kept", True):
+        return results
+    out, *others = results
+    return out, *(out.new_empty(0) for _ in others)
 
 
 @functools.cache
@@ -740,7 +749,7 @@ class register:
         one, or None.  The decision may depend on dtypes, shapes, strides, devices and numbers only.
     same_dtype: the operands that must have the same dtype.
     kept: adds a last operand `kept` to the registered operation, which says whether a backward pass may follow.  If
-        not, all results except the first are tensors without elements.
+        not, all results except the first are replaced by tensors without elements.
     misfit: definition's arguments, or operands of the registered or the backward operation -> description of a wrong
         size that `shapes` cannot express, or None.  It is called if the shapes are right.
     expand: the parameter of the definition that is several operands of the registered operation.
@@ -835,7 +844,7 @@ class register:
         )
         runs[name] = run
         op = torch.library.custom_op(qualified, run_or_repeat, mutates_args=self.mutates.split())
-        op.register_fake(lambda *args: empty(Operands(**dict(zip(operands, args)))))
+        op.register_fake(lambda *args: _needed(empty, Operands(**dict(zip(operands, args)))))
         return op
 
     def _autograd(

@@ -137,8 +137,6 @@ def _empty_mean(t: Operands) -> tuple[Tensor, ...]:
     x, h = t.x, t.weight.shape[0] // 2
     *batch, _, r, _ = x.shape
     out = x.new_empty(*batch, r, r, t.out_weight.shape[0])
-    if not t.kept:
-        return out, *(x.new_empty(0) for _ in range(5))
     return out, *empty_factors(x, h), *empty_statistics(x), empty_share(x, *batch, r, r)
 
 

@@ -147,10 +147,7 @@ def _long_bias(t: Any) -> str | None:
 @register(
     shapes="x [*, i, k, c], mask [*, i, k], norm_weight [c], norm_bias [c], weight [o, c], bias [b], "
     "grad [*, h, i, k], mean [*, i, k], scale [*, i, k]",
-    empty=lambda t: (
-        empty_factor(t.x, factor_channels(t.weight)),
-        *(empty_statistics(t.x) if t.kept else (t.x.new_empty(0), t.x.new_empty(0))),
-    ),
+    empty=lambda t: (empty_factor(t.x, factor_channels(t.weight)), *empty_statistics(t.x)),
     results="out mean scale",
     keeps="x mask norm_weight norm_bias weight bias mean scale which fused",
     gradients="x norm_weight norm_bias weight bias",
@@ -184,8 +181,6 @@ def triangle_factor(
 
 def _empty(t: Operands) -> tuple[Tensor, ...]:
     x, hidden = t.x, t.out_weight.shape[1]
-    if not t.kept:
-        return empty_like(x), *(x.new_empty(0) for _ in range(7))
     own_b = empty_factor(x, hidden) if t.b is None else x.new_empty(0)
     planes = empty_factor(x, hidden), own_b, empty_product(x, hidden)
     return empty_like(x), *planes, *empty_statistics(x), *empty_statistics(x)

@@ -131,8 +131,6 @@ def outer_product_mean(t: Operands) -> tuple[Tensor, ...]:
     for at in examples(x):
         of_example = t.but(a=a[at], b=b[at], weight=t.out_weight, bias=t.out_bias, a_mask=t.mask[at], b_mask=t.mask[at])
         _forward(of_example.but(z=None if t.z is None else t.z[at]), out[at], share[at])
-    if not t.kept:
-        return out, *(x.new_empty(0) for _ in range(5))
     return out, a, b, mean, scale, share
 
 

@@ -46,7 +46,7 @@ def triangle_factor(t: Operands) -> tuple[Tensor, ...]:
     of, (mean, scale) = _Input(t, (t.which,), gated=False), empty_statistics(t.x)
     out = empty_factor(t.x, of.hidden)
     _write_factors(t, of, (out,), mean, scale)
-    return (out, mean, scale) if t.kept else (out, t.x.new_empty(0), t.x.new_empty(0))
+    return out, mean, scale
 
 
 def triangle_factor_backward(t: Operands) -> tuple[Tensor, ...]:
@@ -80,8 +80,7 @@ def triangle_multiplication(t: Operands) -> tuple[Tensor, ...]:
         standard = wide - m
         s = standard.square().mean(0).add_(t.eps).rsqrt_()
         standard.mul_(s)
-        if t.kept:
-            out_mean[at][some], out_scale[at][some] = m.view(shape), s.view(shape)
+        out_mean[at][some], out_scale[at][some] = m.view(shape), s.view(shape)
         dx = torch.mul(
             of_output.project(standard.to(x.dtype)), gate_values(of.gate(of.normed(xs, t.eps)[0])), out=results
         )
@@ -96,8 +95,6 @@ def triangle_multiplication(t: Operands) -> tuple[Tensor, ...]:
     left, right, into = (a, b.mT, product) if t.outgoing else (b.mT, a, product)
     multiply((right.mT, left.mT, into.mT) if is_narrow(x) else (left, right, into))
     in_threads(output, parts_of(x, POSITIONS))
-    if not t.kept:
-        return out, *(x.new_empty(0) for _ in range(7))
     own_b = b if t.b is None else x.new_empty(0)
     return out, a, own_b, product, mean, scale, out_mean, out_scale
 
@@ -175,8 +172,7 @@ def _write_factors(t: Operands, of: "_Input", made: Sequence[Tensor], mean: Tens
         y, masked = of.factors(normed), t.mask[at][some].reshape(1, -1).to(x.dtype)
         for factor, (value, logit) in zip(made, y):
             torch.mul(torch.sigmoid(logit).mul_(masked), value, out=factor[at][:, some].flatten(1))
-        if t.kept:
-            mean[at][some], scale[at][some] = m.view(x[at][some].shape[:-1]), s.view(x[at][some].shape[:-1])
+        mean[at][some], scale[at][some] = m.view(x[at][some].shape[:-1]), s.view(x[at][some].shape[:-1])
 
     in_threads(compute, parts_of(x, POSITIONS))
 

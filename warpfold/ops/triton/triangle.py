@@ -550,7 +550,7 @@ def triangle_factor(t: Operands) -> tuple[Tensor, ...]:
     out, (mean, scale) = empty_factor(x, factor_channels(t.weight)), empty_statistics(x)
     call = _Call(t.but(mean=mean, scale=scale), t.which, 1)
     call.write_factors({"ab"[t.which]: out}, t.eps)
-    return (out, mean, scale) if t.kept else (out, x.new_empty(0), x.new_empty(0))
+    return out, mean, scale
 
 
 def triangle_factor_backward(t: Operands) -> tuple[Tensor, ...]:
@@ -583,8 +583,6 @@ def triangle_multiplication(t: Operands) -> tuple[Tensor, ...]:
     out, kernel = empty_like(x), call.tiled(OUT)
     with call.written(out) as y:
         call.launch(kernel, (call.blocks(kernel),), {"product": call.plane(product), "y": y}, eps=t.eps)
-    if not t.kept:
-        return out, *(x.new_empty(0) for _ in range(7))
     return out, a, b if t.b is None else x.new_empty(0), product, mean, scale, out_mean, out_scale
 
 
