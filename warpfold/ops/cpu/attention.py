@@ -18,6 +18,7 @@ from torch import Tensor
 
 from warpfold.ops.attention import empty_bias, empty_layer_lse, empty_lse, empty_out, empty_own_bias, empty_rows
 from warpfold.ops.cpu.linear import (
+    Block,
     accumulate,
     drawn_factors,
     examples,
@@ -49,19 +50,19 @@ def attention(t: Operands) -> tuple[Tensor, Tensor]:
     out, lse = empty_out(t.q, t.v), empty_lse(t.q)
     work = _Blocks(t, lse.dtype, BLOCK)
     values, o = work.buffer(t.v), work.buffer(out)
-    for batch, some in uniform_loop(work.indices()):
-        p = work.logits(batch, some, None)
+    for batch, part in uniform_loop(work.indices()):
+        p = work.logits(batch, part, None)
         m_i = p.amax(-1, keepdim=True)
         no_key = m_i == float("-inf")
-        if work.attend_uniformly(p, batch, some, no_key) is not None:
+        if work.attend_uniformly(p, batch, part, no_key) is not None:
             m_i = p.amax(-1, keepdim=True)
         p.sub_(m_i).exp2_()
         l_i = p.sum(-1, keepdim=True)
-        vb = _heads_first(t.v[batch, some], values)
+        vb = _heads_first(t.v[batch, part], values)
         acc = torch.bmm(work.in_dtype_of_q(p), vb, out=o[: len(vb)]).unflatten(0, p.shape[:2])
-        torch.div(acc, l_i, out=out[batch, some].transpose(1, 2))
-        torch.add(m_i, l_i.log2_(), out=lse[batch, some][..., None]).mul_(math.log(2))
-        lse[batch, some].masked_fill_(no_key[..., 0], float("inf"))
+        torch.div(acc, l_i, out=out[batch, part].transpose(1, 2))
+        torch.add(m_i, l_i.log2_(), out=lse[batch, part][..., None]).mul_(math.log(2))
+        lse[batch, part].masked_fill_(no_key[..., 0], float("inf"))
     return out, lse
 
 
@@ -74,19 +75,19 @@ def attention_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     work = _Blocks(t, lse.dtype, BLOCK // 2)
     values, douts, dps = work.buffer(v), work.buffer(t.out), work.logits_buffer()
     dqs, dks, dvs = work.buffer(q), work.buffer(t.k), work.buffer(v)
-    for batch, some in uniform_loop(work.indices()):
-        no_key = (lse[batch, some] == float("inf"))[..., None]
-        p = work.logits(batch, some, lse)
-        uniform = work.attend_uniformly(p, batch, some, no_key)
+    for batch, part in uniform_loop(work.indices()):
+        no_key = (lse[batch, part] == float("inf"))[..., None]
+        p = work.logits(batch, part, lse)
+        uniform = work.attend_uniformly(p, batch, part, no_key)
         p.exp2_()
         # `lse` is rounded, so the sum of the weights is not exactly 1. Divide the gradient by it.
         total = p.sum(-1, keepdim=True).transpose(1, 2)
-        db = t.grad[batch, some] / total
-        vb, do = _heads_first(v[batch, some], values), _heads_first(db, douts)
+        db = t.grad[batch, part] / total
+        vb, do = _heads_first(v[batch, part], values), _heads_first(db, douts)
         qb, kb, n = work.queries[: len(do)], work.keys[: len(do)], p.shape[:2]
         dvb = torch.bmm(work.in_dtype_of_q(p).mT, do, out=dvs[: len(do)])
-        dv[batch, some].transpose(1, 2).copy_(dvb.unflatten(0, n))
-        delta = (db * t.out[batch, some]).sum(-1).transpose(1, 2)[..., None]
+        dv[batch, part].transpose(1, 2).copy_(dvb.unflatten(0, n))
+        delta = (db * t.out[batch, part]).sum(-1).transpose(1, 2)[..., None]
         ds = work.product(do, vb.mT, dps).unflatten(0, n).sub_(delta).mul_(p)
         if uniform is not None:
             ds.masked_fill_(uniform, 0)
@@ -95,9 +96,9 @@ def attention_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
                 dbias_acc[batch] += row
         ds = work.in_dtype_of_q(ds)
         dqb = dqs[: len(do)].baddbmm_(ds, kb, beta=0, alpha=scale)
-        dq[batch, some].transpose(1, 2).copy_(dqb.unflatten(0, n))
+        dq[batch, part].transpose(1, 2).copy_(dqb.unflatten(0, n))
         dkb = dks[: len(do)].baddbmm_(ds.mT, qb, beta=0, alpha=scale)
-        dk[batch, some].transpose(1, 2).copy_(dkb.unflatten(0, n))
+        dk[batch, part].transpose(1, 2).copy_(dkb.unflatten(0, n))
     return dq, dk, dv, dbias.copy_(dbias_acc)
 
 
@@ -197,66 +198,67 @@ def gated_attention(t: Operands) -> tuple[Tensor, ...]:
     """Compute warpfold::gated_attention; without `kept`, no projections are saved."""
     x = t.x
     out, f = empty_like(x), drawn_factors(x, t)
-    of, own = _Parameters(t), None
+    params, own = _Parameters(t), None
     saved: tuple[Tensor, ...] = tuple(x.new_empty(0) for _ in range(6))
     if t.kept:
-        projected, attended = empty_rows(x, 4 * of.inner), empty_rows(x, of.inner)
-        kept_bias = empty_own_bias(x, t)
-        saved = (projected, *empty_statistics(x), attended, empty_layer_lse(x, t.heads), kept_bias)
+        projected, attended = empty_rows(x, 4 * params.inner), empty_rows(x, params.inner)
+        saved = (projected, *empty_statistics(x), attended, empty_layer_lse(x, t.heads), empty_own_bias(x, t))
 
-    def compute(at: tuple[int, ...], keys: _Keys, some: slice) -> None:
-        """Compute a block of rows."""
-        kept_here = [each[at][some] for each in saved[:-1]] if t.kept else []
-        xb, yb, fb = x[at][some], out[at][some], None if f is None else f[at][some]
-        (n, k_len, c), i = xb.shape, of.inner
+    def compute(example: tuple[int, ...], keys: _Keys, part: slice) -> None:
+        """Compute some rows."""
+        block: Block = (*example, part)
+        saved_here = [each[block] for each in saved[:-1]] if t.kept else []
+        xb, yb, fb = x[block], out[block], None if f is None else f[block]
+        (n, k_len, c), i = xb.shape, params.inner
         xs = rows(xb)
-        normed, mean, scale = torch.native_layer_norm(xs, [c], of.norm_weight, of.norm_bias, t.eps)
+        normed, mean, scale = torch.native_layer_norm(xs, [c], params.norm_weight, params.norm_bias, t.eps)
         # Saved projections are computed directly in their memory. The bias was computed before.
-        y = kept_here[0].flatten(0, 1) if t.kept else normed.new_empty(n * k_len, 4 * i)
-        torch.mm(normed, of.weight[: 4 * i].t(), out=y)
-        if of.gate_bias is not None:
-            y[:, : len(of.gate_bias)] += of.gate_bias[: 4 * i]
-        q, k, v = (y[:, j * i : (j + 1) * i].view(n, k_len, of.heads, -1).transpose(1, 2) for j in (1, 2, 3))
-        added, no_key = keys.added(some, of.heads)
+        y = saved_here[0].flatten(0, 1) if t.kept else normed.new_empty(n * k_len, 4 * i)
+        torch.mm(normed, params.weight[: 4 * i].t(), out=y)
+        if params.gate_bias is not None:
+            y[:, : len(params.gate_bias)] += params.gate_bias[: 4 * i]
+        q, k, v = (y[:, j * i : (j + 1) * i].view(n, k_len, params.heads, -1).transpose(1, 2) for j in (1, 2, 3))
+        added, no_key = keys.added(part, params.heads)
         o, lse = flash_attention_cpu(q, k, v, 0.0, False, attn_mask=added)
         if no_key is not None:
-            masked = keys.masked[some].to(v.dtype)
+            masked = keys.masked[part].to(v.dtype)
             mean_v = (masked[:, None, None] / masked.sum(-1)[:, None, None, None]) @ v  # [n, h, 1, d]
             o, lse = torch.where(no_key, mean_v, o), lse.masked_fill(no_key[..., 0], float("inf"))
         o = o.transpose(1, 2).reshape(n * k_len, i)
         gated = gate_values(y[:, :i]).mul_(o)
         results = writable(yb)
         if fb is None and t.residual:
-            torch.addmm(xs if of.out_bias is None else xs + of.out_bias, gated, of.out_weight.t(), out=results)
+            added = xs if params.out_bias is None else xs + params.out_bias
+            torch.addmm(added, gated, params.out_weight.t(), out=results)
         else:
-            torch.mm(gated, of.out_weight.t(), out=results)
-            if of.out_bias is not None:
-                results += of.out_bias
+            torch.mm(gated, params.out_weight.t(), out=results)
+            if params.out_bias is not None:
+                results += params.out_bias
             if fb is not None:
                 results.mul_(rows(fb))
             if t.residual:
                 results += xs
         put(yb, results)
         if t.kept:
-            for block, values in zip(kept_here[1:], (mean, scale, o, lse)):
-                block.copy_(values.view(block.shape))
+            for into, values in zip(saved_here[1:], (mean, scale, o, lse)):
+                into.copy_(values.view(into.shape))
 
-    def project_bias(at: tuple[int, ...], bias: Tensor, some: slice) -> None:
+    def project_bias(example: tuple[int, ...], bias: Tensor, part: slice) -> None:
         """Project some queries of the bias [h, K, K]."""
-        normed, _, _ = torch.native_layer_norm(rows(x[at][some]), x.shape[-1:], of.norm_weight, of.norm_bias, t.eps)
-        first = 4 * of.inner
-        made = torch.mm(of.weight[first:], normed.t())
-        if of.gate_bias is not None and len(of.gate_bias) > first:
-            made[: len(of.gate_bias) - first] += of.gate_bias[first:, None]
-        bias[:, some] = made.view(of.heads, -1, x.shape[-2])
+        xs, first = rows(x[(*example, part)]), 4 * params.inner
+        normed, _, _ = torch.native_layer_norm(xs, x.shape[-1:], params.norm_weight, params.norm_bias, t.eps)
+        made = torch.mm(params.weight[first:], normed.t())
+        if params.gate_bias is not None and len(params.gate_bias) > first:
+            made[: len(params.gate_bias) - first] += params.gate_bias[first:, None]
+        bias[:, part] = made.view(params.heads, -1, x.shape[-2])
 
-    for at in examples(x):
-        blocks = list(row_slices(x.shape[-3], x.shape[-2], FORWARD))
-        if of.makes_bias:
-            own = saved[-1][at] if t.kept else empty_own_bias(x[at], t)
-            in_threads(project_bias, ((at, own, some) for some in blocks))
-        keys = _Keys(t.mask[at], own if t.bias is None else t.bias[at], accumulation_dtype(x))
-        in_threads(compute, ((at, keys, some) for some in blocks))
+    for example in examples(x):
+        parts = list(row_slices(x.shape[-3], x.shape[-2], FORWARD))
+        if params.makes_bias:
+            own = saved[-1][example] if t.kept else empty_own_bias(x[example], t)
+            in_threads(project_bias, ((example, own, part) for part in parts))
+        keys = _Keys(t.mask[example], own if t.bias is None else t.bias[example], accumulation_dtype(x))
+        in_threads(compute, ((example, keys, part) for part in parts))
     return out, *saved
 
 
@@ -273,59 +275,65 @@ class _Sums(NamedTuple):
 def gated_attention_backward(t: Operands) -> tuple[Tensor, ...]:
     """Compute warpfold::gated_attention_backward; one product gives the norm's gradients, as in linear.py."""
     f = drawn_factors(t.grad, t)
-    of, dx, length = _Parameters(t), empty_like(t.x), t.x.shape[-2]
-    own, dbias = of.makes_bias, empty_bias(t.bias, t.bias_wanted, t.x)
-    wanted = (of.heads, length, length) if own or t.bias_wanted else (0,)
+    params, dx, length = _Parameters(t), empty_like(t.x), t.x.shape[-2]
+    own, dbias = params.makes_bias, empty_bias(t.bias, t.bias_wanted, t.x)
+    wanted = (params.heads, length, length) if own or t.bias_wanted else (0,)
 
     def zeros(bias: tuple[int, ...] = (0,)) -> _Sums:
-        shapes = of.weight.shape, of.weight.shape[:1], of.out_weight.shape, of.out_weight.shape[:1], bias
-        return _Sums(*(of.norm_weight.new_zeros(shape) for shape in shapes))
+        weight, out_weight = params.weight.shape, params.out_weight.shape
+        shapes = weight, weight[:1], out_weight, out_weight[:1], bias
+        return _Sums(*(params.norm_weight.new_zeros(shape) for shape in shapes))
 
-    def write_dx(dn: Tensor, xs: Tensor, at: tuple[int, ...], some: slice) -> None:
+    def write_dx(dn: Tensor, xs: Tensor, block: Block) -> None:
         """Write the gradient of some rows, xs [positions, c], through their norm, plus that of the residual."""
-        through = through_norm(dn, xs, t.mean[at][some], t.scale[at][some], of.norm_weight).view(dx[at][some].shape)
+        through = through_norm(dn, xs, t.mean[block], t.scale[block], params.norm_weight).view(dx[block].shape)
         if t.residual:
-            torch.add(t.grad[at][some], through, out=dx[at][some])
+            torch.add(t.grad[block], through, out=dx[block])
         else:
-            dx[at][some].copy_(through)
+            dx[block].copy_(through)
 
-    def through_rows(sums: _Sums, at: tuple[int, ...], heads: _HeadsBackward, some: slice) -> None:
+    def through_rows(sums: _Sums, example: tuple[int, ...], heads: _HeadsBackward, part: slice) -> None:
         """Propagate the gradient through the attention of some rows and their projections."""
-        xs, g = rows(t.x[at][some]).contiguous(), t.grad[at][some] if f is None else t.grad[at][some] * f[at][some]
-        h = standardise(xs, t.mean[at][some], t.scale[at][some]).to(xs.dtype)
-        dn = heads.backward(h, g, t.y[at][some], t.attended[at][some], t.lse[at][some], some.start, sums)
+        block: Block = (*example, part)
+        xs, g = rows(t.x[block]).contiguous(), t.grad[block] if f is None else t.grad[block] * f[block]
+        h = standardise(xs, t.mean[block], t.scale[block]).to(xs.dtype)
+        dn = heads.backward(h, g, t.y[block], t.attended[block], t.lse[block], part.start, sums)
         # A projected bias adds to the gradient before the norm.
         if own:
-            dx[at][some] = dn.view(g.shape)
+            dx[block] = dn.view(g.shape)
         else:
-            write_dx(dn, xs, at, some)
+            write_dx(dn, xs, block)
 
-    def through_bias(sums: _Sums, at: tuple[int, ...], dbias: Tensor, some: slice) -> None:
-        outputs = slice(4 * of.inner, None)
-        xs, db = rows(t.x[at][some]).contiguous(), dbias[:, some].flatten(1).to(t.x.dtype)  # [h, positions]
-        h = standardise(xs, t.mean[at][some], t.scale[at][some]).to(xs.dtype)
+    def through_bias(sums: _Sums, example: tuple[int, ...], dbias: Tensor, part: slice) -> None:
+        """Propagate the gradient of some queries of the bias to its projection, and that of the rows to x."""
+        block: Block = (*example, part)
+        outputs = slice(4 * params.inner, None)
+        xs, db = rows(t.x[block]).contiguous(), dbias[:, part].flatten(1).to(t.x.dtype)  # [h, positions]
+        h = standardise(xs, t.mean[block], t.scale[block]).to(xs.dtype)
         accumulate(sums.product[outputs], db.t(), h)
         sums.total[outputs] += db.sum(1, dtype=sums.total.dtype)
-        write_dx(torch.addmm(rows(dx[at][some]), db.t(), of.weight[outputs]), xs, at, some)
+        write_dx(torch.addmm(rows(dx[block]), db.t(), params.weight[outputs]), xs, block)
 
     sums = zeros()
-    for at in examples(t.x):
-        bias = t.own[at] if own else None if t.bias is None else t.bias[at]
-        heads = _HeadsBackward(_Keys(t.mask[at], bias, t.lse.dtype), of, length)
-        parts = ((at, heads, some) for some in row_slices(t.x.shape[-3], length, BACKWARD))
+    for example in examples(t.x):
+        bias = t.own[example] if own else None if t.bias is None else t.bias[example]
+        heads = _HeadsBackward(_Keys(t.mask[example], bias, t.lse.dtype), params, length)
+        parts = ((example, heads, part) for part in row_slices(t.x.shape[-3], length, BACKWARD))
         of_rows = summed(through_rows, parts, lambda: zeros(wanted))
         # The gradient of the bias belongs to one example.
         add_sums(sums[:-1], of_rows[:-1])
         if own:
-            of_bias = ((at, of_rows.bias, some) for some in row_slices(t.x.shape[-3], length, FORWARD))
+            of_bias = ((example, of_rows.bias, part) for part in row_slices(t.x.shape[-3], length, FORWARD))
             add_sums(sums, summed(through_bias, of_bias, zeros))
         if t.bias is not None and t.bias_wanted:
-            dbias[at] = of_rows.bias
+            dbias[example] = of_rows.bias
     of_norm = parameter_gradients(sums.product, sums.total, t.norm_weight, t.norm_bias, t.weight, t.gate_bias)
     dout_weight = sums.out_product.to(accumulation_dtype(t.out_weight))
     # A bias that is None gets a gradient without elements.
-    of_out_bias = (t.norm_weight, sums.out_total[:0]) if t.out_bias is None else (t.out_bias, sums.out_total)
-    return dx, *of_norm, dout_weight, of_out_bias[1].to(accumulation_dtype(of_out_bias[0])), dbias
+    dout_bias = sums.out_total[:0].to(accumulation_dtype(t.norm_weight))
+    if t.out_bias is not None:
+        dout_bias = sums.out_total.to(accumulation_dtype(t.out_bias))
+    return dx, *of_norm, dout_weight, dout_bias, dbias
 
 
 class _Parameters:
@@ -351,15 +359,15 @@ class _Keys:
         # Whether a query may have no key although its row has some.
         self.infinite = any(self.rows_masked) and bias is not None and bool((bias == float("-inf")).any())
 
-    def added(self, some: slice, heads: int) -> tuple[Tensor | None, Tensor | None]:
+    def added(self, part: slice, heads: int) -> tuple[Tensor | None, Tensor | None]:
         """Compute the summand of the logits [n, h, Q, K] and the mask of queries without keys [n, h, Q, 1]."""
-        n, length = self.masked[some].shape
+        n, length = self.masked[part].shape
         shape = n, heads, length, length
-        if not any(self.rows_masked[some]):
+        if not any(self.rows_masked[part]):
             return None if self.bias is None else self.bias.expand(shape), None
-        less = self.less[some][:, None, None]
+        less = self.less[part][:, None, None]
         added = less if self.bias is None else self.bias + less
-        no_key = self.masked[some].all(-1)[:, None, None, None]
+        no_key = self.masked[part].all(-1)[:, None, None, None]
         if self.infinite:
             no_key = added.amax(-1, keepdim=True) == float("-inf")
         return added.expand(shape), no_key if bool(no_key.any()) else None
@@ -368,11 +376,11 @@ class _Keys:
 class _HeadsBackward:
     """The backward pass of the attention of each row, for some rows and heads at a time."""
 
-    def __init__(self, keys: _Keys, of: _Parameters, length: int) -> None:
-        self.keys, self.of = keys, of
-        self.heads = max(1, min(of.heads, LOGITS // length**2))
+    def __init__(self, keys: _Keys, params: _Parameters, length: int) -> None:
+        self.keys, self.params = keys, params
+        self.heads = max(1, min(params.heads, LOGITS // length**2))
         # More than one row only if all heads are computed at once.
-        self.rows = max(1, min(BACKWARD // length, LOGITS // (of.heads * length**2)))
+        self.rows = max(1, min(BACKWARD // length, LOGITS // (params.heads * length**2)))
         self.bias = None if keys.bias is None else keys.bias * LOG2E
 
     def backward(
@@ -384,30 +392,30 @@ class _HeadsBackward:
         g [n, K, c]: the gradient of the output projection.
         first: the number of the first row.
         """
-        of, keys, (n, length, i), acc, g = self.of, self.keys, attended.shape, lse.dtype, rows(g)
+        params, keys, (n, length, i), acc, g = self.params, self.keys, attended.shape, lse.dtype, rows(g)
         projected = y[..., : 4 * i].flatten(0, 1).t().contiguous()  # [4 i, positions]
         o, s = attended.flatten(0, 1).t().contiguous().to(acc), torch.sigmoid(projected[:i].to(acc))
-        do = torch.mm(of.out_weight.t(), g.t()).to(acc).mul_(s)
+        do = torch.mm(params.out_weight.t(), g.t()).to(acc).mul_(s)
         accumulate(sums.out_product, g, (s * o).to(g.dtype).t())
         sums.out_total.add_(g.sum(0, dtype=acc))
         through = o.mul_(do)
-        delta = through.unflatten(0, (of.heads, -1)).sum(1, keepdim=True)
+        delta = through.unflatten(0, (params.heads, -1)).sum(1, keepdim=True)
         dy = torch.empty_like(projected)
         dy[:i] = through.mul_(s.neg_().add_(1))
-        transposed = [t.view(of.heads, -1, n, length).transpose(0, 2) for t in (*projected[i:].chunk(3), do, delta)]
-        gradients = dy[i:].view(3, of.heads, -1, n, length).transpose(1, 3)  # each [n, d, h, K]
+        transposed = [t.view(params.heads, -1, n, length).transpose(0, 2) for t in (*projected[i:].chunk(3), do, delta)]
+        gradients = dy[i:].view(3, params.heads, -1, n, length).transpose(1, 3)  # each [n, d, h, K]
 
         # The buffers of some rows and heads: weights, gradients of logits, either in the dtype of the products, and
         # gradients of q, k and v.
         weights = y.new_empty(self.rows * self.heads, length, length, dtype=acc)
         dlogits = torch.empty_like(weights)
         narrow = None if y.dtype == acc else torch.empty_like(weights, dtype=y.dtype)
-        dqkv, scale = y.new_empty(3, self.rows, of.heads, i // of.heads, length), (i // of.heads) ** -0.5
+        dqkv, scale = y.new_empty(3, self.rows, params.heads, i // params.heads, length), (i // params.heads) ** -0.5
         for group in row_slices(n, length, length * self.rows):
             count, numbers = group.stop - group.start, slice(first + group.start, first + group.stop)
             rows_of_group = [t[group].transpose(1, 2) for t in transposed]  # [rows, h, d, K]
             masked = any(keys.rows_masked[numbers])
-            for start in range(0, of.heads, self.heads):
+            for start in range(0, params.heads, self.heads):
                 heads = slice(start, start + self.heads)
                 # These are views for a single row.
                 q, k, v, do, delta = (t[:, heads].flatten(0, 1) for t in rows_of_group)
@@ -448,4 +456,4 @@ class _HeadsBackward:
             gradients[:, group] = dqkv[:, :count].transpose(2, 3)
         sums.total[: 4 * i] += dy.sum(1, dtype=acc)
         accumulate(sums.product[: 4 * i], dy.t(), h)
-        return torch.mm(dy.t(), of.weight[: 4 * i])
+        return torch.mm(dy.t(), params.weight[: 4 * i])

@@ -16,6 +16,8 @@ from warpfold.ops.dispatch import Operands, accumulation_dtype, empty_like
 from warpfold.ops.linear import empty_linear, empty_statistics
 
 POSITIONS = 2048  # per block
+# The index of a block of rows among all rows of all examples.
+Block = tuple[int | slice, ...]
 
 
 def blocks(like: Tensor, *tensors: Tensor, size: int | None = None) -> Iterator[list[Tensor]]:
@@ -42,9 +44,11 @@ def row_slices(count: int, length: int, positions: int) -> Iterable[slice]:
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
-def parts_of(x: Tensor, positions: int) -> Iterator[tuple[tuple[int, ...], slice]]:
-    """Split x [*, rows, length, c] into parts: index of an example, and rows with about this number of positions."""
-    return itertools.product(examples(x), row_slices(x.shape[-3], x.shape[-2], positions))
+def row_blocks(x: Tensor, positions: int) -> Iterator[Block]:
+    """Split x [*, rows, length, c] into blocks of rows of an example with about this number of positions."""
+    for example in examples(x):
+        for part in row_slices(x.shape[-3], x.shape[-2], positions):
+            yield *example, part
 
 
 def rows(block: Tensor) -> Tensor:

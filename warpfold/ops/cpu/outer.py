@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from warpfold.ops.cpu.linear import accumulate, examples, norm_linear_backward, parts_of, put, row_slices, rows
+from warpfold.ops.cpu.linear import Block, accumulate, examples, norm_linear_backward, put, row_blocks, row_slices, rows
 from warpfold.ops.cpu.threads import add_sums, in_threads, summed
 from warpfold.ops.dispatch import Operands, accumulation_dtype
 from warpfold.ops.linear import empty_statistics
@@ -37,19 +37,19 @@ def _forward(t: Operands, out: Tensor, share: Tensor) -> None:
     share.add_(t.added).clamp_(min=t.least).reciprocal_()
     w, narrow = t.weight.to(a.dtype).t(), None if t.bias is None else t.bias.to(a.dtype)
 
-    def compute(some: slice) -> None:
+    def compute(part: slice) -> None:
         """Compute a block."""
-        results = out[some].flatten(0, 1)
-        products = _products(a[:, some], b)
+        results = out[part].flatten(0, 1)
+        products = _products(a[:, part], b)
         if narrow is None or not t.bias_divided:
             torch.mm(products, w, out=results)
         else:
             torch.addmm(narrow, products, w, out=results)
-        results *= share[some].flatten()[:, None].to(a.dtype)
+        results *= share[part].flatten()[:, None].to(a.dtype)
         if narrow is not None and not t.bias_divided:
             results += narrow
         if t.z is not None:
-            results += t.z[some].flatten(0, 1)
+            results += t.z[part].flatten(0, 1)
 
     in_threads(compute, zip(_blocks(a, b)))
 
@@ -88,16 +88,16 @@ def _backward(t: Operands, da: Tensor, db: Tensor, sums: _Sums) -> None:
     (_, _, c), (s, j, d) = a.shape, b.shape
     narrow = weight.to(a.dtype)
 
-    def compute(sums: _Sums, some: slice) -> None:
+    def compute(sums: _Sums, part: slice) -> None:
         """Compute the gradients of a block, and add to the sums."""
-        whole = t.grad[some].flatten(0, 1)
-        g = whole * t.share[some].flatten()[:, None].to(a.dtype)
-        accumulate(sums.weight, g, _products(a[:, some], b))
+        whole = t.grad[part].flatten(0, 1)
+        g = whole * t.share[part].flatten()[:, None].to(a.dtype)
+        accumulate(sums.weight, g, _products(a[:, part], b))
         sums.bias.add_((g if t.bias_divided else whole).sum(0, dtype=sums.bias.dtype))
         # [i j, c d] -> [i c, j d]
         transposed = torch.mm(g, narrow).view(-1, j, c, d).transpose(1, 2).reshape(-1, j * d)
-        da[:, some] = (b.flatten(1) @ transposed.t()).view(s, -1, c)
-        accumulate(sums.b.flatten(1), a[:, some].flatten(1).t(), transposed)
+        da[:, part] = (b.flatten(1) @ transposed.t()).view(s, -1, c)
+        accumulate(sums.b.flatten(1), a[:, part].flatten(1).t(), transposed)
 
     total = summed(compute, zip(_blocks(a, b)), lambda: _Sums.zeros(weight, a, tuple(b.shape)))
     add_sums(sums[:2], total[:2])
@@ -113,9 +113,9 @@ def outer_product_mean(t: Operands) -> tuple[Tensor, ...]:
     nw, nb = t.norm_weight.to(mean.dtype), None if t.norm_bias is None else t.norm_bias.to(mean.dtype)
     w, shift, masks = t.weight.to(x.dtype).t(), None if t.bias is None else t.bias.to(x.dtype), t.mask.to(x.dtype)
 
-    def project(at: tuple[int, ...], some: slice) -> None:
+    def project(block: Block) -> None:
         """Compute both factors of a block."""
-        n, of_mean, of_scale = torch.native_layer_norm(rows(x[at][some]), [c], nw, nb, t.eps)
+        n, of_mean, of_scale = torch.native_layer_norm(rows(x[block]), [c], nw, nb, t.eps)
         if shift is not None and len(shift) == 2 * h:
             y = torch.addmm(shift, n, w)
         else:
@@ -123,14 +123,21 @@ def outer_product_mean(t: Operands) -> tuple[Tensor, ...]:
             if shift is not None:
                 y[:, : len(shift)] += shift
         for factor, values in zip((a, b), y.view(-1, r, 2, h).unbind(2)):
-            torch.mul(values, masks[at][some][..., None], out=factor[at][some])
-        put(mean[at][some], of_mean.flatten())
-        put(scale[at][some], of_scale.flatten())
+            torch.mul(values, masks[block][..., None], out=factor[block])
+        put(mean[block], of_mean.flatten())
+        put(scale[block], of_scale.flatten())
 
-    in_threads(project, parts_of(x, POSITIONS))
-    for at in examples(x):
-        of_example = t.but(a=a[at], b=b[at], weight=t.out_weight, bias=t.out_bias, a_mask=t.mask[at], b_mask=t.mask[at])
-        _forward(of_example.but(z=None if t.z is None else t.z[at]), out[at], share[at])
+    in_threads(project, zip(row_blocks(x, POSITIONS)))
+    for example in examples(x):
+        of_example = t.but(
+            a=a[example],
+            b=b[example],
+            weight=t.out_weight,
+            bias=t.out_bias,
+            a_mask=t.mask[example],
+            b_mask=t.mask[example],
+        )
+        _forward(of_example.but(z=None if t.z is None else t.z[example]), out[example], share[example])
     return out, a, b, mean, scale, share
 
 
@@ -138,11 +145,11 @@ def outer_product_mean_backward(t: Operands) -> tuple[Tensor, ...]:
     """Compute warpfold::outer_product_mean_backward."""
     sums = _Sums.zeros(t.out_weight, t.x)
     dy = t.x.new_empty(*t.x.shape[:-1], len(t.weight))
-    for at in examples(t.x):
-        a, b = t.a[at], t.b[at]
+    for example in examples(t.x):
+        a, b = t.a[example], t.b[example]
         da, db = torch.empty_like(a), torch.empty_like(b)
-        _backward(t.but(grad=t.grad[at], a=a, b=b, share=t.share[at], weight=t.out_weight), da, db, sums)
-        torch.cat((da, db), -1, out=dy[at]).mul_(t.mask[at][..., None].to(dy.dtype))
+        _backward(t.but(grad=t.grad[example], a=a, b=b, share=t.share[example], weight=t.out_weight), da, db, sums)
+        torch.cat((da, db), -1, out=dy[example]).mul_(t.mask[example][..., None].to(dy.dtype))
     return *norm_linear_backward(t.but(grad=dy)), *sums.gradients(t.out_weight, t.out_bias)
 
 

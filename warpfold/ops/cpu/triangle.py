@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from warpfold.ops.cpu.linear import (
+    Block,
     accumulate,
     drawn_factors,
     examples,
     gate_values,
     parameter_gradients,
-    parts_of,
     put,
+    row_blocks,
     row_slices,
     rows,
     standardise,
@@ -43,58 +44,58 @@ PLANES = 4  # channels per batched product
 
 def triangle_factor(t: Operands) -> tuple[Tensor, ...]:
     """Compute warpfold::triangle_factor."""
-    of, (mean, scale) = _Input(t, (t.which,), gated=False), empty_statistics(t.x)
-    out = empty_factor(t.x, of.hidden)
-    _write_factors(t, of, (out,), mean, scale)
+    params, (mean, scale) = _Input(t, (t.which,), gated=False), empty_statistics(t.x)
+    out = empty_factor(t.x, params.hidden)
+    _write_factors(t, params, (out,), mean, scale)
     return out, mean, scale
 
 
 def triangle_factor_backward(t: Operands) -> tuple[Tensor, ...]:
     """Compute warpfold::triangle_factor_backward."""
-    x, of, dx = t.x, _Input(t, (t.which,), gated=False), empty_like(t.x)
+    x, params, dx = t.x, _Input(t, (t.which,), gated=False), empty_like(t.x)
 
-    def compute(sums: _InputSums, at: tuple[int, ...], some: slice) -> None:
+    def compute(sums: _InputSums, block: Block) -> None:
         """Propagate the gradient from some rows of the factor to those of x."""
-        nothing = x.new_empty(x[at][some].shape[:-1].numel(), 0)
-        dx_rows = _back_to_x(t, of, sums, at, some, [t.grad[at][:, some]], nothing)
-        dx[at][some].copy_(dx_rows.view(dx[at][some].shape))
+        no_gate = x.new_empty(x[block].shape[:-1].numel(), 0)
+        dx_rows = _back_to_x(t, params, sums, block, [t.grad[_of_planes(block)]], no_gate)
+        dx[block].copy_(dx_rows.view(dx[block].shape))
 
-    return dx, *of.gradients(summed(compute, parts_of(x, POSITIONS), of.zeros))
+    return dx, *params.gradients(summed(compute, zip(row_blocks(x, POSITIONS)), params.zeros))
 
 
 def triangle_multiplication(t: Operands) -> tuple[Tensor, ...]:
     """Compute warpfold::triangle_multiplication."""
     x = t.x
-    of, of_output = _Input(t, (0, 1) if t.b is None else (0,)), _Output(t)
+    params, out_params = _Input(t, (0, 1) if t.b is None else (0,)), _Output(t)
     f, out = drawn_factors(x, t), empty_like(x)
-    made, product = [empty_factor(x, of.hidden) for _ in of.which], empty_product(x, of.hidden)
+    made, product = [empty_factor(x, params.hidden) for _ in params.which], empty_product(x, params.hidden)
     mean, scale, out_mean, out_scale = (*empty_statistics(x), *empty_statistics(x))
 
-    def output(at: tuple[int, ...], some: slice) -> None:
+    def output(block: Block) -> None:
         """Compute some rows of the result from the product; the gate's logits exist for one block at a time."""
-        xs, results = rows(x[at][some]), writable(out[at][some])
-        shape = x[at][some].shape[:-1]
+        xs, results = rows(x[block]), writable(out[block])
+        shape = x[block].shape[:-1]
         # The norm of the product runs over the first axis.
-        wide = product[at][:, some].flatten(1).to(out_mean.dtype)
+        wide = product[_of_planes(block)].flatten(1).to(out_mean.dtype)
         m = wide.mean(0)
         standard = wide - m
         s = standard.square().mean(0).add_(t.eps).rsqrt_()
         standard.mul_(s)
-        out_mean[at][some], out_scale[at][some] = m.view(shape), s.view(shape)
+        out_mean[block], out_scale[block] = m.view(shape), s.view(shape)
         dx = torch.mul(
-            of_output.project(standard.to(x.dtype)), gate_values(of.gate(of.normed(xs, t.eps)[0])), out=results
+            out_params.project(standard.to(x.dtype)), gate_values(params.gate(params.normed(xs, t.eps)[0])), out=results
         )
         if f is not None:
-            dx.mul_(rows(f[at][some]))
+            dx.mul_(rows(f[block]))
         if t.residual:
             dx.add_(xs)
-        put(out[at][some], dx)
+        put(out[block], dx)
 
-    _write_factors(t, of, made, mean, scale)
+    _write_factors(t, params, made, mean, scale)
     a, b = made if t.b is None else (made[0], t.b)
     left, right, into = (a, b.mT, product) if t.outgoing else (b.mT, a, product)
     multiply((right.mT, left.mT, into.mT) if is_narrow(x) else (left, right, into))
-    in_threads(output, parts_of(x, POSITIONS))
+    in_threads(output, zip(row_blocks(x, POSITIONS)))
     own_b = b if t.b is None else x.new_empty(0)
     return out, a, own_b, product, mean, scale, out_mean, out_scale
 
@@ -102,89 +103,89 @@ def triangle_multiplication(t: Operands) -> tuple[Tensor, ...]:
 def triangle_multiplication_backward(t: Operands) -> tuple[Tensor, ...]:
     """Compute warpfold::triangle_multiplication_backward; the norms' gradients are computed as in linear.py."""
     grad, x = t.grad, t.x
-    of, of_output = _Input(t, (0, 1) if t.b is None else (0,)), _Output(t)
+    params, out_params = _Input(t, (0, 1) if t.b is None else (0,)), _Output(t)
     f, dx, dgiven = drawn_factors(grad, t), empty_like(x), empty_gradient_of_b(t)
-    sums, out_sums = of.zeros(), of_output.zeros()
+    sums, out_sums = params.zeros(), out_params.zeros()
     # First the gradients of the product and of its gate's logits, then those of the factors.
     i, k = x.shape[-3:-1]
-    dproduct, da = x.new_empty(of.hidden, i, k), x.new_empty(of.hidden, i, k)
+    dproduct, da = x.new_empty(params.hidden, i, k), x.new_empty(params.hidden, i, k)
     dlogits, own_db = x.new_empty(x.shape[-3:]), torch.empty_like(da) if t.b is None else None
 
-    def through_output(sums: tuple[Tensor, Tensor], at: tuple[int, ...], some: slice) -> None:
+    def through_output(sums: tuple[Tensor, Tensor], block: Block) -> None:
         """Propagate the gradient from some rows of the result to the product and its gate's logits."""
-        out, total = sums
-        before = standardise(rows(x[at][some]), t.mean[at][some], t.scale[at][some])
-        m, s = t.out_mean[at][some].reshape(-1), t.out_scale[at][some].reshape(-1)
-        g = rows(grad[at][some] if f is None else grad[at][some] * f[at][some])
-        standard = (t.product[at][:, some].flatten(1).to(m.dtype) - m).mul_(s)
+        (out, total), part = sums, block[-1]
+        before = standardise(rows(x[block]), t.mean[block], t.scale[block])
+        m, s = t.out_mean[block].reshape(-1), t.out_scale[block].reshape(-1)
+        g = rows(grad[block] if f is None else grad[block] * f[block])
+        standard = (t.product[_of_planes(block)].flatten(1).to(m.dtype) - m).mul_(s)
         narrow = standard.to(g.dtype)
-        values = gate_values(of.gate(of.weighed(before).to(x.dtype)))
+        values = gate_values(params.gate(params.weighed(before).to(x.dtype)))
         dprojected = g * values
-        dgate = of_output.project(narrow).mul_(dprojected).mul_(values.neg_().add_(1))
+        dgate = out_params.project(narrow).mul_(dprojected).mul_(values.neg_().add_(1))
         accumulate(out, dprojected, narrow.t())
         total.add_(dprojected.sum(0, dtype=total.dtype))
-        dn = torch.mm(of_output.folded.t(), dprojected.t()).to(standard.dtype)
+        dn = torch.mm(out_params.folded.t(), dprojected.t()).to(standard.dtype)
         along = (dn * standard).mean(0)
         dn = dn.sub_(dn.mean(0)).sub_(standard * along).mul_(s)  # through the product's norm
-        dproduct[:, some], dlogits[some] = dn.view(of.hidden, -1, k), dgate.view(-1, *x.shape[-2:])
+        dproduct[:, part], dlogits[part] = dn.view(params.hidden, -1, k), dgate.view(-1, *x.shape[-2:])
 
-    def through_input(sums: _InputSums, at: tuple[int, ...], some: slice) -> None:
+    def through_input(sums: _InputSums, block: Block) -> None:
         """Propagate the gradient from some rows of the factors and the logits to those of x."""
-        planes = [da[:, some]] if own_db is None else [da[:, some], own_db[:, some]]
-        dx_rows = _back_to_x(t, of, sums, at, some, planes, dlogits[some].flatten(0, 1)).view(dx[at][some].shape)
+        part = block[-1]
+        planes = [da[:, part]] if own_db is None else [da[:, part], own_db[:, part]]
+        dx_rows = _back_to_x(t, params, sums, block, planes, dlogits[part].flatten(0, 1)).view(dx[block].shape)
         if t.residual:
-            torch.add(grad[at][some], dx_rows, out=dx[at][some])
+            torch.add(grad[block], dx_rows, out=dx[block])
         else:
-            dx[at][some].copy_(dx_rows)
+            dx[block].copy_(dx_rows)
 
-    for at in examples(x):
-        parts = [(at, some) for some in row_slices(i, k, POSITIONS)]
-        add_sums(out_sums, summed(through_output, parts, of_output.zeros))
-        b, db = (t.own_b[at], own_db) if own_db is not None else (t.b[at], dgiven[at])
+    for example in examples(x):
+        blocks = [(*example, part) for part in row_slices(i, k, POSITIONS)]
+        add_sums(out_sums, summed(through_output, zip(blocks), out_params.zeros))
+        b, db = (t.own_b[example], own_db) if own_db is not None else (t.b[example], dgiven[example])
         if t.outgoing:
-            multiply((dproduct, b, da), (dproduct.mT, t.a[at], db))
+            multiply((dproduct, b, da), (dproduct.mT, t.a[example], db))
         else:
-            multiply((b, dproduct, da), (t.a[at], dproduct.mT, db))
-        add_sums(sums, summed(through_input, parts, of.zeros))
-    return dx, dgiven, *of.gradients(sums), *parameter_gradients(*out_sums, *of_output.parameters)
+            multiply((b, dproduct, da), (t.a[example], dproduct.mT, db))
+        add_sums(sums, summed(through_input, zip(blocks), params.zeros))
+    return dx, dgiven, *params.gradients(sums), *parameter_gradients(*out_sums, *out_params.parameters)
+
+
+def _of_planes(block: Block) -> Block:
+    """Return the index of a block's rows in planes [*, channels, rows, length]."""
+    return *block[:-1], slice(None), block[-1]
 
 
 def multiply(*products: tuple[Tensor, Tensor, Tensor]) -> None:
     """Multiply matrices [*, i, k] by [*, k, j] into [*, i, j], for each triple (left, right, out)."""
 
-    def compute(left: Tensor, right: Tensor, out: Tensor) -> None:
-        torch.bmm(left, right, out=out)
+    def parts() -> Iterator[list[Tensor]]:
+        for product in products:
+            left, right, out = (t.flatten(0, -3) for t in product)
+            # A slice has small planes, so more of them are multiplied at a time, as much work as `PLANES` whole planes.
+            several = PLANES * max(1, max(left[0].numel(), right[0].numel()) // out[0].numel())
+            for start in range(0, len(out), several):
+                yield [t[start : start + several] for t in (left, right, out)]
 
-    def parts(left: Tensor, right: Tensor, out: Tensor) -> Iterator[list[Tensor]]:
-        # A slice has small planes, so more of them are multiplied at a time, as much work as `PLANES` whole planes.
-        several = PLANES * max(1, max(left[0].numel(), right[0].numel()) // out[0].numel())
-        return ([each[start : start + several] for each in (left, right, out)] for start in range(0, len(out), several))
-
-    in_threads(compute, (part for one in products for part in parts(*(each.flatten(0, -3) for each in one))))
+    in_threads(lambda left, right, out: torch.bmm(left, right, out=out), parts())
 
 
-def _write_factors(t: Operands, of: "_Input", made: Sequence[Tensor], mean: Tensor, scale: Tensor) -> None:
+def _write_factors(t: Operands, params: "_Input", made: Sequence[Tensor], mean: Tensor, scale: Tensor) -> None:
     """Compute the factors of x and the statistics of its norm."""
     x = t.x
 
-    def compute(at: tuple[int, ...], some: slice) -> None:
-        normed, m, s = of.normed(rows(x[at][some]), t.eps)
-        y, masked = of.factors(normed), t.mask[at][some].reshape(1, -1).to(x.dtype)
+    def compute(block: Block) -> None:
+        normed, m, s = params.normed(rows(x[block]), t.eps)
+        y, masked = params.factors(normed), t.mask[block].reshape(1, -1).to(x.dtype)
         for factor, (value, logit) in zip(made, y):
-            torch.mul(torch.sigmoid(logit).mul_(masked), value, out=factor[at][:, some].flatten(1))
-        mean[at][some], scale[at][some] = m.view(x[at][some].shape[:-1]), s.view(x[at][some].shape[:-1])
+            torch.mul(torch.sigmoid(logit).mul_(masked), value, out=factor[_of_planes(block)].flatten(1))
+        mean[block], scale[block] = m.view(mean[block].shape), s.view(mean[block].shape)
 
-    in_threads(compute, parts_of(x, POSITIONS))
+    in_threads(compute, zip(row_blocks(x, POSITIONS)))
 
 
 def _back_to_x(
-    t: Operands,
-    of: "_Input",
-    sums: "_InputSums",
-    at: tuple[int, ...],
-    some: slice,
-    planes: Sequence[Tensor],
-    of_gate: Tensor,
+    t: Operands, params: "_Input", sums: "_InputSums", block: Block, planes: Sequence[Tensor], of_gate: Tensor
 ) -> Tensor:
     """Compute the gradient [positions, c] of some rows of x, and add to the sums of the parameters' gradients.
 
@@ -192,9 +193,9 @@ def _back_to_x(
     of_gate: the gradient of the gate's logits, [positions, outputs].
     """
     x = t.x
-    xs, m, s = rows(x[at][some]).contiguous(), t.mean[at][some], t.scale[at][some]
-    before, masked = standardise(xs, m, s), t.mask[at][some].reshape(1, -1).to(x.dtype)
-    y = of.factors(of.weighed(before).to(x.dtype))
+    xs, m, s = rows(x[block]).contiguous(), t.mean[block], t.scale[block]
+    before, masked = standardise(xs, m, s), t.mask[block].reshape(1, -1).to(x.dtype)
+    y = params.factors(params.weighed(before).to(x.dtype))
     dy = torch.empty_like(y)
     for (value, logit), (dvalue, dlogit), d in zip(y, dy, planes):
         gates = torch.sigmoid(logit)
@@ -206,8 +207,8 @@ def _back_to_x(
     accumulate(sums.gate, of_gate, standard)
     sums.factors_total.add_(dy.sum(1, dtype=sums.gate_total.dtype))
     sums.gate_total.add_(of_gate.sum(0, dtype=sums.gate_total.dtype))
-    dn = torch.mm(dy.t(), of.factor_weight).addmm_(of_gate, of.gate_weight)
-    return through_norm(dn, xs, m, s, of.norm_weight)
+    dn = torch.mm(dy.t(), params.factor_weight).addmm_(of_gate, params.gate_weight)
+    return through_norm(dn, xs, m, s, params.norm_weight)
 
 
 class _InputSums(NamedTuple):
