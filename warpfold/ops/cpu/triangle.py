@@ -167,7 +167,10 @@ def multiply(*products: tuple[Tensor, Tensor, Tensor]) -> None:
             for start in range(0, len(out), several):
                 yield [t[start : start + several] for t in (left, right, out)]
 
-    in_threads(lambda left, right, out: torch.bmm(left, right, out=out), parts())
+    def compute(left: Tensor, right: Tensor, out: Tensor) -> None:
+        torch.bmm(left, right, out=out)
+
+    in_threads(compute, parts())
 
 
 def _write_factors(t: Operands, params: "_Input", made: Sequence[Tensor], mean: Tensor, scale: Tensor) -> None:

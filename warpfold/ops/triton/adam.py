@@ -12,6 +12,7 @@ import triton.language as tl
 from warpfold.ops.adam import FLAT
 from warpfold.ops.dispatch import Operands
 from warpfold.ops.triton.launch import configs, register
+from warpfold.ops.triton.positions import cdiv
 
 
 @triton.jit
@@ -66,7 +67,7 @@ def adam_step(t: Operands) -> None:
     weights, beta1, beta2 = t.weights, t.beta1, t.beta2
     kernel = ADAM.tiled((weights.numel(),), weights)
     kernel.run(
-        (triton.cdiv(weights.numel(), kernel["BLOCK"]),),
+        (cdiv(weights.numel(), kernel["BLOCK"]),),
         **{name: getattr(t, name) for name in (*FLAT, "packed", "used", "scale", "rate", "steps", "eps")},
         keep1=beta1,
         take1=1 - beta1,

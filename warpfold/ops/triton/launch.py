@@ -7,7 +7,7 @@ runs the kernel with it:
     FORWARD = register("layer_norm", _layer_norm, configs("BLOCK_M", (16, 4, 1), (32, 4, 1)))
     ...
     kernel = FORWARD.tiled((c, x.element_size()), x)
-    kernel.run((triton.cdiv(rows, kernel["BLOCK_M"]),), x=x, y=y, rows=rows, C=c)
+    kernel.run((cdiv(rows, kernel["BLOCK_M"]),), x=x, y=y, rows=rows, C=c)
 """
 
 import functools

@@ -204,7 +204,7 @@ def layer_norm(t: Operands) -> tuple[Tensor, Tensor, Tensor]:
     p = Positions({"x": x}, writes={"y": y, "mean": mean[..., None]})
     kernel = NORM.tiled((c, x.element_size()), x)
     kernel.run(
-        (triton.cdiv(p.count, kernel["BLOCK_M"]),),
+        (cdiv(p.count, kernel["BLOCK_M"]),),
         **p.arguments,
         weight=t.weight.contiguous(),
         bias=contiguous(t.bias),
@@ -608,7 +608,7 @@ def gate(t: Operands) -> Tensor:
     c = x.shape[-1]
     p = Positions({"x": x, "g": g}, writes={"y": y})
     kernel = GATE.tiled((c, x.element_size()), x)
-    kernel.run((triton.cdiv(p.count, kernel["BLOCK_M"]), triton.cdiv(c, kernel["BLOCK_C"])), **p.arguments, C=c)
+    kernel.run((cdiv(p.count, kernel["BLOCK_M"]), cdiv(c, kernel["BLOCK_C"])), **p.arguments, C=c)
     p.copy_back()
     return out
 
@@ -621,7 +621,7 @@ def gate_backward(t: Operands) -> tuple[Tensor, Tensor]:
     c = x.shape[-1]
     p = Positions({"x": x, "g": g, "grad": grad}, writes={"dx": dx, "dg": dg})
     kernel = GATE_BACKWARD.tiled((c, x.element_size()), x)
-    kernel.run((triton.cdiv(p.count, kernel["BLOCK_M"]), triton.cdiv(c, kernel["BLOCK_C"])), **p.arguments, C=c)
+    kernel.run((cdiv(p.count, kernel["BLOCK_M"]), cdiv(c, kernel["BLOCK_C"])), **p.arguments, C=c)
     p.copy_back()
     return out
 

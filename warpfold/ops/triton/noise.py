@@ -12,7 +12,7 @@ from torch import Tensor
 from warpfold.ops.dispatch import Operands
 from warpfold.ops.noise import kept_factor
 from warpfold.ops.triton.launch import configs, register
-from warpfold.ops.triton.positions import Positions, Strided, coalesce, offsets
+from warpfold.ops.triton.positions import Positions, Strided, cdiv, coalesce, offsets
 
 # These differ between draws, so kernels are not specialised for them.
 SCALARS = ["number", "word", "rate", "scale"]
@@ -92,7 +92,7 @@ def fill(out: Tensor, key: Tensor, number: int, strides: Sequence[int], draw: tu
         return
     kernel = KEEP.tiled((math.prod(out.shape), out.element_size()), out)
     kernel.run(
-        (triton.cdiv(found.count, kernel["BLOCK"]),),
+        (cdiv(found.count, kernel["BLOCK"]),),
         key=key,
         out=Strided.of(out, found.strides[0], 1),
         numbers=Strided.of(None, found.strides[1], 1),

@@ -296,9 +296,9 @@ def _forward(t: Operands, strides: tuple[int, int], out: Tensor, share: Tensor) 
     """
     (batches, s, c, i), (_, _, j, d), z = t.turned.shape, t.b.shape, len(t.weight)
     kernel = FORWARD.tiled((s, c, z), t.b)
-    tiles = batches * triton.cdiv(i, kernel["TILE_I"]) * triton.cdiv(j, kernel["TILE_J"])
+    tiles = batches * cdiv(i, kernel["TILE_I"]) * cdiv(j, kernel["TILE_J"])
     kernel.run(
-        (tiles, triton.cdiv(z, kernel["BLOCK_Z"])),
+        (tiles, cdiv(z, kernel["BLOCK_Z"])),
         a=t.turned,
         b=t.b,
         weight=cast_weight(t.weight, t.b, batches * i * j),
@@ -402,7 +402,7 @@ def _parts_of_share(t: Operands, share: Tensor) -> Tensor:
 def _product(left: Operand, right: Operand, share: Tensor, out: Tensor, depth: int) -> None:
     kernel = PRODUCTS.tiled((depth,), out)
     rows, columns = left.outer_size * left.inner_size, right.outer_size * right.inner_size
-    programs = triton.cdiv(rows, kernel["BLOCK_M"]) * triton.cdiv(columns, kernel["BLOCK_N"])
+    programs = cdiv(rows, kernel["BLOCK_M"]) * cdiv(columns, kernel["BLOCK_N"])
     of_left, of_right = (any((side.outer_share, side.inner_share)) for side in (left, right))
     share_of = "both" if of_left and of_right else "left" if of_left else "right"
     kernel.run((programs,), left=left, right=right, share=share, out=out, depth=depth, SHARE_OF=share_of)

@@ -17,7 +17,7 @@ from torch import Tensor
 from warpfold.ops.dispatch import Operands
 from warpfold.ops.pairs import C_ATOM, LEAST, N_ATOM, SG_ATOM
 from warpfold.ops.triton.launch import configs, register
-from warpfold.ops.triton.positions import contiguous
+from warpfold.ops.triton.positions import cdiv, contiguous
 
 
 @triton.jit
@@ -197,7 +197,7 @@ def aligned_errors(t: Operands) -> Tensor:
     operands = _operands(t)
     f, p, leading = operands["F"], operands["P"], frames.shape[:-3].numel()
     kernel = ALIGNED.tiled((f, p), frames)
-    tiles = triton.cdiv(f, kernel["BLOCK_F"]), triton.cdiv(p, kernel["BLOCK_P"])
+    tiles = cdiv(f, kernel["BLOCK_F"]), cdiv(p, kernel["BLOCK_P"])
     sums = frames.new_empty(leading, tiles[0] * tiles[1], 2, dtype=torch.float32)
     kernel.run((*tiles, leading), sums=sums, **operands)
     return sums.sum(1).to(frames.dtype).view(*frames.shape[:-3], 2)
@@ -211,9 +211,9 @@ def aligned_errors_backward(t: Operands) -> tuple[Tensor, Tensor]:
     f, p, leading = operands["F"], operands["P"], frames.shape[:-3].numel()
     dframes, dpoints = frames.new_empty(frames.shape), t.points.new_empty(t.points.shape)
     kernel = FRAMES.tiled((f, p), frames)
-    kernel.run((triton.cdiv(f, kernel["BLOCK_F"]), leading), dframes=dframes, **operands)
+    kernel.run((cdiv(f, kernel["BLOCK_F"]), leading), dframes=dframes, **operands)
     kernel = POINTS.tiled((f, p), frames)
-    kernel.run((triton.cdiv(p, kernel["BLOCK_P"]), leading), dpoints=dpoints, **operands)
+    kernel.run((cdiv(p, kernel["BLOCK_P"]), leading), dpoints=dpoints, **operands)
     return dframes, dpoints
 
 
@@ -331,7 +331,7 @@ def overlaps(t: Operands) -> Tensor:
     out, n = atoms.new_empty(3, len(atoms)), len(atoms)
     kernel = OVERLAPS.tiled((n,), atoms)
     operands = _atoms_of(t)
-    kernel.run((triton.cdiv(n, kernel["BLOCK_F"]),), **operands, out=out, n=n, tolerance=t.tolerance)
+    kernel.run((cdiv(n, kernel["BLOCK_F"]),), **operands, out=out, n=n, tolerance=t.tolerance)
     return out
 
 
@@ -342,7 +342,7 @@ def overlaps_backward(t: Operands) -> tuple[Tensor, Tensor]:
     kernel = OVERLAPS_BACKWARD.tiled((n,), atoms)
     operands = _atoms_of(t)
     kernel.run(
-        (triton.cdiv(n, kernel["BLOCK_F"]),),
+        (cdiv(n, kernel["BLOCK_F"]),),
         grad=t.grad[0].contiguous(),
         **operands,
         datoms=datoms,

@@ -114,7 +114,7 @@ class Positions:
     """Tensors [*, c] that a kernel reads and writes position by position, by the names of the kernel's arguments.
 
         p = Positions({"x": x, "g": g}, writes={"y": out})
-        kernel.run((triton.cdiv(p.count, kernel["BLOCK_M"]),), **p.arguments, C=c)
+        kernel.run((cdiv(p.count, kernel["BLOCK_M"]),), **p.arguments, C=c)
         p.copy_back()
 
     arguments: each tensor as `Strided`, or None for None, and "axes".
@@ -188,9 +188,8 @@ def programs_for(total: int, block: int, most: int) -> int:
 
     The number depends on shapes alone, and so does the order of every sum.
     """
-    blocks = -(-total // block)
-    each = -(-blocks // most)
-    return -(-blocks // each)
+    blocks = cdiv(total, block)
+    return cdiv(blocks, cdiv(blocks, most))
 
 
 def chunks_of(total: int, size: int, x: Tensor) -> list[tuple[int, int, int]]:
@@ -203,7 +202,7 @@ def chunks_of(total: int, size: int, x: Tensor) -> list[tuple[int, int, int]]:
 
 
 def cdiv(a: int, b: int) -> int:
-    """Divide and round up.  triton.cdiv does the same but is too slow on the host."""
+    """Divide and round up.  triton.cdiv does the same, but takes longer on the host."""
     return -(-a // b)
 
 

@@ -61,7 +61,7 @@ def transition(t: Operands) -> Tensor:
     key, sizes = _sizes(t)
     kernel = FORWARD.tiled(key, x)
     kernel.run(
-        (triton.cdiv(p.count, kernel["BLOCK_M"]),),
+        (cdiv(p.count, kernel["BLOCK_M"]),),
         **p.arguments,
         **_parameters(t, p.count),
         down_bias=contiguous(t.down_bias),
@@ -87,7 +87,7 @@ def transition_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
     dnorm_weight, dnorm_bias, dup, dup_bias, ddown, ddown_bias = gradients
     p = Positions({"x": x, "grad": grad}, writes={"dx": dx, "normalised": normalised})
     kernel = BACKWARD.tiled(key, x)
-    programs = triton.cdiv(p.count, kernel["BLOCK_M"])
+    programs = cdiv(p.count, kernel["BLOCK_M"])
     partials = empty_partials(x, programs, 3 * c)
     kernel.run((programs,), **p.arguments, **parameters, **sizes, partials=partials, eps=t.eps, RESIDUAL=t.residual)
     p.copy_back()
@@ -95,7 +95,7 @@ def transition_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
     rows = Sum(partials, (dnorm_weight, *biases))
     p = Positions({"normalised": normalised, "grad": grad}, writes={})
     kernel = WEIGHT.tiled(key, x)
-    tiles = triton.cdiv(hidden, kernel["BLOCK_H"])
+    tiles = cdiv(hidden, kernel["BLOCK_H"])
     programs = programs_for(p.count, kernel["BLOCK_M"], max(1, TILES // tiles))
     partials = empty_partials(x, programs, hidden * (c + 1) + c * hidden)
     arguments = {name: parameters[name] for name in ("up", "up_bias", "down")} | sizes
@@ -132,7 +132,7 @@ def _by_products(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, T
         torch.mm(some_n, up.t(), out=of_up)
         torch.mm(some_g, down, out=of_hidden)
         kernel.run(
-            (triton.cdiv(hidden, kernel["BLOCK_H"]), programs),
+            (cdiv(hidden, kernel["BLOCK_H"]), programs),
             pre=of_up,
             inner=of_hidden,
             bias=contiguous(t.up_bias),
@@ -148,7 +148,7 @@ def _by_products(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, T
 
     p = Positions({"x": x, "grad": grad, "dnormed": written}, writes={"dx": dx})
     kernel = NORM_BACKWARD.tiled((c,), x)
-    programs = triton.cdiv(p.count, kernel["BLOCK_M"])
+    programs = cdiv(p.count, kernel["BLOCK_M"])
     partials = empty_partials(x, programs, 3 * c)
     kernel.run(
         (programs,),

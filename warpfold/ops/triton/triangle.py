@@ -75,6 +75,7 @@ from warpfold.ops.triton.positions import (
     Strided,
     Sum,
     cast_weight,
+    cdiv,
     coalesce,
     contiguous,
     empty_partials,
@@ -620,7 +621,7 @@ def triangle_multiplication_backward(t: Operands) -> tuple[Tensor, ...]:
     rows = 4 * call.hidden
     of_out = dweight[rows:], dbias[rows:], dout_weight, dout_bias
     kernel = call.tiled(OUT_WEIGHT)
-    chunks = triton.cdiv(call.channels, kernel["BLOCK_O"])
+    chunks = cdiv(call.channels, kernel["BLOCK_O"])
     partials = call.span_partials(kernel, chunks, of_out)
     call.launch(kernel, (chunks, len(partials)), read, partials=partials)
     sums += [Sum(partials, of_out), call.factor_sums(da, apart, (dweight, dbias))]
@@ -702,7 +703,7 @@ class _Call:
 
     def blocks(self, kernel: TiledKernel) -> int:
         """Return the number of blocks of positions."""
-        return triton.cdiv(self.positions, kernel["BLOCK_M"])
+        return cdiv(self.positions, kernel["BLOCK_M"])
 
     def write_factors(self, planes: dict[str, Tensor], eps: float) -> None:
         """Compute the factors, given by name, and the statistics of x."""
@@ -729,7 +730,7 @@ class _Call:
         """
         wanted = tuple([gradient[: 4 * self.hidden] for gradient in gradients])
         kernel = self.tiled(FACTORS_WEIGHT)
-        chunks = self.count * triton.cdiv(self.hidden, kernel["BLOCK_O"])
+        chunks = self.count * cdiv(self.hidden, kernel["BLOCK_O"])
         partials = self.span_partials(kernel, chunks, wanted)
         # The kernel omits the rows of the other factor.
         if self.count == 1:
