@@ -25,7 +25,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from warpfold.ops.dispatch import (
@@ -52,6 +51,7 @@ from warpfold.ops.linear import (
     empty_statistics,
     exact_on_gpu,
     gate,
+    linear,
     norm_linear,
     padded,
     unsupported_channels,
@@ -307,8 +307,7 @@ def _layer_by_parts(t: Any) -> Tensor | None:
     y = norm_linear(x, t.norm_weight, t.norm_bias, t.weight, t.gate_bias, t.eps)
     g, q, k, v, bias = parts(y, t.out_weight.shape[1], t.heads, t.bias)
     bias = None if bias is None else bias[..., None, :, :, :]
-    o = gate(attention(q, k, v, t.mask, bias).flatten(-2), g)
-    dx = F.linear(o, t.out_weight.to(x.dtype), None if t.out_bias is None else t.out_bias.to(x.dtype))
+    dx = linear(gate(attention(q, k, v, t.mask, bias).flatten(-2), g), t.out_weight, t.out_bias)
     dx = dx if t.factors is None else dx * t.factors
     return laid_out_as(x + dx if t.residual else dx, x)
 
@@ -369,6 +368,6 @@ def gated_attention(
     # All rows share the bias.
     bias = None if bias is None else bias[..., None, :, :, :]
     o = gate.definition(attention.definition(q, k, v, mask, bias).flatten(-2), g)
-    dx = F.linear(o, out_weight.to(x.dtype), None if out_bias is None else out_bias.to(x.dtype))
+    dx = linear(o, out_weight, out_bias)
     dx = dx if factors is None else dx * factors
     return x + dx if residual else dx

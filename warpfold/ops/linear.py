@@ -69,6 +69,11 @@ def empty_linear(x: Tensor, outputs: int, planes: bool = False) -> Tensor:
     return whole.narrow(-1, 0, length).movedim(-3, -1)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute x weight^T + bias in the dtype of x, whatever the dtype of the parameters."""
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
 def padded(outputs: int) -> int:
     """Return the number of elements that the projections of a position occupy: half a `ROW`, or whole ones."""
     return ROW // 2 if outputs <= ROW // 2 else -(-outputs // ROW) * ROW
@@ -143,7 +148,7 @@ def norm_linear(
         if missing < 0:
             raise ValueError(f"norm_linear: bias is {list(bias.shape)}, but weight is {list(weight.shape)}")
         bias = F.pad(bias.to(x.dtype), (0, missing))
-    return F.linear(n, weight.to(x.dtype), bias)
+    return linear(n, weight, bias)
 
 
 def _prefer_definition(t: Any) -> bool:
@@ -194,5 +199,5 @@ def gated_linear_residual(
     -> [*, c] in the dtype and layout of x.  Parameters may have any float dtype.  Factors that are not drawn yet
     (`ops.noise.DropoutFactors`) are drawn in the kernels, forward and backward, and are never stored.
     """
-    dx = F.linear(gate.definition(o, g), weight.to(o.dtype), None if bias is None else bias.to(o.dtype))
+    dx = linear(gate.definition(o, g), weight, bias)
     return x + (dx if factors is None else dx * factors)

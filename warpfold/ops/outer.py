@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+
 from torch import Tensor
 
 from warpfold.ops.dispatch import (
@@ -22,7 +22,7 @@ from warpfold.ops.dispatch import (
     faster_on_cpu,
     register,
 )
-from warpfold.ops.linear import EPS, empty_statistics, exact_on_gpu, norm_linear, padded, unsupported_channels
+from warpfold.ops.linear import EPS, empty_statistics, exact_on_gpu, linear, norm_linear, padded, unsupported_channels
 
 CHANNELS = 64  # most channels of a factor
 ADDED = 1e-3  # added to sequence counts
@@ -117,10 +117,10 @@ def outer_product(
     official code.  If `bias_divided` is False it is added after the division, as in Boltz.
     """
     products = torch.einsum("...sic,...sjd->...ijcd", a, b).flatten(-2)
-    wide, shift = accumulation_dtype(a), None if bias is None else bias.to(a.dtype)
+    wide = accumulation_dtype(a)
     count = (torch.einsum("...si,...sj->...ij", a_mask.to(wide), b_mask.to(wide)) + added).clamp(min=least)
-    new = F.linear(products, weight.to(a.dtype), shift if bias_divided else None) / count[..., None].to(a.dtype)
-    new = new if bias_divided or shift is None else new + shift
+    new = linear(products, weight, bias if bias_divided else None) / count[..., None].to(a.dtype)
+    new = new if bias_divided or bias is None else new + bias.to(a.dtype)
     return new if z is None else z + new
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from warpfold.ops.dispatch import backend, faster_on_cpu, laid_out_as, register
-from warpfold.ops.linear import EPS, layer_norm
+from warpfold.ops.linear import EPS, layer_norm, linear
 
 # relu: applied to each output of `up` (AlphaFold2).  swiglu: silu of the first half of the outputs times the second
 # half (Shazeer, 2020; AlphaFold3, Algorithm 11).
@@ -78,7 +78,7 @@ def _perceptron(
     n: Tensor, up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None, activation: str
 ) -> Tensor:
     """Compute linear(activation(linear(n))) in the dtype of n."""
-    pre = F.linear(n, up.to(n.dtype), None if up_bias is None else up_bias.to(n.dtype))
+    pre = linear(n, up, up_bias)
     if activation == "relu":
         hidden = pre.relu()
     elif activation == "swiglu":
@@ -86,4 +86,4 @@ def _perceptron(
         hidden = F.silu(gate) * value
     else:
         raise ValueError(f"activation is {activation!r}, not one of {', '.join(HALVES)}")
-    return F.linear(hidden, down.to(n.dtype), None if down_bias is None else down_bias.to(n.dtype))
+    return linear(hidden, down, down_bias)

@@ -14,11 +14,10 @@ times as large as x, are computed again in blocks.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from warpfold.ops.dispatch import Operands, backend, empty_like, empty_parameters, faster_on_cpu, register
-from warpfold.ops.linear import EPS, ROW, empty_statistics, gate, layer_norm, norm_linear
+from warpfold.ops.linear import EPS, ROW, empty_statistics, gate, layer_norm, linear, norm_linear
 from warpfold.ops.noise import FACTOR_OPERANDS, Factors
 
 KERNEL_CHANNELS = (256, 128)  # most for x, a factor
@@ -280,6 +279,6 @@ def triangle_multiplication(
     a = _gated_factor(a, a_gate, mask)
     b = _gated_factor(own_b, b_gate, mask) if b is None else b
     n = layer_norm.definition(triangle_product(a, b, outgoing), out_norm_weight, out_norm_bias, eps)
-    dx = gate.definition(F.linear(n, out_weight.to(x.dtype), None if out_bias is None else out_bias.to(x.dtype)), g)
+    dx = gate.definition(linear(n, out_weight, out_bias), g)
     dx = dx if factors is None else dx * factors
     return x + dx if residual else dx
