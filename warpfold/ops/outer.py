@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
 from torch import Tensor
 
 from warpfold.ops.dispatch import (
