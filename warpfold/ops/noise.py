@@ -204,13 +204,8 @@ def _contiguous(key: Tensor, stream: int, rate: float, dtype: torch.dtype, shape
     return DropoutFactors(key, stream, rate, dtype, tuple(shape), tuple(strides))
 
 
-def dropout(
-    x: Tensor, rate: float, noise: Noise, stream: int, training: bool, shared_axis: int | None = None
-) -> Tensor:
-    """Apply dropout to x at `rate`; `shared_axis`, if given, shares one draw (Supp. 1.11.6)."""
+def dropout(x: Tensor, rate: float, noise: Noise, stream: int, training: bool) -> Tensor:
+    """Apply dropout to x at `rate`, with a draw for each element (Supp. 1.11.6)."""
     if not training or rate == 0:
         return x
-    shape = list(x.shape)
-    if shared_axis is not None:
-        shape[shared_axis] = 1
-    return x * noise.factors(shape, rate, stream, x)
+    return x * noise.factors(x.shape, rate, stream, x)
