@@ -712,9 +712,6 @@ def empty_parameters(*parameters: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(p.new_empty(p.shape, dtype=accumulation_dtype(p)) for p in templates)
 
 
-Registered = Callable[..., Any]  # an operation of torch.ops.warpfold
-
-
 class Expansion(NamedTuple):
     """The operands that replace a parameter for which torch has no type.
 
@@ -798,8 +795,8 @@ class register:
             self._define(back, module, needs, len(gradients), self.empty_gradients or self._empty_gradients)
             save, differentiate = self._autograd(back, list(operands), needs)
             op.register_autograd(differentiate, setup_context=save)
-            return self._choosing(definition, _registered(name), direct_function(save, differentiate))
-        return self._choosing(definition, _registered(name))
+            return self._choosing(definition, direct_function(save, differentiate))
+        return self._choosing(definition, None)
 
     def _operands(self, names: Sequence[str], types: Mapping[str, Any]) -> dict[str, Any]:
         """Return the operands of a registered operation: types by name."""
@@ -887,14 +884,12 @@ class register:
 
         return save, differentiate
 
-    def _choosing(
-        self, definition: Callable[P, R], registered: Registered, past_dispatcher: Callable[..., Any] | None = None
-    ) -> Op[P, R]:
+    def _choosing(self, definition: Callable[P, R], past_dispatcher: Callable[..., Any] | None) -> Op[P, R]:
         """Make the `Op` of a definition, whose fast path is the registered operation.
 
         past_dispatcher(*operands, repeat): calls repeat(operands) and attaches the gradient to the results.
         """
-        parameters = list(inspect.signature(definition).parameters)
+        parameters, registered = list(inspect.signature(definition).parameters), _registered(definition.__name__)
         shapes = Shapes(self.caller_shapes or self.shapes, parameters)
         adapter, unsupported, expand, kept = self.adapter, self.unsupported, self.expand, self.kept
         further, composed = self.caller_misfit if self.caller_shapes else self.misfit, self.composed
@@ -937,11 +932,9 @@ class register:
                     return differ
             return None if unsupported is None else unsupported(arguments)
 
-        direct = (
-            None
-            if past_dispatcher is None
-            else functools.partial(call_with if adapter is None else call, past_dispatcher)
-        )
+        direct = None
+        if past_dispatcher is not None:
+            direct = functools.partial(call_with if adapter is None else call, past_dispatcher)
         table = recipes[definition.__name__]
         return Op(definition, fast, why_not, self.prefer_definition, misfit, composed, direct, table)
 
@@ -953,7 +946,7 @@ def _kind(name: str, hint: Any) -> int:
     return 1 if hint in (Tensor, Tensor | None) else 3 if name.endswith("_wanted") else 2
 
 
-def _registered(name: str) -> Registered:
+def _registered(name: str) -> Callable[..., Any]:
     """Return the overload in torch.ops.warpfold, whose call is faster than that of its packet of overloads."""
-    overload: Registered = getattr(torch.ops.warpfold, name).default
+    overload: Callable[..., Any] = getattr(torch.ops.warpfold, name).default
     return overload

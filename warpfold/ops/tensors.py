@@ -120,7 +120,7 @@ def exact_matmul(a: Tensor, b: Tensor, added: Tensor | None = None) -> Tensor:
     return product
 
 
-def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute x W^T + b without TF32: x [*, n, c], weight [o, c], bias [o], all of one dtype."""
     projected: Tensor = _ExactLinear.apply(x, weight, bias)
     return projected

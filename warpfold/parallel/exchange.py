@@ -291,11 +291,10 @@ def make_exchanges(strategy: Strategy, mesh: Mesh, wire: Wire, ranks_per_node: i
         return {"plain": Plain(wire)}
     if strategy == "bf16":
         return {"bf16": Plain(wire, torch.bfloat16)}
-    if strategy == "hierarchical":
-        return {"hierarchical": make_hierarchical(mesh, ranks_per_node)}
-    if _ranks_of_node(mesh, ranks_per_node) is None:
-        return {"plain": Plain(wire)}
-    return {"plain": Plain(wire), "hierarchical": make_hierarchical(mesh, ranks_per_node)}
+    exchanges: dict[str, Exchange] = {} if strategy == "hierarchical" else {"plain": Plain(wire)}
+    if strategy == "hierarchical" or _ranks_of_node(mesh, ranks_per_node) is not None:
+        exchanges["hierarchical"] = make_hierarchical(mesh, ranks_per_node)
+    return exchanges
 
 
 def choose(

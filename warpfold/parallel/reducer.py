@@ -54,8 +54,8 @@ class Reducer:
         mesh: Mesh,
         config: SyncConfig,
         compression: CompressionConfig,
-        ranks_per_node: int | None = None,
-        records: bool = False,
+        ranks_per_node: int | None,
+        records: bool,
     ) -> None:
         """gradient: flat buffer; each parameter's grad is a view of it.
         records: whether backward passes are replayed as graphs. If ranks share an example, gradients are then sent

@@ -177,7 +177,7 @@ class ShardedTensor:
         lengths: Mapping[int, int],
         group: Group,
         name: str,
-        piece: int | None = None,
+        piece: int | None,
     ) -> None:
         self.lengths, self.group, self.name = lengths, group, name
         self.piece = piece if group.size > 1 else None
@@ -255,7 +255,7 @@ class ShardedTensor:
 class ShardedResidues(Residues):
     """Residues of one rank of an axial group. `replicas` branch ranks hold the same residues."""
 
-    def __init__(self, group: Group, replicas: int = 1) -> None:
+    def __init__(self, group: Group, replicas: int) -> None:
         self.group, self.shards, self.replicas = group, group.size, replicas
 
     def local_shard(self, x: Tensor, axis: int) -> Tensor:
@@ -417,13 +417,12 @@ class ShardedStack:
         module: BlockStack | Block,
         plan: Plan,
         mesh: Mesh,
-        compiled: Mapping[AxialUpdate, AxialUpdate] | None = None,
-        keep_blocks: int = 0,
-        channels: int = 0,
+        compiled: Mapping[AxialUpdate, AxialUpdate],
+        keep_blocks: int,
+        channels: int,
     ) -> None:
-        self.keep_blocks = keep_blocks
         self.name, self.module, self.plan, self.mesh, self.group = name, module, plan, mesh, mesh.axial
-        self.compiled, self.channels = compiled or {}, channels
+        self.compiled, self.keep_blocks, self.channels = compiled, keep_blocks, channels
         self._planned: list[tuple[Block, type[Block], Steps]] | None = None
         self._plan_layouts()
 
@@ -670,8 +669,6 @@ def _interleave(*generators: Phases) -> tuple[ShardedTensor, ...]:
 
 # A gathered piece is at most as large as this many ranks' slices. With more ranks, each contributes fewer rows.
 MAX_GATHERED_RANKS = 8
-# The first of this rank's rows, their number, and the number of rows on all ranks.
-Cut = tuple[int, int, int]
 
 
 def shared_in_pieces(layer: AxialUpdate, source: ShardedTensor, mask: Tensor, axis: int, name: str) -> Tensors:
@@ -783,7 +780,8 @@ def multiply_in_place(exchange: ChannelExchange, x: Tensor, mask: Tensor, factor
     (right,) = join_pieces(begin_right, axis + 1, length, rows, group)
     along = exchange.layer.axis
     assert along is not None
-    cuts: Iterator[Cut]
+    # The first of this rank's rows, their number, and the number of rows on all ranks.
+    cuts: Iterator[tuple[int, int, int]]
     if along == axis:
         cuts = ((piece.start, piece.sizes[piece.rank], piece.length) for piece in pieces(length, rows, group))
     else:
