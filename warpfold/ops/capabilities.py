@@ -102,9 +102,9 @@ def has_code(major: int, minor: int, built_for: Sequence[str]) -> bool:
 
 def _parse_architecture(name: str) -> tuple[str, int, int, str]:
     """Parse "sm_90a" into ("sm", 9, 0, "a")."""
-    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
-    assert found is not None, name
-    return found[1], int(found[2]), int(found[3]), found[4]
+    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
+    assert match is not None, name
+    return match[1], int(match[2]), int(match[3]), match[4]
 
 
 @functools.cache

@@ -98,14 +98,14 @@ def compile_ahead(
     """
     distinct = {identity(launch, target): launch for launch in launches}
     missing = [launch for launch in distinct.values() if not is_cached(launch, target)]
-    found = Compilations(cached=len(distinct) - len(missing))
+    result = Compilations(cached=len(distinct) - len(missing))
     if not missing and not again:
-        return found
+        return result
     with _one_at_a_time(lambda: tell(0, len(missing), "waiting for another process that compiles kernels")):
-        todo = list(distinct.values()) if again else [one for one in missing if not is_cached(one, target)]
-        found.cached += 0 if again else len(missing) - len(todo)
+        todo = list(distinct.values()) if again else [launch for launch in missing if not is_cached(launch, target)]
+        result.cached += 0 if again else len(missing) - len(todo)
         if not todo:
-            return found
+            return result
         workers = min(_most_workers() if workers is None else workers, len(todo))
         outcomes = (
             _compile_here(todo, target, launchers)
@@ -116,11 +116,11 @@ def compile_ahead(
         tell(0, len(todo), line.format(0))
         for done, (was_cached, failure) in enumerate(outcomes, 1):
             if failure:
-                found.failed.append(failure)
+                result.failed.append(failure)
             elif not was_cached:
-                found.compiled += 1
+                result.compiled += 1
             tell(done, len(todo), line.format(done))
-    return found
+    return result
 
 
 def _most_workers() -> int:

@@ -777,8 +777,8 @@ def _backward(t: Operands) -> Tensor | None:
     batches, sizes = len(t.q), call.sizes
     # One kernel writes both for the others.
     delta, firsts = lse.new_empty(lse.shape), lse.new_empty(lse.shape[:2], dtype=torch.int32)
-    rest = {name: given for name, given in call.arguments.items() if name not in ("out", "dq", "dk", "dv")}
-    rest |= {"lse": lse, "delta": delta}
+    shared = {name: given for name, given in call.arguments.items() if name not in ("out", "dq", "dk", "dv")}
+    shared |= {"lse": lse, "delta": delta}
     if serves_short(vectors.values(), t.bias):
         kernel, wide = SHORT.tiled(call.key, t.q), padded_width(t.q.shape[-1])
         kernel.run(
@@ -793,9 +793,9 @@ def _backward(t: Operands) -> Tensor | None:
     else:
         out, dq, dk, dv = (call.arguments[name] for name in ("out", "dq", "dk", "dv"))
         kernel = DQ.tiled(call.key, t.q)
-        kernel.run(call.row_grid(kernel, "BLOCK_Q"), **rest, out=out, dq=dq, firsts=firsts)
+        kernel.run(call.row_grid(kernel, "BLOCK_Q"), **shared, out=out, dq=dq, firsts=firsts)
         kernel = DKDV.tiled(call.key, t.q)
-        kernel.run(call.row_grid(kernel, "BLOCK_K"), **rest, dk=dk, dv=dv)
+        kernel.run(call.row_grid(kernel, "BLOCK_K"), **shared, dk=dk, dv=dv)
     if not t.bias_wanted:
         return None
     kernel = DBIAS.tiled(call.key, t.q)
@@ -806,7 +806,7 @@ def _backward(t: Operands) -> Tensor | None:
     if into is None:
         into = t.q.new_empty(slabs, batches, sizes.heads, sizes.queries, sizes.keys, dtype=torch.float32)
     dbias = strided_by_length(into, into.stride()[:4])
-    kernel.run((slabs * tiles,), **rest, firsts=firsts, dbias=dbias, slab=slab, batches=batches)
+    kernel.run((slabs * tiles,), **shared, firsts=firsts, dbias=dbias, slab=slab, batches=batches)
     return into if whole is None else None
 
 
@@ -870,10 +870,10 @@ def _width_innermost(t: Tensor) -> bool:
 
 def strided(vectors: dict[str, Tensor]) -> dict[str, Strided]:
     """Make kernel arguments from tensors [B, R, Q or K, h, d], with a copy if the last axis does not have stride 1."""
-    given = {name: t if _width_innermost(t) else t.contiguous() for name, t in vectors.items()}
-    is_half = all(t.element_size() == 2 for t in given.values())
-    layouts = _layouts(tuple([(t.shape, t.stride()) for t in given.values()]), is_half)
-    return {name: Strided(t, *layout) for (name, t), layout in zip(given.items(), layouts)}
+    vectors = {name: t if _width_innermost(t) else t.contiguous() for name, t in vectors.items()}
+    is_half = all(t.element_size() == 2 for t in vectors.values())
+    layouts = _layouts(tuple([(t.shape, t.stride()) for t in vectors.values()]), is_half)
+    return {name: Strided(t, *layout) for (name, t), layout in zip(vectors.items(), layouts)}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -55,6 +55,6 @@ def reason(error: BaseException) -> str:
     """Return a line with the reason why Triton rejected a kernel: the innermost error without the quoted source."""
     while error.__cause__ is not None:
         error = error.__cause__
-    without = getattr(error, "error_message", None) if isinstance(error, CompilationError) else None
-    said = str(without or error).strip().splitlines()
-    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+    message = getattr(error, "error_message", None) if isinstance(error, CompilationError) else None
+    lines = str(message or error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -338,18 +338,18 @@ def table_for(device: torch.device) -> tuple[LaunchTable, str]:
     """
     if device.type != "cuda":
         return read(SHIPPED / "default.json"), f"{device.type} is no GPU"
-    gpu, out = torch.cuda.get_device_name(device), ""
+    gpu, stale = torch.cuda.get_device_name(device), ""
     own, shipped = home() / file_of(gpu), SHIPPED / file_of(gpu)
     if own.is_file():
-        made = read(own)
-        if made.head.get("triton", triton_version()) == triton_version():
-            return made, f"made on this machine for {gpu}"
+        table = read(own)
+        if table.head.get("triton", triton_version()) == triton_version():
+            return table, f"made on this machine for {gpu}"
         # Another compiler generates other code, for which other tiles may be fastest or fit the registers.
-        out = f"the table made on this machine is of Triton {made.head['triton']}, not {triton_version()}; "
+        stale = f"the table made on this machine is of Triton {table.head['triton']}, not {triton_version()}; "
     # `./dev triton` checks shipped tables with every supported version.
     if shipped.is_file():
-        return read(shipped), f"{out}shipped for {gpu}"
-    return family_table(device), f"{out}no table for {gpu}; make one: warpfold tune"
+        return read(shipped), f"{stale}shipped for {gpu}"
+    return family_table(device), f"{stale}no table for {gpu}; make one: warpfold tune"
 
 
 @functools.cache

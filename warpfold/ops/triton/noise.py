@@ -84,19 +84,19 @@ def dropout_factors(t: Operands) -> Tensor:
 
 def fill(out: Tensor, key: Tensor, number: int, strides: Sequence[int], draw: tuple[int, float, float]) -> None:
     """Draw into `out`, whose first element has this number; draw: the result of `scalars`."""
-    found = coalesce(out.shape, out.stride(), strides)
+    coalesced = coalesce(out.shape, out.stride(), strides)
     # More than three axes remain after coalescing.
-    if found is None:
+    if coalesced is None:
         for i in range(len(out)):
             fill(out[i], key, number + i * strides[0], strides[1:], draw)
         return
     kernel = KEEP.tiled((math.prod(out.shape), out.element_size()), out)
     kernel.run(
-        (cdiv(found.count, kernel["BLOCK"]),),
+        (cdiv(coalesced.count, kernel["BLOCK"]),),
         key=key,
-        out=Strided.of(out, found.strides[0], 1),
-        numbers=Strided.of(None, found.strides[1], 1),
-        axes=found.argument,
+        out=Strided.of(out, coalesced.strides[0], 1),
+        numbers=Strided.of(None, coalesced.strides[1], 1),
+        axes=coalesced.argument,
         number=number,
         **dict(zip(SCALARS[1:], draw)),
     )

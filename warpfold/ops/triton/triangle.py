@@ -756,8 +756,8 @@ class _Call:
         # As in `DropoutOperands.walked_with`.
         if key is not None and "factors" in strided:
             strided["factors"] = strided["factors"]._replace(data=key)
-        given = {**dict.fromkeys(OPTIONAL), **self.arguments, **strided, "axes": axes, **more}
-        kernel.run(grid, **{name: given[name] for name in names if name in given})
+        arguments = {**dict.fromkeys(OPTIONAL), **self.arguments, **strided, "axes": axes, **more}
+        kernel.run(grid, **{name: arguments[name] for name in names if name in arguments})
 
     def flat(self, t: Tensor) -> Tensor:
         """Return t [*, rows, n, .] with a single leading axis: a view, or a copy."""
@@ -783,10 +783,10 @@ def _walk(
 
     Positions are in the order of rows with the padding of planes; without padding they may be one axis.
     """
-    found = coalesce((batches, rows, pitch), (rows * pitch, pitch, 1), *(each[:3] for each in strides))
-    assert found is not None  # at most three axes
-    laid = (Strided.of(None, own, 8, each[3]) for own, each in zip(found.strides[1:], strides))
-    return found.argument, tuple((one.strides, one.unit) for one in laid)
+    coalesced = coalesce((batches, rows, pitch), (rows * pitch, pitch, 1), *(stride[:3] for stride in strides))
+    assert coalesced is not None  # at most three axes
+    laid = (Strided.of(None, steps, 8, stride[3]) for steps, stride in zip(coalesced.strides[1:], strides))
+    return coalesced.argument, tuple((strided.strides, strided.unit) for strided in laid)
 
 
 def _one_axis(t: Tensor) -> bool:
