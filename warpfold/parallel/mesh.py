@@ -55,6 +55,11 @@ class Mesh:
     limit: float = field(default=TIME_LIMIT, compare=False)
 
 
+def coordinates(rank: int, data: int, axial: int, branch: int) -> tuple[int, int, int]:
+    """Return the (data, axial, branch) coordinates of a rank."""
+    return rank // (axial * branch) % data, rank // branch % axial, rank % branch
+
+
 def check_grid(data: int, axial: int, branch: int, there: int) -> None:
     """Raise UserError unless `there` ranks fill the grid."""
     wanted = data * axial * branch
@@ -108,10 +113,8 @@ def make_mesh(data: int = 1, axial: int = 1, branch: int = 1, limit: float = TIM
 def _members(varies: tuple[bool, ...], sizes: tuple[int, ...]) -> list[list[int]]:
     """List the ranks of every group in which these coordinates vary and the others are equal."""
     members: dict[tuple[int, ...], list[int]] = {}
-    _, axial, branch = sizes
     for rank in range(math.prod(sizes)):
-        coordinates = rank // (axial * branch), rank // branch % axial, rank % branch
-        fixed = tuple(-1 if free else c for free, c in zip(varies, coordinates))
+        fixed = tuple(-1 if free else c for free, c in zip(varies, coordinates(rank, *sizes)))
         members.setdefault(fixed, []).append(rank)
     return list(members.values())
 
