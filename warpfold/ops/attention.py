@@ -99,13 +99,12 @@ def _with_five_axes(
     # The rows share the bias: view [*, 1, h, Q, K] as [B, h, Q, K].
     if bias is not None and not (len(leading) == 1 and tuple(bias.shape) == (1, *own)):
         bias = bias.expand(*leading[:-1], *([1] if leading else []), *own).reshape(math.prod(leading[:-1]), *own)
-    out = registered(
-        _batched(q, leading, 3), _batched(k, leading, 3), _batched(v, leading, 3), _batched(mask, leading, 1), bias
-    )
+    tensors = (_with_batch_and_rows(t, leading, axes) for t, axes in ((q, 3), (k, 3), (v, 3), (mask, 1)))
+    out = registered(*tensors, bias)
     return out.squeeze(0) if len(leading) == 1 else out.reshape(*leading, *out.shape[2:])
 
 
-def _batched(t: Tensor, leading: Shape, own: int) -> Tensor:
+def _with_batch_and_rows(t: Tensor, leading: Shape, own: int) -> Tensor:
     """View [*, own axes] as [B, R, own axes]; copy only if several axes have to be merged into B and cannot be."""
     # The usual case, which takes the fastest view.
     if len(leading) == 1 and t.dim() == own + 1 and t.shape[0] == leading[0]:
@@ -217,7 +216,7 @@ def masked_mean(x: Tensor, mask: Tensor, axis: int) -> Tensor:
     return ((full * mask).sum(axis) / (mask.sum(axis) + 1e-10)).to(x.dtype)
 
 
-def empty_rows(x: Tensor, channels: int) -> Tensor:
+def empty_saved_rows(x: Tensor, channels: int) -> Tensor:
     """Allocate [*, R, K, channels]: row-major on a CPU, which computes it by rows, and in the order of x on a GPU."""
     if backend(x) == "triton":
         return empty_projected(x, channels)
@@ -237,7 +236,7 @@ def empty_own_bias(x: Tensor, t: Operands) -> Tensor:
 
 def _empty_layer(t: Operands) -> tuple[Tensor, ...]:
     x, inner = t.x, t.out_weight.shape[1]
-    y, o = empty_rows(x, 4 * inner), empty_rows(x, inner)
+    y, o = empty_saved_rows(x, 4 * inner), empty_saved_rows(x, inner)
     return empty_like(x), y, *empty_statistics(x), o, empty_layer_lse(x, t.heads), empty_own_bias(x, t)
 
 
@@ -278,7 +277,7 @@ def _unsupported_layer(t: Any) -> str | None:
     return unsupported_channels(t.x) or unsupported_width(inner // t.heads)
 
 
-def parts(
+def split_projections(
     y: Tensor, inner: int, heads: int, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Split the projections y [*, R, K, o], or their gradient, into views.
@@ -305,7 +304,7 @@ def _layer_by_parts(t: Any) -> Tensor | None:
     if not exact_on_gpu(x):
         return None
     y = norm_linear(x, t.norm_weight, t.norm_bias, t.weight, t.gate_bias, t.eps)
-    g, q, k, v, bias = parts(y, t.out_weight.shape[1], t.heads, t.bias)
+    g, q, k, v, bias = split_projections(y, t.out_weight.shape[1], t.heads, t.bias)
     bias = None if bias is None else bias[..., None, :, :, :]
     dx = linear(gate(attention(q, k, v, t.mask, bias).flatten(-2), g), t.out_weight, t.out_bias)
     dx = dx if t.factors is None else dx * t.factors
@@ -364,7 +363,7 @@ def gated_attention(
     if bias is not None and weight.shape[0] > 4 * out_weight.shape[1]:
         raise ValueError("gated_attention: weight projects a bias. Omit `bias`, or pass weight [4 i, c].")
     y = norm_linear.definition(x, norm_weight, norm_bias, weight, gate_bias, eps)
-    g, q, k, v, bias = parts(y, out_weight.shape[1], heads, bias)
+    g, q, k, v, bias = split_projections(y, out_weight.shape[1], heads, bias)
     # All rows share the bias.
     bias = None if bias is None else bias[..., None, :, :, :]
     o = gate.definition(attention.definition(q, k, v, mask, bias).flatten(-2), g)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from warpfold.ops.attention import empty_bias, empty_layer_lse, empty_lse, empty_out, empty_own_bias, empty_rows
+from warpfold.ops.attention import empty_bias, empty_layer_lse, empty_lse, empty_out, empty_own_bias, empty_saved_rows
 from warpfold.ops.cpu.linear import (
     Block,
     accumulate,
@@ -201,7 +201,7 @@ def gated_attention(t: Operands) -> tuple[Tensor, ...]:
     params, own = _Parameters(t), None
     saved: tuple[Tensor, ...] = tuple(x.new_empty(0) for _ in range(6))
     if t.kept:
-        projected, attended = empty_rows(x, 4 * params.inner), empty_rows(x, params.inner)
+        projected, attended = empty_saved_rows(x, 4 * params.inner), empty_saved_rows(x, params.inner)
         saved = (projected, *empty_statistics(x), attended, empty_layer_lse(x, t.heads), empty_own_bias(x, t))
 
     def compute(example: tuple[int, ...], keys: _Keys, part: slice) -> None:

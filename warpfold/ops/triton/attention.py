@@ -54,7 +54,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from warpfold.ops.attention import batched, empty_bias, empty_layer_lse, empty_lse, empty_out, empty_own_bias, parts
+from warpfold.ops.attention import (
+    batched,
+    empty_bias,
+    empty_layer_lse,
+    empty_lse,
+    empty_out,
+    empty_own_bias,
+    split_projections,
+)
 from warpfold.ops.dispatch import Operands, Shape, empty_like
 from warpfold.ops.linear import empty_projected, empty_statistics
 from warpfold.ops.triton.launch import (
@@ -925,7 +933,7 @@ def gated_attention(t: Operands) -> tuple[Tensor, ...]:
     planes = Planes(own.movedim(-3, -1), 4 * inner) if makes_bias else None
     project(t.but(bias=t.gate_bias, mean=mean, scale=scale), y, planes)
     o, lse = empty_projected(x, inner), empty_layer_lse(x, t.heads)
-    g, *vectors, bias = parts(y, inner, t.heads, own if makes_bias else t.bias)
+    g, *vectors, bias = split_projections(y, inner, t.heads, own if makes_bias else t.bias)
     q, k, v, out = (batched(each, 5) for each in (*vectors, o.unflatten(-1, (t.heads, -1))))
     bias = None if bias is None else batched(bias, 4)
     _forward(Operands(q=q, k=k, v=v, mask=batched(t.mask, 3), bias=bias, out=out, lse=batched(lse, 4)))
@@ -939,8 +947,8 @@ def gated_attention_backward(t: Operands) -> tuple[Tensor, ...]:
     makes_bias = t.weight.shape[0] > 4 * inner
     given = empty_bias(t.bias, t.bias_wanted, x)
     dy, do = empty_projected(x, t.weight.shape[0]), empty_projected(x, inner)
-    g, *vectors, bias = parts(t.y, inner, heads, t.own if makes_bias else t.bias)
-    dg, *gradients, _ = parts(dy, inner, heads, None)
+    g, *vectors, bias = split_projections(t.y, inner, heads, t.own if makes_bias else t.bias)
+    dg, *gradients, _ = split_projections(dy, inner, heads, None)
     of_end = gated_linear_residual_gradients(t.but(o=t.attended, g=g, weight=t.out_weight, bias=t.out_bias), do, dg)
     do, o = (each.unflatten(-1, (heads, -1)) for each in (do, t.attended))
     do, q, k, v, o, dq, dk, dv = (batched(each, 5) for each in (do, *vectors, o, *gradients))
