@@ -99,12 +99,12 @@ def _with_five_axes(
     # The rows share the bias: view [*, 1, h, Q, K] as [B, h, Q, K].
     if bias is not None and not (len(leading) == 1 and tuple(bias.shape) == (1, *own)):
         bias = bias.expand(*leading[:-1], *([1] if leading else []), *own).reshape(math.prod(leading[:-1]), *own)
-    tensors = (_with_batch_and_rows(t, leading, axes) for t, axes in ((q, 3), (k, 3), (v, 3), (mask, 1)))
-    out = registered(*tensors, bias)
+    q, k, v = _as_rows(q, leading, 3), _as_rows(k, leading, 3), _as_rows(v, leading, 3)
+    out = registered(q, k, v, _as_rows(mask, leading, 1), bias)
     return out.squeeze(0) if len(leading) == 1 else out.reshape(*leading, *out.shape[2:])
 
 
-def _with_batch_and_rows(t: Tensor, leading: Shape, own: int) -> Tensor:
+def _as_rows(t: Tensor, leading: Shape, own: int) -> Tensor:
     """View [*, own axes] as [B, R, own axes]; copy only if several axes have to be merged into B and cannot be."""
     # The usual case, which takes the fastest view.
     if len(leading) == 1 and t.dim() == own + 1 and t.shape[0] == leading[0]:
