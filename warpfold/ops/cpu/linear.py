@@ -122,10 +122,6 @@ def _indices(shape: list[int], size: int) -> Iterator[tuple[int | slice, ...]]:
             yield (slice(start, start + step),)
 
 
-# Weight and bias of a norm, weight and bias of its projection.
-Projected = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
-
-
 def layer_norm(t: Operands) -> tuple[Tensor, Tensor, Tensor]:
     """Compute warpfold::layer_norm."""
     x = t.x
