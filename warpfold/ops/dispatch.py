@@ -752,8 +752,8 @@ class register:
     expand: the parameter of the definition that is several operands of the registered operation.
     adapter: (registered operation, *definition's arguments) -> result of the registered operation, called with other
         arguments.
-    caller_shapes, caller_misfit: replace `shapes` and `misfit` for the definition's arguments, if `adapter` changes
-        them.
+    caller_shapes, caller_misfit: replace `shapes` and `misfit` for the definition's arguments, if they differ from
+        the operands.
     unsupported: definition's arguments -> reason why the fast path does not support them, or None.  It is called if
         devices, shapes and dtypes are right.
     prefer_definition: definition's arguments -> whether the definition is faster.
@@ -790,13 +790,13 @@ class register:
         like_first = (lambda t: None) if self.mutates else (lambda t: empty_like(getattr(t, first)))
         op = self._define(name, module, operands, len(results), self.empty or like_first)
         if gradients:
-            back, needs = f"{name}_backward", self._operands(["grad", *self.keeps.split()], types)
-            needs = dict(sorted(needs.items(), key=lambda need: _kind(*need)))
-            self._define(back, module, needs, len(gradients), self.empty_gradients or self._empty_gradients)
-            save, differentiate = self._autograd(back, list(operands), needs)
+            back, backward_operands = f"{name}_backward", self._operands(["grad", *self.keeps.split()], types)
+            backward_operands = dict(sorted(backward_operands.items(), key=lambda need: _backward_order(*need)))
+            self._define(back, module, backward_operands, len(gradients), self.empty_gradients or self._empty_gradients)
+            save, differentiate = self._autograd(back, list(operands), backward_operands)
             op.register_autograd(differentiate, setup_context=save)
-            return self._choosing(definition, direct_function(save, differentiate))
-        return self._choosing(definition, None)
+            return self._make_op(definition, direct_function(save, differentiate))
+        return self._make_op(definition, None)
 
     def _operands(self, names: Sequence[str], types: Mapping[str, Any]) -> dict[str, Any]:
         """Return the operands of a registered operation: types by name."""
@@ -845,20 +845,20 @@ class register:
         return op
 
     def _autograd(
-        self, backward: str, operands: list[str], needs: Mapping[str, Any]
+        self, backward: str, operands: list[str], backward_operands: Mapping[str, Any]
     ) -> tuple[Callable[..., None], Callable[..., tuple[Tensor | None, ...]]]:
         """Make the two functions of an operation's gradient: one saves what the backward operation needs, one calls it.
 
         backward: the name of the backward operation.
         """
         names, gradients = [*operands, *self.results.split()], self.gradients.split()
-        tensors = [name for name, hint in needs.items() if hint in (Tensor, Tensor | None)]
+        tensors = [name for name, hint in backward_operands.items() if hint in (Tensor, Tensor | None)]
         saved = [names.index(name) for name in tensors if name in names]
-        constants = [names.index(name) for name in needs if name in names and name not in tensors]
-        flags = [operands.index(name.removesuffix("_wanted")) for name in needs if name.endswith("_wanted")]
+        constants = [names.index(name) for name in backward_operands if name in names and name not in tensors]
+        flags = [operands.index(name.removesuffix("_wanted")) for name in backward_operands if name.endswith("_wanted")]
         # The index of each operand's gradient among the returned ones, after which `grad` itself is appended.
-        places = {**{name: i for i, name in enumerate(gradients)}, self.residual: len(gradients)}
-        sources = [places.get(name) for name in operands]
+        gradient_index = {**{name: i for i, name in enumerate(gradients)}, self.residual: len(gradients)}
+        sources = [gradient_index.get(name) for name in operands]
         through_dispatcher = _registered(backward)
 
         def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -884,7 +884,7 @@ class register:
 
         return save, differentiate
 
-    def _choosing(self, definition: Callable[P, R], past_dispatcher: Callable[..., Any] | None) -> Op[P, R]:
+    def _make_op(self, definition: Callable[P, R], past_dispatcher: Callable[..., Any] | None) -> Op[P, R]:
         """Make the `Op` of a definition, whose fast path is the registered operation.
 
         past_dispatcher(*operands, repeat): calls repeat(operands) and attaches the gradient to the results.
@@ -892,7 +892,7 @@ class register:
         parameters, registered = list(inspect.signature(definition).parameters), _registered(definition.__name__)
         shapes = Shapes(self.caller_shapes or self.shapes, parameters)
         adapter, unsupported, expand, kept = self.adapter, self.unsupported, self.expand, self.kept
-        further, composed = self.caller_misfit if self.caller_shapes else self.misfit, self.composed
+        misfit_of_sizes, composed = self.caller_misfit if self.caller_shapes else self.misfit, self.composed
         several = " " in self.results
         at = 0 if expand is None else parameters.index(next(iter(expand.types)))
         same = self.same_dtype.split()
@@ -919,7 +919,7 @@ class register:
         def misfit(arguments: Any) -> str | None:
             """Describe the first operand of a wrong shape; EMPTY if there is nothing to compute, else None."""
             wrong = shapes.misfit(arguments)
-            other = None if wrong or further is None else further(arguments)
+            other = None if wrong or misfit_of_sizes is None else misfit_of_sizes(arguments)
             return wrong if other is None else other
 
         def why_not(arguments: Any) -> str | None:
@@ -939,7 +939,7 @@ class register:
         return Op(definition, fast, why_not, self.prefer_definition, misfit, composed, direct, table)
 
 
-def _kind(name: str, hint: Any) -> int:
+def _backward_order(name: str, hint: Any) -> int:
     """Return the sort key of an operand of a backward operation: `grad`, tensors, numbers, `NAME_wanted`."""
     if name == "grad":
         return 0
