@@ -95,10 +95,10 @@ def _with_five_axes(
     leading = broadcast_shape(tuple(q.shape)[:-3], tuple(k.shape)[:-3], tuple(v.shape)[:-3], tuple(mask.shape)[:-1])
     if leading is None:
         raise ValueError("warpfold::attention: the leading axes of q, k, v and the mask do not broadcast")
-    own = q.shape[-2], q.shape[-3], k.shape[-3]
+    shape = q.shape[-2], q.shape[-3], k.shape[-3]
     # The rows share the bias: view [*, 1, h, Q, K] as [B, h, Q, K].
-    if bias is not None and not (len(leading) == 1 and tuple(bias.shape) == (1, *own)):
-        bias = bias.expand(*leading[:-1], *([1] if leading else []), *own).reshape(math.prod(leading[:-1]), *own)
+    if bias is not None and not (len(leading) == 1 and tuple(bias.shape) == (1, *shape)):
+        bias = bias.expand(*leading[:-1], *([1] if leading else []), *shape).reshape(math.prod(leading[:-1]), *shape)
     q, k, v = _as_rows(q, leading, 3), _as_rows(k, leading, 3), _as_rows(v, leading, 3)
     out = registered(q, k, v, _as_rows(mask, leading, 1), bias)
     return out.squeeze(0) if len(leading) == 1 else out.reshape(*leading, *out.shape[2:])
@@ -121,7 +121,7 @@ def unsupported_width(width: int) -> str | None:
 def _misfit_of_attention(t: Any) -> str | None:
     """Describe leading axes that do not broadcast; EMPTY if there is no row, else None."""
     q, k, v, mask, bias = t
-    leading = broadcast_shape(*(tuple(x.shape)[:-own] for x, own in ((q, 3), (k, 3), (v, 3), (mask, 1))))
+    leading = broadcast_shape(*(tuple(x.shape)[:-axes] for x, axes in ((q, 3), (k, 3), (v, 3), (mask, 1))))
     if leading is None:
         shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v), ("mask", mask)))
         return f"the leading axes of {shapes} do not broadcast"
@@ -182,7 +182,7 @@ def _misfit_of_global(t: Any) -> str | None:
     wrong = _GLOBAL.misfit(t)
     if wrong is not None:
         return wrong
-    leading = broadcast_shape(*(tuple(x.shape)[:-own] for x, own in zip(t, (2, 2, 2, 1))))
+    leading = broadcast_shape(*(tuple(x.shape)[:-axes] for x, axes in zip(t, (2, 2, 2, 1))))
     if leading is None:
         shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(("q", "k", "v", "mask"), t))
         return f"the leading axes of {shapes} do not broadcast"
@@ -230,8 +230,8 @@ def empty_layer_lse(x: Tensor, heads: int) -> Tensor:
 
 def empty_own_bias(x: Tensor, t: Operands) -> Tensor:
     """Allocate the bias that `weight` projects from x, [*, h, K, K], or a tensor without elements if there is none."""
-    own = t.weight.shape[0] > 4 * t.out_weight.shape[1]
-    return empty_linear(x, t.heads, planes=True).movedim(-1, -3) if own else x.new_empty(0)
+    makes_bias = t.weight.shape[0] > 4 * t.out_weight.shape[1]
+    return empty_linear(x, t.heads, planes=True).movedim(-1, -3) if makes_bias else x.new_empty(0)
 
 
 def _empty_layer(t: Operands) -> tuple[Tensor, ...]:
@@ -285,9 +285,9 @@ def split_projections(
     Returns the gate's logits [*, R, K, i], q, k and v [*, R, K, h, d], and the bias [*, h, K, K]: that in y if y has
     one, otherwise `bias`.
     """
-    g, q, k, v, own = y.split([inner] * 4 + [y.shape[-1] - 4 * inner], -1)
-    if own.shape[-1]:
-        bias = own.movedim(-1, -3)
+    g, q, k, v, own_bias = y.split([inner] * 4 + [y.shape[-1] - 4 * inner], -1)
+    if own_bias.shape[-1]:
+        bias = own_bias.movedim(-1, -3)
     return g, *(t.unflatten(-1, (heads, -1)) for t in (q, k, v)), bias
 
 

@@ -591,13 +591,13 @@ class Shapes:
         wrong, sizes = self._compare(shapes) if torch.compiler.is_compiling() else self._remembered(shapes)
         if wrong is None:
             return EMPTY if sizes["empty"] else None
-        given = {operand.name: list(t.shape) for operand, t in zip(self.operands, arguments) if t is not None}
+        actual = {operand.name: list(t.shape) for operand, t in zip(self.operands, arguments) if t is not None}
         right, decided = _right(wrong, sizes), sizes["decided by"]
         if right is None:
-            return f"{wrong.name} is {given[wrong.name]}, not {wrong.text}"
+            return f"{wrong.name} is {actual[wrong.name]}, not {wrong.text}"
         by = dict.fromkeys(decided[axis] for axis in (wrong.leading, *wrong.axes) if axis in decided)
-        because = " and ".join(f"{name} is {given[name]}" for name in by if name != wrong.name)
-        return f"{wrong.name} is {given[wrong.name]}, not {wrong.text} = {list(right)}{because and f', as {because}'}"
+        because = " and ".join(f"{name} is {actual[name]}" for name in by if name != wrong.name)
+        return f"{wrong.name} is {actual[wrong.name]}, not {wrong.text} = {list(right)}{because and f', as {because}'}"
 
     def _compare(self, shapes: tuple[Shape | None, ...]) -> tuple[_Operand | None, Sizes]:
         """Return the first operand with a wrong shape, or None, and the sizes of the axes before it."""

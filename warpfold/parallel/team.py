@@ -475,12 +475,12 @@ def agree_on_name(
 
 def _absent(store: dist.Store, signed: Sequence[str], own: str) -> str:
     """Describe which ranks have not registered, and on which hosts the other ranks run."""
-    there = [store.check([key]) for key in signed]
+    has_signed = [store.check([key]) for key in signed]
     hosts: dict[int, str] = {}
-    for sign in [own, *(store.get(key).decode() for key, came in zip(signed, there) if came)]:
+    for sign in [own, *(store.get(key).decode() for key, came in zip(signed, has_signed) if came)]:
         _, start, stop, host = sign.split(" ", 3)
         hosts |= dict.fromkeys(range(int(start), int(stop)), host)
-    absent = [rank for rank, came in enumerate(there, 1) if not came]
+    absent = [rank for rank, came in enumerate(has_signed, 1) if not came]
     names = [f"{rank} ({hosts[rank]})" if hosts.get(rank) else f"{rank}" for rank in absent]
     message = f"no sign of rank {_listed(names)}"
     present = dict.fromkeys(filter(None, hosts.values()))

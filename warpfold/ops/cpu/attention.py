@@ -198,7 +198,7 @@ def gated_attention(t: Operands) -> tuple[Tensor, ...]:
     """Compute warpfold::gated_attention; without `kept`, no projections are saved."""
     x = t.x
     out, f = empty_like(x), drawn_factors(x, t)
-    params, own = _Parameters(t), None
+    params, own_bias = _Parameters(t), None
     saved: tuple[Tensor, ...] = tuple(x.new_empty(0) for _ in range(6))
     if t.kept:
         projected, attended = empty_saved_rows(x, 4 * params.inner), empty_saved_rows(x, params.inner)
@@ -255,9 +255,9 @@ def gated_attention(t: Operands) -> tuple[Tensor, ...]:
     for example in examples(x):
         parts = list(row_slices(x.shape[-3], x.shape[-2], FORWARD))
         if params.makes_bias:
-            own = saved[-1][example] if t.kept else empty_own_bias(x[example], t)
-            in_threads(project_bias, ((example, own, part) for part in parts))
-        keys = _Keys(t.mask[example], own if t.bias is None else t.bias[example], accumulation_dtype(x))
+            own_bias = saved[-1][example] if t.kept else empty_own_bias(x[example], t)
+            in_threads(project_bias, ((example, own_bias, part) for part in parts))
+        keys = _Keys(t.mask[example], own_bias if t.bias is None else t.bias[example], accumulation_dtype(x))
         in_threads(compute, ((example, keys, part) for part in parts))
     return out, *saved
 
@@ -276,8 +276,8 @@ def gated_attention_backward(t: Operands) -> tuple[Tensor, ...]:
     """Compute warpfold::gated_attention_backward; one product gives the norm's gradients, as in linear.py."""
     f = drawn_factors(t.grad, t)
     params, dx, length = _Parameters(t), empty_like(t.x), t.x.shape[-2]
-    own, dbias = params.makes_bias, empty_bias(t.bias, t.bias_wanted, t.x)
-    wanted = (params.heads, length, length) if own or t.bias_wanted else (0,)
+    makes_bias, dbias = params.makes_bias, empty_bias(t.bias, t.bias_wanted, t.x)
+    wanted = (params.heads, length, length) if makes_bias or t.bias_wanted else (0,)
 
     def zeros(bias: tuple[int, ...] = (0,)) -> _Sums:
         weight, out_weight = params.weight.shape, params.out_weight.shape
@@ -299,7 +299,7 @@ def gated_attention_backward(t: Operands) -> tuple[Tensor, ...]:
         h = standardise(xs, t.mean[block], t.scale[block]).to(xs.dtype)
         dn = heads.backward(h, g, t.y[block], t.attended[block], t.lse[block], part.start, sums)
         # A projected bias adds to the gradient before the norm.
-        if own:
+        if makes_bias:
             dx[block] = dn.view(g.shape)
         else:
             write_dx(dn, xs, block)
@@ -316,13 +316,13 @@ def gated_attention_backward(t: Operands) -> tuple[Tensor, ...]:
 
     sums = zeros()
     for example in examples(t.x):
-        bias = t.own[example] if own else None if t.bias is None else t.bias[example]
+        bias = t.own[example] if makes_bias else None if t.bias is None else t.bias[example]
         heads = _HeadsBackward(_Keys(t.mask[example], bias, t.lse.dtype), params, length)
         parts = ((example, heads, part) for part in row_slices(t.x.shape[-3], length, BACKWARD))
         of_rows = summed(through_rows, parts, lambda: zeros(wanted))
         # The gradient of the bias belongs to one example.
         add_sums(sums[:-1], of_rows[:-1])
-        if own:
+        if makes_bias:
             of_bias = ((example, of_rows.bias, part) for part in row_slices(t.x.shape[-3], length, FORWARD))
             add_sums(sums, summed(through_bias, of_bias, zeros))
         if t.bias is not None and t.bias_wanted:

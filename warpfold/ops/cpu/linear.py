@@ -66,8 +66,8 @@ def writable(block: Tensor) -> Tensor:
     This is a view of the block, or a new tensor, which `put` copies to the block, if there is no such view.
     """
     flat = block.flatten(0, -2) if block.dim() > 1 else block[None]
-    here = flat.data_ptr() == block.data_ptr() and flat.stride(-1) == 1
-    return flat if here else flat.new_empty(flat.shape)
+    is_view = flat.data_ptr() == block.data_ptr() and flat.stride(-1) == 1
+    return flat if is_view else flat.new_empty(flat.shape)
 
 
 def gate_values(g: Tensor) -> Tensor:
@@ -210,13 +210,13 @@ def parameter_gradients(
     """
     w, nw = weight.to(product.dtype), norm_weight.to(product.dtype)
     dweight = product * nw if norm_bias is None else product * nw + total[:, None] * norm_bias.to(product.dtype)
-    made = (product * w).sum(0), total @ w, dweight, total
+    gradients = (product * w).sum(0), total @ w, dweight, total
     parameters = norm_weight, norm_bias, weight, bias
     return tuple(
         norm_weight.new_empty(0, dtype=accumulation_dtype(norm_weight))
         if p is None
         else gradient[: len(p)].to(accumulation_dtype(p))
-        for gradient, p in zip(made, parameters)
+        for gradient, p in zip(gradients, parameters)
     )
 
 
@@ -293,8 +293,8 @@ def gated_linear_residual_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor,
     dweight, dbias = summed(
         compute, parts, lambda: (weight.new_zeros(weight.shape, dtype=acc), weight.new_zeros(outputs, dtype=acc))
     )
-    kept = accumulation_dtype(weight)
-    return do, dg, dweight.to(kept), dbias.to(kept)
+    dtype = accumulation_dtype(weight)
+    return do, dg, dweight.to(dtype), dbias.to(dtype)
 
 
 def drawn_factors(x: Tensor, t: Operands) -> Tensor | None:
