@@ -175,7 +175,12 @@ class Heartbeat:
         """Report to the others why this process fails. Raises TeamError if it fails because another process did."""
         reason = self.why(error) if isinstance(error, LostError | dist.DistError) else error
         if reason is not None:
-            self._report(reason)
+            first_line = f"{type(reason).__name__}: {reason}".splitlines()[0]
+            text = str(reason) if isinstance(reason, UserError) else first_line
+            self._message = f"rank {self._rank} failed: {text[:1000]}"
+            if self._ask() and self._keeper == f"rank {self._rank}":
+                # The store ends with this process, so let the others read the report first.
+                time.sleep(2 * BEAT)
         with self._changed:
             self._end = True
             self._changed.notify_all()
@@ -183,14 +188,6 @@ class Heartbeat:
         self._thread.join(2 * BEAT)
         if reason is not None and reason is not error:
             raise reason from error
-
-    def _report(self, error: BaseException) -> None:
-        """Write to the store why this process fails. The first report of all processes counts."""
-        text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}".splitlines()[0]
-        self._message = f"rank {self._rank} failed: {text[:1000]}"
-        if self._ask() and self._keeper == f"rank {self._rank}":
-            # The store ends with this process, so let the others read the report first.
-            time.sleep(2 * BEAT)
 
     def why(self, error: RuntimeError) -> TeamError:
         """Explain, with the help of the store, why a collective of this process failed with `error`."""
@@ -245,11 +242,17 @@ class Heartbeat:
                     beat = [*asdict(self._position()).values(), time.monotonic() - self._began]
                     self._store.set(str(self._rank), json.dumps(beat))
                     if self._message:
+                        # The first report of all processes counts.
                         self._store.compare_set("failed", "", self._message)
                     if self._store.check(["failed"]):
                         self._failure = self._store.get("failed").decode()
                     if late or read or self._waits_long():
-                        self._read()
+                        keys = [str(rank) for rank in range(self._ranks)]
+                        # `multi_get` would block until all keys exist.
+                        if self._store.check(keys):
+                            beats = [json.loads(text) for text in self._store.multi_get(keys)]
+                            self._beats = [(Position(*at), when) for *at, when in beats]
+                            self._read_at = time.monotonic() - self._began
                         self._to_read = False
             except LostError:
                 self._gone = True
@@ -274,13 +277,6 @@ class Heartbeat:
             reason = f"rank {self._rank} waited for others at {self._position().name!r}; {missing}"
         # At the end of the run the store may disappear before this process ends, which is not a failure.
         self._watchdog.reason = "" if self._end else reason
-
-    def _read(self) -> None:
-        keys = [str(rank) for rank in range(self._ranks)]
-        # `multi_get` would block until all keys exist.
-        if self._store.check(keys):
-            beats = [json.loads(text) for text in self._store.multi_get(keys)]
-            self._beats, self._read_at = [(Position(*at), when) for *at, when in beats], time.monotonic() - self._began
 
     def _waits_long(self) -> bool:
         """Return whether to read all heartbeats again in case the store falls silent. Rarely, since they are many."""
