@@ -12,8 +12,7 @@ from warpfold.errors import UserError
 from warpfold.model.axial import Executable
 from warpfold.ops import dispatch
 from warpfold.ops.attention import attention
-from warpfold.ops.linear import gate, norm_linear
-from warpfold.ops.outer import outer_product
+from warpfold.ops.linear import gate
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
 
@@ -126,14 +125,3 @@ def test_tensors_of_several_devices_are_refused() -> None:
 def test_devices_without_a_fast_way_are_refused() -> None:
     meta = torch.ones(2, device="meta")
     assert gate.unsupported_reason(meta, meta) == "there are no fast paths for meta"
-
-
-def test_no_operation_makes_a_word_of_nothing() -> None:
-    nobody, row = torch.ones(0, 5, 8), torch.ones(8)
-    for operation, arguments in (
-        (gate, (nobody, nobody)),
-        (norm_linear, (nobody, row, row, torch.ones(4, 8))),
-        (attention, (nobody[:, :, None], nobody[:, :, None], nobody[:, :, None], torch.ones(0, 5))),
-        (outer_product, (nobody, nobody, torch.ones(4, 64), torch.ones(4), torch.ones(0, 5), torch.ones(0, 5))),
-    ):
-        assert operation.unsupported_reason(*arguments) == dispatch.EMPTY  # type: ignore[attr-defined]

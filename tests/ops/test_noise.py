@@ -5,10 +5,9 @@ import hashlib
 import pytest
 import torch
 
-from tests.ops.test_register import Watch
 from warpfold.check.checks import answer, wrong
 from warpfold.ops.linear import gated_linear_residual
-from warpfold.ops.noise import DropoutFactors, Noise, dropout, dropout_factors
+from warpfold.ops.noise import DropoutFactors, Noise, dropout
 
 
 def drawn(factors):
@@ -84,31 +83,6 @@ def test_dropout_scales_what_it_keeps_and_does_nothing_in_eval():
     assert torch.equal(dropout(x, 0.5, noise, 0, training=False), x)
 
 
-KEY = torch.tensor([0xF0E1D2C3, 0xFFFFFFFF + 5 * 0x85EBCA6B])
-DRAWS = {
-    "whole": ((5, 19, 64), (1216, 64, 1), 0),
-    "past 2^32": ((3, 5, 8), (2**33 + 40, 8, 1), 2**40 + 3),
-    "shared, turned": ((7, 1, 16), (1, 0, 7), 11),
-    "several blocks": ((40_000,), (3,), 1),
-    "nothing": ((3, 0, 4), (0, 4, 1), 0),
-}
-
-
-@pytest.mark.parametrize("name", DRAWS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_fast_way_draws_the_same(name, dtype):
-    for rate in (0.1, 0.15, 0.5, 1 / 3):
-        draw = (KEY, 17_000, rate, *DRAWS[name], dtype)
-        assert torch.equal(dropout_factors.fast(*draw), dropout_factors.definition(*draw))
-
-
-def test_torch_finds_the_operation_in_order():
-    checked = torch.library.opcheck(
-        torch.ops.warpfold.dropout_factors.default, (KEY, 3, 0.2, *DRAWS["whole"], torch.float32)
-    )
-    assert set(checked.values()) == {"SUCCESS"}
-
-
 def factors(shape=(4, 1, 6), dtype=torch.float64):
     noise = Noise()
     noise.seed(2)
@@ -132,16 +106,11 @@ def residual_arguments(n=3):
     return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
-def test_gated_linear_residual_draws_on_the_way():
-    """With factors that it draws itself, forward and backward equal the definition, and nothing else is drawn."""
-    given, grad = residual_arguments(), torch.randn(4, 3, 6, dtype=torch.float64)
-    for part in (factors(), factors((9, 3, 6)).narrow(0, 4, 4), factors((3, 1)), factors((6,))):
-        assert gated_linear_residual.unsupported_reason(*given, part) is None
-        with Watch() as watch:
-            ours = answer(gated_linear_residual.fast, [*given, part], grad)
-        assert not wrong(gated_linear_residual.definition, [*given, part], grad, ours)
-        names = [function._opname for function, _ in watch.seen]
-        assert names == ["gated_linear_residual", "gated_linear_residual_backward"]
+@pytest.mark.parametrize("shape", [(3, 1), (6,)])
+def test_factors_may_have_fewer_axes(shape):
+    given, part, grad = residual_arguments(), factors(shape), torch.randn(4, 3, 6, dtype=torch.float64)
+    ours = answer(gated_linear_residual.fast, [*given, part], grad)
+    assert not wrong(gated_linear_residual.definition, [*given, part], grad, ours)
 
 
 def test_a_new_key_does_not_recompile():

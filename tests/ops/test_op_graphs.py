@@ -7,16 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
+from tests.ops.cases import GIVEN, differentiable, made, operations
 from warpfold.errors import UserError
 from warpfold.ops import capabilities, dispatch
-from warpfold.ops.attention import attention, gated_attention, global_attention
-from warpfold.ops.linear import gate, gated_linear_residual, layer_norm, norm_linear
+from warpfold.ops.linear import gate
 from warpfold.ops.noise import DropoutFactors
-from warpfold.ops.outer import outer_product, outer_product_mean
-from warpfold.ops.transition import transition
-from warpfold.ops.triangle import triangle_factor, triangle_multiplication
+from warpfold.ops.triangle import triangle_multiplication
 
 
 class Properties:
@@ -60,72 +58,36 @@ def traced(run: Callable[..., Tensor], *args: Tensor, whole: bool = True, dynami
     return graphs
 
 
-def everything(x: Tensor, m: Tensor, weight: Tensor, square: Tensor) -> Tensor:
-    """x [3, 4, 16], m [5, 3, 16], weight [16], square [16, 16]."""
-    n = norm_linear(layer_norm(x, weight, weight), weight, weight, square)
-    q = n.unflatten(-1, (2, 8))
-    mask = x.select(-1, 0)  # indexing fails without CUDA
-    o = attention(q, q, q, mask).flatten(-2)
-    x = gated_linear_residual(x, gate(o, n), n, square, weight)
-    x = x + global_attention(x, n, n, mask)
-    x = transition(x, weight, weight, square, weight, square, weight)
-    factor = triangle_factor(x, mask, weight, weight, torch.cat([square] * 5), None, 1, False)
-    of_m = m.select(-1, 0)
-    return factor.sum() + outer_product(m, m, torch.cat([square] * 16, 1), weight, of_m, of_m)
+def on_cuda(x: object) -> object:
+    """Return a fake tensor on a GPU with the same strides."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda") if isinstance(x, Tensor) else x
 
 
-@pytest.mark.parametrize(("kernels", "dynamic"), [("fast", False), ("strict", False), ("fast", True)])
-def test_every_operation_is_one_node_of_one_graph(gpu: None, kernels: dispatch.Kernels, dynamic: bool) -> None:
-    args = cuda(3, 4, 16), cuda(5, 3, 16), cuda(16), cuda(16, 16)
-    with dispatch.using(kernels):
-        (graph,) = traced(everything, *args, dynamic=dynamic)
-    once = (
-        "layer_norm",
-        "norm_linear",
-        "gate",
-        "gated_linear_residual",
-        "triangle_factor",
-        "transition",
-        "outer_product",
-    )
-    assert graph == Counter(dict.fromkeys(once, 1)) + Counter(attention=2)  # including global_attention
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", [name for name, op in operations().items() if differentiable(op) != [""]])
+def test_every_operation_is_one_node_of_one_graph(gpu: None, name: str, dynamic: bool) -> None:
+    with unset_fake_temporarily():
+        call = made(name, torch.bfloat16, with_factors=GIVEN)
+    given = {of: on_cuda(x) for of, x in call.given.items()}
+    tensors = {of: x for of, x in given.items() if isinstance(x, Tensor)}
+
+    def run(*args: Tensor) -> Tensor:
+        out: Tensor = call.op(**given | dict(zip(tensors, args)))
+        return out
+
+    with dispatch.using("strict"):
+        graphs = traced(run, *tensors.values(), dynamic=dynamic)
+    assert graphs == [Counter({name.removeprefix("global_"): 1})]
 
 
-@pytest.mark.parametrize("drawn", [False, True])
-def test_a_whole_layer_is_one_node(gpu: None, drawn: bool) -> None:
+def test_dropout_that_is_drawn_on_the_way_is_no_node(gpu: None) -> None:
     def multiplied(x: Tensor, mask: Tensor, row: Tensor, weight: Tensor, out: Tensor, key: Tensor) -> Tensor:
-        factors = DropoutFactors(key, 1, 0.25, x.dtype, (1, 3, 16), (48, 16, 1)) if drawn else None
+        factors = DropoutFactors(key, 1, 0.25, x.dtype, (1, 3, 16), (48, 16, 1))
         return triangle_multiplication(x, mask, None, row, row, weight, None, row, row, out, row, False, True, factors)
 
     x, mask, row, weight, out = cuda(3, 3, 16), cuda(3, 3), cuda(16), cuda(80, 16), cuda(16, 16)
     key = torch.zeros(2, dtype=torch.int64, device="cuda")
     assert traced(multiplied, x, mask, row, weight, out, key) == [Counter(triangle_multiplication=1)]
-
-
-def test_a_whole_outer_product_mean_is_one_node(gpu: None) -> None:
-    def updated(m: Tensor, mask: Tensor, row: Tensor, weight: Tensor, out: Tensor, z: Tensor) -> Tensor:
-        return outer_product_mean(m, row, row, weight, row, out, row, mask, z)
-
-    args = cuda(5, 3, 16), cuda(5, 3), cuda(16), cuda(16, 16), cuda(16, 64), cuda(3, 3, 16)
-    assert traced(updated, *args) == [Counter(outer_product_mean=1)]
-
-
-@pytest.mark.parametrize("drawn", [False, True])
-@pytest.mark.parametrize("own", [False, True])
-def test_a_whole_attention_layer_is_one_node(gpu: None, drawn: bool, own: bool) -> None:
-    """The bias is projected or an operand, and x is transposed as for columns."""
-
-    def attended(
-        x: Tensor, mask: Tensor, row: Tensor, weight: Tensor, out: Tensor, bias: Tensor, key: Tensor
-    ) -> Tensor:
-        factors = DropoutFactors(key, 1, 0.25, x.dtype, (3, 1, 16), (16, 48, 1)) if drawn else None
-        given = None if own else bias
-        new = gated_attention(x.transpose(0, 1), row, row, weight, row, out, row, mask, given, 2, factors)
-        return new.transpose(0, 1)
-
-    x, mask, row, out, bias = cuda(3, 3, 16), cuda(3, 3), cuda(16), cuda(16, 16), cuda(2, 3, 3)
-    key = torch.zeros(2, dtype=torch.int64, device="cuda")
-    assert traced(attended, x, mask, row, cuda(66 if own else 64, 16), out, bias, key) == [Counter(gated_attention=1)]
 
 
 def test_a_refusal_is_its_definition_in_the_graph_and_strict_makes_it_an_error(gpu: None) -> None:

@@ -135,6 +135,7 @@ class Op(Generic[P, R]):
         `repeat(operands)` computes the registered operation.  It requires plain tensors, and no active dispatch mode,
         profiler or functorch transform.
     recipes: the recipes of the registered operation.
+    declared: what `register` was given, from which tests generate the cases of the operation.
     """
 
     def __init__(
@@ -147,8 +148,9 @@ class Op(Generic[P, R]):
         composed: Callable[[Any], Any] | None = None,
         direct: Callable[[Any, Callable[[Any], Any]], R] | None = None,
         recipes: dict[Any, Any] | None = None,
+        declared: "register | None" = None,
     ) -> None:
-        self.definition, self.prefer_definition = definition, prefer_definition
+        self.definition, self.prefer_definition, self.declared = definition, prefer_definition, declared
         self._fast, self._unsupported, self._misfit = fast, unsupported, misfit
         self._composed, self._direct = composed, direct
         self._recipes: dict[Any, Any] = {} if recipes is None else recipes
@@ -936,7 +938,7 @@ class register:
         if past_dispatcher is not None:
             direct = functools.partial(call_with if adapter is None else call, past_dispatcher)
         table = recipes[definition.__name__]
-        return Op(definition, fast, why_not, self.prefer_definition, misfit, composed, direct, table)
+        return Op(definition, fast, why_not, self.prefer_definition, misfit, composed, direct, table, self)
 
 
 def _backward_order(name: str, hint: Any) -> int:

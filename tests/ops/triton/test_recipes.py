@@ -13,8 +13,7 @@ from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime.jit import JITFunction, KernelInterface
 
 from tests.launches import Launches
-from tests.ops.cases import made
-from tests.ops.triton.repeated import REPEATED
+from tests.ops.cases import REPEATED, case
 from warpfold.ops import dispatch
 from warpfold.ops.attention import gated_attention
 from warpfold.ops.linear import layer_norm
@@ -324,7 +323,7 @@ def test_the_arguments_of_a_direct_launch_are_those_that_its_code_was_compiled_f
     monkeypatch.setattr(recipe, "ALIGNMENT", 1)  # small CPU buffers have any address
     for table in dispatch.recipes.values():
         table.clear()
-    call = made(name, torch.bfloat16)
+    call = case(name, torch.bfloat16)
     with torch.enable_grad():
         for _ in range(2):
             call.answers(call.op.fast)
