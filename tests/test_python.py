@@ -267,6 +267,22 @@ WRONG: dict[str, tuple[Callable[[Predictor, Path], Any], str]] = {
         lambda p, path: warpfold.predict(ONE, path, "out", recycle_tolerance=-1.0),
         "^recycle_tolerance = -1: at least 0",
     ),
+    "lengths": (lambda p, path: warpfold.plan("tiny", residues=5), "residues = 5: a list is needed"),
+    "device of a plan": (lambda p, path: warpfold.plan("tiny", device="GTX 480"), "GTX 480: not known"),
+    "design without a length": (
+        lambda p, path: warpfold.plan("tiny", design=True),
+        "^design: it needs .* with residues",
+    ),
+    "start": (lambda p, path: warpfold.doctor(start=3), "^start: belongs to replay"),
+    "rows of the doctor": (lambda p, path: warpfold.doctor(rows="x"), "^settings, dtype, rows: they belong to kernels"),
+    "dtype of the doctor": (lambda p, path: warpfold.doctor(kernels=True, dtype=["fp8"], device="cpu"), "^dtype fp8: "),
+    "operation": (lambda p, path: warpfold.tune(op=["convolution"]), "^op convolution: not one of"),
+    "a word for a list": (lambda p, path: warpfold.tune(op="attention"), "op = 'attention': a list is needed"),
+    "settings of a profile": (lambda p, path: warpfold.profile("monster", device="cpu"), "no such settings file"),
+    "steps of the demo": (lambda p, path: warpfold.demo(steps=0), "steps = 0: at least 1"),
+    "paths to relax": (lambda p, path: warpfold.relax(5), "paths = 5: a path or a list of paths"),
+    "starts": (lambda p, path: warpfold.design("hallucination", path, "out", starts=0), "starts = 0: at least 1"),
+    "cases": (lambda p, path: warpfold.golden("nowhere"), "nowhere"),
     "ending": (lambda p, path: warpfold.params(path, out="x.pt"), "x.pt: .safetensors or .npz is written"),
 }
 
@@ -285,6 +301,19 @@ def test_wrong_arguments_are_errors_at_the_call(
     # A Python user passed arguments, not options.
     assert "--" not in str(error.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_functions_print_nothing_and_report_progress(capfd: pytest.CaptureFixture[str]) -> None:
+    told: list[str] = []
+    plan = warpfold.plan("tiny", residues=[20], device="H100", progress=lambda done, total, what: told.append(what))
+    assert plan["targets"][0]["name"] == "20 residues"
+    assert "machine" in warpfold.doctor(device="cpu")
+    assert warpfold.tune(op=["gate"], quick=True, dry_run=True)["launches"]
+    size = {"residues": 8, "sequences": 3, "extra": 3, "blocks": 1}
+    profile = warpfold.profile("tiny", device="cpu", forward=True, **size, progress=lambda *now: told.append(now[2]))
+    assert profile["rows"]
+    assert told
+    assert capfd.readouterr() == ("", "")
 
 
 # ---- alignments and complexes, in every accepted form
