@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.test_cli import run
-from warpfold import demo
+from warpfold import demo_run
 from warpfold.demo_run import run_demo
 from warpfold.errors import UserError
 
@@ -28,7 +28,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int
 
 def test_everything_is_there(done: tuple[Path, list[tuple[int, int, str]]]) -> None:
     out, _ = done
-    assert {p.name for p in out.iterdir()} == {*demo.PARTS, "summary.json"}
+    assert {p.name for p in out.iterdir()} == {*demo_run.PARTS, "summary.json"}
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["status"], summary["proteins"], summary["steps"]) == ("complete", 6, 2)
     for kind in ("training", "held_out"):
@@ -39,14 +39,14 @@ def test_everything_is_there(done: tuple[Path, list[tuple[int, int, str]]]) -> N
     page = (out / "report.html").read_text()
     assert summary["predictions"][0]["name"] in page
     assert "Expect low confidence" in page.split("</header>")[0]
-    assert page.count('class="viewer"') == min(demo.MEASURED, len(summary["predictions"]))
+    assert page.count('class="viewer"') == min(demo_run.MEASURED, len(summary["predictions"]))
 
 
 def test_progress_rises_to_the_end(done: tuple[Path, list[tuple[int, int, str]]]) -> None:
     percents = [at for at, _, _ in done[1]]
     assert percents == sorted(percents)
     assert (percents[-1], done[1][-1][1]) == (100, 100)
-    assert {what.split(",")[0] for _, _, what in done[1]} == {*demo.PERCENT, "done"}
+    assert {what.split(",")[0] for _, _, what in done[1]} == {*demo_run.PERCENT, "done"}
 
 
 def test_it_continues_and_keeps_what_is_done(done: tuple[Path, list[tuple[int, int, str]]]) -> None:
@@ -67,7 +67,7 @@ def test_dimers_are_packed_folded_and_scored(tmp_path: Path) -> None:
     """A multimer's demo has the same parts, and also scores the interfaces of dimers."""
     out = tmp_path / "out"
     run_demo(out, multimer=True, proteins=6, changes=SMALL)
-    assert {p.name for p in out.iterdir()} == {*demo.PARTS, "summary.json"}
+    assert {p.name for p in out.iterdir()} == {*demo_run.PARTS, "summary.json"}
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["status"], summary["proteins"], summary["steps"]) == ("complete", 6, 2)
     for score in ("dockq", "interface_lddt", "iptm"):
@@ -83,7 +83,7 @@ def test_dimers_are_packed_folded_and_scored(tmp_path: Path) -> None:
 def test_the_command_may_train_for_fewer_steps(
     options: tuple[str, ...], changes: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo, "run_demo", lambda out, **given: {"changes": given["changes"]})
+    monkeypatch.setattr(demo_run, "run_demo", lambda out, **given: {"changes": given["changes"]})
     code, said, _ = run(capsys, "demo", "--json", *options)
     assert (code, json.loads(said)) == (0, {"changes": changes})
 

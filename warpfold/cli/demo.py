@@ -1,5 +1,6 @@
 """`warpfold demo` and `warpfold sample`: a tour of WarpFold, and proteins to experiment with."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,13 +44,15 @@ def demo_in_shell(given: dict[str, Any]) -> Answer:
     """Make proteins, train a small AlphaFold2 on them, fold proteins it never saw, and write report.html."""
     with progress_bar(narrate=True) as progress:
         summary = demo(**given, progress=progress)
+    return Answer(summary, _lines(summary, given["out"]))
+
+
+def _lines(summary: dict[str, Any], out: Path) -> Iterator[str]:
     scores = summary["held_out"]
-    lines = [
-        f"{title}, held out: {scores[key]['untrained']:.2f} untrained, {scores[key]['trained']:.2f} trained"
-        for key, title in NAMES.items()
-        if key in scores
-    ]
-    return Answer(summary, [*lines, f"open {given['out'] / 'report.html'}"])
+    for key in (key for key in NAMES if key in scores):
+        score = scores[key]
+        yield f"{NAMES[key]}, held out: {score['untrained']:.2f} untrained, {score['trained']:.2f} trained"
+    yield f"open {out / 'report.html'}"
 
 
 @checked()
