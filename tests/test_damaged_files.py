@@ -148,5 +148,5 @@ def test_a_full_disk_is_to_be_made_room_on(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(np, "savez_compressed", full)
-    with pytest.raises(UserError, match=r"No space left on device; make room"):
+    with pytest.raises(UserError, match=r"No space left on device\. Make room"):
         found.save(tmp_path / "out")

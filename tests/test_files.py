@@ -47,12 +47,12 @@ def test_full_disk_keeps_the_previous_file(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("number", "kind", "cure"),
     [
-        (errno.ENOSPC, DiskError, "; make room"),
-        (errno.EDQUOT, DiskError, "; make room"),
-        (errno.EROFS, DiskError, "; see to the disk"),
-        (errno.EIO, DiskError, "; see to the disk"),
-        (errno.EACCES, UserError, ""),
-        (errno.ENAMETOOLONG, UserError, ""),
+        (errno.ENOSPC, DiskError, ". Make room."),
+        (errno.EDQUOT, DiskError, ". Make room."),
+        (errno.EROFS, DiskError, ". Check the disk."),
+        (errno.EIO, DiskError, ". Check the disk."),
+        (errno.EACCES, UserError, "."),
+        (errno.ENAMETOOLONG, UserError, "."),
     ],
 )
 def test_what_is_the_disks_fault_is_told_from_what_is_one_files(
@@ -107,7 +107,7 @@ def test_pipes_sockets_and_devices_are_refused_at_once(tmp_path: Path, monkeypat
         monkeypatch.chdir(tmp_path)  # socket paths must be short
         bound.bind("socket")
         for path in (tmp_path / "pipe", tmp_path / "socket", Path("/dev/zero")):
-            with pytest.raises(UserError, match="is a pipe, a socket or a device; give a regular file"), opened(path):
+            with pytest.raises(UserError, match="is a pipe, a socket or a device\. Pass a regular file"), opened(path):
                 pass
             with pytest.raises(UserError, match="is a pipe, a socket or a device"):
                 read_file(path)

@@ -89,7 +89,7 @@ def _refuse_irregular(path: Path, mode: int) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not stat.S_ISREG(mode):
-        raise UserError(f"{path}: is a pipe, a socket or a device; give a regular file")
+        raise UserError(f"{path}: is a pipe, a socket or a device. Pass a regular file.")
 
 
 @contextlib.contextmanager
@@ -107,13 +107,13 @@ def opened(path: Path, unpack: bool = True, pipe: bool = False) -> Iterator[Bina
             else:
                 yield file
     except (EOFError, zlib.error, gzip.BadGzipFile):
-        raise UserError(f"{path}: the gzip stream is cut short or damaged; fetch the file again") from None
+        raise UserError(f"{path}: the gzip stream is cut short or damaged. Fetch the file again.") from None
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; check the path") from None
+        raise UserError(f"{path}: no such file. Check the path.") from None
     except IsADirectoryError:
-        raise UserError(f"{path}: is a folder; give a file") from None
+        raise UserError(f"{path}: is a folder. Pass a file.") from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror}). Check its permissions.") from None
 
 
 def read_file(path: str | Path, limit: int = LARGEST, pipe: bool = False) -> bytes:
@@ -125,7 +125,7 @@ def read_file(path: str | Path, limit: int = LARGEST, pipe: bool = False) -> byt
     Errors: UserError as in `opened`, and for files that are larger or blank.
     """
     too_large = UserError(
-        f"{path}: has more than {limit / 1e9:g} GB when unpacked; leave it out, or allow more (pack --max-file-gb)"
+        f"{path}: has more than {limit / 1e9:g} GB when unpacked. Leave it out, or allow more: pack --max-file-gb."
     )
     path = Path(path)
     given = pipe and is_given_pipe(path)
@@ -150,7 +150,7 @@ def read_file(path: str | Path, limit: int = LARGEST, pipe: bool = False) -> byt
                 raise too_large
             data = file.read()
     if not data.strip():
-        raise UserError(f"{path}: is empty; fetch or write the file again")
+        raise UserError(f"{path}: is empty. Fetch or write the file again.")
     return data
 
 
@@ -166,13 +166,13 @@ def writing(path: PurePath, cure: str = "") -> Iterator[None]:
 def cannot_write(path: PurePath, error: Exception, cure: str = "", kept: str = "") -> UserError:
     """Build the error for a path that cannot be written: a DiskError if the disk is the cause.
 
-    cure: the remedy for other errors.
-    kept: a statement about the data that are safe.
+    cure: the remedy for other errors, a sentence without a period.
+    kept: a sentence about the data that are safe.
     """
     number, why = error_number(error), (error.strerror if isinstance(error, OSError) else None) or str(error)
     if number in DISK_ERRORS:
-        cure = "make room" if number in NO_ROOM else "see to the disk"
-    text = "; ".join(part for part in (f"{path}: cannot be written: {why}", kept, cure) if part)
+        cure = "Make room" if number in NO_ROOM else "Check the disk"
+    text = "".join(f"{part}. " for part in (f"{path}: cannot be written: {why}", kept, cure) if part).rstrip()
     return DiskError(text) if number in DISK_ERRORS else UserError(text)
 
 
@@ -243,7 +243,7 @@ def write_new(path: Path, write: Callable[[Path], None]) -> None:
             # Unlike renaming, linking does not replace an existing file.
             os.link(draft, path)
         except FileExistsError:
-            raise UserError(f"{path}: exists already; remove it, or name another file") from None
+            raise UserError(f"{path}: exists already. Remove it, or name another file.") from None
         except OSError:
             # This file system has no links.
             check_new(path)
@@ -330,15 +330,15 @@ def check_exists(file: Path) -> None:
     """Raise UserError if there is no such file or folder."""
     # Unlike Path.exists, this returns False for names that are too long.
     if not os.path.exists(file):
-        raise UserError(f"{file}: no such file; check the path")
+        raise UserError(f"{file}: no such file. Check the path.")
 
 
 def check_new(path: Path) -> None:
     """Raise UserError unless a new file can be created at `path`. Call it before long computations."""
     if os.path.lexists(path):
-        raise UserError(f"{path}: exists already; remove it, or name another file")
+        raise UserError(f"{path}: exists already. Remove it, or name another file.")
     if not os.access(path.parent, os.W_OK | os.X_OK) or not path.parent.is_dir():
-        raise UserError(f"{path}: cannot be written: {path.parent} is not a folder that can be written")
+        raise UserError(f"{path}: cannot be written: {path.parent} is not a writable folder. Name another path.")
 
 
 def sealed_tensors(data: bytes) -> list[bytes | memoryview]:
@@ -443,7 +443,7 @@ def lock_folder(folder: Path, what: PurePath) -> TextIO:
     what: the path that error messages name.
     Errors: UserError if another process holds the lock or the folder cannot be written.
     """
-    path, taken = folder / "lock", UserError(f"{what}: another process is writing this store; wait for it")
+    path, taken = folder / "lock", UserError(f"{what}: another process is writing this store. Wait for it.")
     with writing(what):
         while True:
             folder.mkdir(parents=True, exist_ok=True)
@@ -468,7 +468,7 @@ def refuse_foreign(folder: Path, is_own: Callable[[str], object]) -> None:
     # NFS removes its own .nfs files later.
     if foreign := sorted(name for name in names if not name.startswith(".nfs") and not is_own(name)):
         raise UserError(
-            f"{folder}: holds {foreign[0]}, which WarpFold did not write; move it away, or choose another name"
+            f"{folder}: holds {foreign[0]}, which WarpFold did not write. Move it away, or choose another name."
         )
 
 
@@ -492,7 +492,7 @@ class DraftFolder:
     """
 
     def __init__(self, path: Path, is_own: Callable[[str], object]) -> None:
-        taken = UserError(f"{path}: exists already; remove it, or choose another name")
+        taken = UserError(f"{path}: exists already. Remove it, or choose another name.")
         if path.exists():
             raise taken
         self.path, self.folder, self._is_own = path, path.with_name(f"{path.name}.partial"), is_own
@@ -549,7 +549,7 @@ def check_folder(folder: Path) -> None:
     for place in (folder, *folder.parents):
         if place.exists():
             if not place.is_dir():
-                raise UserError(f"{place}: is a file; name a folder for the output")
+                raise UserError(f"{place}: is a file. Name a folder for the output.")
             return
 
 
@@ -571,18 +571,18 @@ def claim_folder(folder: Path, kind: str, run: str, force: bool = False) -> dict
         found = None
     if not isinstance(found, dict) or found.get("format") != kind:
         raise UserError(
-            f"{folder}: holds something else, or a summary.json that is damaged, and is left alone; name a new or an "
-            "empty folder"
+            f"{folder}: holds something else, or a summary.json that is damaged, and is left alone. Name a new or an "
+            "empty folder."
         )
     if found != sealed(found):
         if not force:
             raise UserError(
                 f"{folder / 'summary.json'}: does not fit its checksum: it was changed or damaged, or another version "
-                "of WarpFold wrote it; put a copy back, name a new folder, or have everything done again with --force"
+                "of WarpFold wrote it. Put a copy back, name a new folder, or repeat everything with --force."
             )
         return {"format": kind}
     if found.get("run") != run and not force:
-        raise UserError(f"{folder}: holds the output of another run; name a new folder, or replace it with --force")
+        raise UserError(f"{folder}: holds the output of another run. Name a new folder, or replace it with --force.")
     return found
 
 
@@ -605,7 +605,7 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{folder}: cannot be made: {error.strerror}; name another folder") from error
+        raise UserError(f"{folder}: cannot be made: {error.strerror}. Name another folder.") from error
     summary = sealed(summary)
     # In pieces, since the text of many predictions takes more memory than the summary.
     pieces = json.JSONEncoder(indent=2).iterencode(summary)

@@ -118,9 +118,9 @@ def test_on_a_full_disk_what_was_there_survives(tmp_path: Path) -> None:
         run.save(checkpoint(1), keep=1)
         run.replace_file("params", lambda path: path.write_bytes(b"old"))
         for size, write, says in (
-            (20_000, lambda: run.save(checkpoint(2, size=100_000), keep=1), "step 1 is safe"),
+            (20_000, lambda: run.save(checkpoint(2, size=100_000), keep=1), "Step 1 is safe"),
             (1_000, lambda: run.replace_file("params", lambda path: path.write_bytes(b"x" * 10_000)), "be written"),
-            (1_000, lambda: log(run), r"metrics.jsonl: .*make room"),
+            (1_000, lambda: log(run), r"metrics.jsonl: .*Make room"),
         ):
             with full_after(size), pytest.raises(UserError, match=says) as error:
                 write()

@@ -59,7 +59,7 @@ WRONG = "record 2, 'bad', position 3 has '1', which is not an amino acid. Correc
         ("q.fasta", f">one\n{ONE}\n>bad\n{'ACGT' * 9}\n>two\n{TWO}\n", "bad", "bad: looks like nucleic acid"),
         ("q.fasta", f">one\n{ONE}\n>Records\n{ONE}\n>two\n{TWO}\n", "Records", "give the record another name"),
         ("q.csv", f"id,sequence\none,{ONE}\nbad,{ONE}:\ntwo,{TWO}\n", "bad", ">bad has a chain without residues. Wr"),
-        ("q.csv", f"id,sequence\none,{ONE}\nbad,{ONE}:{TWO}\ntwo,{TWO}\n", "bad", "but bad is a complex; give Alph"),
+        ("q.csv", f"id,sequence\none,{ONE}\nbad,{ONE}:{TWO}\ntwo,{TWO}\n", "bad", "but bad is a complex. Pass Alph"),
     ],
 )
 def test_a_bad_record_fails_and_the_others_are_folded(
@@ -186,7 +186,7 @@ def test_a_folder_of_deepminds_parameters_is_one_family(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--num-models 6: only 5 matching parameter files"):
         chosen(6)
     (tmp_path / "mine.safetensors").touch()
-    with pytest.raises(UserError, match=r"has parameters of several kinds .*; name the files"):
+    with pytest.raises(UserError, match=r"has parameters of several kinds .*\. Name the files"):
         chosen()
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="empty: has no parameters"):
@@ -252,5 +252,5 @@ def test_a_folder_of_hits(tmp_path: Path) -> None:
     sources = TemplateSources(hits=[tmp_path / "set"], structures=tmp_path / "mmcif")
     queries = [TemplateQuery(ONE, ("1abc_A",), ()), TemplateQuery(TWO, ("other",), ())]
     assert [len(outcomes) for _, outcomes in find_templates(queries, sources, most=4)] == [1, 0]
-    with pytest.raises(UserError, match=r"has no hits that are named after a query; call them other\.hhr"):
+    with pytest.raises(UserError, match=r"has no hits that are named after a query\. Call them other\.hhr"):
         find_templates(queries[1:], sources, most=4)

@@ -108,7 +108,7 @@ def test_of_many_each_fails_alone_but_a_server_that_is_gone_or_a_full_disk_ends_
     with monkeypatch.context() as patch:
         patch.setattr("warpfold.data.search.server.write_atomically", full_disk)
         # A full disk ends the run because the next answer could not be stored either.
-        with pytest.raises(DiskError, match="make room"):
+        with pytest.raises(DiskError, match="Make room"):
             predictor.fold_many([ONE, ONE[::-1]], msa_server=server)
     (tmp_path / "two.fasta").write_text(f">x\n{ONE}\n>y\n{TWO}\n")
     found = predictor.fold_many(tmp_path / "two.fasta", msa_server=server, recycles=0)
@@ -212,7 +212,7 @@ def test_a_run_is_that_of_the_command(tiny_params: Path, tmp_path: Path, capsys:
     again = warpfold.predict(str(tmp_path / "q.fasta"), [str(tiny_params)], str(tmp_path / "python"),
         msa=[str(tmp_path / "a.a3m")], recycles=0, device="cpu")  # fmt: skip
     assert [one["seconds"] for one in again["predictions"]] == [one["seconds"] for one in summary["predictions"]]
-    with pytest.raises(UserError, match=r"another run; name a new folder, or replace it with force$"):
+    with pytest.raises(UserError, match=r"another run\. Name a new folder, or replace it with force\.$"):
         warpfold.predict(tmp_path / "q.fasta", tiny_params, tmp_path / "python", recycles=0, seed=1, device="cpu")
 
 

@@ -306,8 +306,8 @@ def test_a_full_disk_ends_a_run_that_goes_on_after_what_is_one_proteins_fault(
         assert (code, len(tried)) == (1, 6)
     else:
         assert (code, len(tried), said.count("\n")) == (2, 3, 1), said
-        cure = "make room" if number == errno.ENOSPC else "see to the disk"
-        assert f"{out / tried[2]}: cannot be written: {os.strerror(number)}; {cure}; the same command con" in said
+        cure = "Make room" if number == errno.ENOSPC else "Check the disk"
+        assert f"{out / tried[2]}: cannot be written: {os.strerror(number)}. {cure}. The same command con" in said
     before = times_of(out, done)
     assert run_cli(capsys, *command, out)[0] == 0
     assert times_of(out, done) == before
@@ -359,7 +359,7 @@ def test_workers_make_the_files_of_one_process(tmp_path: Path, fasta: Path, tiny
     summary = predict(fasta, tiny_params, tmp_path / "two", **options(batch=2), workers=2)
     assert summary["status"] == "complete"
     assert predictions(tmp_path / "two") == predictions(tmp_path / "alone")
-    with pytest.raises(UserError, match=r"--workers 2: more than --device cuda:1 has GPUs \(1\); give 1"):
+    with pytest.raises(UserError, match=r"--workers 2: more than --device cuda:1 has GPUs \(1\)\. Pass 1\."):
         check_processes(Request("q", "p", "out", device="cuda:1", workers=2), Team())
     with pytest.raises(UserError, match="without torchrun"):
         check_processes(Request("q", "p", "out", device="cpu", workers=2), Team(ProcessInfo(0, 2)))

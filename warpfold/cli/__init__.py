@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         with _answered():
             code = command.main(args=arguments, prog_name="warpfold", standalone_mode=False)
     except UserError as error:
-        code = _complain(f"{error}; {resume_hint()}" if isinstance(error, DiskError) else str(error), error.exit_code)
+        then = f" {_sentence(resume_hint())}" if isinstance(error, DiskError) else ""
+        code = _complain(f"{error}{then}", error.exit_code)
     except click.UsageError as error:
         code = _complain(_misused(error), 2)
     except click.ClickException as error:
@@ -64,12 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        code = _complain("torch is not installed; pip install -e . brings it (docs/install.md)", 1)
+        code = _complain("torch: not installed. Run pip install -e . (docs/install.md).", 1)
     except OSError as error:
         if error.filename is None and error.errno not in DISK_ERRORS:
             raise
-        cure = "make room" if error.errno in NO_ROOM else "see to the disk"
-        then = f"; {cure}; {resume_hint()}" if error.errno in DISK_ERRORS else ""
+        cure = "Make room" if error.errno in NO_ROOM else "Check the disk"
+        then = f". {cure}. {_sentence(resume_hint())}" if error.errno in DISK_ERRORS else ""
         code = _complain(f"{error.filename or 'writing'}: {error.strerror}{then}", 1)
     except (StoppedByUser, KeyboardInterrupt, typer.Abort) as stop:
         print(f"stopped; {resume_hint()}", file=sys.stderr)
@@ -130,7 +131,7 @@ def _check_not_empty(arguments: Sequence[str]) -> None:
     for before, argument in zip(["", *arguments], arguments):
         if not argument.strip() or re.fullmatch(r"--[\w.-]+=\s*", argument):
             where = argument.strip() or before or "the first argument"
-            raise UserError(f"{where}: the value is empty; give one, or leave the option out")
+            raise UserError(f"{where}: the value is empty. Pass a value, or leave the option out.")
 
 
 def _leave(code: int) -> NoReturn:
@@ -150,17 +151,21 @@ def _complain(message: str, code: int) -> int:
     return code
 
 
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
 def _misused(error: click.UsageError) -> str:  # type: ignore[name-defined]  # a module that is found when it runs
     """Describe a usage error in one sentence: the problem, the values of the option, and the --help to read."""
     says, name = error.format_message().rstrip("."), GIVEN[0] if GIVEN else ""
     option = getattr(error, "option_name", "")
     if name == "predict" and "requires" not in says and option in INSTEAD:
-        return f"no option {option}: here it is {INSTEAD[option]}; see warpfold predict --help"
+        return f"{option}: not an option of predict. Use {INSTEAD[option]}. See warpfold predict --help."
     command = getattr(typer.main.get_command(app), "commands", {}).get(name)
     if command is None or error.ctx is not None:
-        return f"{says}; see {error.ctx.command_path if error.ctx else 'warpfold'} --help"
+        return f"{says}. See {error.ctx.command_path if error.ctx else 'warpfold'} --help."
     takes = "".join(f": {one.help.rstrip('.')}" for one in command.params if option in one.opts and "requires" in says)
-    return f"{says}{takes}; see warpfold {name} --help"
+    return f"{says}{takes}. See warpfold {name} --help."
 
 
 def _version(wanted: bool) -> None:

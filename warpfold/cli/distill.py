@@ -87,13 +87,13 @@ def distill(
     request = Request(**{field.name: values[field.name] for field in fields(Request)} | {"out": folder})
     # Otherwise `pack` would raise this error after hours of folding.
     if store.exists() and not (store / "sources.json").is_file():
-        raise UserError(f"{store}: exists already; remove it, or choose another name")
+        raise UserError(f"{store}: exists already. Remove it, or choose another name.")
     summary = run(request, progress)
     found: dict[str, Any] = {"predictions": str(folder), "failures": summary["failures"], "store": None}
     if summary["status"] == "running":
         return found
     if not summary["predictions"]:
-        raise UserError(f"{folder}: none of the sequences was folded; its summary.json says why")
+        raise UserError(f"{folder}: none of the sequences was folded. See its summary.json for the reasons.")
     report = pack(
         predicted=folder,
         msas=_alignments(request, folder) or None,
@@ -131,7 +131,7 @@ def _alignments(given: Request, folder: Path) -> list[Path]:
 def distill_in_shell(given: dict[str, Any]) -> Answer:
     """Fold sequences and pack the confident predictions into a store for `train` (self-distillation, Supp. 1.3)."""
     if this_process().ranks > 1:
-        raise UserError("distill: runs without torchrun; take more processes by --workers, or machines by --shard")
+        raise UserError("distill: runs without torchrun. Pass --workers, or --shard for several machines.")
     # As `pack` does: files that are being read must not be blamed for the death of the process.
     with on_sigterm(StoppedByUser(143)), progress_bar(remaining=False) as bar, log_plans():
         found = distill(**given, progress=bar)

@@ -59,11 +59,11 @@ INSTEAD = {
     "--jax_param_path": "--params",
     "--model-type": "--params: of a folder with parameters of several kinds, those are taken that the queries need",
     "--model_device": "--device",
-    "--msa-mode": "--msa FILE, or --msa-server URL; without either the sequence is folded alone",
+    "--msa-mode": "--msa FILE, or --msa-server URL. Without either, the sequence is folded alone",
     "--num-relax": "--relax best, or --relax all",
     "--openfold_checkpoint_path": "--params",
     "--output_dir": "--out",
-    "--templates": "--template FILE, or --hits with --template-structures; no server is asked for templates",
+    "--templates": "--template FILE, or --hits with --template-structures. No server is asked for templates",
     "--use-gpu-relax": "--device: relaxation runs where the model does",
     "--use_precomputed_alignments": "--msa FOLDER",
 }

@@ -83,7 +83,7 @@ def chain_pairs(text: str) -> dict[str, str]:
         raise UserError(f"--chains {text}: expected pairs of predicted:reference, for example A:B,B:C")
     named = dict(pairs)
     if len(named) < len(pairs):
-        raise UserError(f"--chains {text}: names a predicted chain twice; name each once")
+        raise UserError(f"--chains {text}: names a predicted chain twice. Name each once.")
     return named
 
 
@@ -114,7 +114,7 @@ def golden(
     # The tests of the checkout compute the cases.
     checkout = Path(warpfold.__file__).parents[1]
     if not (checkout / "tests/golden/run.py").is_file():
-        raise UserError("golden: the reference cases are tests of a clone of WarpFold (tests/golden); run it there")
+        raise UserError("golden: the reference cases are tests of a clone of WarpFold (tests/golden). Run it there.")
     sys.path.insert(0, str(checkout))
     from tests.golden.run import run
 

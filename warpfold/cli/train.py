@@ -137,7 +137,7 @@ def sources_of(data: StoreLike | Sequence[StoreLike], assemblies: bool = False) 
 
     several: Sequence[Any] = data if arguments.is_list(data) else [data]  # type: ignore[assignment]
     if not several:
-        raise UserError("data: is empty; name a store that `warpfold pack` made")
+        raise UserError("data: is empty. Name a store that `warpfold pack` made.")
     found = []
     for one in several:
         if isinstance(one, Source):
@@ -152,7 +152,7 @@ def sources_of(data: StoreLike | Sequence[StoreLike], assemblies: bool = False) 
             store = one if isinstance(one, Store) else Store(folder)
             found.append(Source(store, weight=float(weight), assemblies=assemblies))
         except ValueError:
-            raise UserError(f"--data {one}: {weight!r} is not a number; expected STORE or STORE=WEIGHT") from None
+            raise UserError(f"--data {one}: {weight!r} is not a number. Pass STORE or STORE=WEIGHT.") from None
     return found
 
 

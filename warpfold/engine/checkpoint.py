@@ -152,7 +152,7 @@ class StepFolders:
             yield
         except (OSError, SafetensorError) as error:
             clean()
-            kept = "" if before is None else f"step {before} is safe in {self.step_path(before)}"
+            kept = "" if before is None else f"Step {before} is safe in {self.step_path(before)}"
             raise cannot_write(path, error, remedy(error), kept) from error
 
     def lock(self, folder: Path) -> TextIO:
@@ -202,8 +202,8 @@ def remedy(error: Exception) -> str:
     """Suggest a remedy for a failure to write."""
     number = error_number(error)
     if number == errno.ENOENT:
-        return "the folder was moved or removed meanwhile: put it back, and start again"
-    return f"{'make room' if number == errno.EFBIG else 'see to the disk'}, and start again"
+        return "The folder was moved or removed meanwhile: put it back, and start again"
+    return f"{'Make room' if number == errno.EFBIG else 'Check the disk'}, and start again"
 
 
 MAX_FAILURES = 3  # saved for each run

@@ -430,7 +430,7 @@ def remove_records(out: Path) -> None:
 def at_work(out: Path, part: JobPart) -> UserError:
     """Return the error for a part on which another process works."""
     which = "" if part == WHOLE else f" on part {part}"
-    return UserError(f"{out}: another process is at work there{which}; wait for it, or name another folder")
+    return UserError(f"{out}: another process is at work there{which}. Wait for it, or name another folder.")
 
 
 def parts_at_work(out: Path) -> list[JobPart]:
@@ -497,10 +497,10 @@ class RepresentationStore:
     def check(self) -> None:
         """Raise UserError if something else has its name, or if no store can be written there."""
         if os.path.lexists(self.path) and not self._is_ours(self.path):
-            raise UserError(f"{self.path}: exists already, and is not of this run; remove it, or name another store")
+            raise UserError(f"{self.path}: exists already, and is not of this run. Remove it, or name another store.")
         above = next(place for place in self.path.absolute().parents if place.exists())
         if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-            raise UserError(f"{self.path}: cannot be written: {above} is not a folder that can be written")
+            raise UserError(f"{self.path}: cannot be written: {above} is not a writable folder. Name another path.")
 
     def keys(self) -> set[str]:
         """Return the keys in the store, if there is one.  Errors: as in `check`, and for a damaged store."""

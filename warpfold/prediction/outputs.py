@@ -272,7 +272,7 @@ class Prediction:
             if not np.isfinite(array).all():
                 raise UserError(
                     f"{self.name}: {name} has values that half precision does not hold (up to "
-                    f"{np.abs(arrays[name]).max():g}); keep representations in the .npz"
+                    f"{np.abs(arrays[name]).max():g}). Keep representations in the .npz."
                 )
         sequence = ":".join(self.sequence[span] for span in self.spans.values())
         return pack_record(halves, {"name": self.name, "sequence": sequence, "chains": list(self.spans)})
@@ -315,7 +315,7 @@ class Prediction:
             texts["pdb"] = self.pdb()
         if self.templates:
             texts["templates"] = json.dumps(list(self.templates), indent=1)
-        with writing(folder, "name another folder"), _draft(folder) as draft:
+        with writing(folder, "Name another folder"), _draft(folder) as draft:
             np.savez_compressed(draft / names["arrays"], **arrays)
             for kind, text in texts.items():
                 (draft / names[kind]).write_text(text, encoding="utf-8")
@@ -640,7 +640,7 @@ def refuse_links(out: Path, folder: str) -> None:
             return
         if path.is_symlink():
             raise UserError(
-                f"{path}: is a symbolic link, and nothing is written through it; remove it, or name another folder"
+                f"{path}: is a symbolic link, and nothing is written through it. Remove it, or name another folder."
             )
 
 
@@ -673,14 +673,14 @@ def _check_free(folder: Path, names: Mapping[str, str], overwrite: bool) -> None
         return
     if not overwrite:
         raise UserError(
-            f"{taken[0]}: exists already; fold with another name=, save into another folder, or replace it with "
-            "overwrite=True"
+            f"{taken[0]}: exists already. Fold with another name=, save into another folder, or replace it with "
+            "overwrite=True."
         )
     links = [path for path in taken if path.is_symlink() or not path.is_file()]
     if links or not _is_prediction(folder / names["arrays"]):
         raise UserError(
-            f"{(links or taken)[0]}: does not belong to a prediction and is left alone; save into another "
-            "folder, or fold with another name="
+            f"{(links or taken)[0]}: does not belong to a prediction and is left alone. Save into another "
+            "folder, or fold with another name=."
         )
 
 

@@ -84,15 +84,15 @@ def _in_folder(folder: Path, complexes: bool) -> list[Path]:
     """Choose the files of one family in a folder."""
     families = families_in(folder)
     if not families:
-        raise UserError(f"{folder}: has no parameters; give a folder of params_model_*.npz or .safetensors ({FETCH})")
+        raise UserError(f"{folder}: has no parameters. Pass a folder of params_model_*.npz or .safetensors ({FETCH}).")
     if len(families) == 1:
         return next(iter(families.values()))
     multimers = sorted(name for name in families if name.startswith("multimer"))
     order = multimers[::-1] if complexes else [name for name in ("ptm", "", "own") if name in families]
     if "own" in families or not order:
         raise UserError(
-            f"{folder}: has parameters of several kinds ({', '.join(paths[0].name for paths in families.values())}); "
-            "name the files"
+            f"{folder}: has parameters of several kinds ({', '.join(paths[0].name for paths in families.values())}). "
+            "Name the files."
         )
     return families[order[0]]
 
@@ -115,9 +115,9 @@ def read_params(paths: Sequence[Path]) -> list[Params]:
         digest = sha256(path)
         for other in found:
             if other.digest == digest:
-                raise UserError(f"{path}: the same parameters as {other.path}; give each file once")
+                raise UserError(f"{path}: the same parameters as {other.path}. Pass each file once.")
             if other.name.lower() == name.lower():  # some file systems ignore case
-                raise UserError(f"{path}: a file and folder named as of {other.path}; rename one of the files")
+                raise UserError(f"{path}: its file and folder are named as {other.path}. Rename one of the files.")
         sample = build(SampleConfig, data_settings(path), str(path))
         found.append(Params(name, path, digest, config, sample))
     return found
@@ -127,11 +127,11 @@ def check_templates(config: ModelConfig, sample: SampleConfig, count: int) -> No
     """Raise UserError unless a model takes `count` templates."""
     if count and not config.templates.enabled:
         raise UserError(
-            "these parameters have no template parts (of AlphaFold2's, model_3 to model_5 have none); "
-            "give others, or no templates"
+            "these parameters have no template parts (of AlphaFold2's, model_3 to model_5 have none). "
+            "Pass others, or no templates."
         )
     if count > sample.max_templates:
-        raise UserError(f"templates given: {count}, the model takes {sample.max_templates}; leave some out")
+        raise UserError(f"templates given: {count}, the model takes {sample.max_templates}. Leave some out.")
 
 
 # ---- Inspection
@@ -215,7 +215,7 @@ def inspect_params(source: Path, check: bool = False, target: Path | None = None
     """
     if target is not None:
         if target.suffix not in WRITTEN:
-            raise UserError(f"{target}: {' or '.join(WRITTEN)} is written; give one of these endings")
+            raise UserError(f"{target}: {' or '.join(WRITTEN)} is written. Use one of these endings.")
         check_new(target)
     if (source / "checkpoints").is_dir():
         source = next((path for path in map(source.joinpath, RUN_PARAMS) if path.is_file()), source / RUN_PARAMS[-1])

@@ -185,14 +185,14 @@ def check_processes(request: Request, team: Team) -> None:
     if team.process.ranks > 1:
         for file in [*request.queries, *request.alignments]:
             if file == "-" or (isinstance(file, Path) and is_given_pipe(file)):
-                raise UserError(f"{file}: is a pipe, which several processes cannot share; give a regular file")
+                raise UserError(f"{file}: is a pipe, which several processes cannot share. Pass a regular file.")
         if request.starts_processes:
             raise UserError("--workers and --cluster start processes of their own: use them without torchrun")
     device = request.device
     if request.workers > 1 and request.cluster is None and device is not None and device.startswith(("cuda", "mps")):
         gpus = torch.cuda.device_count() if device == "cuda" else 1
         if request.workers > gpus:
-            raise UserError(f"--workers {request.workers}: more than --device {device} has GPUs ({gpus}); give {gpus}")
+            raise UserError(f"--workers {request.workers}: more than --device {device} has GPUs ({gpus}). Pass {gpus}.")
 
 
 def _device_of(request: Request) -> str:
@@ -223,7 +223,7 @@ def _read(request: Request, team: Team, tell: Progress) -> tuple[ReadQueries, li
     waiting = not gap and any(path.is_dir() and len(families_in(path)) > 1 for path in params)
     models = [] if waiting else read_params(params_files(params, request.num_models))
     if gap and (able := [model.path.name for model in models if model.multimer]):
-        raise UserError(f"--chain-gap: {able[0]} is AlphaFold-Multimer's, which tells chains apart; leave it out")
+        raise UserError(f"--chain-gap: {able[0]} is AlphaFold-Multimer's, which tells chains apart. Leave it out.")
     server = request.server
     if server is not None and not team.is_rank_zero:
         server = replace(server, say=lambda line: None)
@@ -235,7 +235,7 @@ def _read(request: Request, team: Team, tell: Progress) -> tuple[ReadQueries, li
         if file_name(query.name).lower() in RESERVED:  # its folder would be one of the run's own files
             raise UserError(
                 f"{query.name}: no protein can have this name, because the output has {', '.join(RESERVED)} of its "
-                "own; give the record another name"
+                "own. Give the record another name."
             )
         _check_complexes([query.name] if (request.pairs or len(query.ids) > 1) and not gap else [], models)
 
@@ -291,13 +291,13 @@ def _selection(request: Request, queries: Sequence[Query], models: Sequence[Para
         without_pae = [model.path for model in models if not model.config.heads.pae]
         if score in OF_ERRORS and without_pae:
             raise UserError(
-                f"--keep {keep.text}: {without_pae[0]} has no head of aligned errors, so no {score}; name another"
+                f"--keep {keep.text}: {without_pae[0]} has no head of aligned errors, so no {score}. Name another."
             )
         if score in OF_COMPLEXES and not complexes:
-            raise UserError(f"--keep {keep.text}: single chains have no {score}; name another score")
+            raise UserError(f"--keep {keep.text}: single chains have no {score}. Name another score.")
         if score in OF_GIVEN and not any(query.designed is not None for query in queries):
             raise UserError(
-                f"--keep {keep.text}: {score} is to a given complex; fold structures, or give --initial-guess"
+                f"--keep {keep.text}: {score} is to a given complex. Fold structures, or pass --initial-guess."
             )
     return keep
 
@@ -317,8 +317,8 @@ def _check_complexes(names: Sequence[str], models: Sequence[Params]) -> None:
     unable = [model.path for model in models if not model.multimer]
     if names and unable:
         raise UserError(
-            f"{unable[0]}: parameters for single chains, but {names[0]} is a complex; give AlphaFold-Multimer's "
-            f"({MULTIMERS}), --chain-gap 200, or fold each chain alone"
+            f"{unable[0]}: parameters for single chains, but {names[0]} is a complex. Pass AlphaFold-Multimer's "
+            f"({MULTIMERS}), --chain-gap 200, or fold each chain alone."
         )
 
 

@@ -127,7 +127,7 @@ class Predictor:
     ) -> None:
         if not isinstance(model, AlphaFold):
             what = arguments.shown(model)
-            raise arguments.WrongArgument(f"model = {what}: an AlphaFold is needed; files: load(FILE)")
+            raise arguments.WrongArgument(f"model = {what}: an AlphaFold is needed. Load files with load(FILE).")
         self.team = team_of(team)
         axial, branch = self.team.mesh.axial.size, self.team.mesh.branch.size
         if reason := Plan(axial=axial, branch=branch).unsupported_reason(model.config.evoformer.outer):
@@ -428,8 +428,8 @@ class Predictor:
         query, single = query_of(sequence, alignment, arguments.text("name", name)), self.model.config.multimer is None
         if query.is_complex and single and self.chain_gap is None:
             raise UserError(
-                f"{name}: a complex, but these parameters are for single chains; give AlphaFold-Multimer's "
-                f"({MULTIMERS}), or {called('chain_gap')} 200"
+                f"{name}: a complex, but these parameters are for single chains. Pass AlphaFold-Multimer's "
+                f"({MULTIMERS}), or {called('chain_gap')} 200."
             )
         query = with_guess(self.with_templates(query, templates), initial_guess)
         unmasked = copy(self)
@@ -669,8 +669,8 @@ class Predictor:
         """Raise UserError unless the model folds complexes."""
         if self.model.config.multimer is None and self.chain_gap is None:
             raise UserError(
-                f"{name}: a complex, but these parameters are for single chains; give AlphaFold-Multimer's "
-                f"({MULTIMERS}), {called('chain_gap')} 200, or fold each chain alone (from Python: fold_many)"
+                f"{name}: a complex, but these parameters are for single chains. Pass AlphaFold-Multimer's "
+                f"({MULTIMERS}), {called('chain_gap')} 200, or fold each chain alone (from Python: fold_many)."
             )
 
 
@@ -732,7 +732,7 @@ def load(
     rows: dict[str, Any] = {"max_msa": max_msa, "max_extra": max_extra}
     model = load_model(path)
     if chain_gap is not None and model.config.multimer is not None:
-        raise UserError(f"--chain-gap: {path.name} is AlphaFold-Multimer's, which tells chains apart; leave it out")
+        raise UserError(f"--chain-gap: {path.name} is AlphaFold-Multimer's, which tells chains apart. Leave it out.")
     if sample is None:
         sample = build(SampleConfig, data_settings(path), str(path))
         if (assumed := assumed_settings(path)) and (team is None or team.is_rank_zero):

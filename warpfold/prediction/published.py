@@ -184,8 +184,8 @@ def published(name: str) -> list[PublishedParams]:
     if plain in SETS:
         return [PUBLISHED[one] for one in SETS[plain]]
     near = difflib.get_close_matches(plain, [*PUBLISHED, *SETS, *_SAME], n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise UserError(f"{name}: no published parameters of this name; {hint}`warpfold params fetch` lists them")
+    hint = f"Did you mean {near[0]}? " if near else ""
+    raise UserError(f"{name}: no published parameters of this name. {hint}List them with `warpfold params fetch`.")
 
 
 # ---- downloads
@@ -250,8 +250,8 @@ def _is_there(path: Path, one: PublishedParams) -> bool:
     digest = sha256(path)
     if known is None:
         raise UserError(
-            f"{path}: is there, and nothing says that it is {one.name} (no {_note(path).name}); give it to --params as "
-            "it is, or name another folder"
+            f"{path}: is there, and nothing says that it is {one.name} (no {_note(path).name}). Pass it to --params as "
+            "it is, or name another folder."
         )
     if digest != known:
         raise UserError(f"{path}: is there, and is another file than {one.name}: its SHA-256 is {digest}, not {known}")

@@ -232,7 +232,7 @@ def chain_of_pairs(
     Errors: UserError as in `make_query`, and for a complex.
     """
     if len(given.ids) > 1:
-        raise UserError(f"{given.name}: is a complex, and --pairs pairs single chains; give each chain as a record")
+        raise UserError(f"{given.name}: is a complex, and --pairs pairs single chains. Pass each chain as a record.")
     assembly, _ = assemble(replace(given, ids=("A",)), alignments, made)
     (chain,) = assembly.chains
     assert isinstance(chain, RawExample)
@@ -346,11 +346,11 @@ def with_guess(query: Query, given: GuessLike, fixed: Sequence[str] = ()) -> Que
         return query
     if isinstance(given, str) and given == SELF:
         if query.structure is None:
-            raise UserError(f"{query.name}: is no structure that it could start from; name a file or a folder instead")
+            raise UserError(f"{query.name}: is no structure that it could start from. Name a file or a folder instead.")
         given = query.structure
     sequences, notices = dict(zip(query.ids, query.sequences)), []
     if unknown := [id for id in fixed if id not in sequences]:
-        raise UserError(f"{query.name}: has no chain {unknown[0]} to be fixed; its chains are {', '.join(query.ids)}")
+        raise UserError(f"{query.name}: has no chain {unknown[0]} to be fixed. Choose from {', '.join(query.ids)}.")
     guess = as_guess(given, query.name, sequences)
     guessed = dict(zip(guess.names, guess.sequences))
     different = [
@@ -420,15 +420,15 @@ def _chains(sequence: Any, name: str) -> dict[str, str]:
     """Return the letters of each chain by name; a protein passed as text is chain A."""
     if isinstance(sequence, str):
         if not sequence.strip():
-            raise UserError(f"{name}: the sequence has no residues; give a letter for each")
+            raise UserError(f"{name}: the sequence has no residues. Pass a letter for each.")
         if not set(sequence).isdisjoint("./"):
-            raise UserError(f"{name}: sequence = {shown(sequence)}: is no sequence; a file is folded by fold_many")
+            raise UserError(f"{name}: sequence = {shown(sequence)}: is no sequence. Fold a file with fold_many.")
         sequence = sequence.split(":")
     if not isinstance(sequence, Mapping) and not is_list(sequence):
-        what = "a text is needed, or those of the chains of a complex; files: fold_many"
+        what = "a text is needed, or those of the chains of a complex. Fold files with fold_many."
         raise WrongArgument(f"sequence = {shown(sequence)}: {what}")
     if not sequence:
-        raise UserError(f"{name}: sequence = {shown(sequence)}: has no chains; give one at least")
+        raise UserError(f"{name}: sequence = {shown(sequence)}: has no chains. Pass at least one.")
     named = sequence if isinstance(sequence, Mapping) else dict(zip(chain_ids(len(sequence)), sequence))
     for id, letters in named.items():
         if not isinstance(letters, str) or not isinstance(id, str):
@@ -445,7 +445,7 @@ def _alignments_of_chains(chains: Mapping[str, str], given: Any, name: str, noti
     if unknown := [id for id in each if id not in chains]:
         raise UserError(f"{name}: an alignment for chain {unknown[0]}, but the chains are {', '.join(chains)}")
     if not chains or len(each) < len(given):
-        raise UserError(f"{name}: {len(chains)} chains and {len(given)} alignments; give one for each, or none")
+        raise UserError(f"{name}: {len(chains)} chains and {len(given)} alignments. Pass one for each, or none.")
     return [one for id, rows in each.items() for one in _alignments_of_chain(chains[id], rows, f"{name} {id}", notices)]
 
 
@@ -577,7 +577,7 @@ def _files_of(sequences: Any) -> list[Given] | None:
     """
     if isinstance(sequences, str | os.PathLike):
         if isinstance(sequences, str) and sequences != "-" and not Path(sequences).exists():
-            raise WrongArgument(f"sequences = {shown(sequences)}: no such file; give a list for sequences: [...]")
+            raise WrongArgument(f"sequences = {shown(sequences)}: no such file. Pass a list for sequences: [...].")
         return [sequences if sequences == "-" else Path(sequences)]
     if is_list(sequences) and any(map(_is_file, sequences)):
         return [Path(one) if _is_file(one) else one for one in arguments.queries("sequences", sequences)]
@@ -600,5 +600,5 @@ def _each(what: str, given: Any, names: Sequence[str]) -> dict[str, Any]:
     if not is_list(given):
         raise WrongArgument(f"{what} = {shown(given)}: a list is needed, one for each sequence, or name -> ... of some")
     if (count := len(given)) != len(names):
-        raise WrongArgument(f"{what}: {count} for {len(names)} sequences; give one for each, or name -> ... of some")
+        raise WrongArgument(f"{what}: {count} for {len(names)} sequences. Pass one for each, or name -> ... of some.")
     return dict(zip(names, given))

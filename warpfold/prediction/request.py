@@ -209,7 +209,7 @@ class Recycling:
         if isinstance(most, str):
             numbers = most.split(":")
             if len(numbers) != 2 or not all(map(str.isdecimal, numbers)):
-                raise UserError(f"--max-recycles {most}: is not LENGTH:RECYCLES; write two numbers, such as 1500:3")
+                raise UserError(f"--max-recycles {most}: is not LENGTH:RECYCLES. Write two numbers, such as 1500:3.")
             long = int(numbers[0]), int(numbers[1])
         elif most is not None:
             if not is_list(most) or len(most) != 2:
@@ -347,11 +347,11 @@ class Request(Checked):
         super().__post_init__()
         parse_batch(self.batch)
         if self.pairs and self.complex:
-            raise UserError("--pairs makes complexes itself of all records; leave --complex out")
+            raise UserError("--pairs: it makes complexes of all records. Leave --complex out.")
         # These properties parse options, and raise UserError for wrong values.
         _ = self.recycling, self.memory_limit, self.selection, self.store, self.part, self.fixed
         if self.pair_representation == "whole" and self.store is None:
-            raise UserError("--pair-representation whole: is of a store; give --representations NAME.store too")
+            raise UserError("--pair-representation whole: is of a store. Pass --representations NAME.store too.")
 
     def check(self) -> None:
         """Check the options together and the paths, without importing torch or writing anything.
@@ -360,9 +360,9 @@ class Request(Checked):
         or holds something else.
         """
         if not self.queries:
-            raise UserError("query: is empty; name what to fold")
+            raise UserError("query: is empty. Name what to fold.")
         if not self.params_paths:
-            raise UserError("params: is empty; name files of parameters")
+            raise UserError("params: is empty. Name files of parameters.")
         if self.device is not None and not DEVICE.fullmatch(self.device):
             raise UserError(
                 f"--device {self.device}: not known. Pass cpu, cuda (an NVIDIA or AMD GPU), cuda:1 and so on, or mps "
@@ -371,7 +371,7 @@ class Request(Checked):
         if self.fixed and self.initial_guess is None:
             raise UserError("--fixed-chains needs --initial-guess, the structure that the chains are to keep")
         if self.pairs and self.initial_guess is not None:
-            raise UserError("--pairs makes complexes, of which no structure is known; leave --initial-guess out")
+            raise UserError("--pairs: no structure of its complexes is known. Leave --initial-guess out.")
         if self.cluster is not None:
             require_cluster(self.cluster)
         from warpfold.data.example.query_files import check_path, is_sequence
@@ -550,7 +550,7 @@ def server_of(server: ServerLike, cache: PathLike | None, default: Path) -> "Ali
     """
     if server is None:
         if cache is not None:
-            raise UserError("--msa-cache has no effect without --msa-server; name a server, or leave it out")
+            raise UserError("--msa-cache: has no effect without --msa-server. Name a server, or leave it out.")
         return None
     from warpfold.data.search.server import AlignmentServer
 

@@ -43,9 +43,9 @@ class TemplateSources:
 
     def __post_init__(self) -> None:
         if self.hits and self.structures is None:
-            raise UserError("hits need the mmCIF files they point to; give their folder (--template-structures)")
+            raise UserError("hits: need the mmCIF files that they name. Pass their folder (--template-structures).")
         if not self.hits and (self.structures is not None or self.max_date is not None):
-            raise UserError("a template folder or date has no effect without hits; give --hits, or use --template")
+            raise UserError("a template folder or date: has no effect without hits. Pass --hits, or use --template.")
         parse_date_option(self.max_date, MAX_DATE)  # raises for a wrong date
 
     def __bool__(self) -> bool:
@@ -90,8 +90,8 @@ def find_templates(
     if library is not None and entries and not any(map(library.has, entries)):
         some = ", ".join(f"{entry}.cif" for entry in list(dict.fromkeys(entries))[:3])
         raise UserError(
-            f"{library.folders[0]}: has the structures of none of the {len(entries)} hits ({some} ...); "
-            "give the folder of their mmCIF files, or leave the hits out"
+            f"{library.folders[0]}: has the structures of none of the {len(entries)} hits ({some} ...). "
+            "Pass the folder of their mmCIF files, or leave the hits out."
         )
     found: list[Found] = []
     made: dict[tuple[str, tuple[str, ...]], Found] = {}  # many designs share a target
@@ -155,7 +155,7 @@ def check_fit(files: Sequence[str], used: Iterable[Sequence[str]], chain: str) -
         if rest not in assigned:
             why = f"fewer than {LOW_IDENTITY:.0%} of the aligned residues are equal" if id is None else f"none is {id}"
             raise UserError(
-                f"{file}: fits no chain, as {why}; leave it out, or say which chain it is for: {chain}={rest}"
+                f"{file}: fits no chain, as {why}. Leave it out, or say which chain it is for: {chain}={rest}"
             )
 
 
@@ -227,13 +227,13 @@ def _hits_by_query(
                 hits.setdefault(query.names[0], []).extend(read_hits(file.path, query.sequence))
             elif not path.is_dir() and stem not in refused:
                 raise UserError(
-                    f"{path}: there is no query {path.name.split('.')[0]}; with several queries, name each file of "
-                    f"hits by its query ({queries[0].names[0]}.hhr)"
+                    f"{path}: there is no query {path.name.split('.')[0]}. With several queries, name each file of "
+                    f"hits by its query ({queries[0].names[0]}.hhr)."
                 )
         if path.is_dir() and not hits:
             raise UserError(
-                f"{path}: has no hits that are named after a query; call them {queries[0].names[0]}.hhr, "
-                f"or put them into a folder {queries[0].names[0]}"
+                f"{path}: has no hits that are named after a query. Call them {queries[0].names[0]}.hhr, "
+                f"or put them into a folder {queries[0].names[0]}."
             )
     return hits
 

@@ -58,7 +58,7 @@ def test_everything_is_kept_or_named_with_its_reason_in_the_report_and_in_the_st
         "msas/b.a3m": "no kept chain has this sequence",
         "msas/c.a3m": "no kept chain has this sequence",
         "msas/bad.a3m": "msas/bad.a3m: record 1, 'q', position 3 has '1', which is not an amino acid"[:60],
-        "msas/empty.a3m": "msas/empty.a3m: is empty; fetch or write the file again",
+        "msas/empty.a3m": "msas/empty.a3m: is empty. Fetch or write the file again.",
     }
     assert report.summary() == "6 chains kept (1 with their sequence alone), 8 dropped, 5 alignments unused"
 

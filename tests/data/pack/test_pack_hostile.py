@@ -62,7 +62,7 @@ def test_files_that_unpack_to_more_than_is_allowed_cost_one_entry_each(tmp_path:
     options = PackOptions(max_file_gb=90_000 / 1e9)
     report = pack([tmp_path / "s"], [tmp_path / "m"], tmp_path / "store", options, hits=[tmp_path / "h"])
     assert [(entry.name, entry.depth) for entry in report.kept] == [("1one_A", 2)]
-    too_large = "has more than 9e-05 GB when unpacked; leave it out, or allow more (pack --max-file-gb)"
+    too_large = "has more than 9e-05 GB when unpacked. Leave it out, or allow more: pack --max-file-gb."
     reasons = {entry.file: entry.reason for entry in report.dropped}
     assert reasons["s/2bom.cif.gz"] == f"s/2bom.cif.gz: {too_large}"
     assert reasons["s/4big.cif"] == f"s/4big.cif: {too_large}"
@@ -82,7 +82,7 @@ def test_pipes_and_devices_that_are_named_are_entries_too(tmp_path: Path) -> Non
     assert [entry.name for entry in report.kept] == ["1one_A"]
     whys = [*(entry.reason for entry in report.dropped), *report.unused.values()]
     assert len(whys) == 3
-    assert all("is a pipe, a socket or a device; give a regular file" in why for why in whys)
+    assert all("is a pipe, a socket or a device. Pass a regular file." in why for why in whys)
     with pytest.raises(UserError, match=r"pipe\.index: is a pipe"):
         pack([tmp_path / "1one.cif"], [tmp_path / "pipe.index"], tmp_path / "other")
 
@@ -152,7 +152,7 @@ def test_templates_are_as_limited_as_other_files(tmp_path: Path, monkeypatch: py
     report = pack([tmp_path / "s"], [], tmp_path / "o", options, **folders, template_structures=[tmp_path / "t"])
     (entry,) = report.kept
     assert sorted(entry.templates_refused) == [
-        "has more than N GB when unpacked; leave it out, or allow more (pack --max-file-gb)",
+        "has more than N GB when unpacked. Leave it out, or allow more: pack --max-file-gb.",
         "takes more memory than there is",
     ]
 
@@ -319,7 +319,7 @@ def test_folders_with_something_of_the_users_are_left_alone(tmp_path: Path, name
     structure(tmp_path / "s/1one.cif", chain("A", ONE))
     (tmp_path / name).mkdir()
     (tmp_path / name / "thesis.tex").write_text("precious")
-    with pytest.raises(UserError, match=rf"{name}: holds thesis\.tex, which WarpFold did not write; move it away"):
+    with pytest.raises(UserError, match=rf"{name}: holds thesis\.tex, which WarpFold did not write\. Move it away"):
         pack([tmp_path / "s"], [], tmp_path / "store")
     assert (tmp_path / name / "thesis.tex").read_text() == "precious"
     assert not (tmp_path / "store").exists()

@@ -265,7 +265,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_lost(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
-        with pytest.raises(UserError, match=r"part-1-of-1.*: cannot be written: No space left.*make room"):
+        with pytest.raises(UserError, match=r"part-1-of-1.*: cannot be written: No space left.*Make room"):
             packed(files)
     assert len([path for path in draft_of(files).iterdir() if len(path.name) == 32]) == 4  # and plan.json
     packed(files)

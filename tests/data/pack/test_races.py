@@ -188,7 +188,7 @@ def _merge_and_insist(parts: list[Path], out: Path, start: float) -> int:
             try:
                 report = merge(parts, out)
             except UserError as error:
-                if "another process is writing this store; wait for it" not in str(error):
+                if "another process is writing this store. Wait for it." not in str(error):
                     print(error, flush=True)
                     return 1
                 time.sleep(0.0002)
@@ -232,7 +232,7 @@ def _pack_once(files: Path) -> int:
     try:
         return 0 if len(packed(files).kept) == 6 else 1
     except UserError as error:
-        return 5 if str(error).endswith(": another process is writing this store; wait for it") else _failed(error)
+        return 5 if str(error).endswith(": another process is writing this store. Wait for it.") else _failed(error)
     except BaseException as error:
         return _failed(error)
 
@@ -263,5 +263,5 @@ def test_a_second_run_at_any_event_of_the_first_is_refused_or_finds_the_store(
         report = packed(files)
     assert len(report.kept) == 6
     assert contents(files / "store") == whole
-    assert said <= {"another process is writing this store; wait for it", "finished", "packed"}
+    assert said <= {"another process is writing this store. Wait for it.", "finished", "packed"}
     assert sorted(path.name for path in files.glob("store*")) == ["store"]
