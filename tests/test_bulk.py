@@ -193,12 +193,6 @@ def test_parts_are_a_partition(jobs: int, count: int) -> None:
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-@pytest.mark.parametrize("text", ["", "3", "0/2", "3/2", "a/b", "-1/2", "1/2/3"])
-def test_what_is_no_part(text: str) -> None:
-    with pytest.raises(UserError, match="--shard"):
-        JobPart.parse(text)
-
-
 # A test kills this process.  Its argument is a file.
 if __name__ == "__main__":
     with pool(2) as executor:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.cluster.wards import quick  # noqa: F401
-from tests.test_cli import refused, run
+from tests.test_cli import run
 from warpfold.check import cases
 from warpfold.cli import bench
 from warpfold.cluster import doctor
@@ -213,49 +213,3 @@ def test_links_are_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert read_cluster(tmp_path / "cluster.toml").between.bandwidth == 8e9
     show(cluster_report(examined, None), as_json=True)
     assert json.loads(capsys.readouterr().out)["cluster"]["per_node"] == 4
-
-
-@pytest.mark.parametrize("command", ["plan", "train"])
-def test_what_an_option_takes_is_said(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    said = refused(run(capsys, command, "tiny", "--cluster"))
-    assert "'--cluster' requires an argument: " in said
-    assert "doctor" in said
-    assert f"see warpfold {command} --help" in said
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_file_of_a_cluster_is_a_new_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "cluster.toml").touch()
-    assert "exists already" in refused(run(capsys, *CLUSTER, "--out", tmp_path / "cluster.toml"))
-
-
-REFUSED = [
-    ("bench", "--op"),
-    ("bench --quick", "--op"),
-    ("bench --op convolution", "not one of attention"),
-    ("bench --op gate --dtype fp8", "--dtype fp8"),
-    ("bench --op gate --ways sdpa", "--ways sdpa"),
-    ("bench --op attention --shapes row:256", "SEQUENCESxRESIDUES"),
-    ("bench --op gate --shapes starting:12", "none is a shape of gate"),
-    ("bench --op gate --device cuda:77", "--device"),
-    ("bench --quick data --store x", "bench data: options before `data`"),
-    ("doctor --settings tiny", "--settings"),
-    ("doctor --kernels --settings nowhere", "no such settings file"),
-    ("doctor --folder .", "they belong to --cluster. Add --cluster"),
-    ("doctor --cluster --device cpu --link token-ring", "not a network"),
-    ("doctor --cluster --kernels", "--cluster: it excludes --kernels"),
-    ("doctor --cluster --settings tiny", "--cluster: it excludes"),
-    ("doctor --cluster --device cuda:77", "--device"),
-    # `doctor` writes the cluster file, so its --cluster is a flag. For other commands, --cluster takes the file.
-    (
-        "doctor --cluster cluster.toml",
-        "cluster.toml: the doctor reads no file. Measure a cluster with doctor --cluster --out",
-    ),
-    ("doctor cluster.toml", "cluster.toml: the doctor reads no file. Measure a cluster with doctor --cluster --out"),
-]
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(("line", "says"), REFUSED, ids=[line for line, _ in REFUSED])
-def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str], line: str, says: str) -> None:
-    assert says in refused(run(capsys, *line.split()))

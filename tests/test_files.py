@@ -107,7 +107,7 @@ def test_pipes_sockets_and_devices_are_refused_at_once(tmp_path: Path, monkeypat
         monkeypatch.chdir(tmp_path)  # socket paths must be short
         bound.bind("socket")
         for path in (tmp_path / "pipe", tmp_path / "socket", Path("/dev/zero")):
-            with pytest.raises(UserError, match="is a pipe, a socket or a device\. Pass a regular file"), opened(path):
+            with pytest.raises(UserError, match=r"is a pipe, a socket or a device\. Pass a regular file"), opened(path):
                 pass
             with pytest.raises(UserError, match="is a pipe, a socket or a device"):
                 read_file(path)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.test_cli import refused, run
+from tests.test_cli import run
 from warpfold.adapt.accelerate import accelerate
 from warpfold.bench.model import ACCELERATED, bench_accelerated, user_model
 from warpfold.bench.ops import table
@@ -74,22 +74,6 @@ def test_a_model_is_timed_before_and_after(here: Path, capsys: pytest.CaptureFix
     _, said, _ = run(capsys, *BENCH, "--model", "mine_to_bench:make_both", *only)
     assert "outputs differ by" in said
     assert "mlp" in said
-
-
-def test_what_is_not_there_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for options, why in (
-        (["--model", "mine_to_bench"], "not a function. Pass module:function"),
-        (["--model", "not_there:f"], "no module not_there"),
-        (["--model", "broken_bench:f"], "broken_bench needs nowhere_to_be_found, which is not installed"),
-        (["--model", "mine_to_bench:absent"], "mine_to_bench has no function absent"),
-        (["--model", "mine_to_bench:number"], "has no function number"),
-        (["--model", "mine_to_bench:wrong"], "it returns a int. Return a torch.nn.Module"),
-        (["--model", "mine_to_bench:make_model"], "--inputs: missing"),
-        (["--model", "mine_to_bench:make_both"], "nothing to swap in this Model"),
-        (["--inputs", "mine_to_bench:make_inputs"], "--model: it only allows"),
-        (["--model", "mine_to_bench:make_both", "--op", "gate"], "--model: it only allows"),
-    ):
-        assert why in refused(run(capsys, *BENCH, *options))
 
 
 def test_a_frozen_model_has_one_pass_and_what_is_slower_says_so(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.straggler import Simulation, epoch_gap, simulate, straggler
-from tests.test_cli import run
 from warpfold.bench.data import bench_data, packing, rows, source_files, spread_out
 from warpfold.data.pack.pack import pack
 from warpfold.data.store.store import Store
@@ -54,16 +53,6 @@ def test_entries_are_spread_over_depths(packed: tuple[Store, Path]) -> None:
     chosen = [depth[key] for key in spread_out(store, 3)]
     assert chosen == sorted(set(chosen))
     assert max(chosen) == max(depth.values())
-
-
-@pytest.mark.parametrize(("step", "said"), [("0", "over 0"), ("-1", "over 0"), ("nan", "a finite number")])
-def test_a_step_that_takes_no_time_is_refused(
-    step: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, _, error = run(capsys, "bench", "data", "--store", tmp_path, "--step", step)
-    assert code == 2
-    assert error.startswith(f"error: --step {step}: ")
-    assert said in error
 
 
 def test_sources_of_another_store_are_refused(packed: tuple[Store, Path], tmp_path: Path) -> None:

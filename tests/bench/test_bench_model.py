@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.helpers import tiny_config
 from tests.ops.triton.model_launches import one_block
 from tests.recorder import OperationRecorder
-from tests.test_cli import refused, run
+from tests.test_cli import run
 from warpfold import device
 from warpfold.bench import model as bench_model
 from warpfold.bench.model import COLUMNS, OPENFOLD, PASSES, WAYS, bench_block, bench_step, block_flops, step_counts
@@ -182,20 +182,3 @@ def test_the_command_writes_rows_and_a_table(capsys: pytest.CaptureFixture[str],
     rows = [json.loads(line) for line in files["--rows"].read_text().splitlines()]
     written = list(csv.DictReader(files["--csv"].read_text().splitlines()))
     assert [row["way"] for row in rows] == [row["way"] for row in written] == ["definition"] * 4 + ["ours"] * 4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--block", "--op", "gate"], "--block, --step: they exclude --op"),
-        (["--op", "gate", "--residues", 8], "they belong to --block and --step"),
-        (["--block", "--settings", "monster"], "monster: no such settings file"),
-        (["--step", "--ways", "jax"], "--ways jax: not one of definition, compile, openfold, ours, graph"),
-        (
-            ["--step", "--settings", "tiny", "--set", "plan.axial=2"],
-            "plan.axial and plan.branch need several processes",
-        ),
-    ],
-)
-def test_wrong_use_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[object], says: str) -> None:
-    assert says in refused(run(capsys, "bench", "--device", "cpu", *arguments))

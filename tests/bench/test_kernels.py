@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.bench.deadly import always_kills, kills
-from tests.test_cli import refused, run
+from tests.test_cli import run
 from warpfold import bulk
 from warpfold.bench import kernels as tuning
 from warpfold.bench.kernels import (
@@ -335,13 +335,6 @@ def test_a_candidate_that_breaks_the_device_is_out_and_the_others_are_timed(monk
         seconds, out = IsolatedBench(torch.device("cpu"), process, always_kills).time(task)
         assert not seconds
         assert list(out) == task.candidates
-
-
-def test_wrong_use_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    error = refused(run(capsys, "tune", "--op", "gate", "--device", "cpu", "--out", tmp_path))
-    assert "launch tables are made on a GPU. Run it there, or pass --dry-run" in error
-    assert not list(tmp_path.iterdir())
-    assert "--op gates: not one of all, attention" in refused(run(capsys, "tune", "--op", "gates", "--dry-run"))
 
 
 def test_a_dry_run_lists_the_trials(capsys: pytest.CaptureFixture[str]) -> None:

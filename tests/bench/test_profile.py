@@ -194,10 +194,6 @@ def test_the_command_writes_two_files(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "exists already" in refused(run(capsys, *command))
 
 
-def test_wrong_settings_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no such settings file" in refused(run(capsys, "profile", "monster", "--device", "cpu"))
-
-
 def test_large_settings_are_measured_small_on_a_cpu_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
     whole = measured("monomer", [], {}, None, 0)
     small = measured("monomer", [], {"residues": 200, "sequences": None}, None, 0, on_cpu=True)

@@ -11,7 +11,6 @@ import pytest
 from tests.scoring.test_score import part, protein, structure, unseen
 from warpfold.data.formats.predictions import read_pae
 from warpfold.data.structure.chain import Chain
-from warpfold.errors import UserError
 from warpfold.evaluation.confidence import MAX_PAE, PLDDT_BINS, Sums, pae_sums, plddt_sums, read_plddt
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.scoring import metrics
@@ -151,19 +150,3 @@ def test_pae_of_residues_that_have_atoms(tmp_path: Path) -> None:
     found = read_pae(tmp_path / "pae.json", seen)
     np.testing.assert_allclose(found[np.ix_(seen, seen)], PAE, atol=1e-5)
     assert np.isnan(found[2]).all()
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("{}", "no PAE in a supported layout (no matrix in it). Fetch it again, or remove it"),
-        ("[1, 2", "no PAE in a supported layout"),
-        ('{"pae": [[1, 2], [3]]}', "no PAE in a supported layout"),
-        ('{"pae": [[1, 2], [3, 4]]}', "has PAE of shape [2, 2], but the structure has 4 residues. Remove one"),
-    ],
-)
-def test_pae_that_is_none(text: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / "pae.json").write_text(text)
-    with pytest.raises(UserError) as refused:
-        read_pae(tmp_path / "pae.json", np.ones(4, bool))
-    assert said in str(refused.value)

@@ -1,6 +1,7 @@
-"""Test that predictions and their targets are recognised by the file names of several programs."""
+"""Test that predictions and targets are recognised by the file names of several programs, and lists of targets."""
 
 import json
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from tests.report.test_report_browser import prediction, write_page
 from warpfold.errors import UserError
 from warpfold.evaluation.confidence import alignment_rows
 from warpfold.evaluation.layouts import find_predictions
+from warpfold.evaluation.suite import Entry, read_suite, write_suite
 from warpfold.evaluation.truths import Truths
 
 
@@ -111,30 +113,6 @@ def test_our_summary_says_what_is_what(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "said"),
-    [
-        (["metrics.jsonl", "settings.toml"], "is a training run. Fold its held-out proteins with `warpfold validate`"),
-        (["notes.txt"], "has no predicted structures (.cif"),
-        (["a/x.cif", "b/x.cif"], "a/x.cif and b/x.cif are both predictions of x. Keep one of them"),
-        (["T1024TS427_1", "T1024TS403_1"], "has models of 2 CASP groups (TS403, TS427). Keep those of one"),
-    ],
-)
-def test_what_cannot_be_told_is_refused(files: list[str], said: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError) as refused:
-        find_predictions(fill(tmp_path, *files))
-    assert said in str(refused.value)
-
-
-def test_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no such folder\. Pass a folder of predictions"):
-        find_predictions(tmp_path / "none")
-    with pytest.raises(UserError, match=r"is a file\. Compare two files with `warpfold score`"):
-        find_predictions(fill(tmp_path, "x.cif") / "x.cif")
-    with pytest.raises(UserError, match=r"no such folder\. Pass a folder of structures"):
-        Truths(tmp_path / "none")
-
-
-@pytest.mark.parametrize(
     ("names", "found"),
     [
         (["1ABC"], ("1abc.cif", ())),
@@ -152,3 +130,16 @@ def test_truths_are_found_by_name(names: list[str], found: tuple[str, tuple[str,
     fill(tmp_path, "ab/1abc.cif", "2xyz_A.pdb", "3uvw_A.cif", "3uvw_B.cif", "pdb4def.ent", "T9.cif")
     truth = Truths(tmp_path).find(names)
     assert (truth and (truth.path.name, truth.chains)) == found
+
+
+def test_a_suite_is_read_as_it_was_written(tmp_path: Path) -> None:
+    targets = {"T1": Entry(), "7abc_A": Entry(date(2021, 10, 20), "0f", ("A", "B"))}
+    (tmp_path / "suite.toml").write_text(write_suite('a "title"', targets))
+    suite = read_suite(tmp_path / "suite.toml")
+    assert (suite.title, suite.targets) == ('a "title"', targets)
+
+
+def test_the_bundled_list_is_whole() -> None:
+    suite = read_suite(Path("cameo2022"))
+    assert len(suite.targets) == 183
+    assert suite.targets["7whf_G"] == Entry()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.evaluation.folders import sets
-from tests.test_cli import refused, run
+from tests.test_cli import run
 from warpfold.evaluation import evaluate as evaluating
 from warpfold.evaluation.measure import Job, Measured, measure
 from warpfold.evaluation.parts import IS_PART
@@ -92,16 +92,3 @@ def test_parts_of_something_else_are_not_used(
         part.write_text("[]")
     run(capsys, *words, *more, "--out", "parts", "--shard", "1/2")
     assert len(measured) == 2 * before == 6
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--shard", "1/2"], "--shard: needs --out, a folder that all parts share"),
-        (["--shard", "3/2", "--out", "parts"], "--shard 3/2: expected I/N"),
-        (["--cluster", "tcp//nonsense", "--out", "parts"], "--cluster tcp//nonsense: "),
-    ],
-)
-def test_bad_options_are_one_line(options: list[str], said: str, words: tuple[str, ...], capsys: Capture) -> None:
-    assert said in refused(run(capsys, *words, *options))
-    assert not Path("parts").exists()

@@ -1,11 +1,6 @@
 """Variables of srun: the tasks of a step are ranks, and a process outside of a step is alone."""
 
-from typing import Any
-
-import pytest
-
-from warpfold.errors import UserError
-from warpfold.parallel.process import PORTS, first_host, is_one_of_several, tasks_of_nodes, torchrun_from_srun
+from warpfold.parallel.process import PORTS, first_host, is_one_of_several, tasks_of_nodes
 from warpfold.parallel.team import ProcessInfo
 
 JOB = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "gpu[01-02]", "SLURM_NTASKS": "6", "SLURM_NTASKS_PER_NODE": "3"}
@@ -63,23 +58,6 @@ def test_what_torchrun_says() -> None:
     assert ProcessInfo.from_environment(said | more) == ProcessInfo(3, 4, 1, 2, "a", 29500, True)
 
 
-@pytest.mark.parametrize(
-    ("variables", "says"),
-    [
-        ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "a"}, r"MASTER_PORT: not set, though WORLD_SIZE=2\."),
-        ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_PORT": "1"}, r"MASTER_ADDR: not set, though WORLD_SIZE=2\."),
-        ({"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, r"RANK: not set, though WORLD_SIZE=2\."),
-        ({"WORLD_SIZE": "2", "RANK": "abc"}, r"RANK: 'abc' is not a whole number\."),
-        ({"WORLD_SIZE": "1", "RANK": "abc"}, r"RANK: 'abc' is not a whole number\."),
-        ({"WORLD_SIZE": "many", "RANK": "0"}, r"WORLD_SIZE: 'many' is not a whole number\."),
-        ({"WORLD_SIZE": "1", "RANK": "3"}, r"RANK: 3, but WORLD_SIZE=1\."),
-    ],
-)
-def test_a_wrong_variable_is_named_with_what_removes_it(variables: dict[str, str], says: str) -> None:
-    with pytest.raises(UserError, match=f"^environment variable {says} .* unset WORLD_SIZE RANK$"):
-        read(variables)
-
-
 def test_variables_that_a_job_manager_leaves_to_one_process_do_no_harm() -> None:
     alone: list[dict[str, str]] = [
         {"RANK": "0", "WORLD_SIZE": "1"},
@@ -133,21 +111,3 @@ def test_slurms_lists_are_read() -> None:
         assert first_host(nodes) == first
     for text, tasks in {"8": [8], "8(x2),4": [8, 8, 4], "1,2(x3)": [1, 2, 2, 2]}.items():
         assert tasks_of_nodes(text) == tasks
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"SLURM_NODEID": None}, "SLURM_STEP_NUM_TASKS=6: SLURM_NODEID is missing. Start with srun or torchrun"),
-        ({"SLURM_JOB_ID": None}, "SLURM_JOB_ID is missing"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "3(x3)"}, "other variables contradict it"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "three"}, "other variables contradict it"),
-        ({"SLURM_NODEID": "2"}, "other variables contradict it"),
-        ({"SLURM_LOCALID": "3"}, "other variables contradict it"),
-        ({"SLURM_STEP_NUM_TASKS": "many"}, "=many: "),
-    ],
-)
-def test_what_contradicts_itself_is_refused(changes: dict[str, Any], says: str) -> None:
-    variables = {name: value for name, value in {**task(0, 0), **changes}.items() if value is not None}
-    with pytest.raises(UserError, match=says):
-        torchrun_from_srun(variables)

@@ -11,13 +11,12 @@ from tests.prediction.test_predict_complexes import ONE, PAIRED, PARTNER, TWO, m
 from tests.prediction.test_score_table import Killed, options
 from warpfold import predict
 from warpfold.data.example import query_files
-from warpfold.data.example.query_files import read_complexes, read_query_files
+from warpfold.data.example.query_files import read_query_files
 from warpfold.errors import UserError
 from warpfold.model.weights.files import save_params
 from warpfold.prediction.folder import Recorder
 from warpfold.prediction.pages import prediction_report
 from warpfold.prediction.queries import pair_names
-from warpfold.prediction.request import Request
 from warpfold.report.report import render
 
 NAMES = ("one", "two", "three")
@@ -117,11 +116,7 @@ def test_what_cannot_be_paired_is_said(tmp_path: Path, params: Path) -> None:
     summary = predict(tmp_path / "q.fasta", params, tmp_path / "out", **options(pairs="all"))
     assert [entry["name"] for entry in summary["predictions"]] == ["one_and_one"]
     (failure,) = summary["failures"]
-    assert failure["error"] == "both: is a complex, and --pairs pairs single chains; give each chain as a record"
-    with pytest.raises(UserError, match="leave --complex out"):
-        Request("q", "p", "out", pairs="all", complex=True)
-    with pytest.raises(UserError, match="pairs = 'some'"):
-        Request("q", "p", "out", pairs="some")
+    assert failure["error"] == "both: is a complex, and --pairs pairs single chains. Pass each chain as a record."
 
 
 def test_names_of_pairs_are_names_of_files() -> None:
@@ -151,23 +146,6 @@ def test_tables_with_a_column_for_each_chain(tmp_path: Path, kind: str) -> None:
     assert (first.name, [*first.ids], [*first.sequences]) == ("d1", ids, sequences)
     if kind == "letters":
         assert [(one.ids, one.sequences) for one in more] == [(("H",), (ONE,))]
-
-
-WRONG = {
-    "two columns": (f"id,A,a\nd1,{ONE},{TWO}\n", "has two columns of chain A"),
-    "a letter that is none": (f"id,target,binder\nd1,{ONE},MK1V\n", "d1.*'1'"),
-    "a chain of two": (f"id,A,B\nd1,{ONE}:{ONE},{TWO}\n", "d1 has : in the column of a chain"),
-    "no chain": ("id,target,binder\nd1,,\n", "d1.* no sequence|d1.*without"),
-    "no columns": ("id,name\nd1,x\n", "has no columns id and sequence"),
-}
-
-
-@pytest.mark.parametrize("kind", WRONG)
-def test_tables_that_are_wrong(tmp_path: Path, kind: str) -> None:
-    text, said = WRONG[kind]
-    (tmp_path / "q.csv").write_text(text)
-    with pytest.raises(UserError, match=said):
-        read_complexes(tmp_path / "q.csv")
 
 
 def test_a_matrix_has_what_is_known() -> None:

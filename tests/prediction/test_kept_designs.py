@@ -9,7 +9,6 @@ from tests.helpers import tiny_model
 from tests.prediction.test_predict_complexes import ONE, TWO, multimer
 from tests.prediction.test_score_table import BINDERS, DESIGNS, Killed, keys, options, rows
 from warpfold import predict
-from warpfold.errors import UserError
 from warpfold.evaluation.layouts import find_predictions
 from warpfold.model.alphafold import HeadsConfig
 from warpfold.model.weights.files import save_params
@@ -191,21 +190,3 @@ def test_single_chains_are_kept_by_their_plddt(tmp_path: Path, params: dict[str,
     top = max(found, key=lambda row: float(row["mean_plddt"]))
     assert [row["name"] for row in found if row["structure"]] == [top["name"]]
     assert {row["interface"] for row in found} == {""}
-
-
-WRONG = [
-    ("first", DESIGNS, "rmsd < 2", "--keep rmsd < 2: rmsd is to a given complex"),
-    ("bare", DESIGNS, "best:2", "bare.safetensors has no head of aligned errors, so no ipsae"),
-    ("monomer", f">a\n{ONE}\n", "pdockq > 1", "single chains have no pdockq"),
-    ("first", DESIGNS, "ipsea > 1", "unknown column ipsea. Use one of "),
-]
-
-
-@pytest.mark.parametrize(("model", "fasta", "keep", "said"), WRONG)
-def test_scores_that_there_will_not_be_are_refused_before_anything_is_done(
-    tmp_path: Path, params: dict[str, Path], model: str, fasta: str, keep: str, said: str
-) -> None:
-    (tmp_path / "q.fasta").write_text(fasta)
-    with pytest.raises(UserError, match=said.removeprefix("--")):
-        predict(tmp_path / "q.fasta", params[model], tmp_path / "out", **options(keep=keep))
-    assert not (tmp_path / "out").exists()

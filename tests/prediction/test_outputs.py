@@ -127,7 +127,7 @@ def test_a_folder_with_a_thesis_keeps_it(tmp_path: Path) -> None:
 def test_nothing_is_replaced_unasked(tmp_path: Path) -> None:
     prediction().save(tmp_path / "out")
     before = contents(tmp_path / "out")
-    with pytest.raises(UserError, match=r"test\.npz: exists already; .*overwrite=True"):
+    with pytest.raises(UserError, match=r"test\.npz: exists already. .*overwrite=True"):
         replace(prediction(), plddt=prediction().plddt / 2).save(tmp_path / "out")
     assert contents(tmp_path / "out") == before
 
@@ -148,6 +148,13 @@ def test_a_file_of_that_name_that_is_no_predictions_stays(tmp_path: Path, name: 
     with pytest.raises(UserError, match=rf"{name}: "):
         prediction().save(tmp_path, overwrite=overwrite)
     assert contents(tmp_path) == {name: b"a structure of my own"}
+
+
+def test_a_file_in_the_place_of_the_folder_stays(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match=r"file: cannot be written: .*[;.] [Nn]ame another folder\.?$"):
+        prediction().save(tmp_path / "file")
+    assert contents(tmp_path) == {"file": b"mine"}
 
 
 def test_what_a_link_leads_to_stays(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ WRONG = "record 2, 'bad', position 3 has '1', which is not an amino acid. Correc
         ("q.fasta", BAD, "bad", WRONG),
         ("q.fasta", f">one\n{ONE}\n>bad\n\n>two\n{TWO}\n", "bad", "record 'bad' has no sequence. Remove it or"),
         ("q.fasta", f">one\n{ONE}\n>bad\n{'ACGT' * 9}\n>two\n{TWO}\n", "bad", "bad: looks like nucleic acid"),
-        ("q.fasta", f">one\n{ONE}\n>Records\n{ONE}\n>two\n{TWO}\n", "Records", "give the record another name"),
+        ("q.fasta", f">one\n{ONE}\n>Records\n{ONE}\n>two\n{TWO}\n", "Records", "Give the record another name"),
         ("q.csv", f"id,sequence\none,{ONE}\nbad,{ONE}:\ntwo,{TWO}\n", "bad", ">bad has a chain without residues. Wr"),
         ("q.csv", f"id,sequence\none,{ONE}\nbad,{ONE}:{TWO}\ntwo,{TWO}\n", "bad", "but bad is a complex. Pass Alph"),
     ],

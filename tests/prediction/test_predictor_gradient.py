@@ -1,4 +1,4 @@
-"""Test `Predictor.gradient`: fixed and free chains, finite differences, execution plans, refused input."""
+"""Test `Predictor.gradient`: fixed and free chains, finite differences, execution plans."""
 
 from dataclasses import replace
 
@@ -174,34 +174,6 @@ def test_nothing_of_the_model_is_changed() -> None:
     fold.gradient(logits(5), loss_of_every_output)
     np.testing.assert_array_equal(fold.fold("MKVLA").positions, before)
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"logits": np.zeros((4, 21))}, r"an array of shape \[4, 21\]; pass \[N, 20\]"),
-        ({"logits": "MKV"}, "an array"),
-        ({"logits": np.full((4, 20), np.nan)}, "not all values are finite"),
-        ({"fixed": "--J-"}, "chain A has 'J'"),
-        ({"fixed": "--"}, "chain A has 2 letters for logits of 4 residues"),
-        ({"fixed": {"B": "M-"}}, "chain B is free at -, but has no logits"),
-        ({"fixed": {"B": "MK"}}, r"are for single chains; give AlphaFold-Multimer's \(.*\), or chain_gap 200"),
-        ({"logits": {"A,A": np.zeros((4, 20))}}, "chain A occurs twice"),
-        ({"logits": {"A, ": np.zeros((4, 20))}}, "logits: 'A, ': use the name of a chain"),
-        ({"logits": {}}, "logits: empty"),
-        ({"logits": {"A,B": np.zeros((4, 20))}, "fixed": {"B": "C---"}}, "have different letters"),
-        ({"through": "some"}, "not one of last, all, mean"),
-        ({"temperature": 0.0}, "temperature"),
-        ({"loss": lambda seen: 1.0}, "a scalar tensor"),
-        ({"loss": lambda seen: {"a": seen.plddt_logits}}, "loss: returned a ="),
-        ({"loss": lambda seen: torch.zeros(())}, "the result has no gradient"),
-    ],
-)
-def test_what_does_not_fit_is_refused_in_a_line(given: dict[str, object], said: str) -> None:
-    arguments = {"logits": np.zeros((4, 20)), "loss": loss_of_every_output} | given
-    with pytest.raises(UserError, match=said) as error:
-        predictor().gradient(**arguments)
-    assert "\n" not in str(error.value)
 
 
 def test_in_bf16_it_is_nearly_the_same() -> None:

@@ -17,7 +17,7 @@ import pytest
 import warpfold
 from tests.downloads import FileServer, serving
 from tests.published import write_archive, write_like
-from tests.test_cli import refused, run
+from tests.test_cli import run
 from tests.test_nothing_lost import contents
 from warpfold.download import DownloadFailed
 from warpfold.errors import UserError
@@ -214,18 +214,6 @@ def test_the_list_and_wrong_use(server: FileServer, tmp_path: Path, capsys: pyte
     assert code == 0
     assert all(re.search(rf"^ *{name} ", said, re.M) for name in (*SETS, "finetuning_ptm_2"))
     assert len(json.loads(run(capsys, "params", "fetch", "--json")[1])) == len(PUBLISHED)
-    assert "params fetch multimer" in refused(
-        run(
-            capsys,
-            "predict",
-            "MKTAYIAKQRQ:MKTAYIAKQRQ",
-            "--params",
-            write_like("model_1", tmp_path),
-            "--out",
-            tmp_path / "out",
-        )
-    )
-    assert "`warpfold params fetch` lists free ones" in refused(run(capsys, "params", tmp_path / "none.npz"))
     with pytest.raises(UserError, match="name is missing"):
         warpfold.fetch_params()
     server.faults = [(403, {})]

@@ -16,7 +16,6 @@ from warpfold import predict
 from warpfold.data.store.store import Store
 from warpfold.errors import UserError
 from warpfold.prediction.predictor import Predictor, load
-from warpfold.prediction.request import Request
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -202,20 +201,6 @@ def test_values_beyond_half_precision_fail_that_prediction(tiny_params: Path) ->
     large = replace(prediction, single=prediction.single + 1e6)
     with pytest.raises(UserError, match=r"query: single has values that half precision does not hold \(up to 1e\+06"):
         large.record("pooled")
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"representations": "out.zarr"}, "representations = out.zarr: the name of a store .* ends in .store"),
-        ({"representations": 5}, "representations = 5: a path is needed"),
-        ({"pair_representation": "whole"}, "is of a store"),
-        ({"pair_representation": "half"}, "not one of pooled, whole"),
-    ],
-)
-def test_what_is_no_store_of_representations(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says.replace(" = ", "( = | )")):
-        Request("q", "p", "out", **given)
 
 
 def test_what_is_there_stays(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:

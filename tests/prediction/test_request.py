@@ -11,6 +11,7 @@ import pytest
 import typer
 
 import warpfold
+from tests.messages.table import CASES
 from warpfold import cli
 from warpfold.arguments import declaration
 from warpfold.cli.predict import ESSENTIAL
@@ -59,36 +60,12 @@ def test_python_writes_out_what_a_request_declares() -> None:
         assert f"\n    {field.name}: {option.help}" in str(warpfold.predict.__doc__)
 
 
-# Wrong arguments and the expected messages. {} stands for a folder with a.a3m and taken/file.
-WRONG = {
-    "query": (["none.fasta", "--params", "p.npz", "-o", "out"], "none.fasta: no such file"),
-    "long text": (["no sequence " * 30, "--params", "p.npz", "-o", "out"], "no such file; check the path"),
-    "params": ([ONE, "--params", "none.npz", "-o", "out"], "none.npz: no such file"),
-    "msa": ([ONE, "--params", "p.npz", "-o", "out", "--msa", "none.a3m"], "none.a3m: no such file"),
-    "template": ([ONE, "--params", "p.npz", "-o", "out", "--template", "none.cif:A"], "none.cif: no such file"),
-    "long template": (
-        [ONE, "--params", "p.npz", "-o", "out", "--template", f"{'x' * 300}.cif:A"],
-        "no such file; check",
-    ),
-    "guess": ([ONE, "--params", "p.npz", "-o", "out", "--initial-guess", "none.pdb"], "none.pdb: no such file"),
-    "hits": ([ONE, "--params", "p.npz", "-o", "out", "--hits", "a.hhr"], "--template-structures"),
-    "out is a file": ([ONE, "--params", "p.npz", "-o", "p.npz"], "p.npz: is a file"),
-    "out is taken": ([ONE, "--params", "p.npz", "-o", "taken"], "taken: holds something else"),
-    "address": ([ONE, "--params", "p.npz", "-o", "s3://bucket/x"], "is an address"),
-    "device": ([ONE, "--params", "p.npz", "-o", "out", "--device", "gpu"], "--device gpu: not known. Pass cpu"),
-    "shard": ([ONE, "--params", "p.npz", "-o", "out", "--shard", "3/2"], "--shard 3/2: expected I/N"),
-    "memory": ([ONE, "--params", "p.npz", "-o", "out", "--memory", "24"], "not an amount of memory"),
-    "fixed": ([ONE, "--params", "p.npz", "-o", "out", "--fixed-chains", "A"], "needs --initial-guess"),
-    "cache": ([ONE, "--params", "p.npz", "-o", "out", "--msa-cache", "c"], "no effect without --msa-server"),
-    "server": ([ONE, "--params", "p.npz", "-o", "out", "--msa-server", "host"], "no http or https address"),
-    "store": ([ONE, "--params", "p.npz", "-o", "out", "--representations", "x.store", "--keep", "best:x"], "--keep"),
-}
 RUN = """
-import sys
+import shlex, sys
 from warpfold import cli
-for words in {words}:
-    try: cli.main(["predict", *words])
-    except SystemExit as end: print("torch" in sys.modules, end.code, file=sys.stderr)
+for line in {lines}:
+    try: cli.main(shlex.split(line)[1:])
+    except SystemExit as end: print("torch" in sys.modules, end.code)
 """
 
 
@@ -96,15 +73,22 @@ def test_a_request_is_checked_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "p.npz").write_bytes(b"parameters")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/file").write_text("mine")
-    before = sorted(path.name for path in tmp_path.rglob("*"))
-    code = RUN.format(words=[words for words, _ in WRONG.values()])
+    # The messages are tested with their tables.
+    lines = [case.call for case in CASES if "--params p.npz" in case.call]
+    code = RUN.format(lines=lines)
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    lines = done.stderr.splitlines()
-    assert lines[1::2] == ["False 2"] * len(WRONG), done.stderr
-    for line, (case, (_, message)) in zip(lines[::2], WRONG.items(), strict=True):
-        assert line.startswith("error: "), case
-        assert message in line, case
-    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+    assert len(lines) > 15
+    assert done.stdout.splitlines() == ["False 2"] * len(lines), done.stderr
+
+
+def test_a_cluster_without_dask_leaves_nothing(
+    tmp_path: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    monkeypatch.setitem(sys.modules, "distributed.scheduler", None)
+    with pytest.raises(warpfold.UserError, match=r"^cluster tcp://host:1: needs Dask"):
+        warpfold.predict(ONE, tiny_params, tmp_path / "out", device="cpu", cluster="tcp://host:1")
+    assert not list(tmp_path.iterdir())
 
 
 def test_python_checks_a_request_before_torch_is_imported(tmp_path: Path) -> None:
@@ -114,4 +98,4 @@ def test_python_checks_a_request_before_torch_is_imported(tmp_path: Path) -> Non
         "except warpfold.UserError as error: print(error, 'torch' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout == "none.npz: no such file; check the path False\n"
+    assert done.stdout == "none.npz: no such file. Check the path. False\n"

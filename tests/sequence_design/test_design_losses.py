@@ -189,23 +189,6 @@ def test_a_structure_is_its_own_target() -> None:
     assert float(other["fape"]) > 0.3
 
 
-@pytest.mark.parametrize(
-    ("weights", "more", "said"),
-    [
-        ({"iptm": 0.1}, {"errors": False, "chains": 2}, "loss.iptm = 0.1: these parameters have no head for aligned"),
-        ({"pae": 1.0}, {"errors": False}, "loss.pae = 1: these parameters have no head"),
-        ({"fape": 1.0}, {"errors": True}, "loss.fape = 1: there is no target structure"),
-        ({"interface_contacts": 1.0}, {"errors": True}, "loss.interface_contacts = 1: there is only one chain"),
-        ({"symmetry": 1.0}, {"errors": True, "chains": 2}, "loss.symmetry = 1: no chain has copies"),
-        ({}, {"errors": True}, "loss: all weights are 0. Set one of plddt, pae"),
-    ],
-)
-def test_what_parameters_and_chains_cannot_have_is_refused(weights: dict, more: dict, said: str) -> None:
-    with pytest.raises(UserError, match=said) as error:
-        Losses(LossWeights(**weights)).check(**more)
-    assert "\n" not in str(error.value)
-
-
 def test_a_predictor_without_the_head_refuses_too_and_one_with_it_goes_downhill() -> None:
     sample, more = SampleConfig(max_msa=4, max_extra=4, max_templates=0), {"templates": replace(
         tiny_config().templates, enabled=False)}  # fmt: skip

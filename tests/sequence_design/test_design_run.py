@@ -239,30 +239,9 @@ def test_parameters_for_single_chains_design_a_binder_with_a_chain_gap(tmp_path:
         assert said in str(refused)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"chains": {}}, "chains: there are none. Pass their lengths"),
-        ({"chains": {"A": "MKV"}}, "chains: all residues are fixed"),
-        ({"chains": {"A": 0}}, "chains.A = 0: must be a number of residues"),
-        ({"chains": {"A": "M1-"}}, "chain A has '1'"),
-        ({"chains": {"A": 4, "B": 4}}, "a complex, but these parameters are for single chains"),
-        ({"stages": []}, "has no stages"),
-        ({"stages": [{"steps": 0}]}, "steps = 0"),
-        ({"stages": [{"steps": 1, "weights": {"plddd": 1.0}}]}, "plddd is not a loss; known: plddt, pae"),
-        ({"stages": [{"steps": 1, "weights": {"iptm": 1.0}}]}, "stage 1: loss.iptm = 1: there is only one chain"),
-        ({"loss": {"plddd": 1.0}}, "plddd"),
-        ({"loss": {"fape": 1.0}}, "loss.fape = 1: there is no target structure"),
-        ({"target": "nowhere.cif"}, "nowhere.cif: no such file"),
-        ({"through": "some"}, "through"),
-    ],
-)
-def test_settings_that_are_wrong_are_refused_in_a_line(tmp_path: Path, changes: dict, said: str) -> None:
-    with pytest.raises(UserError, match=said) as error:
-        run_design(predictor(), load_design(VALUES | changes), tmp_path / "out")
-    assert "\n" not in str(error.value)
-    with pytest.raises(UserError, match=r"Pass a path or a preset \(binder, fixed_backbone, hallucination\)"):
-        load_design("nowhere")
+def test_a_complex_needs_a_multimer(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a complex, but these parameters are for single chains"):
+        run_design(predictor(), load_design(VALUES | {"chains": {"A": 4, "B": 4}}), tmp_path / "out")
 
 
 def test_a_head_that_is_lacking_is_said_before_anything_is_written(tmp_path: Path) -> None:

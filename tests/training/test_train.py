@@ -131,7 +131,7 @@ def test_on_a_full_disk_the_run_ends_and_continues_later(
             original(tensors, path)
 
         patch.setattr(checkpoint, "save_file", full)
-        with pytest.raises(DiskError, match=r"No space left on device; step 3 is safe in .*; make room$"):
+        with pytest.raises(DiskError, match=r"No space left on device\. Step 3 is safe in .*\. Make room\.$"):
             train(tiny_run(), store, tmp_path / "run")
     train(tiny_run(), store, tmp_path / "run")
     assert rows(tmp_path / "run") == rows(unbroken)
@@ -361,8 +361,6 @@ def test_a_run_says_first_whether_it_records_graphs(
 def test_settings_of_before_are_read(graph: Any) -> None:
     given = load_settings({"base": "tiny", "plan": {"graph": graph}})
     assert given.config().plan.graph == graph
-    with pytest.raises(UserError, match=r'plan\.graph = "on": true or false or one of "auto" expected'):
-        load_settings("tiny", ['plan.graph="on"']).config()
 
 
 def test_a_run_can_begin_from_other_parameters(store: Store, unbroken: Path, tmp_path: Path) -> None:
@@ -438,12 +436,6 @@ def test_recycles_are_uniform_and_a_function_of_the_step() -> None:
     drawn = [draw_recycles(config, step) for step in range(4000)]
     assert drawn == [draw_recycles(config, step) for step in range(4000)]
     assert np.abs(np.bincount(drawn, minlength=4) / 4000 - 0.25).max() < 0.03
-
-
-def test_a_plan_that_cannot_be_trained_is_refused_as_a_setting() -> None:
-    values = settings.load("tiny", ["plan.in_place=true", "plan.chunk=8"])
-    with pytest.raises(UserError, match=r"plan\.in_place is for inference"):
-        settings.build(RunConfig, values, "tiny")
 
 
 def damage(store: Store, key: str, path: Path) -> Store:

@@ -20,7 +20,7 @@ from tests.ranks import RankError, run_ranks
 from tests.recorder import OperationRecorder
 from tests.training.runs import equal_tensors, make_store, rows, steps, tiny_run
 from tests.training.test_train import damage
-from warpfold import device, settings
+from warpfold import device
 from warpfold.cost.example import ExampleSizes, Job
 from warpfold.cost.links import Cluster, Link
 from warpfold.cost.machine import Machine
@@ -33,7 +33,6 @@ from warpfold.engine import learn as learning
 from warpfold.engine.loop import StepTimer
 from warpfold.engine.trainable import AdapterConfig, FinetuneConfig
 from warpfold.engine.watch import Watching
-from warpfold.errors import UserError
 from warpfold.model.weights import files as weights
 from warpfold.parallel import collectives, exchange, messages, reducer
 from warpfold.parallel.compress import CompressionConfig
@@ -374,21 +373,6 @@ def test_examples_that_passed_each_other_do_so_again_on_every_rank(store: Store,
     follower = replace(config, train=replace(config.train, workers=0, window=0))
     train_on_ranks(follower, store, tmp_path / "follower", replay=tmp_path / "run/order.txt")
     assert steps(tmp_path / "follower") == after
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        (["plan.data=7"], r"plan.data = 7 ranks cannot share the optim.accumulate = 6 examples of a step"),
-        (["plan.branch=2"], r'blocks with independent halves.*outer = "first"'),
-        (["plan.branch=3", 'model.evoformer.outer="first"'], "a block has two halves, so 1 or 2"),
-        (["plan.axial=2", "train.window=4"], "train.window yields examples in the order"),
-        (["plan.axial=0"], "each is at least 1"),
-    ],
-)
-def test_plans_that_cannot_be_are_refused_as_settings(changes: list[str], reason: str) -> None:
-    with pytest.raises(UserError, match=reason):
-        settings.build(RunConfig, settings.load("tiny", ["optim.accumulate=6", *changes]), "tiny")
 
 
 def test_ranks_that_do_not_see_the_same_are_refused(store: Store, tmp_path: Path) -> None:

@@ -172,39 +172,6 @@ def test_nothing_found_and_numbers_of_thousands_of_digits() -> None:
     assert hit.start == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (stockholm(ROWS, RF).removesuffix("//\n"), "truncated"),
-        (stockholm(ROWS, "..xx..xx."), "4 match columns, the query 5 residues"),
-        (stockholm([("1abc_A/3-7", "", "..MK-TAYV")], RF), "6 residues, not those of its range"),
-        (stockholm(ROWS, RF).replace("#=GC RF", "#=GC XX"), "no #=GC RF"),
-        (stockholm(ROWS, RF).replace("t\n", "\n"), "columns, #=GC RF"),
-        (">1abc_A\nMKTAY\n>1abc_B\nMKTA\n", "4 to 5 match columns"),
-        ("Query         q\nMatch_columns 33\n", "no list of hits"),
-        (
-            ONE_HHR.replace("Aligned_cols=", f"Aligned_cols={LONG}"),
-            "announces 9+ aligned columns and has 10, so",
-        ),
-        (
-            ONE_HHR.replace("Q q                 1 ", f"Q q              {LONG} "),
-            "announces 10 aligned columns and has 0",
-        ),
-        (
-            ONE_HHR.replace("T 0ABC_A            1 ", f"T 0ABC_A         {LONG} "),
-            "announces 10 aligned columns and has 0",
-        ),
-        ("101\t4g3x_A\t1.000\t166\t0\t0\t1\t166\t1\t166\t5.8E-61\t209\t166M\n", "MMseqs2"),
-        ("#!/bin/sh\n", "not a supported list of template hits"),
-    ],
-)
-def test_bad_hits_are_refused_in_one_line(text: str, message: str) -> None:
-    with pytest.raises(UserError, match=message) as caught:
-        parse_hits(text, QUERY_5, "hits.sto")
-    assert str(caught.value).startswith("hits.sto: ")
-    assert "\n" not in str(caught.value)
-
-
 def test_damage_is_bad_input_and_nothing_worse() -> None:
     """Files with changed, dropped and repeated letters are read or refused with a UserError."""
     rng = np.random.default_rng(0)

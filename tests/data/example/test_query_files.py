@@ -1,7 +1,6 @@
 """Read queries in every form: text, pipes, several files, folders of other programs."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -42,24 +41,6 @@ def test_what_is_a_sequence_and_what_a_file(tmp_path: Path, monkeypatch: pytest.
     write(tmp_path / ONE, ">here\nMKV\n")
     assert [query.name for query in read_complexes([ONE])] == ["here"]  # a file with this name exists
     assert is_sequence("A" * 10_000)  # longer than a file name can be
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("MKTAY", "MKTAY: no such file. A sequence on the command line needs at least 10 residues"),
-        (ONE + "1" + TWO, "no such file, and not a sequence: has '1'"),
-        (ONE + "-" + TWO, "has '-'"),
-        ("missing.fasta", "missing.fasta: no such file"),
-        (f"{ONE}:", "query has a chain without residues"),
-        ("missing", "missing: no such file"),
-        (ONE.lower(), "no such file. If it is a sequence, write it in capitals"),
-    ],
-)
-def test_text_that_is_neither(text: str, said: str) -> None:
-    with pytest.raises(UserError, match=said) as error:
-        read_complexes(text)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -168,20 +149,6 @@ def test_folders_as_alphafold_multimer_leaves_them(tmp_path: Path) -> None:
     write(tmp_path / "af/target/msas/chain_id_map.json", "[]")
     with pytest.raises(UserError, match=r"chain_id_map\.json: is not AlphaFold-Multimer's list of chains"):
         read_complexes(tmp_path / "af")
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [
-        ("x", f"{ONE}\n{TWO}\n", "does not start with a '>' header line"),  # lines without headers are refused
-        ("out/x_rank_1.cif", "data_x\n", "out: has no queries, only predictions, template hits or other files"),
-    ],
-)
-@pytest.mark.parametrize("as_one", [False, True])
-def test_what_is_not_to_be_folded_is_named(tmp_path: Path, name: str, text: str, said: str, as_one: bool) -> None:
-    path = write(tmp_path / name, text)
-    with pytest.raises(UserError, match=re.escape(said)):
-        read_complexes(path.parent if path.parent.name == "out" else path, as_one=as_one)
 
 
 def test_names_that_files_cannot_have_stay_different(tmp_path: Path) -> None:

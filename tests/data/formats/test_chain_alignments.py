@@ -75,19 +75,6 @@ def test_a_row_across_some_of_the_chains_is_a_pair_of_these() -> None:
     ]  # fmt: skip
 
 
-def test_wrong_first_lines_are_refused() -> None:
-    assert "announces 8 columns, the rows have 7" in refusal(COMPLEX.replace("#4,3", "#4,4"))
-    assert "impossible" in refusal(COMPLEX.replace("1,2", "1"))
-    assert "impossible" in refusal(COMPLEX.replace("1,2", "1," + "9" * 30))
-    assert "impossible" in refusal(COMPLEX.replace("#4,3", "#4," + "9" * 30))
-    assert "impossible" in refusal(COMPLEX.replace("1,2", "1,0"))
-    assert "impossible" in refusal(COMPLEX.replace("1,2", "1,99999"))
-    assert "impossible" in refusal("#0,7\t1,1\n>q\nACDEMKV\n")
-    assert "not #lengths<TAB>copies" in refusal(COMPLEX.replace("1,2", "1>,2"))
-    assert "has gaps" in refusal(COMPLEX.replace("ACDEMKV", "AC-EMKV"))
-    assert "nucleic" in refusal("#12,3\t1,1\n>q\nACGTACGTACGTMKV\n")
-
-
 def test_alignments_with_nul_between_them() -> None:
     text = b">101\nACDE\n>a\nCCDE\n\0>102\nMKV\n>b\nM-V\n\0"
     first, two = parse_chain_alignments(text, "x.a3m")

@@ -1,4 +1,4 @@
-"""Read FASTA, A3M, A2M, Stockholm and plain rows: content, refusals, and the same content after writing."""
+"""Read FASTA, A3M, A2M, Stockholm and plain rows: content, and the same content after writing."""
 
 import gzip
 import time
@@ -108,41 +108,6 @@ def test_alignments_of_every_format(
     assert [decode(row) for row in alignment.rows] == rows.split(" ")
     assert [{i: n for i, n in enumerate(row) if n} for row in alignment.deletions.tolist()] == deletions
     assert (alignment.rows.dtype, alignment.deletions.dtype) == (np.uint8, np.int32)
-
-
-@pytest.mark.parametrize(
-    ("text", "query", "said"),
-    [
-        (">q\nMKV\n>ok\nMKV\n>short\nMK\n", None, "row 3, 'short', has 2"),
-        (">q\nMKV\n>a\nM5V\n", None, "record 2, 'a', position 2 has '5'"),
-        (A3M, "MKVLWW", "5 residues, the query has 6"),
-        (A3M, "MAVLW", "at 1 of 5 residues, first at 2 (K, not A)"),
-        (">q\nM-V\n>a\nMaKV\n", None, "query, has gaps"),
-        (">q\nGGACUUCGGUCC\n", None, "nucleic"),
-        (">q\nGGACUUCGGUCC\n", "GGACUUCGGUCC", "nucleic"),
-        ("#6\t1\n" + A3M, None, "announces 6 columns"),
-        (COMPLEX, None, "complex of 2 chains (3, 2 residues)"),
-        (COMPLEX, "LL", "none of them the query"),
-        (MMSEQS, None, "holds 2 alignments"),
-        (MMSEQS, "AAA", "none or several"),
-        (HITS, None, "no row of the query"),
-        (HITS, "MKVWW", "none of its 2 rows"),
-        (f"{STO}a MKV\n", None, "truncated"),
-        (f"{STO}a MKV\n//\n{STO}a MKV\n//\n", None, "several alignments"),
-        (f"{STO}a MKV\nb MK\n//\n", None, "row 2, 'b', has 2 columns"),
-        (f"{STO}a MKV x\n//\n", None, "line 2"),
-        (f"{STO}//\n", None, "no rows"),
-        (f"{STO}a M*V\n//\n", None, "position 2 has '*'"),
-        ("MKV\nMK\n", None, "row 2, 'row 2', has 2 columns"),
-        ("CLUSTAL W (1.83)\n\na MKV\n", None, "CLUSTAL"),
-        ("Query 1abc\nMatch_columns 3\n", None, "not an alignment"),
-        ("\n\n", None, "empty"),
-    ],
-)
-def test_alignments_that_are_refused(text: str, query: str | None, said: str) -> None:
-    message = refusal(parse_alignment, text, "x.a3m", query)
-    assert message.startswith("x.a3m: ")
-    assert said in message
 
 
 @pytest.mark.parametrize(

@@ -35,12 +35,6 @@ def test_one_length_with_copies_is_a_homomer(tmp_path: Path) -> None:
     assert sequences == (A, A)
 
 
-@pytest.mark.parametrize("line", ["#21,25", "#21 25 1 1", "#21,25,1,1"])
-def test_a_line_of_numbers_that_is_not_understood_is_refused(line: str) -> None:
-    with pytest.raises(UserError, match="is not understood"):
-        parse_a3m(f"{line}\n>101\n{A}{B}\n")
-
-
 @pytest.mark.parametrize("name", ["my_consensus", "consensus", "Consensus of five"])
 def test_the_first_row_is_the_query_whatever_it_is_called(name: str) -> None:
     alignment = parse_a3m(f">{name}\n{A}\n>h1\n{A[:5]}W{A[6:]}\n>other_consensus\n{A}\n")
@@ -102,11 +96,6 @@ def test_a_stop_at_the_end_is_left_out_and_one_inside_is_refused(tmp_path: Path)
 def test_tables_of_spreadsheets(text: str, tmp_path: Path) -> None:
     assert table_rows(text, "x.csv", ("id", "sequence")) == [("d1", A)]
     assert read(tmp_path, "x.csv", text) == [("d1", (A,), "")]
-
-
-def test_a_table_without_the_columns_names_those_it_has() -> None:
-    with pytest.raises(UserError, match="has no columns id and sequence, but protein, residues"):
-        table_rows("protein;residues\na;MK\n", "x.csv", ("id", "sequence"))
 
 
 @pytest.mark.parametrize("letter", ["ß", "ﬁ", "ı", "ſ"])

@@ -201,39 +201,6 @@ def test_a_shard_that_cannot_be_read(tmp_path: Path) -> None:
         first.read_bytes()
 
 
-NO_ENTRY = r"db\.index: 1abc_A is not an entry of an alignment database. The expected form is \{CHAIN"
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("[]", r"db\.index: is not an index of an alignment database. The expected form is \{CHAIN"),
-        (b"\xff\xfe\x00", r"db\.index: damaged, or not JSON"),
-        ("[" * 100_000, r"db\.index: damaged, or not JSON"),
-        ('{"1abc_A": [["x.a3m", 0, ' + "9" * 5000 + "]]}", r"db\.index: damaged, or not JSON \(.*digits"),
-        *(
-            (json.dumps({"1abc_A": entry}), NO_ENTRY)
-            for entry in (
-                *(3, {"files": []}, {"db": 5, "files": []}, [["x.a3m", 0]], [["x.a3m", -1, 4]], [["x.a3m", "0", 4]]),
-                *([[["x.a3m"], 0, 4]], [[5, 0, 4]], [["x.a3m", 10**400, 4]]),
-                *({"db": "x\0.db", "files": []}, {"db": "x\ud800.db", "files": []}),
-            )
-        ),
-        *(
-            (
-                json.dumps({"1abc_A": {"db": shard, "files": [["x.a3m", 0, 6]]}}),
-                "the shard of 1abc_A, .*, is outside of the index",
-            )
-            for shard in ("/etc/hostname", "../other.db", "below/../../other.db")
-        ),
-    ],
-)
-def test_what_is_no_index(tmp_path: Path, text: str | bytes, said: str) -> None:
-    (tmp_path / "db.index").write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(UserError, match=said):
-        find([tmp_path / "db.index"], ALIGNMENTS, "alignments")
-
-
 def test_openproteinset_and_databases_give_what_plain_folders_give(tmp_path: Path) -> None:
     structure(tmp_path / "s/1one.cif", chain("A", ONE), chain("B", ONE))
     structure(tmp_path / "s/1two.cif", chain("A", TWO))

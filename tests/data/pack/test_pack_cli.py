@@ -1,4 +1,4 @@
-"""Run `warpfold pack` at the command line: parts, merging, verifying, reports, and one line for each misuse."""
+"""Run `warpfold pack` at the command line: parts, merging, verifying, reports, interruption."""
 
 import json
 import os
@@ -57,36 +57,6 @@ def test_verify_and_info(capsys: pytest.CaptureFixture[str], files: Path) -> Non
     assert "not a store" in refused(run(capsys, "pack", "--verify", files))
 
 
-GOOD = "--structures structures --out o"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ("--out o", "no mode given. Pass one of --structures, --predicted, --merge, --verify, --info."),
-        ("--structures structures --verify o", "--structures and --verify given"),
-        ("--structures structures", "--out is missing"),
-        ("--structures structures --out .", "not a name for a store"),
-        ("--structures structures --out s3://bucket/o", "--out s3://bucket/o: is an address. Give a path"),
-        (f"{GOOD} --shard 9/8", "--shard 9/8"),
-        (f"{GOOD} --released-after May", "--released-after May: is not a date"),
-        (f"{GOOD} --hits nowhere", "nowhere: no such file"),
-        (f"{GOOD} --clusters nowhere", "nowhere: no such file"),
-        (f"{GOOD} --cluster-identity 40", "--cluster-identity"),
-        (f"{GOOD} --max-resolution nan", "--max-resolution nan: a finite"),
-        (f"{GOOD} --max-file-gb -1", "--max-file-gb -1: a number over 0"),
-        (f"{GOOD} --max-file-gb 1e300", "--max-file-gb"),
-        (f"{GOOD} --shard 1/{'9' * 5000}", "expected I/N with I from 1"),
-    ],
-)
-def test_misuse_is_one_line(
-    capsys: pytest.CaptureFixture[str], files: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, says: str
-) -> None:
-    monkeypatch.chdir(files)
-    assert says in refused(run(capsys, "pack", *arguments.split()))
-    assert sorted(path.name for path in files.iterdir()) == ["msas", "structures"]
-
-
 def test_sigterm_is_a_stop_and_no_death(
     capsys: pytest.CaptureFixture[str], files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,15 +78,6 @@ def test_sigterm_is_a_stop_and_no_death(
     assert signal.getsignal(signal.SIGTERM) is handler
     assert not (files / "store.part-1-of-1.partial/tried").read_text()
     assert run(capsys, "pack", *inputs, "--out", files / "store")[0] == 0
-
-
-def test_a_scheduler_that_does_not_answer(capsys: pytest.CaptureFixture[str], files: Path) -> None:
-    pytest.importorskip("distributed", reason="Dask is not installed: pip install '.[cluster]'")
-    result = run(
-        capsys, "pack", "--structures", files / "structures", "--out", files / "s", "--cluster", "tcp//nonsense"
-    )
-    assert "--cluster tcp//nonsense" in refused(result)
-    assert sorted(path.name for path in files.iterdir()) == ["msas", "structures"]
 
 
 def test_assemblies_are_asked_for(capsys: pytest.CaptureFixture[str], files: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, refused, run
+from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, run
 from warpfold.data.example.raw_example import Assembly
 from warpfold.data.features.choose import SampleConfig, select
 from warpfold.data.features.make import make_features
@@ -199,7 +199,7 @@ def test_a_stopped_run_is_of_its_pae_too(tmp_path: Path, monkeypatch: pytest.Mon
         packed(tmp_path)
 
 
-def test_depth_and_misuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_depth_of_alignments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prediction(tmp_path / "p/one.cif", ONE)
     prediction(tmp_path / "p/two.cif", TWO)
     alignment(tmp_path / "m/a.a3m", ONE, ONE[:15] + "-" * 15, "A" * 30)
@@ -208,11 +208,6 @@ def test_depth_and_misuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert code == 0
     assert "dropped two_A: 1 alignment rows, fewer than 3" in out
     assert Store(tmp_path / "store").column("plddt") == [71.3]
-    message = refused(run(capsys, "pack", *inputs, "--out", tmp_path / "o", "--hits", tmp_path / "m"))
-    assert "--hits with --predicted needs --template-structures" in message
-    message = refused(run(capsys, "pack", *inputs, "--structures", tmp_path / "p", "--out", tmp_path / "o"))
-    assert "Pass one of" in message
-    assert not (tmp_path / "o").exists()
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="../shared is not there")

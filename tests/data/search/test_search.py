@@ -1,16 +1,15 @@
-"""Run `warpfold search`: output, files that stay, continued runs, refused input."""
+"""Run `warpfold search`: output, files that stay, continued runs, proteins that fail."""
 
 import gzip
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.data.search.families import database, family, headers, queries
-from tests.test_cli import refused, run
+from tests.test_cli import run
 from warpfold.bulk import JobPart
 from warpfold.data.example.pairing import pair_rows
 from warpfold.data.example.query_files import assemble, read_complexes, sequences_to_search
@@ -181,64 +180,9 @@ def test_a_protein_that_cannot_be_searched_for_is_an_entry(
     assert os.listdir(tmp_path / "mine") == ["mine.txt"]
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"", "is empty"),
-        (b"no fasta\n", "does not start with a '>'"),
-        (b">a\nACGTACGTAC\n>b\nGGTTACGTAC\n", "looks like nucleic acids"),
-        (b">a\nMKV\n>b x\nMK-V\n", "record 2, 'b', position 3 has '-'"),
-        (b">a\nMKV\n>b\nMK1V\n", "position 3 has '1'"),
-        (b">a\nMKV\n>\nMKV\n", "record 2 has no name"),
-        (b">a\nMKV\n>\v x\nMKV\n", "record 2 has no name"),
-        (b">a\nMKV\n>b \xff\nMKV\n", "record 2, 'b', is not UTF-8"),
-        (b">a\n>b\n", "has no sequences"),
-        (gzip.compress(b">a\nMKVWL\n" * 99, mtime=0)[:-20], "cut short"),
-        (None, "no such file"),
-    ],
-)
-def test_bad_databases_are_refused(
-    files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, reason: str
-) -> None:
-    path = tmp_path / "bad.fa"
-    if content is not None:
-        path.write_bytes(content)
-    error = refused(run(capsys, "search", files[0], "--database", path, "--out", tmp_path / "out"))
-    assert "bad.fa: " in error
-    assert reason in error
-    assert not (tmp_path / "out").exists()
-
-
 def write(path: Path, text: str) -> Path:
     path.write_text(text)
     return path
-
-
-@pytest.mark.parametrize(
-    ("spoil", "reason"),
-    [
-        (lambda folder, q, d: (write(q, ">a\nMKV\n>A other\nMKW\n"), d), "called A twice"),
-        (lambda folder, q, d: (write(q, ">a\nMK1V\n"), d), "'1', which is not an amino acid"),
-        (lambda folder, q, d: (write(q, ""), d), "is empty"),
-        (lambda folder, q, d: (folder / "none.fasta", d), "no such file"),
-        (lambda folder, q, d: (q, f"db={d} db={d}"), "another is called db too"),
-        (lambda folder, q, d: (q, f"a/b={d}"), "is not valid as a file name"),
-        (lambda folder, q, d: (q, f"{d} --max-hits many"), "not N or NAME=N"),
-        (lambda folder, q, d: (q, f"{d} --max-hits 1"), "a number from 2"),
-        (lambda folder, q, d: (q, f"{d} --shard 3/2"), "expected I/N"),
-    ],
-)
-def test_bad_calls_are_refused(
-    files: tuple[Path, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    spoil: Callable[[Path, Path, Path], tuple[object, object]],
-    reason: str,
-) -> None:
-    query, rest = spoil(tmp_path, *files)
-    arguments = ["--database", *str(rest).split(), "--out", tmp_path / "out"]
-    assert reason in refused(run(capsys, "search", query, *arguments))
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_command(files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -277,14 +277,6 @@ def test_no_redirect_is_followed(host: Server, tmp_path: Path, name: str) -> Non
         assert other.asked == []
 
 
-@pytest.mark.parametrize(
-    "url", ["ftp://a", "a.b", "http://", "http://me:p@h", "http://h:x", "http://h?q", "http://a b"]
-)
-def test_addresses_that_are_none(url: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--msa-server"):
-        AlignmentServer(url, tmp_path)
-
-
 def test_several_proteins_are_asked_for_one_after_another(host: Server, tmp_path: Path) -> None:
     clock = Clock()
     host.faults["ticket/msa"] = ["ERROR"]

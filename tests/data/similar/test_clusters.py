@@ -157,24 +157,6 @@ def test_files_of_clusters(tmp_path: Path, text: str, entities: dict[str, str], 
     assert read_clusters(tmp_path / "clusters.txt.gz", keys, entities) == dict(one.split(":") for one in found.split())
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"1abc_A 2def_B\n4jkl_A 1ABC_A\n", "line 2: 1ABC_A is in two clusters"),
-        (b" \n", "is empty"),
-        (b"1ABC_1 2DEF_2\n", r"names none of the 1 chains; its names are like 1abc_1, the chains' like 1"),
-        (b"\x1c\n", r"its names are like none, the chains' like 1"),
-        (bytes(range(128, 256)) * 10, "names none of the 1 chains"),
-        (None, "no such file"),
-    ],
-)
-def test_bad_cluster_files(tmp_path: Path, data: bytes | None, message: str) -> None:
-    if data is not None:
-        (tmp_path / "clusters.txt").write_bytes(data)
-    with pytest.raises(UserError, match=message):
-        read_clusters(tmp_path / "clusters.txt", ["1abc_A"])
-
-
 def handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let MMseqs2 cluster more than 10 sequences."""
     monkeypatch.setattr(clusters, "MAX_SEQUENCES", 10)

@@ -78,9 +78,3 @@ def test_a_file_whose_date_is_none_is_dropped_with_that_reason() -> None:
     assert structure.release_date is None
     options = PackOptions(released_after="19000101", max_single=1.0)
     assert drop_reason(options, structure, structure.chains["A"], {}) == "no release date"
-
-
-def test_an_option_that_is_no_date_is_refused() -> None:
-    for name in ("released_after", "released_before", "max_template_date"):
-        with pytest.raises(UserError, match=f"--{name.replace('_', '-')} 2.1.2017: is not a date"):
-            PackOptions(**{name: "2.1.2017"})

@@ -10,7 +10,6 @@ from tests.data.entries import random_chain
 from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.data.structure.write import PDB_CHAINS, Modelling, write_mmcif, write_pdb
-from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPES
 
 
@@ -91,22 +90,6 @@ def test_predictions_carry_their_confidence() -> None:
     assert list(block.find_values("_ma_qa_metric_local.label_seq_id")) == ["1", "2"]
     assert gemmi.cif.as_number(block.find_values("_ma_qa_metric_global.metric_value")[0]) == 70
     assert gemmi.cif.as_string(block.find_value("_struct.title")) == "model 'one'"
-
-
-def test_pdb_refuses_what_its_columns_cannot_hold() -> None:
-    chain = random_chain("A", "GG")
-    with pytest.raises(UserError, match="'AA' is not one letter"):
-        write_pdb("x", [random_chain("AA", "GG")])
-    with pytest.raises(UserError, match="63 chains"):
-        write_pdb("x", [random_chain(str(i), "G") for i in range(63)])
-    with pytest.raises(UserError, match="10000"):
-        write_pdb("x", [random_chain("A", "G", first=10_000)])
-    far = Chain("A", "GG", chain.positions + 10_000, chain.mask, chain.residue_index, chain.author_numbers)
-    with pytest.raises(UserError, match="eight columns"):
-        write_pdb("x", [far])
-    big = random_chain("A", "W" * 7200)
-    with pytest.raises(UserError, match="100800 atoms"):
-        write_pdb("x", [big])
 
 
 def test_what_would_be_written_wrong_is_an_error() -> None:

@@ -126,22 +126,6 @@ def test_a_table_in_use_and_forced_launches() -> None:
         config_for("_copy", (60,), CPU)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{}", '{"launches": [{"kernel": "k"}]}', '{"launches": [{"kernel": "k", "key": 3}]}', '{"launches": 3}'],
-)
-def test_a_broken_table_is_one_line(tmp_path, text) -> None:
-    path = tmp_path / "gpu.json"
-    path.write_text(text)
-    with pytest.raises(UserError, match=r"gpu\.json: not a launch table .* warpfold tune"):
-        read(path)
-
-
-def test_a_table_that_is_not_there_is_one_line(tmp_path) -> None:
-    with pytest.raises(UserError, match="cannot be read: No such file"):
-        read(tmp_path / "gpu.json")
-
-
 def test_names_of_gpus_are_names_of_files() -> None:
     assert file_of("NVIDIA H100 80GB HBM3") == "NVIDIA-H100-80GB-HBM3.json"
     assert file_of("AMD Instinct MI300X / VF") == "AMD-Instinct-MI300X-VF.json"
