@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.traffic import Move, TrafficBlock, count, moves, seconds, total
-from warpfold.cost.fake import memory_of
+from tests.helpers import memory_of
 from warpfold.cost.links import LINKS
 from warpfold.cost.recorder import MemoryPiece
 from warpfold.model.alphafold import HeadsConfig, ModelConfig

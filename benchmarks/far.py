@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from warpfold.cost.example import ExampleSizes, Job
-from warpfold.cost.fake import fake_ranks
+from warpfold.cost.fake import fake_mesh
 from warpfold.cost.rates import of_gpu
 from warpfold.cost.record import UNIT
 from warpfold.cost.recorder import Recorder
@@ -44,7 +44,7 @@ def held(residues: int, ranks: int) -> tuple[int, list[str]]:
     """Compute the peak bytes of the first rank in either stack, and the largest tensors at that moment."""
     found: list[Recorder] = []
     for rows, width, extra in ((SEQUENCES, 256, False), (EXTRA, 64, True)):
-        with standing_for("cuda"), unlaunched(), fake_ranks(axial=ranks) as mesh, torch.no_grad():
+        with standing_for("cuda"), unlaunched(), fake_mesh(axial=ranks) as mesh, torch.device("meta"), torch.no_grad():
             stack = Evoformer(width, C_Z, EvoformerConfig(blocks=1), global_column=extra).eval()
             Execution(plan_of(residues, ranks), mesh).bind(stack)
             here = shard_sizes(residues, ranks)[0]

@@ -33,14 +33,12 @@ from warpfold.cost.example import (
     ModelBench,
     RandomBlock,
     TrainingStep,
-    judge_example,
     predict_example,
     random_example,
-    random_model,
 )
 from warpfold.engine.packed import PackedWeights
 from warpfold.files import row_file
-from warpfold.model.alphafold import AlphaFold
+from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.ops.triton.launch import SHIPPED, KernelLaunch, read, table_used
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan, Precision
@@ -137,9 +135,14 @@ def _of_step(given: ModelBench, changes: Mapping[str, Any]) -> list[KernelLaunch
     return launches
 
 
+def _random_model(config: ModelConfig, plan: Plan, device: torch.device | str) -> AlphaFold:
+    torch.manual_seed(0)
+    return Execution(plan).bind(AlphaFold(config).to(device).eval())
+
+
 def _of_prediction(given: ModelBench, precision: Precision) -> list[KernelLaunch]:
     with torch.device("meta"), torch.no_grad(), launching() as launches:
-        model = random_model(given.model, Plan(precision=precision), "meta").eval()
+        model = _random_model(given.model, Plan(precision=precision), "meta")
         packed = PackedWeights(model, DTYPES[precision])
         predict_example(model, example_of(given, 2, torch.device("meta")), 1)
         del packed
@@ -310,7 +313,7 @@ def predictions(options: Options, sink: Sink) -> None:
     for length, precision, graph in predictions_of(options):
         given, plan = options.prediction(length, blocks=None), Plan(precision=precision, graph=graph)
         if precision not in models:  # building one takes longer than a pass
-            model = random_model(given.model, plan, options.device).eval()
+            model = _random_model(given.model, plan, options.device)
             models[precision] = model, PackedWeights(model, DTYPES[precision])
         model, _ = models[precision]
         execution = Execution(plan)
@@ -340,8 +343,7 @@ def _fold(model: AlphaFold, batch: Batch, recycles: int, device: torch.device) -
         torch.cuda.synchronize()
     start = time.perf_counter()
     with torch.no_grad():
-        folded = model.fold(batch, recycles)
-        judge_example(model, batch, folded.representations, folded.structure)
+        folded = predict_example(model, batch, recycles)
     queued = time.perf_counter() - start
     if cuda:
         torch.cuda.synchronize()

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 import torch
 
-from warpfold.cost.fake import fake_ranks
+from warpfold.cost.fake import fake_mesh
 from warpfold.cost.links import Kind, Link
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
 from warpfold.parallel.collectives import shard_sizes
@@ -79,7 +79,8 @@ def count(plan: Plan, block: TrafficBlock, branch_rank: int = 0) -> list[Move]:
 def _count(plan: Plan, block: TrafficBlock, blocks: int, branch_rank: int) -> dict[str, Move]:
     """Count the messages of a stack of `blocks` blocks."""
     events: list[Event] = []
-    with fake_ranks(axial=plan.axial, branch=plan.branch, rank=branch_rank) as mesh, watched(events.append):
+    ranks = fake_mesh(axial=plan.axial, branch=plan.branch, rank=branch_rank)
+    with ranks as mesh, torch.device("meta"), watched(events.append):
         config = replace(block.evoformer, blocks=blocks)
         stack = Execution(plan, mesh).bind(Evoformer(block.c_m, block.c_z, config, block.global_column))
         here, dtype = shard_sizes(block.residues, plan.axial)[0], DTYPES[plan.precision]

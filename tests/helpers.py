@@ -1,6 +1,6 @@
 """Build tiny monomer and multimer models and batches of random features for tests."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +11,19 @@ import torch
 from torch import nn
 
 from warpfold.batch import Batch
+from warpfold.cost.fake import fake_batch, fake_mesh
+from warpfold.cost.recorder import Recorder
+from warpfold.engine.packed import PackedWeights
 from warpfold.geometry.residue import ATOM14_MASK, ATOM37_MASK
 from warpfold.model.alphafold import AlphaFold, HeadsConfig, ModelConfig
 from warpfold.model.embed import MultimerConfig
 from warpfold.model.evoformer import EvoformerConfig, PairConfig
+from warpfold.model.losses import LossConfig, total_loss
 from warpfold.model.structure import StructureConfig
 from warpfold.model.template import TemplateConfig
 from warpfold.model.weights.files import save_params
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.plan import Plan
 
 
 def tiny_config(**changes) -> ModelConfig:
@@ -164,3 +170,26 @@ class StandInStreams:
         """Replace torch's functions by these."""
         patch.setattr(torch.cuda, "current_stream", lambda *_: self.stream(self.now))
         patch.setattr(torch.cuda, "stream", self.on)
+
+
+def memory_of(
+    plan: Plan, config: ModelConfig, sizes: Mapping[str, int], losses: LossConfig | None = None, recycles: int = 1
+) -> Recorder:
+    """Record the memory of the first rank while it folds an example, or trains on it with `losses`.
+
+    Parameters, packed or not, their gradients and the example itself are not included.
+    sizes: of the feature table's named axes (`pass` is 1).
+    """
+    training = losses is not None
+    with fake_mesh(plan.data, plan.axial, plan.branch) as mesh, torch.device("meta"):
+        model = AlphaFold(config).train(training)
+        Execution(plan, mesh).bind(model)
+        model.noise.seed(0)
+        packed = PackedWeights(model, model.execution.dtype, trained=training)
+        batch = fake_batch(**{"pass": 1, **sizes})
+        with Recorder() as memory, torch.set_grad_enabled(training):
+            output = model(batch, recycles)
+            if losses is not None:
+                total_loss(output, batch, losses, residues=model.residues)[0].backward()
+        del packed
+    return memory

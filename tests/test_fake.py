@@ -1,16 +1,15 @@
 """Test fake ranks and their memory: the counter itself, and that no rank holds the full z, which shrinks as 1/p."""
 
 import gc
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers import tiny_config
+from tests.helpers import memory_of, tiny_config
 from warpfold.batch import FEATURES
-from warpfold.cost.fake import fake_batch, fake_ranks, memory_of
+from warpfold.cost.fake import fake_batch, fake_mesh
 from warpfold.cost.recorder import Recorder
 from warpfold.model.losses import LossConfig
 from warpfold.ops.noise import kept_factor
@@ -22,9 +21,10 @@ SIZES = {"res": N, "seq": 4, "extra": 5, "tmpl": 1}
 LOSSES = LossConfig(predicted_aligned_error=0.1, experimentally_resolved=0.01, violation=1.0)
 
 
-def pairwise(shape: Sequence[int]) -> bool:
-    """Return whether a shape is like the full z: two axes over all residues, and at least 8 values per pair."""
-    return torch.Size(shape).numel() >= 8 * N * N and (list(shape).count(N) >= 2 or N * N in shape)
+def pairwise_shapes(memory: Recorder) -> set[tuple[int, ...]]:
+    """Return the shapes like the full z: two axes over all residues, and at least 8 values per pair."""
+    shapes = {piece.shape for piece in memory.pieces}
+    return {x for x in shapes if torch.Size(x).numel() >= 8 * N * N and (x.count(N) >= 2 or N * N in x)}
 
 
 def of_many_kinds(device: str) -> list[torch.Tensor]:
@@ -58,14 +58,12 @@ def test_what_is_made_again_is_what_torch_makes() -> None:
 
 
 def test_fake_ranks_leave_nothing_behind() -> None:
-    with fake_ranks(data=2, axial=3, branch=2, rank=7) as mesh:
+    with fake_mesh(data=2, axial=3, branch=2, rank=7) as mesh:
         assert (mesh.data.rank, mesh.axial.rank, mesh.branch.rank) == (1, 0, 1)
         assert dist.get_world_size() == 12
-        assert torch.empty(3).is_meta
-        with pytest.raises(RuntimeError, match="without a process group"), fake_ranks(axial=2):
+        with pytest.raises(RuntimeError, match="without a process group"), fake_mesh(axial=2):
             pass
     assert not dist.is_initialized()
-    assert not torch.empty(3).is_meta
 
 
 def test_the_fake_batch_has_every_feature() -> None:
@@ -94,19 +92,18 @@ def test_memory_counts_what_lives() -> None:
 def test_no_rank_holds_a_whole_z() -> None:
     """Check from the embedder to the losses, in every recycling iteration.  N = 29 is not divisible by the ranks."""
     plan = Plan(axial=4, triangle="channels", chunk=1)
-    assert not memory_of(replace(plan, recompute="block"), tiny_config(), SIZES, LOSSES, noted=pairwise).seen
-    assert not memory_of(replace(plan, in_place=True), tiny_config(), SIZES, noted=pairwise).seen
+    assert not pairwise_shapes(memory_of(replace(plan, recompute="block"), tiny_config(), SIZES, LOSSES))
+    assert not pairwise_shapes(memory_of(replace(plan, in_place=True), tiny_config(), SIZES))
 
 
 def test_a_gathered_factor_is_the_one_exception() -> None:
     c = tiny_config().evoformer.pair.c_triangle
     plan = Plan(axial=4, triangle="gather", chunk=1, in_place=True)
-    found = memory_of(plan, tiny_config(), SIZES, recycles=0, noted=pairwise).seen
-    assert {shape for _, shape in found} == {(c, N, N)}
+    assert pairwise_shapes(memory_of(plan, tiny_config(), SIZES, recycles=0)) == {(c, N, N)}
 
 
 def test_one_device_holds_a_whole_z() -> None:
-    assert memory_of(Plan(chunk=8, in_place=True), tiny_config(), SIZES, recycles=0, noted=pairwise).seen
+    assert pairwise_shapes(memory_of(Plan(chunk=8, in_place=True), tiny_config(), SIZES, recycles=0))
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])

@@ -12,7 +12,7 @@ from tests.helpers import as_multimer, tiny_config
 from tests.ranks import run_ranks
 from warpfold.cost import memory, record
 from warpfold.cost.example import ExampleSizes, Job
-from warpfold.cost.fake import fake_ranks
+from warpfold.cost.fake import fake_mesh
 from warpfold.cost.memory import MemoryEstimate, estimate_memory, measured_memory, most_allocated, with_margin
 from warpfold.cost.recorder import Recorder
 from warpfold.engine.optim import OptimConfig, Optimizer
@@ -283,7 +283,7 @@ def test_fake_ranks_beside_real_ones() -> None:
     try:
         group = dist.new_group([0])
         for _ in range(2):
-            with fake_ranks(axial=3) as mesh:
+            with fake_mesh(axial=3) as mesh, torch.device("meta"):
                 assert mesh.axial.size == dist.get_world_size() == 3
         assert dist.get_world_size() == 1
         assert dist.get_backend() == "gloo"

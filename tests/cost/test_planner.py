@@ -27,7 +27,7 @@ from warpfold.cost.planner import (
     grids,
     longest,
     ranks_of,
-    rounded,
+    round_up,
     simplicity,
     tighter,
     upper_bound,
@@ -410,9 +410,9 @@ def test_progress_turns_before_each_estimate(asked: dict[str, list[Any]]) -> Non
 
 
 def test_thousands_of_lengths_are_few_estimates() -> None:
-    assert len({rounded(job(residues)).sizes.residues for residues in range(30, 2000)}) < 110
+    assert len({round_up(job(residues)).sizes.residues for residues in range(30, 2000)}) < 110
     for residues in (1, 30, 257, 1023, 5000):
-        assert residues <= rounded(job(residues)).sizes.residues <= 1.07 * residues
+        assert residues <= round_up(job(residues)).sizes.residues <= 1.07 * residues
 
 
 def test_small_jobs_need_no_estimate(asked: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from tests.helpers import memory_of
 from tests.laws.test_plans import LIMIT, Work, example, model_for
-from warpfold.cost.fake import memory_of
 from warpfold.device import Offload, OnHost
 from warpfold.model.evoformer import Evoformer
 from warpfold.model.losses import LossConfig, total_loss

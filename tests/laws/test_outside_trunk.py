@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.helpers import as_multimer, filled_model, random_batch, random_complex, tiny_config
 from tests.ranks import run_ranks
 from warpfold.batch import Batch, at_pass
-from warpfold.cost.fake import fake_batch, fake_ranks
+from warpfold.cost.fake import fake_batch, fake_mesh
 from warpfold.cost.recorder import Recorder
 from warpfold.host import fetch
 from warpfold.model import confidence
@@ -145,11 +145,11 @@ def test_a_pass_moves_its_own_features_alone() -> None:
     # As on a device with its own memory
     model = filled_model(tiny_config()).eval().to("meta")
     rows = batch["msa_feat"].shape[-3]
-    with Recorder(lambda shape: tuple(shape[-3:]) == (rows, 9, 49)) as memory, torch.no_grad():
+    with Recorder() as memory, torch.no_grad():
         folded = model.fold(batch, passes - 1)
     assert folded.recycles == passes - 1
     assert folded.representations.pair.is_meta
-    assert {shape[:-3] for _, shape in memory.seen} <= {(1,), ()}
+    assert {x.shape[:-3] for x in memory.pieces if x.shape[-3:] == (rows, 9, 49)} <= {(1,), ()}
 
 
 SLICES, RESIDUES = 16, 512
@@ -163,7 +163,7 @@ def test_little_more_than_z_exists_outside_the_trunk(multimer: bool) -> None:
     config = replace(config, evoformer=EvoformerConfig(blocks=1), extra_blocks=1, structure=StructureConfig(layers=2))
     config = replace(config, multimer=MultimerConfig() if multimer else None)
     plan = Plan(chunk=RESIDUES // SLICES, in_place=True, precision="bf16")
-    with dispatch.standing_for("cuda"), unlaunched(), fake_ranks() as mesh, torch.no_grad():
+    with dispatch.standing_for("cuda"), unlaunched(), fake_mesh() as mesh, torch.device("meta"), torch.no_grad():
         model = Execution(plan, mesh).bind(AlphaFold(config).eval())
         batch = at_pass(fake_batch(**sizes), 0)
         z = model.execution.pair_memory(batch["seq_mask"], (RESIDUES, RESIDUES, config.c_z))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from tests.ranks import run_ranks
-from warpfold.cost.fake import fake_ranks
+from warpfold.cost.fake import fake_mesh
 from warpfold.cost.recorder import Recorder
 from warpfold.engine.packed import PackedWeights
 from warpfold.model.axial import COLS, ROWS
@@ -48,7 +48,7 @@ def test_pieces_are_all_rows_once(length: int, ranks: int, rows: int) -> None:
 
 def held(ranks: int, rows: int, residues: int, config: EvoformerConfig, c_m: int, c_z: int) -> int:
     """Return the most elements that a stack on the first rank holds at a time, including m and z."""
-    with fake_ranks(axial=ranks) as mesh, torch.no_grad():
+    with fake_mesh(axial=ranks) as mesh, torch.device("meta"), torch.no_grad():
         plan = Plan(axial=ranks, chunk=8 // ranks, in_place=True)
         stack = Execution(plan, mesh).bind(Evoformer(c_m, c_z, config)).eval()
         # Without packing, each layer joins its weights temporarily.

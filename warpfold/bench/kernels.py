@@ -58,7 +58,7 @@ Seconds = dict[KernelConfig, list[float]]
 @contextmanager
 def launching() -> Iterator[list[KernelLaunch]]:
     """Record the launches of registered operations on "meta" within the context."""
-    with dispatch.interpreting(), recorded() as launches, Operations(lambda *_: None, launchers=True):
+    with dispatch.interpreting(), recorded() as launches, Operations(lambda *_: None):
         yield launches
 
 

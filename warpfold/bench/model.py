@@ -24,12 +24,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from warpfold.bench.ops import Columns, Row, report_of
 from warpfold.bench.peers import compile_unsupported
 from warpfold.bench.timing import SLOWER, Subject, Times, Whole, kernels_launched, measure, subject, tensors_of
 from warpfold.cost.example import BlockSizes, ModelBench, RandomBlock, TrainingStep
-from warpfold.cost.launches import block_launches, counted_products, step_launches
+from warpfold.cost.launches import block_launches, step_launches
 from warpfold.cost.rates import ceilings
 from warpfold.device import find_recorder
 from warpfold.errors import UserError
@@ -331,16 +332,13 @@ def block_flops(sizes: BlockSizes) -> dict[str, int]:
     with torch.device("meta"):
         block = RandomBlock(sizes, Plan(kernels="definition"), "meta")
         wanted = block.wanted
-        with counted_products() as forward:
+        with FlopCounterMode(display=False) as counter:
             out = block.forward()
-        with counted_products() as backward:
+        forward = counter.get_total_flops()
+        with FlopCounterMode(display=False) as counter:
             torch.autograd.grad(out, wanted, block.grads)
-    return {
-        "forward": sum(forward),
-        "training": sum(forward),
-        "backward": sum(backward),
-        "both": sum(forward) + sum(backward),
-    }
+        backward = counter.get_total_flops()
+    return {"forward": forward, "training": forward, "backward": backward, "both": forward + backward}
 
 
 def step_counts(given: ModelBench) -> tuple[int, dict[str, int]]:
@@ -353,13 +351,13 @@ def step_counts(given: ModelBench) -> tuple[int, dict[str, int]]:
     step.bind(replace(plan, kernels="fast"))
     launches = {"ours": step_launches(step).total}
     step.bind(replace(plan, kernels="definition"))
-    with counted_products() as once:
+    with FlopCounterMode(display=False) as counter:
         launches["definition"] = step_launches(step).total
     if plan.recompute:
         step.bind(replace(plan, kernels="definition", recompute=None))
-        with counted_products() as once:
+        with FlopCounterMode(display=False) as counter:
             step.learn()
-    return sum(once), launches
+    return counter.get_total_flops(), launches
 
 
 # ---- a user-supplied model, before and after `accelerate`

@@ -23,11 +23,10 @@ from warpfold.engine.trainable import BEHIND_TRUNK, AdapterConfig, FinetuneConfi
 from warpfold.errors import UserError
 from warpfold.geometry.labels import structure_labels
 from warpfold.model import confidence
-from warpfold.model.alphafold import AlphaFold, ModelConfig, Output, Representations
+from warpfold.model.alphafold import AlphaFold, LastPass, ModelConfig, Output
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
 from warpfold.model.losses import LossConfig, total_loss
 from warpfold.model.soft import CLASSES, QueryPlace
-from warpfold.model.structure import StructureOutput
 from warpfold.ops.noise import Noise
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Mesh
@@ -42,9 +41,9 @@ TRUTH = list(FEATURES)[list(FEATURES).index("copy_atom_positions") :]
 MODEL = "model"
 T = TypeVar("T")
 # Angstrom between neighbouring residues.
-STEP = 3.8
+RESIDUE_STEP = 3.8
 # Unused alignment rows of a complex.
-ROWS = 2
+UNUSED_ROWS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +57,7 @@ class ExampleSizes:
 
     def __str__(self) -> str:
         """Format as "256 residues, 128 sequences, 1024 extra, 4 templates"."""
-        parts = ("residues", "sequences", "extra", "templates")
-        return ", ".join(f"{getattr(self, name)} {name}" for name in parts)
+        return ", ".join(f"{size} {name}" for name, size in vars(self).items())
 
 
 def sizes_of(values: Mapping[str, Any], source: str) -> ExampleSizes:
@@ -77,7 +75,7 @@ def random_example(model: ModelConfig, sizes: ExampleSizes, device: torch.device
     if model.templates.enabled:
         axes["tmpl"] = sizes.templates
     if model.multimer is not None:
-        axes["row"] = sizes.sequences + sizes.extra + ROWS
+        axes["row"] = sizes.sequences + sizes.extra + UNUSED_ROWS
     draw = torch.Generator().manual_seed(0)
     batch: Batch = {}
     for name, feature in FEATURES.items():
@@ -117,7 +115,7 @@ def _drawn(name: str, shape: list[int], dtype: torch.dtype, draw: torch.Generato
     if name in ("all_atom_positions", "template_all_atom_positions"):
         *_, residues, atoms, _ = shape
         walk = torch.randn(*shape[:-2], 1, 3, generator=draw)
-        steps = STEP * walk / walk.norm(dim=-1, keepdim=True)
+        steps = RESIDUE_STEP * walk / walk.norm(dim=-1, keepdim=True)
         return steps.cumsum(-3) + torch.randn(residues, atoms, 3, generator=draw)
     if not dtype.is_floating_point:
         return torch.randint(20, shape, generator=draw).to(dtype)
@@ -134,15 +132,6 @@ def shortened(model: ModelConfig, blocks: int | None) -> ModelConfig:
         extra_blocks=min(blocks, model.extra_blocks),
         templates=replace(model.templates, blocks=min(blocks, model.templates.blocks)),
     )
-
-
-def random_model(config: ModelConfig, plan: Plan, device: torch.device | str) -> AlphaFold:
-    """Create a model with random weights in training mode that is bound to a plan, with seeded dropout."""
-    torch.manual_seed(0)
-    model = AlphaFold(config).to(device).train()
-    Execution(plan).bind(model)
-    model.noise.seed(0)
-    return model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +254,9 @@ class TrainingStep:
 
     def __init__(self, given: ModelBench, device: torch.device | str) -> None:
         self.recycles, self.device = given.recycles, torch.device(device)
-        self.model = random_model(given.model, given.plan, device)
+        torch.manual_seed(0)
+        self.model = Execution(given.plan).bind(AlphaFold(given.model).to(device).train())
+        self.model.noise.seed(0)
         one, precision = replace(given.optim, accumulate=1), given.plan.precision
         optimizer = Optimizer(self.model, one, dtype=DTYPES[precision], scaling=precision == "fp16")
         self.learner = Learner(self.model, optimizer, given.loss, 0, Team())
@@ -370,49 +361,35 @@ def run_example(
     with torch.set_grad_enabled(job.training):
         if job.loss is not None:
             train_on_example(model, batch, job.recycles, job.loss, examples, enter, reads_trunk)
-        elif job.gradient is not None:
-            gradient_of_example(model, batch, job.recycles, job.gradient, mesh, enter)
-        else:
+        elif job.gradient is None:
             predict_example(model, batch, job.recycles, enter)
+        else:
+            # The gradient by the sequence that a design computes, of a loss of all outputs.
+            def loss(outputs: ModelOutputs) -> dict[str, Tensor]:
+                enter("losses")
+                return loss_of_every_output(outputs)
+
+            like = model.single.weight
+            shares = torch.full((len(batch["aatype"]), CLASSES), 1 / CLASSES, dtype=like.dtype, device=like.device)
+            place = None
+            if model.config.multimer is None:
+                place = QueryPlace(shares.new_ones(batch["msa_feat"].shape[0]), False)
+            team = Team(mesh=mesh or Mesh())
+            gradient_by_shares(model, batch, shares, loss, place, job.recycles, job.gradient, team)
 
 
 def predict_example(
     model: AlphaFold, batch: Batch, recycles: int, enter: Callable[[str], None] = lambda phase: None
-) -> None:
+) -> LastPass:
     """Fold an example and compute its confidences, as a prediction does."""
     folded = model.fold(batch, recycles)
     enter("heads")
-    judge_example(model, batch, folded.representations, folded.structure)
-
-
-def gradient_of_example(
-    model: AlphaFold,
-    batch: Batch,
-    recycles: int,
-    through: Through,
-    mesh: Mesh | None = None,
-    enter: Callable[[str], None] = lambda phase: None,
-) -> None:
-    """Compute a gradient by the sequence as a design does: the passes, a loss of all outputs, and the backward pass."""
-
-    def loss(seen: ModelOutputs) -> dict[str, Tensor]:
-        enter("losses")
-        return loss_of_every_output(seen)
-
-    like = model.single.weight
-    shares = torch.full((len(batch["aatype"]), CLASSES), 1 / CLASSES, dtype=like.dtype, device=like.device)
-    passes = batch["msa_feat"].shape[0] if model.config.multimer is None else 0
-    place = QueryPlace(shares.new_ones(passes), False) if passes else None
-    gradient_by_shares(model, batch, shares, loss, place, recycles, through, Team(mesh=mesh or Mesh()))
-
-
-def judge_example(model: AlphaFold, batch: Batch, representations: Representations, structure: StructureOutput) -> None:
-    """Compute the confidences of a fold."""
     with model.computing():
-        confidence.plddt(model.plddt(structure.single))
+        confidence.plddt(model.plddt(folded.structure.single))
         if model.pae is not None:
             asym_id = batch["asym_id"] if model.config.multimer is not None else None
-            confidence.predicted_errors(model.pae, representations.pair, model.execution, asym_id)
+            confidence.predicted_errors(model.pae, folded.representations.pair, model.execution, asym_id)
+    return folded
 
 
 def train_on_example(

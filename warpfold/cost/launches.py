@@ -14,17 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpfold.cost.example import (
-    BlockSizes,
-    Job,
-    RandomBlock,
-    TrainingStep,
-    run_example,
-    shortened,
-)
+from warpfold.cost.example import BlockSizes, Job, RandomBlock, TrainingStep, run_example, shortened
 from warpfold.cost.fake import fake_mesh
-from warpfold.cost.record import features_of
-from warpfold.cost.recorder import ALLOCATE, Recorder, products
+from warpfold.cost.record import features_of, step_share
+from warpfold.cost.recorder import ALLOCATE, Recorder
 from warpfold.engine.optim import Optimizer
 from warpfold.engine.packed import PackedWeights
 from warpfold.engine.trainable import freeze
@@ -42,17 +35,17 @@ Seen = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], object]
 class Operations(DispatchMode):
     """Call `seen` with each torch operation within the context, forward and backward, after it has run.
 
-    launchers: for our registered operations, run the launchers of their kernels on meta tensors, and report the
-    operations that these call instead.
+    For our registered operations, the launchers of their kernels run on meta tensors, and the operations that these
+    call are reported instead.
     """
 
-    def __init__(self, seen: Seen, launchers: bool = False) -> None:
+    def __init__(self, seen: Seen) -> None:
         super().__init__()
-        self.seen, self.launchers = seen, launchers
+        self.seen = seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if self.launchers and func.namespace == "warpfold":
+        if func.namespace == "warpfold":
             with self:
                 return dispatch.implementation(func._opname, args[0])(*args, **kwargs)
         out = func(*args, **kwargs)
@@ -95,14 +88,6 @@ def launches(func: Any, inputs: Any, out: Any) -> bool:
 
 
 @contextmanager
-def counted_products() -> Iterator[list[int]]:
-    """Collect the floating point operations of each matrix product within the context."""
-    operations: list[int] = []
-    with Operations(lambda *call: operations.append(products(*call))):
-        yield operations
-
-
-@contextmanager
 def counting() -> Iterator[LaunchCount]:
     """Count the launches within the context on meta tensors."""
     count = LaunchCount()
@@ -115,7 +100,7 @@ def counting() -> Iterator[LaunchCount]:
         # Keep no reference to its tensors, because autograd copies gradients that are referenced elsewhere.
         count.triton[launch.kernel.name] += 1
 
-    with dispatch.interpreting(), unlaunched(launched), Operations(seen, launchers=True):
+    with dispatch.interpreting(), unlaunched(launched), Operations(seen):
         yield count
 
 
@@ -156,7 +141,6 @@ def launches_of(job: Job, plan: Plan) -> list[KernelLaunch]:
         dispatch.standing_for("cuda"),
         fake_mesh(plan.data, plan.axial, plan.branch) as mesh,
         recorded() as launches,
-        Operations(lambda *_: None, launchers=True),
         Recorder(),
     ):
         model = Execution(plan, mesh).bind(AlphaFold(config).train(job.learns))
@@ -164,11 +148,8 @@ def launches_of(job: Job, plan: Plan) -> list[KernelLaunch]:
         batch = features_of(job, job.recycles + 1)
         if job.loss is not None and job.optim is not None:
             freeze(model, job.finetune_of_few)
-            one = replace(
-                job.optim, accumulate=plan.data * plan.batch, clip="step" if plan.batch > 1 else job.optim.clip
-            )
             scaling = plan.precision == "fp16"
-            optimizer = Optimizer(model, one, mesh, plan.sync, 1, dtype, scaling, plan.batch)
+            optimizer = Optimizer(model, step_share(job, plan, 1), mesh, plan.sync, 1, dtype, scaling, plan.batch)
             run_example(model, batch, job, plan.batch)
             for _ in range(optimizer.share // plan.batch):
                 optimizer.collect()

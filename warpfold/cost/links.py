@@ -121,7 +121,8 @@ def network(text: str, per_node: int) -> Link:
 
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "sendrecv", "broadcast"]
-GroupName = Literal["data", "axial", "branch", "model", "world"]
+# "node" and "nodes" are the two groups of hierarchical sums.
+GroupName = Literal["data", "axial", "branch", "model", "world", "node", "nodes"]
 # Collectives in which each rank sends directly to the others.
 SWAPS = ("all_to_all", "sendrecv")
 
@@ -145,6 +146,11 @@ class Placement:
 
 def place(cluster: Cluster, data: int, axial: int, branch: int, group: GroupName) -> Placement:
     """Compute the placement of a group of the grid data x axial x branch, with branch innermost (parallel/mesh.py)."""
+    if group in ("node", "nodes"):
+        data_ranks = max(1, cluster.per_node // (axial * branch))
+        if group == "node":
+            return Placement(data_ranks, data_ranks)
+        return Placement(data // data_ranks, 1, cluster.per_node)
     size, stride = {
         "branch": (branch, 1),
         "axial": (axial, branch),

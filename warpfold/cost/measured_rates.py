@@ -48,17 +48,11 @@ def measured(
     dtype: of the trunk. clock: `time.process_time` excludes other processes on this CPU.
     tell: called with the name of each measurement before it starts.
     """
-    rates = _measured(torch.device(device), dtype, clock, torch.get_num_threads())
-    assert isinstance(rates.ops, _MeasuredOps)
-    rates.ops.tell = tell
-    return rates
-
-
-@cache
-def _measured(device: torch.device, dtype: torch.dtype, clock: Clock, threads: int) -> Rates:
+    device = torch.device(device)
     name = f"this {'CPU' if device.type == 'cpu' else torch.cuda.get_device_name(device)}"
     link = LINKS["gloo" if device.type == "cpu" else "NVLink 4"]
-    ops = _MeasuredOps(device, clock)
+    ops = _measured_ops(device, dtype, clock, torch.get_num_threads())
+    ops.tell = tell
     return Rates(name, "measured", device.type, {}, 0.0, link, HOST[device.type], ops=ops)
 
 
@@ -73,9 +67,11 @@ class _MeasuredOps(Mapping[RateKey, Rate]):
 
     def __getitem__(self, key: RateKey) -> Rate:
         if key not in self.rates:
-            _, which, dtype = key
-            loops = self._loops(dtype)
-            if key[0] == TORCH:
+            op, which, dtype = key
+            if dtype not in self.loops:
+                self.loops[dtype] = self._timed((TORCH, "forward", dtype), USUAL)
+            loops = self.loops[dtype]
+            if op == TORCH:
                 # A torch call in a model takes ten times as long as in an isolated loop, because of views, Python and
                 # autograd around it.
                 self.rates[key] = replace(loops, call=self[OUTSIDE, which, torch.float32].call)
@@ -96,16 +92,17 @@ class _MeasuredOps(Mapping[RateKey, Rate]):
             timer = _Timer(self.device, self.clock)
             return replace(fitted(list(timer.points(op, which, dtype)), usual), spread=timer.spread)
 
-    def _loops(self, dtype: torch.dtype) -> Rate:
-        if dtype not in self.loops:
-            self.loops[dtype] = self._timed((TORCH, "forward", dtype), USUAL)
-        return self.loops[dtype]
-
     def __iter__(self) -> Iterator[RateKey]:
         return iter(self.rates)
 
     def __len__(self) -> int:
         return len(self.rates)
+
+
+@cache
+def _measured_ops(device: torch.device, dtype: torch.dtype, clock: Clock, threads: int) -> _MeasuredOps:
+    """Return the rates that this process has measured with this number of threads."""
+    return _MeasuredOps(device, clock)
 
 
 NARROW = replace(ModelConfig(), c_m=32, c_z=32, c_e=16)

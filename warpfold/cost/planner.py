@@ -116,11 +116,11 @@ class Choice:
             return None
         return examples_of(self.job) * self.alone / (self.machine.devices * candidate.time.total)
 
-    def device_hours(self, candidate: Candidate, examples: int = 10**6) -> float | None:
-        """Compute the device-hours of a number of examples."""
+    def hours_per_million(self, candidate: Candidate) -> float | None:
+        """Compute the device-hours of a million examples."""
         if candidate.time is None:
             return None
-        return self.machine.devices * candidate.time.total * examples / examples_of(self.job) / 3600
+        return self.machine.devices * candidate.time.total * 10**6 / examples_of(self.job) / 3600
 
 
 def examples_of(job: Job) -> int:
@@ -227,7 +227,13 @@ def candidates(
                 keys["sync"] = SyncConfig(**sync)
             if not job.training and "in_place" not in fixed:
                 keys["in_place"] = keys.get("chunk") is not None
-            if (plan := _valid_plan(job, machine, keys)) is None:
+            try:
+                plan = Plan(**keys)
+            except ValueError:
+                continue
+            splits_batch = plan.batch > 1 and examples_of(job) % (plan.data * plan.batch) > 0
+            offloads_whole = not job.training and plan.offload and not plan.in_place
+            if plan.unsupported_on(machine.kind) or splits_batch or offloads_whole:
                 continue
             padded = replace(plan, sizes=SIZES)
             if job.learns and "sizes" not in fixed and padded.why_no_graphs(machine.kind) is None:
@@ -245,17 +251,6 @@ def candidates(
         "axial x branch must be the number of ranks, each data rank needs an example, and data x batch must divide "
         "optim.accumulate."
     )
-
-
-def _valid_plan(job: Job, machine: Machine, keys: Mapping[str, Any]) -> Plan | None:
-    """Build a plan that this job and device allow; returns None if there is none with these keys."""
-    try:
-        plan = Plan(**keys)
-    except ValueError:
-        return None
-    splits_batch = plan.batch > 1 and examples_of(job) % (plan.data * plan.batch) > 0
-    offloads_whole = not job.training and plan.offload and not plan.in_place
-    return None if plan.unsupported_on(machine.kind) or splits_batch or offloads_whole else plan
 
 
 def grids(job: Job, cluster: Cluster, fixed: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:
@@ -294,7 +289,7 @@ def grids(job: Job, cluster: Cluster, fixed: Mapping[str, Any]) -> Iterator[tupl
 
 def _prediction_ways(job: Job, machine: Machine) -> Iterator[dict[str, Any]]:
     """Yield keys for a prediction: without slices, in place with more and more slices, and with z in host memory."""
-    residues = rounded(job).sizes.residues
+    residues = round_up(job).sizes.residues
     yield {"chunk": None}
     sizes = {max(MIN_CHUNK, math.ceil(residues / count)) for count in SLICE_COUNTS}
     if machine.kind == "cpu":
@@ -626,7 +621,7 @@ def _memory_equivalent_plan(job: Job, plan: Plan) -> Plan:
     return replace(plan, data=min(plan.data, few), sync=SyncConfig(shard_state=plan.sync.shard_state))
 
 
-def most_kept(job: Job, machine: Machine, plan: Plan, tell: Progress = no_progress) -> int:
+def most_kept(job: Job, machine: Machine, plan: Plan, tell: Progress) -> int:
     """Compute the number of last blocks that need not be recomputed. Memory grows linearly with it.
 
     Returns 0 if all blocks can keep everything, because nothing needs to be recomputed then.
@@ -651,7 +646,7 @@ def most_kept(job: Job, machine: Machine, plan: Plan, tell: Progress = no_progre
 # Memory
 
 
-def rounded(job: Job) -> Job:
+def round_up(job: Job) -> Job:
     """Round the sizes of a job up to one of few values, so that similar jobs share a memory estimate."""
     up = {}
     for name in ("residues", "sequences", "extra"):
@@ -672,15 +667,11 @@ def estimate(job: Job, plan: Plan, machine: Machine, rounded: bool = True) -> Me
     if why_not_fit(bound, machine):
         return bound
     if rounded:
-        memory = estimate_memory(_rounded(job), plan, machine.kind)
+        memory = estimate_memory(round_up(job), plan, machine.kind)
         needed = needed_bytes(memory, machine)
         if needed <= machine.free or needed > REFINE_BELOW * machine.free:
             return memory
     return estimate_memory(job, plan, machine.kind)
-
-
-# `estimate` has a parameter of this name.
-_rounded = rounded
 
 
 def needed_bytes(memory: MemoryEstimate, machine: Machine) -> int:
@@ -746,11 +737,8 @@ def upper_bound(job: Job, plan: Plan) -> MemoryEstimate:
     """Compute an upper bound of a job's memory from its sizes, as if everything was computed at once and kept."""
     model, sizes = job.model, job.sizes
     n, s, e, t = sizes.residues, sizes.sequences + sizes.templates, sizes.extra, sizes.templates
-    pairs, aligned, extra = (
-        n * n * max(model.c_z, model.evoformer.pair.c_triangle),
-        s * n * model.c_m,
-        e * n * model.c_e,
-    )
+    pairs = n * n * max(model.c_z, model.evoformer.pair.c_triangle)
+    aligned, extra = s * n * model.c_m, e * n * model.c_e
     heads = max(model.evoformer.heads, model.evoformer.pair.heads)
     logits = heads * n * (n * n + s * n + s * s + e * n + t * n * n)
     outer = n * n * model.evoformer.c_outer**2
@@ -771,9 +759,7 @@ def upper_bound(job: Job, plan: Plan) -> MemoryEstimate:
 class NothingFitsError(UserError):
     """No plan fits. The message says what the plan with the least memory needs, and what would fit."""
 
-    def __init__(
-        self, job: Job, machine: Machine, considered: Sequence[Candidate], tell: Progress = no_progress
-    ) -> None:
+    def __init__(self, job: Job, machine: Machine, considered: Sequence[Candidate], tell: Progress) -> None:
         self.considered = considered
         least = min((one for one in considered if one.memory is not None), key=lambda one: one.memory.peak)  # type: ignore[union-attr]
         what = "a training on" if job.learns else "folding" if job.gradient is None else "a gradient by the sequence of"
@@ -818,9 +804,10 @@ def longest(job: Job, machine: Machine, plan: Plan, tell: Progress = no_progress
     fits, at, points = 0, max(job.sizes.residues, 2 * MIN_CHUNK), list[tuple[int, int]]()
     fails = math.inf
     # Reduce the size without estimates while the lower bound is too large.
-    while at > MIN_CHUNK and why_not_fit(
-        lower_bound(replace(job, sizes=replace(job.sizes, residues=at)), plan), machine
-    ):
+    while at > MIN_CHUNK:
+        bound = lower_bound(replace(job, sizes=replace(job.sizes, residues=at)), plan)
+        if not why_not_fit(bound, machine):
+            break
         at = max(at - at // 8 - 1, MIN_CHUNK)
     for number in range(MAX_ESTIMATES):
         tell(number, MAX_ESTIMATES, f"whether {at:,} residues fit")

@@ -20,16 +20,10 @@ from torch import Tensor, nn
 
 from warpfold.batch import Batch
 from warpfold.check.op_profile import Cost
-from warpfold.cost.example import (
-    MODEL,
-    TRUTH,
-    Job,
-    left_out,
-    run_example,
-)
+from warpfold.cost.example import MODEL, TRUTH, Job, left_out, run_example
 from warpfold.cost.fake import fake_batch, fake_mesh
 from warpfold.cost.rates import TORCH
-from warpfold.cost.recorder import HOST, META, Await, Begin, Entry, MemoryPiece, Operation, Recorder
+from warpfold.cost.recorder import META, Await, Begin, Entry, MemoryPiece, Operation, Recorder
 from warpfold.cost.watch import STACKS, StateSizes, Watch
 from warpfold.device import uncollected
 from warpfold.engine.optim import OptimConfig, Optimizer
@@ -41,7 +35,6 @@ from warpfold.ops.triton.launch import unlaunched
 from warpfold.parallel.exchange import Layout, SyncConfig, make_layout
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan
-from warpfold.progress import Progress, no_progress
 
 Device = Literal["cpu", "cuda", "mps"]
 # Granularity of torch's allocators in bytes. The value for "mps" is a guess.
@@ -301,7 +294,11 @@ def record_optimizer(
         # Adapters compute dense weights, which exist until the backward pass.
         dense = [module.get_submodule(name)._parameters["weight"] for name in adapted]
         held, loading = recorder.now, max(recorder.now, recorder.restart() - less)
-        arrivals = _arrivals(optimizer.packed.parameters if is_whole else parameters)
+        # Each parameter's stack, and the fraction of the stack's gradients that exist when its own does.
+        arrivals = dict[str, tuple[str, float]]()
+        for stack, group in groupby(reversed(list(optimizer.packed.parameters if is_whole else parameters)), part_of):
+            members = list(group)
+            arrivals |= {name: (stack, (number + 1) / len(members)) for number, name in enumerate(members)}
         if not is_whole:
             # A bucket is complete when its first member has its gradient.
             firsts = [members[0] for members in reversed(layout.members)]
@@ -358,15 +355,6 @@ def _backward(
     return begun
 
 
-def _arrivals(named: Mapping[str, Tensor]) -> dict[str, tuple[str, float]]:
-    """Return each parameter's stack, and the fraction of the stack's gradients that exist when its own does."""
-    arrivals = dict[str, tuple[str, float]]()
-    for part, group in groupby(reversed(list(named)), part_of):
-        names = list(group)
-        arrivals |= {name: (part, (number + 1) / len(names)) for number, name in enumerate(names)}
-    return arrivals
-
-
 # A step
 
 
@@ -407,13 +395,7 @@ def _times(entries: Sequence[Entry], factor: float) -> Sequence[Entry]:
 
 
 def record(
-    job: Job,
-    plan: Plan,
-    examples: int = 1,
-    per_node: int | None = None,
-    gpu: bool = True,
-    branch: int = 0,
-    tell: Progress = no_progress,
+    job: Job, plan: Plan, examples: int = 1, per_node: int | None = None, gpu: bool = True, branch: int = 0
 ) -> RecordedStep:
     """Record the first rank of a plan, or of one of its branches, in a fold or a step. No rank has more work.
 
@@ -423,12 +405,11 @@ def record(
     """
     device: Device = "cuda" if gpu else "cpu"
     batches, is_shared = -(-examples // plan.batch), plan.axial * plan.branch > 1
-    tell(0, 2, "an example")
     run = record_example(job, plan, device, branch, job.keeps_trunk(plan))
     early, last = list(run.early), list(run.last)
     if job.optim is None:
         return RecordedStep(early, [], last, [])
-    tell(1, 2, "the exchange of gradients")
+
     has_graphs = plan.why_no_graphs(device) is None
     optimizer = record_optimizer(
         job.model, exchange_plan(plan, has_graphs), step_share(job, plan, min(batches, 2)), device, job.finetune,
@@ -503,13 +484,3 @@ def _with_gradients(entries: list[Entry], begun: Sequence[tuple[str, float, Begi
             result += [begin for position, begin in inserted[index] if position == number]
             result += [] if run_entry is None else [run_entry]
     return result
-
-
-def traffic(entries: Sequence[Entry]) -> dict[tuple[str, str], tuple[float, float]]:
-    """Count the collectives that begin, and the bytes that leave in them, by group and phase."""
-    calls, sent = defaultdict[tuple[str, str], float](float), defaultdict[tuple[str, str], float](float)
-    for entry in entries:
-        if isinstance(entry, Begin) and entry.group != HOST:
-            calls[entry.group, entry.phase] += entry.times
-            sent[entry.group, entry.phase] += entry.times * entry.sent
-    return {key: (calls[key], sent[key]) for key in calls}

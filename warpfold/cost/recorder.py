@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -144,10 +145,6 @@ class MemoryPiece:
     died: int | None = None
     host: bool = False
 
-    def lives(self, moment: int) -> bool:
-        """Return whether the block is allocated at a moment."""
-        return self.born <= moment and (self.died is None or moment < self.died)
-
     def shifted(self, moments: int, place: Place | None = None) -> "MemoryPiece":
         """Return a copy at a later moment, and at another place unless it is None."""
         died, place = None if self.died is None else self.died + moments, self.place if place is None else place
@@ -197,25 +194,18 @@ class Recorder(DispatchMode):
 
     now, peak: bytes. pieces: all memory pieces in the order of allocation. course: pairs of a moment and the name of
     the code that begins then. entries: operations and collectives, while it listens.
-    seen: pairs of operation and shape for all allocations whose shape satisfies `noted`.
     unit: granularity of allocations in bytes. place: returns the present position in the model.
     host_apart: tensors that are created on the CPU explicitly or by default do not count as memory of the device
     (`MemoryPiece.host`).
     """
 
-    def __init__(
-        self,
-        noted: Callable[[Sequence[int]], bool] = lambda shape: False,
-        unit: int = 1,
-        place: Callable[[], Place] = Place,
-        host_apart: bool = False,
-    ) -> None:
+    def __init__(self, unit: int = 1, host_apart: bool = False) -> None:
         super().__init__()
-        self.noted, self.unit, self.place, self.host_apart = noted, unit, place, host_apart
+        self.unit, self.host_apart = unit, host_apart
+        self.place: Callable[[], Place] = Place
         self.now = self.peak = self.moment = self.host_now = self.host_peak = 0
         self.pieces: list[MemoryPiece] = []
         self.course: list[tuple[int, str]] = []
-        self.seen: set[tuple[str, tuple[int, ...]]] = set()
         self._live: dict[int, MemoryPiece] = {}
         self._peak_moment = 0
         self._traces: dict[Any, _Trace] = {}
@@ -237,7 +227,7 @@ class Recorder(DispatchMode):
         # Waits on the side stream delay only the collectives that begin there.
         self._after: list[int] = []
         self._on_side_stream = False
-        self._last_number = FIRST_GRADIENT_NUMBER
+        self._numbers = count(FIRST_GRADIENT_NUMBER)
         self._uploads: dict[int, int] = {}
 
     @classmethod
@@ -285,7 +275,13 @@ class Recorder(DispatchMode):
         """Run a torch operation and record its allocations; returns the result, and whether it is certainly new."""
         key = call_key(func, args, kwargs) if kind in (Kind.NEW, Kind.OUT) else None
         if key is not None and (layouts := _layouts.get(key)) is not None:
-            return (kwargs["out"] if kind is Kind.OUT else self._allocate_again(func, layouts)), True
+            if kind is Kind.OUT:
+                return kwargs["out"], True
+            # Allocate the results as before, without running the operation.
+            made = [torch.empty_strided(shape, stride, dtype=dtype, device=META) for shape, stride, dtype in layouts]
+            for tensor in made:
+                self._allocated(tensor, func, False)
+            return made[0] if len(made) == 1 else tuple(made), True
         operands = tensors_in(kwargs.values(), tensors_in(args, []))
         name, device = func._opname, kwargs.get("device")
         reads_meta, is_factory = bool(operands) and operands[0].is_meta, not operands and func in FACTORIES
@@ -318,19 +314,14 @@ class Recorder(DispatchMode):
             _layouts[key] = [(tuple(t.shape), t.stride(), t.dtype) for t in made]
         return out, False
 
-    def _allocate_again(self, func: Any, layouts: list[Layout]) -> Any:
-        """Allocate and record the results of an operation from their layouts."""
-        made = [torch.empty_strided(shape, stride, dtype=dtype, device=META) for shape, stride, dtype in layouts]
-        for tensor in made:
-            self._allocated(tensor, func, False)
-        return made[0] if len(made) == 1 else tuple(made)
-
     # Memory
 
     @property
     def at_peak(self) -> list[MemoryPiece]:
         """The memory pieces at the peak, largest first."""
-        return sorted((piece for piece in self.pieces if piece.lives(self._peak_moment)), key=lambda h: -h.bytes)
+        at = self._peak_moment
+        held = [piece for piece in self.pieces if piece.born <= at and (piece.died is None or at < piece.died)]
+        return sorted(held, key=lambda piece: -piece.bytes)
 
     def restart(self) -> int:
         """Return the peak so far, and start a new one at the present memory."""
@@ -342,17 +333,15 @@ class Recorder(DispatchMode):
         return self._live.get(tensor.untyped_storage()._cdata)
 
     def _allocated(self, tensor: Tensor, func: Any, host: bool) -> None:
-        storage, shape, made_by = tensor.untyped_storage(), tuple(tensor.shape), _name(func)
+        storage = tensor.untyped_storage()
         # Two results may share a storage.
         if storage._cdata in self._live:
             return
         self.moment += 1
         size = -(-storage.nbytes() // self.unit) * self.unit
-        piece = MemoryPiece(size, shape, made_by, self.place(), self.moment, host=host)
+        piece = MemoryPiece(size, tuple(tensor.shape), str(func), self.place(), self.moment, host=host)
         self.pieces.append(piece)
         self._hold(storage, piece)
-        if self.noted(shape):
-            self.seen.add((made_by, shape))
         if self.now > self.peak:
             self.peak, self._peak_moment = self.now, self.moment
 
@@ -481,8 +470,13 @@ class Recorder(DispatchMode):
             self.entries.append(self._copy(args[2].nbytes))
             store(*args)
 
+        def waited(work: Work) -> None:
+            # Collectives of gradients with equal titles are awaited in the order of their starts.
+            if self._due[work.name]:
+                self._wait(self._due[work.name].popleft())
+
         replaced: dict[tuple[type, str], Callable[..., Any]] = {
-            (Work, "wait"): lambda work: self._wait_for_gradients(work.name),
+            (Work, "wait"): waited,
             (OnHost, "__init__"): saved,
             (HostTensor, "_start"): started,
             (HostTensor, "store"): stored,
@@ -598,7 +592,7 @@ class Recorder(DispatchMode):
             return
         number, group = event.number, "branch" if event.kind == "sendrecv" else "axial"
         if event.carries == "gradients":
-            number, group = self._next_number(), event.name.split(" over ")[1].removesuffix(" ranks")
+            number, group = next(self._numbers), event.name.split(" over ")[1].removesuffix(" ranks")
             self._due[event.title].append(number)
         phase = self.phase
         if in_backward():
@@ -607,20 +601,11 @@ class Recorder(DispatchMode):
         self.entries.append(Begin(number, event.kind, group, event.bytes, phase, after, self.part, times))
         self._after = [] if self._on_side_stream else self._after
 
-    def _next_number(self) -> int:
-        self._last_number += 1
-        return self._last_number
-
     def _wait(self, number: int) -> None:
         if self._on_side_stream:
             self._after.append(number)
         else:
             self.entries.append(Await(number))
-
-    def _wait_for_gradients(self, title: str) -> None:
-        """Write a wait for gradients. Collectives with equal titles are awaited in the order of their starts."""
-        if self._due[title]:
-            self._wait(self._due[title].popleft())
 
     def submit(self, call: Callable[[], None]) -> Future[None]:
         """Run a call at once, as if on a side stream. The recorder replaces the reducer's thread."""
@@ -633,7 +618,7 @@ class Recorder(DispatchMode):
     def _copy(self, size: int) -> Begin:
         """Create the entry of a copy to or from host memory."""
         times = dispatch.represented_iterations()
-        return Begin(self._next_number(), HOST, HOST, size, self.phase, (), self.part, times)
+        return Begin(next(self._numbers), HOST, HOST, size, self.phase, (), self.part, times)
 
 
 class Kind(enum.Enum):
@@ -673,11 +658,6 @@ def products(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> int:
     """Compute the floating point operations of a torch operation if it is a matrix product; otherwise 0."""
     formula = flop_registry.get(func._overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
-
-
-@functools.cache
-def _name(func: Any) -> str:
-    return str(func)
 
 
 def _float(x: Tensor) -> torch.dtype:

@@ -12,17 +12,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from statistics import NormalDist, fmean
-from typing import Literal, cast, get_args
+from typing import Literal, cast
 
 from warpfold.cost.example import Job
-from warpfold.cost.links import Cluster, GroupName, Kind, Placement, collective_seconds, place
+from warpfold.cost.links import Cluster, GroupName, Kind, collective_seconds, place
 from warpfold.cost.measured_rates import MEASURED
 from warpfold.cost.rates import KERNEL, OURS, OURS_WITHOUT_GRADIENT, TORCH, PassName, Rates
 from warpfold.cost.record import RecordedStep, record
 from warpfold.cost.recorder import HOST, Begin, Entry, Operation, Phase
 from warpfold.data.load.schedule import share_of
 from warpfold.parallel.plan import Plan
-from warpfold.progress import Progress, no_progress, within
 
 WITHIN, BETWEEN, HOST_WIRE = "within a node", "between nodes", "to host memory and back"
 # The pass as which torch's own operations are timed, by phase.
@@ -154,9 +153,7 @@ def ranks_of(plan: Plan) -> int:
     return plan.data * plan.axial * plan.branch
 
 
-def step_time(
-    job: Job, plan: Plan, rates: Rates, cluster: Cluster | None = None, tell: Progress = no_progress
-) -> StepTime:
+def step_time(job: Job, plan: Plan, rates: Rates, cluster: Cluster | None = None) -> StepTime:
     """Estimate the time of a fold, or of a training step, whose number of recycling passes is random.
 
     cluster: placement of the ranks; None means a single node with the link of `rates`.
@@ -167,10 +164,7 @@ def step_time(
     pace, gpu = Pace.of(rates, cluster), rates.device != "cpu"
     # The step of the rank with most work, once for each branch
     share = 1 if job.optim is None else share_of(job.optim.accumulate, plan.data, 0)
-    halves = [
-        record(job, plan, share, cluster.per_node, gpu, branch, within(tell, branch, plan.branch))
-        for branch in range(plan.branch)
-    ]
+    halves = [record(job, plan, share, cluster.per_node, gpu, branch) for branch in range(plan.branch)]
     passes = range(job.recycles + 1) if job.training else [job.recycles]
     steps = [replay_longest(halves, n, plan, pace) for n in passes]
     parts: dict[str, float] = defaultdict(float)
@@ -255,7 +249,8 @@ class _Timeline:
             return HOST_WIRE, self.pace.rates.host.seconds(entry.sent), 1
         key, cluster = (entry.kind, entry.group, entry.sent), self.pace.cluster
         if key not in self._collectives:
-            where = placement(cluster, self.plan, entry.group)
+            plan = self.plan
+            where = place(cluster, plan.data, plan.axial, plan.branch, cast(GroupName, entry.group))
             seconds = collective_seconds(cast(Kind, entry.kind), entry.sent, where, cluster)
             self._collectives[key] = BETWEEN if where.nodes > 1 else WITHIN, seconds, where.ranks
         return self._collectives[key]
@@ -287,14 +282,3 @@ def data_ranks_on_node(plan: Plan, cluster: Cluster) -> int | None:
     """
     each, more = divmod(cluster.per_node, plan.axial * plan.branch)
     return None if more or not 1 < each < plan.data or plan.data % each else each
-
-
-def placement(cluster: Cluster, plan: Plan, group: str) -> Placement:
-    """Return the placement of a plan's group. "node" and "nodes" are the two groups of hierarchical sums."""
-    if group in get_args(GroupName):
-        return place(cluster, plan.data, plan.axial, plan.branch, cast(GroupName, group))
-    # Data ranks of a node.
-    each = max(1, cluster.per_node // (plan.axial * plan.branch))
-    if group == "node":
-        return Placement(each, each)
-    return Placement(plan.data // each, 1, cluster.per_node)

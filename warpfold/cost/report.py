@@ -129,7 +129,7 @@ def job_report(
         "rates": None if time is None else time.how,
         "seconds_by_part": {} if time is None else {part: round(s, 6) for part, s in time.by_part.items()},
         "plans": [plan_row(one, choice, machine, job, price) for one in shown],
-        "left_out": left_out(choice, len(shown)) if job.training and machine.devices > 1 else [],
+        "left_out": omitted_plans(choice, len(shown)) if job.training and machine.devices > 1 else [],
         "at_peak": choice.memory.at_peak,
         "course": [[at, dict(owners)] for at, owners in choice.memory.course],
         "longest": {} if job.training else longest_of(job, machine, fixed, within(tell, 1, 2)),
@@ -140,7 +140,7 @@ def plan_row(
     candidate: Candidate, choice: Choice | None, machine: Machine, job: Job, price: float | None
 ) -> dict[str, Any]:
     """Report a plan with its memory, time and cost as a JSON value."""
-    hours = None if choice is None or not job.training else choice.device_hours(candidate)
+    hours = None if choice is None or not job.training else choice.hours_per_million(candidate)
     plan, time, memory = candidate.plan, candidate.time, candidate.memory
     speed = None if time is None or not job.training else examples_of(job) / time.total
     return {
@@ -160,7 +160,7 @@ def plan_row(
     }
 
 
-def left_out(choice: Choice, shown: int) -> list[str]:
+def omitted_plans(choice: Choice, shown: int) -> list[str]:
     """Explain in one line each why other plans are not shown."""
     job, chosen = choice.job, choice.plan
     lines = [f"{describe_plan(one.plan, True)}: {one.reason}" for one in choice.considered if one.reason]

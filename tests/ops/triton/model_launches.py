@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from tests.helpers import memory_of
 from warpfold.bench.kernels import launching
-from warpfold.cost.fake import memory_of
 from warpfold.model.alphafold import ModelConfig
 from warpfold.model.axial import ROWS, AxialUpdate
 from warpfold.model.evoformer import OuterProductMean, Transition, TriangleAttention, TriangleMultiplication
