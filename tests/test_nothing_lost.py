@@ -57,7 +57,7 @@ SAFE = {
     "data/load/blocks.py:_allocate": "memory that it made itself and that has no name",
     "engine/checkpoint.py:RunFolder.__enter__": "drafts of a run that was killed; " + OWN_FOLDER,
     "engine/checkpoint.py:StepFolders.prune": "a checkpoint with nothing but a checkpoint's files in it",
-    "engine/checkpoint.py:StepFolders.set_aside": "renames what is damaged to a name that is free",
+    "engine/checkpoint.py:StepFolders.load_latest": "renames what is damaged to a name that is free",
     "engine/checkpoint.py:RunFolder.open_log": "appends; lines of steps that are done again go; " + OWN_FOLDER,
     "engine/checkpoint.py:RunFolder.replace_file": "a run's own names; " + OWN_FOLDER,
     "engine/checkpoint.py:RunFolder.replace_file.clean": OWN_DRAFT,

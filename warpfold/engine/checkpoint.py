@@ -111,16 +111,13 @@ class StepFolders:
                 )
             return None
         for step, damage in damaged.items():
-            new_name = self.set_aside(step)
-            logger.warning("%s; kept as %s; the run continues from step %d", damage, new_name, checkpoint.step)
+            # Renamed, so that no run continues from it.
+            old = self.step_path(step)
+            names = (f"damaged-{old.name}{end}" for end in ("", *(f"-{n}" for n in range(2, 10_000))))
+            new = next(path for path in map(self.checkpoints.joinpath, names) if not path.exists())
+            old.rename(new)
+            logger.warning("%s; kept as %s; the run continues from step %d", damage, new.name, checkpoint.step)
         return checkpoint
-
-    def set_aside(self, step: int) -> str:
-        """Rename a damaged checkpoint, so that no run continues from it; return its new name."""
-        names = (f"damaged-{self.step_path(step).name}{end}" for end in ("", *(f"-{n}" for n in range(2, 10_000))))
-        path = next(path for path in map(self.checkpoints.joinpath, names) if not path.exists())
-        self.step_path(step).rename(path)
-        return path.name
 
     def save(self, checkpoint: Checkpoint, keep: int) -> None:
         """Write a checkpoint atomically, then delete old checkpoints except for the last `keep` and `spared` ones.
@@ -247,7 +244,7 @@ class RunFolder(StepFolders):
             # Waits until the checkpoint in progress is written.
             self._thread.shutdown()
             if kind is None:
-                self._end_writing(wait=True)
+                self.wait_for_writing()
             elif self._writing is not None and (lost := self._writing.exception()) is not None:
                 # The run raises its own error, so this one is only logged.
                 logger.warning("%s", lost)
@@ -263,16 +260,12 @@ class RunFolder(StepFolders):
         Errors: those of the previous checkpoint.  Errors of this one are raised by the next `write_beside` or `log`, or
         at the end.
         """
-        self._end_writing(wait=True)
+        self.wait_for_writing()
         self._writing = self._thread.submit(saving()(write))
 
     def wait_for_writing(self) -> None:
         """Wait until the last checkpoint is on the disk.  Errors: those of writing it."""
-        self._end_writing(wait=True)
-
-    def _end_writing(self, wait: bool) -> None:
-        """Raise the error of the writing thread, if it has ended or `wait` is True."""
-        if self._writing is not None and (wait or self._writing.done()):
+        if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
 
@@ -424,7 +417,8 @@ class RunFolder(StepFolders):
         """Append one line.  Errors: UserError if the disk is full, also while a thread wrote a checkpoint."""
         # The scores decide which checkpoints are retained.  A validation waits until the checkpoint in progress is
         # written, so that the decision does not depend on the time of writing.
-        self._end_writing(wait=row.get("kind") == "validation")
+        if row.get("kind") == "validation" or (self._writing is not None and self._writing.done()):
+            self.wait_for_writing()
         if self._log is None:
             raise RuntimeError("call open_log before log")
         self._log.write(json.dumps(finite(row)) + "\n")

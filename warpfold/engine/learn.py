@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from warpfold.batch import FEATURES, Batch, stack
+from warpfold.batch import FEATURES, stack
 from warpfold.data.load.examples import Sample
 from warpfold.engine.optim import Optimizer
 from warpfold.engine.trunk import FrozenTrunk
@@ -127,7 +127,10 @@ class Learner:
         batch = {name: x for name, x in inputs.items() if name in FEATURES}
         output = self.model.last_pass(inputs)
         is_batched = batch["aatype"].dim() > 1
-        outputs, batches = (output.unbind(), unstack(batch)) if is_batched else ([output], [batch])
+        outputs, batches = [output], [batch]
+        if is_batched:
+            outputs, unstacked = output.unbind(), {name: x.unbind() for name, x in batch.items()}
+            batches = [{name: x[i] for name, x in unstacked.items()} for i in range(len(outputs))]
         losses, terms, scores = [], [], []
         for example_output, labels in zip(outputs, batches):
             # Equal chains are permuted to match the prediction.
@@ -154,12 +157,6 @@ class Learner:
     def _update(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Apply the optimizer's rule and the moving average.  inputs: the learning rate, which `update` reads."""
         return {"rate": self.optimizer.update()}
-
-
-def unstack(batch: Batch) -> list[Batch]:
-    """Split a batch, with one leading axis, into its examples."""
-    parts = {name: x.unbind() for name, x in batch.items()}
-    return [{name: x[i] for name, x in parts.items()} for i in range(len(batch["aatype"]))]
 
 
 def in_batches(items: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -53,7 +53,8 @@ class Flattening:
         if type(value) in (list, tuple, torch.Size):
             return ["list" if type(value) is list else "tuple", self._each(enumerate(value), where)]
         if type(value) in (dict, *DICT_TYPES.values()):
-            return [type(value).__name__, self._pairs(value, where)]
+            pairs = [[self.tree(key, where), self.tree(held, f"{where}[{key!r}]")] for key, held in value.items()]
+            return [type(value).__name__, pairs]
         if self.classes and (form := _parts(value)) is not None:
             cls = type(value)
             return ["class", f"{cls.__module__}:{cls.__qualname__}", *self._each(enumerate(form), where)]
@@ -61,9 +62,6 @@ class Flattening:
 
     def _each(self, items: Iterable[tuple[Any, Any]], where: str) -> list[Any]:
         return [self.tree(value, f"{where}[{key!r}]") for key, value in items]
-
-    def _pairs(self, value: Mapping[Any, Any], where: str) -> list[list[Any]]:
-        return [[self.tree(key, where), self.tree(held, f"{where}[{key!r}]")] for key, held in value.items()]
 
     def _refused(self, where: str, wrong: str, remedy: str) -> UserError:
         return UserError(f"{self.what}{where}: {wrong}. {remedy}.")
@@ -136,22 +134,18 @@ def unflatten(
             case ["dict" | "OrderedDict" | "Counter" as kind, list(pairs)]:
                 return DICT_TYPES.get(kind, dict)({_value(key): _value(item) for key, item in pairs})
             case ["class", str(name), way, arguments] if classes:
-                cls, value = _class(name), _value(arguments)
+                module, _, path = name.partition(":")
+                # A spawned process runs the user's script as __mp_main__.
+                cls: Any = importlib.import_module("__main__" if module == "__mp_main__" else module)
+                for attribute in path.split("."):
+                    cls = getattr(cls, attribute)
+                value = _value(arguments)
                 if way == "items":
                     return cls(*value)
                 return cls(**value) if way == "names" else cls(value)
         raise ValueError(f"no nested value: {str(tree)[:80]}")
 
     return _value(tree)
-
-
-def _class(qualified_name: str) -> Any:
-    module, _, path = qualified_name.partition(":")
-    # A spawned process runs the user's script as __mp_main__.
-    value: Any = importlib.import_module("__main__" if module == "__mp_main__" else module)
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
 
 
 def to_arrays(leaves: Iterable[Leaf]) -> list[np.ndarray]:

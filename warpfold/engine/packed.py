@@ -266,7 +266,12 @@ class PackedWeights:
                 if is_grad_enabled and p.requires_grad != trained:
                     return False
                 if p._version != source.version:
-                    self._update_copy(source, leaves, dtype)
+                    # The parameter was written. A backward pass that still needs the old values must raise an error.
+                    source.version = p._version
+                    increment_version([x for x in leaves if x is not None and not isinstance(x, nn.Parameter)])
+                    if dtype != self.weights.dtype:
+                        with torch.no_grad():
+                            self.layout.view(self.compute, source.name).copy_(p)
         return True
 
     def _join(self, dtype: torch.dtype, projections: tuple[Linear, ...]) -> "_Group | None":
@@ -281,25 +286,13 @@ class PackedWeights:
             return None
         weights = [(linear, "weight") for linear in linears]
         joined = [[getattr(linear, key) for linear, key in group] for group in (weights, biases) if group]
-        if not all(map(self._are_adjacent, joined)):
-            return None
+        for parameters in joined:
+            names = [self.names.get(id(p)) for p in parameters]
+            places = [self.layout.places[name] for name in names if name is not None]
+            if len(places) < len(names) or any(a.stop != b.start for a, b in pairwise(places)):
+                return None
         weight, *bias = (self._leaf(dtype, parameters) for parameters in joined)
         return [_Source(self, *where) for where in weights + biases], (weight, bias[0] if bias else None)
-
-    def _are_adjacent(self, parameters: list[Tensor]) -> bool:
-        names = [self.names.get(id(p)) for p in parameters]
-        places = [self.layout.places[name] for name in names if name is not None]
-        return len(places) == len(names) and all(a.stop == b.start for a, b in pairwise(places))
-
-    def _update_copy(self, source: "_Source", leaves: Joined, dtype: torch.dtype) -> None:
-        """Update the copy of a parameter after a write to the parameter."""
-        p = source.parameter
-        source.version = p._version
-        # A backward pass that still needs the old values must raise an error.
-        increment_version([leaf for leaf in leaves if leaf is not None and not isinstance(leaf, nn.Parameter)])
-        if dtype != self.weights.dtype:
-            with torch.no_grad():
-                self.layout.view(self.compute, source.name).copy_(p)
 
     # Leaves that are created in inference may be trained later.
     @torch.inference_mode(False)

@@ -19,14 +19,7 @@ from warpfold.data.load.workers import Failed, Made, Workers
 from warpfold.device import Upload, Uploads
 from warpfold.engine.epochs import Epochs
 from warpfold.engine.nested import Flattening, unflatten
-from warpfold.engine.ready_maker import (
-    BatchMaker,
-    Costs,
-    find_costs,
-    kept_random,
-    read_batch,
-    start_workers,
-)
+from warpfold.engine.ready_maker import BatchMaker, Costs, find_costs, kept_random, read_batch, start_workers
 from warpfold.errors import StorageError, UserError
 from warpfold.parallel.mesh import world
 from warpfold.parallel.messages import all_gather_object
@@ -91,9 +84,22 @@ class Ready:
         _check(ranks=(self.ranks, 1), rank=(self.rank, 0), ranks_above_rank=(self.ranks - self.rank, 1))
         self._epochs: Epochs | None = None
         if order is None:
-            self._size = _size(dataset)
-            costs, path = _given_costs(cost, self._size), None if record is None else Path(record)
-            sizes = self._size, batch_size, self.rank, self.ranks
+            has_methods = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+            if isinstance(dataset, IterableDataset) or not has_methods:
+                raise UserError(
+                    f"Ready: a {type(dataset).__name__} is no map-style dataset. Pass one with __len__ and __getitem__."
+                )
+            self._size = len(dataset)
+            if not self._size:
+                raise UserError("Ready: the dataset is empty. Pass one with examples.")
+            costs = None
+            if cost is not None and not callable(cost):
+                costs = np.asarray(cost, np.float64)
+                if costs.shape != (self._size,) or not np.isfinite(costs).all():
+                    raise UserError(
+                        f"Ready: cost has shape {costs.shape} for {self._size} examples. Pass a finite number for each."
+                    )
+            sizes, path = (self._size, batch_size, self.rank, self.ranks), None if record is None else Path(record)
             order = self._epochs = Epochs(*sizes, self.seed, shuffle, drop_last, costs, path)
         elif batch_size != 1 or drop_last or any(value is not None for value in (cost, record, rank, ranks)):
             raise UserError(
@@ -170,6 +176,7 @@ class Ready:
         self.order.end()
 
     def _next(self) -> Any:
+        """Return the next batch. Its buffer in host memory is freed before the caller uses the batch on the device."""
         self._start()
         # The processes end if a batch fails.
         with ExitStack() as on_failure:
@@ -195,7 +202,11 @@ class Ready:
         if self._epochs is not None and self._epochs.costs is None and self._cost is not None and self.ranks > 1:
             self._epochs.costs = self._find_costs(cast(Callable[[Any], float], self._cost))
         if self._workers is None and self.num_workers and len(self.order):
-            self._uploads = Uploads(_with_index(self._device))
+            device = self._device
+            if device.type == "cuda" and device.index is None:
+                # The current device differs between threads.
+                device = torch.device("cuda", torch.cuda.current_device())
+            self._uploads = Uploads(device)
             self._workers = start_workers(self._make, self.num_workers, self._uploads.buffer)
             self._ending = weakref.finalize(self, self._workers.close)
         self._ahead = Ahead(self._workers, self.order.substitute, self._window)
@@ -273,33 +284,7 @@ class Ready:
         return costs
 
 
-def _size(dataset: Any) -> int:
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        raise UserError(
-            f"Ready: a {type(dataset).__name__} is no map-style dataset. Pass one with __len__ and __getitem__."
-        )
-    if not (size := len(dataset)):
-        raise UserError("Ready: the dataset is empty. Pass one with examples.")
-    return size
-
-
-def _given_costs(cost: Cost | None, size: int) -> np.ndarray | None:
-    if cost is None or callable(cost):
-        return None
-    costs = np.asarray(cost, np.float64)
-    if costs.shape != (size,) or not np.isfinite(costs).all():
-        raise UserError(f"Ready: cost has shape {costs.shape} for {size} examples. Pass a finite number for each.")
-    return costs
-
-
 def _check(**settings: tuple[int, int]) -> None:
     for name, (value, least) in settings.items():
         if not isinstance(value, int) or value < least:
             raise UserError(f"Ready: {name} = {value}. Pass an integer of at least {least}.")
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """Add the device index, since the current device differs between threads."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

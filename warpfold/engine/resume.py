@@ -79,7 +79,14 @@ class Checkpoints:
             name: [True, _state(f"Checkpoints: more[{name!r}]", part)] if _has_state(part) else [False, part]
             for name, part in (more or {}).items()
         }
-        rank_state = {"random": random_state(), "loader": None if loader is None else loader.state_dict()}
+        generators: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(legacy=False),
+            "torch": torch.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            generators["cuda"] = torch.cuda.get_rng_state()
+        rank_state = {"random": generators, "loader": None if loader is None else loader.state_dict()}
         group = world()
         # Rank 0 writes the states of all ranks.
         gathered = all_gather_object(portable(rank_state, "Checkpoints: loader"), group, f"a checkpoint of step {step}")
@@ -97,7 +104,10 @@ class Checkpoints:
     def _write(self, step: int, state: dict[str, Any]) -> None:
         flattening = Flattening("Checkpoints: ")
         tree = flattening.tree(state)
-        self._lock()
+        if not self._locked:
+            # The folder stays locked against other runs for the lifetime of this object.
+            weakref.finalize(self, self._folders.lock(self.folder).close)
+            self._locked = True
         if step in self.steps():
             # A loop that ends where it began saves the same state again.
             if step == self._last_step:
@@ -155,7 +165,12 @@ class Checkpoints:
         if group.size != len(ranks) and group.rank == 0:
             logger.warning("%s: is of %d ranks, now there are %d: not to the bit", path, len(ranks), group.size)
         if group.rank < len(ranks):
-            set_random_state(rank_state["random"])
+            generators = rank_state["random"]
+            random.setstate(generators["python"])
+            np.random.set_state(generators["numpy"])
+            torch.set_rng_state(generators["torch"])
+            if "cuda" in generators and torch.cuda.is_available():
+                torch.cuda.set_rng_state(generators["cuda"])
         self._last_step = checkpoint.step
         return Resumed(checkpoint.step, {name: value for name, (has_state, value) in others.items() if not has_state})
 
@@ -177,13 +192,6 @@ class Checkpoints:
             return self._folders.load(step)
         except DamagedCheckpoint as error:
             raise UserError(f"{error}. All ranks read the folder: put it on a shared file system.") from error
-
-    def _lock(self) -> None:
-        """Lock the folder against other runs for the lifetime of this object."""
-        if self._locked:
-            return
-        weakref.finalize(self, self._folders.lock(self.folder).close)
-        self._locked = True
 
     @staticmethod
     def _raise_error_of_rank_zero(refusal: str | None) -> None:
@@ -242,20 +250,3 @@ def _on_host(name: str, leaf: Leaf) -> Tensor:
         )
     x = leaf.cpu().contiguous()
     return x.clone() if x.untyped_storage().nbytes() != x.nbytes else x
-
-
-def random_state() -> dict[str, Any]:
-    """Return the states of all generators, including the current GPU's: nested values with arrays."""
-    state = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Restore the result of `random_state`.  The state of a GPU is ignored if there is none."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

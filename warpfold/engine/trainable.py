@@ -190,30 +190,24 @@ def freeze(model: nn.Module, config: FinetuneConfig, seed: int = 0) -> Trained:
     """
     trained = Trained(model, config)
     for name in trained.adapted:
-        linear = model.get_submodule(name)
+        linear, rank = model.get_submodule(name), config.adapters.rank
         assert isinstance(linear, Linear)
-        _add_adapter(linear, config.adapters, seed, name)
+        outputs, inputs = linear.weight.shape
+        a = linear.weight.new_empty(rank, inputs, requires_grad=False)
+        if a.device.type != "meta":
+            drawn = keyed_rng(seed, "adapter", name).standard_normal((rank, inputs)) / inputs**0.5
+            a.copy_(torch.from_numpy(drawn))
+        linear.register_parameter("adapter_a", nn.Parameter(a))
+        linear.register_parameter("adapter_b", nn.Parameter(linear.weight.new_zeros(outputs, rank)))
+        linear.__class__ = AdaptedLinear
+        assert isinstance(linear, AdaptedLinear)
+        linear.scale = config.adapters.scale
     names = set(trained.names)
     for name, p in model.named_parameters():
         p.requires_grad_(name in names)
     if isinstance(model, AlphaFold):
         model.frozen_trunk = not trained.trunk
     return trained
-
-
-def _add_adapter(linear: Linear, config: AdapterConfig, seed: int, name: str) -> None:
-    """Convert a linear layer to an `AdaptedLinear` in place."""
-    weight = linear.weight
-    outputs, inputs = weight.shape
-    a = weight.new_empty(config.rank, inputs, requires_grad=False)
-    if a.device.type != "meta":
-        drawn = keyed_rng(seed, "adapter", name).standard_normal((config.rank, inputs)) / inputs**0.5
-        a.copy_(torch.from_numpy(drawn))
-    linear.register_parameter("adapter_a", nn.Parameter(a))
-    linear.register_parameter("adapter_b", nn.Parameter(weight.new_zeros(outputs, config.rank)))
-    linear.__class__ = AdaptedLinear
-    assert isinstance(linear, AdaptedLinear)
-    linear.scale = config.scale
 
 
 def merged_state(model: nn.Module) -> dict[str, Tensor]:
