@@ -65,7 +65,7 @@ class Setting:
         changes = [f"optim.accumulate={self.each * ranks or 1}", f"optim.clip={self.clip}",
                    f"model.evoformer.outer={self.outer}"]  # fmt: skip
         given = load_settings("tiny", changes)
-        return training_job(given, given.config())
+        return training_job(given.config())
 
 
 SETTINGS = [Setting("one example", 0, outer="first"), Setting("an example each", 1), Setting("two each", 2, "step")]

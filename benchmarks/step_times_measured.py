@@ -51,7 +51,7 @@ PLANS = [Plan(), Plan(data=2), Plan(axial=2), Plan(data=4), Plan(data=2, axial=2
 def the_job(residues: int, blocks: int) -> Job:
     """Build the training: a monomer of the true width with few blocks and one pass."""
     given = load_settings("monomer")
-    job = training_job(given, given.config())
+    job = training_job(given.config())
     sizes = ExampleSizes(residues=residues, sequences=residues // 2, extra=residues, templates=1)
     return replace(job, model=shortened(job.model, blocks), sizes=sizes, recycles=0)
 

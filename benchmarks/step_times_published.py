@@ -84,7 +84,7 @@ class Row:
 def job_of(settings: str, sequences: int | None = None, blocks: int | None = None, **changes: Any) -> Job:
     """Build the training of a preset with other sizes or fewer blocks."""
     given = load_settings(settings)
-    job = training_job(given, given.config())
+    job = training_job(given.config())
     sizes = replace(job.sizes, **({} if sequences is None else {"sequences": sequences}))
     model = job.model if blocks is None else replace(job.model, evoformer=replace(job.model.evoformer, blocks=blocks))
     return replace(job, model=replace(model, evoformer=replace(model.evoformer, **changes)), sizes=sizes)

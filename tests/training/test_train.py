@@ -571,10 +571,10 @@ def test_a_row_averages_what_was_finite() -> None:
     assert math.isnan(nothing["loss"])
     assert nothing["terms"] == {}
     scores = {"a": scored(0.4), "b": scored(math.nan), "c": scored(0.6, interface_lddt=0.2, dockq=0.1)}
-    row = validation_row(0, scores)
+    row = validation_row(0, list(scores), scores)
     assert row["lddt_ca"] == 0.5
     assert (row["interface_lddt"], row["interfaces"], row["dockq"], row["docked"]) == (0.2, {"c": 0.2}, 0.1, {"c": 0.1})
-    assert not {"interface_lddt", "dockq"} & validation_row(3, {"a": scored(0.5)}).keys()
+    assert not {"interface_lddt", "dockq"} & validation_row(3, ["a"], {"a": scored(0.5)}).keys()
 
 
 def test_the_share_of_waiting_is_of_the_step_and_of_all_steps_so_far() -> None:

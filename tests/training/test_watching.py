@@ -32,7 +32,7 @@ def test_two_lines_fit_any_terminal(width: int) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=width)
     progress = TrainingProgress(1_000_000, console)
     progress.on_metrics(ROW)
-    progress.on_metrics(validation_row(4, {"a": scored(0.625)}))
+    progress.on_metrics(validation_row(4, ["a"], {"a": scored(0.625)}))
     progress.on_phase(Phase(name="validating", step=123_456, steps=1_000_000, done=2, total=12, left=7200.0))
     lines = shown(progress, width)
     assert len(lines) == 2
@@ -47,7 +47,7 @@ def test_two_lines_fit_any_terminal(width: int) -> None:
 
 def test_a_part_of_the_held_out_examples_is_said_to_be_one() -> None:
     progress = TrainingProgress(10, Console(file=io.StringIO(), force_terminal=True, width=80))
-    progress.on_metrics({**validation_row(4, {"a": scored(0.625)}), "of": 12})
+    progress.on_metrics({**validation_row(4, ["a"], {"a": scored(0.625)}), "of": 12})
     assert shown(progress, 80)[1] == "lDDT-Cα 0.625 (1 of 12)"
 
 
@@ -58,7 +58,7 @@ def test_without_a_terminal_there_are_lines_with_the_time() -> None:
         # The first row is shown, and then one every `every` seconds.
         for _ in range(3):
             progress.on_metrics(ROW)
-        progress.on_metrics(validation_row(4, {"a": scored(0.625)}))
+        progress.on_metrics(validation_row(4, ["a"], {"a": scored(0.625)}))
         progress.on_metrics({"kind": "quarantine", "step": 3, "example": "1abc_A", "reason": "store: [damaged]"})
         progress.on_end(False)
     first, validated, aside, stopped = text.getvalue().splitlines()

@@ -205,7 +205,7 @@ def _targets(
         return [PlanTarget(f"{n} residues", job) for n, job in jobs.items()]
     if query is not None:
         return targets_of_queries(query, msa, model, sample, recycles)
-    job = training_job(given, config)
+    job = training_job(config)
     return [PlanTarget(given.source, job if recycles is None else replace(job, recycles=recycles))]
 
 

@@ -60,15 +60,6 @@ class ExampleSizes:
         return ", ".join(f"{size} {name}" for name, size in vars(self).items())
 
 
-def sizes_of(values: Mapping[str, Any], source: str) -> ExampleSizes:
-    """Read the sizes of training examples from settings, as `settings.load` returns them."""
-    data = {key: value for key, value in values.get("data", {}).items() if key in DataSizes.__dataclass_fields__}
-    sizes = settings.build(DataSizes, data, source)
-    return ExampleSizes(
-        residues=sizes.crop or UNCROPPED, sequences=sizes.max_msa, extra=sizes.max_extra, templates=sizes.max_templates
-    )
-
-
 def random_example(model: ModelConfig, sizes: ExampleSizes, device: torch.device | str, passes: int = 1) -> Batch:
     """Create a random example with all labels: a monomer, or a complex of two equal chains."""
     axes = {"res": sizes.residues, "seq": sizes.sequences, "extra": sizes.extra, "pass": passes}
@@ -236,12 +227,19 @@ def bench_of(values: Mapping[str, Any], source: str, blocks: int | None = None) 
         raise UserError(
             f"{source}: plan.axial and plan.branch need several processes, but this is a single one. Set both to 1."
         )
+    data = {key: value for key, value in values.get("data", {}).items() if key in DataSizes.__dataclass_fields__}
+    sizes = settings.build(DataSizes, data, source)
     return ModelBench(
         model=shortened(built(ModelConfig, "model"), blocks),
         loss=built(LossConfig, "loss"),
         optim=built(OptimConfig, "optim"),
         plan=plan,
-        sizes=sizes_of(values, source),
+        sizes=ExampleSizes(
+            residues=sizes.crop or UNCROPPED,
+            sequences=sizes.max_msa,
+            extra=sizes.max_extra,
+            templates=sizes.max_templates,
+        ),
     )
 
 

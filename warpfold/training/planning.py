@@ -15,7 +15,7 @@ import torch
 from warpfold.batch import Batch
 from warpfold.check.sizes import UNCROPPED
 from warpfold.cluster.links import measure_cluster
-from warpfold.cost.example import ExampleSizes, Job, sizes_of
+from warpfold.cost.example import ExampleSizes, Job
 from warpfold.cost.launches import launches_of
 from warpfold.cost.links import Cluster, one_node
 from warpfold.cost.machine import Machine, this_machine
@@ -293,20 +293,8 @@ def compile_for_training(config: RunConfig, device: torch.device | str) -> None:
     """Compile the kernels that a training step launches for examples of the largest size (`compile_kernels`)."""
     if torch.device(device).type != "cuda":
         return
-    data, plan = config.data, config.plan
-    templates = data.max_templates if config.model.templates.enabled else 0
-    largest = ExampleSizes(
-        residues=data.crop or UNCROPPED, sequences=data.max_msa, extra=data.max_extra, templates=templates
-    )
-    job = Job(
-        model=config.model,
-        sizes=largest,
-        recycles=config.model.recycles,
-        loss=config.loss,
-        optim=config.optim,
-        finetune=config.finetune,
-    )
-    padded = padded_shape(features_of(job, 1), plan.multiple_on("cuda"), data, plan.sizes)
+    job, plan = training_job(config), config.plan
+    padded = padded_shape(features_of(job, 1), plan.multiple_on("cuda"), config.data, plan.sizes)
     sizes = ExampleSizes(
         residues=padded["res"], sequences=padded["seq"], extra=padded["extra"], templates=padded.get("tmpl", 0)
     )
@@ -401,9 +389,12 @@ def grid_for(
     return Plan(**team.broadcast(grid, "the plan of the run"))
 
 
-def training_job(given: GivenSettings, config: RunConfig) -> Job:
+def training_job(config: RunConfig) -> Job:
     """Build the job of one training step on one example of the largest size."""
-    sizes = sizes_of(given.values, given.source)
+    data = config.data
+    sizes = ExampleSizes(
+        residues=data.crop or UNCROPPED, sequences=data.max_msa, extra=data.max_extra, templates=data.max_templates
+    )
     return Job(
         model=config.model,
         sizes=sizes,
@@ -456,7 +447,7 @@ def _choose_keys(
 ) -> dict[str, Any]:
     """Choose keys of the plan, the same on all ranks; "said" is their description."""
     config = given.config()
-    job, rates = training_job(given, config), None
+    job, rates = training_job(config), None
     fixed, sync = given.fixed_on_ranks(CHOSEN_IN_TRAINING)
     if config.train.window:
         # Examples come in the order in which they are ready, so ranks cannot share one.

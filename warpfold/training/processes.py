@@ -34,15 +34,7 @@ class _Job:
         device = device_of(self.device, process.local_rank)
         sources = [Source(store, store.keys.take(rows), weight) for store, rows, weight in self.sources]
         with distributed_context(process, self.config.plan, device) as team:
-            return train(
-                self.config,
-                sources,
-                self.out,
-                init=self.init,
-                device=device,
-                watch=watch,
-                team=team,
-            )
+            return train(self.config, sources, self.out, init=self.init, device=device, watch=watch, team=team)
 
 
 def train_here(

@@ -32,7 +32,7 @@ from warpfold.device import Snapshot, unsupported_on_mps
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.engine.learn import DeviceResult, Learner, in_batches
 from warpfold.engine.loop import Log, StepTimer, StopSignals
-from warpfold.engine.optim import OptimConfig, Optimizer, learning_rate
+from warpfold.engine.optim import Optimizer, learning_rate
 from warpfold.engine.trainable import adapters_state, freeze, frozen_state, merged_state, trained_parts
 from warpfold.engine.watch import Row, TensorBoard, Watching, WeightsAndBiases, as_watchers
 from warpfold.errors import UserError, listed
@@ -228,7 +228,12 @@ def train(
             results, stop = gather_results(
                 step + 1, results, timer, examples, ledger, signals, team, log.on_all, optimizer.most
             )
-            log(step_row(step + 1, results, rate_taken(config.optim, step, results), recycles, timer))
+            # The rate is 0 if the step changed nothing.  `learner.step` returns the same number as a tensor, for which
+            # the host would wait: the mean over examples is finite if all of them are.
+            used = sum(example.used for example in results)
+            is_taken = used == len(results) if config.optim.clip == "step" else used > 0
+            rate = learning_rate(config.optim, step) if is_taken else 0.0
+            log(step_row(step + 1, results, rate, recycles, timer))
             step += 1
             skipped.add(step, results, config.optim.accumulate)
             # A single process need not agree with others, so a signal that came since then stops it now.
@@ -542,17 +547,6 @@ def gather_results(
                 values = int(length), loss, norm, lddt_ca, dict(zip(terms, rest)), int(index)
                 every.append(ExampleResult(key, *values, overflowed=bool(overflowed)))
     return sorted(every, key=lambda example: example.index), int(received)
-
-
-def rate_taken(config: OptimConfig, step: int, results: Sequence[ExampleResult]) -> float:
-    """Compute the learning rate of a step, or 0 if it changed nothing.  results: the examples of all ranks.
-
-    `Optimizer.step` returns the same number as a tensor, for which the host would wait.  Here it follows from the
-    results: the mean over examples is finite if all of them are.
-    """
-    used = sum(example.used for example in results)
-    taken = used == len(results) if config.clip == "step" else used > 0
-    return learning_rate(config, step) if taken else 0.0
 
 
 def step_row(step: int, results: Sequence[ExampleResult], rate: float, recycles: int, timer: StepTimer) -> Row:

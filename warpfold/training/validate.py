@@ -32,7 +32,7 @@ from warpfold.parallel.plan import DTYPES, log_precision, resolve_precision
 from warpfold.parallel.team import Team
 from warpfold.training.config import RunConfig
 from warpfold.training.examples import fingerprint_origin, held_out_features, hold_out
-from warpfold.training.validation import Judge, Scores, averages_of, scores_row
+from warpfold.training.validation import Judge, Scores, averages_of, validation_row
 
 logger = logging.getLogger("warpfold")
 
@@ -103,7 +103,7 @@ def validate(
                 began = time.perf_counter()
                 with torch.no_grad(), closing(held_out_features(held_out, config)) as examples:
                     scores: dict[str, Scores] = {example.key: judge.scores(example) for example in examples}
-                row = scores_row(step, [key for _, key in held_out], scores)
+                row = validation_row(step, [key for _, key in held_out], scores)
                 row |= {"seconds": round(time.perf_counter() - began, 3), "time": round(time.time(), 3)}
                 row["precision"] = config.plan.precision
                 if _is_whole(row) and row["lddt_ca"] > best:
@@ -113,7 +113,11 @@ def validate(
                 new_rows.append(row)
                 for watcher in watchers:
                     watcher.on_metrics(row)
-            if not follow or max(done, default=0) >= config.train.steps or _has_ended(run):
+            if not follow or max(done, default=0) >= config.train.steps:
+                break
+            # A run may end before its last step (`train.patience`).
+            lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            if lines and '"kind": "end"' in lines[-1]:
                 break
             time.sleep(POLL_SECONDS)
         for watcher in watchers:
@@ -130,12 +134,6 @@ def settings_of(run: Path) -> RunConfig:
         raise UserError(f"{run}: not the folder of a training run ({path.name}: {error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: is damaged ({error}). Restore it.") from error
-
-
-def _has_ended(run: Path) -> bool:
-    """Whether the log says that a run ended before its last step (`train.patience`)."""
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return bool(lines) and '"kind": "end"' in lines[-1]
 
 
 def _is_whole(row: Row) -> bool:

@@ -170,7 +170,7 @@ class Validation:
         keys = [key for _, key in self.held_out[: rounds * self.team.process.ranks]]
         if every.keys() >= set(keys):
             total = {"of": len(self.held_out)} if len(keys) < len(self.held_out) else {}
-            self.log({**scores_row(step, keys, every), **total, "seconds": round(seconds, 3)})
+            self.log({**validation_row(step, keys, every), **total, "seconds": round(seconds, 3)})
         return max(received for _, received in gathered)
 
     def _fold_share(self, step: int, rounds: int, began: float) -> tuple[int, dict[str, Scores]]:
@@ -181,7 +181,12 @@ class Validation:
         ranks, rank = self.team.process.ranks, self.team.process.rank
         results: dict[str, Scores] = {}
         device = self.optimizer.weights.device
-        judge, left = Judge(self.model, self.config, device, self._stop_on_signal), self.left(step)
+
+        def stop_on_signal(_: PassPlace) -> None:
+            if self.signals.received:
+                raise _Stopped
+
+        judge, left = Judge(self.model, self.config, device, stop_on_signal), self.left(step)
         is_time_known = bool(self._round)
         features = held_out_features(self.held_out[rank::ranks], self.config)
         done = 0
@@ -199,10 +204,6 @@ class Validation:
                 rounds = max(1, int(self.team.broadcast(self._affordable(step), "how much to validate")))
         features.close()
         return rounds, results
-
-    def _stop_on_signal(self, _: PassPlace) -> None:
-        if self.signals.received:
-            raise _Stopped
 
     def left(self, step: int) -> float | None:
         """Estimate the seconds until the run ends, its validations included; None before two steps."""
@@ -303,50 +304,40 @@ def averages_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return {name.removeprefix("average."): x for name, x in tensors if name.startswith("average.")}
 
 
-def validation_row(step: int, scores: Mapping[str, Mapping[str, Any]]) -> Row:
-    """Build the row of a validation: means over the examples, and the scores of each.  scores: of `Judge`, by example.
+def validation_row(step: int, keys: Sequence[str], scores: Mapping[str, Scores]) -> Row:
+    """Build the row of a validation: means over the examples `keys`, and the scores of each.  scores: of a `Judge`.
 
     The scores of interfaces are means over the examples that have interfaces.  Without such an example the row has
     none.
+    If examples were left out, the row has the reasons, and `of` is the number of all examples.  Such a row is not
+    compared with complete ones.
     """
     row: Row = {"kind": "validation", "step": step}
+    folded = {key: result for key in keys if not isinstance(result := scores[key], str)}
     for name, each in (("lddt_ca", "examples"), ("interface_lddt", "interfaces"), ("dockq", "docked")):
-        values = {key: example[name] for key, example in scores.items()}
+        values = {key: example[name] for key, example in folded.items()}
         if each != "examples":
             values = {key: value for key, value in values.items() if not math.isnan(value)}
         if values or each == "examples":
             row |= {name: mean_without_nan(list(values.values())), each: values}
-    if scores:
-        row["loss"] = mean_without_nan([example["loss"] for example in scores.values()])
-        names = dict.fromkeys(name for example in scores.values() for name in example["terms"])
+    examples = folded.values()
+    if folded:
+        row["loss"] = mean_without_nan([example["loss"] for example in examples])
+        names = dict.fromkeys(name for example in examples for name in example["terms"])
         row["terms"] = {
-            name: mean_without_nan([example["terms"].get(name, math.nan) for example in scores.values()])
-            for name in names
+            name: mean_without_nan([example["terms"].get(name, math.nan) for example in examples]) for name in names
         }
-    cut = {
-        key: example["residues"] for key, example in scores.items() if example["residues"][0] < example["residues"][1]
-    }
-    if cut:
-        folded, whole = (sum(example["residues"][i] for example in scores.values()) for i in (0, 1))
-        row |= {"cropped": len(cut), "residues": folded, "whole_residues": whole, "cut": cut}
-    return row
+    sizes = {key: example["residues"] for key, example in folded.items()}
+    if cut := {key: residues for key, residues in sizes.items() if residues[0] < residues[1]}:
+        used, whole = map(sum, zip(*sizes.values()))
+        row |= {"cropped": len(cut), "residues": used, "whole_residues": whole, "cut": cut}
+    left_out = {key: scores[key] for key in keys if key not in folded}
+    for key, why in left_out.items():
+        logger.warning("the validation after step %d leaves out %s: %s", step, key, why)
+    return {**row, "of": len(keys), "left_out": left_out} if left_out else row
 
 
 def mean_without_nan(values: Sequence[float]) -> float:
     """Compute the mean of the values that are not NaN; NaN if there are none."""
     numbers = [value for value in values if not math.isnan(value)]
     return float(np.mean(numbers)) if numbers else float("nan")
-
-
-def scores_row(step: int, keys: Sequence[str], scores: Mapping[str, Scores]) -> Row:
-    """Build the row of a validation of these examples.  scores: of a `Judge`, by example.
-
-    If examples were left out, the row has the reasons, and `of` is the number of all examples.  Such a row is not
-    compared with complete ones.
-    """
-    folded = {key: result for key in keys if not isinstance(result := scores[key], str)}
-    row = validation_row(step, folded)
-    left_out = {key: scores[key] for key in keys if key not in folded}
-    for key, why in left_out.items():
-        logger.warning("the validation after step %d leaves out %s: %s", step, key, why)
-    return {**row, "of": len(keys), "left_out": left_out} if left_out else row
