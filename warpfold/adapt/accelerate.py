@@ -20,7 +20,7 @@ from functools import cache
 from typing import Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from warpfold.adapt.adapter import (
@@ -32,7 +32,7 @@ from warpfold.adapt.adapter import (
     swap,
     swap_back,
     was_wrapped,
-)
+)  # fmt: skip
 from warpfold.adapt.report import NO_OPERATION, Acceleration, LayerKind, pattern
 from warpfold.adapt.slices import SlicedExecution, meta_twin
 from warpfold.adapt.verify import compare, gain, glanced_speed, measured_speed
@@ -47,14 +47,7 @@ from warpfold.ops.torch_internals import is_compiled
 from warpfold.parallel.plan import DTYPES as PRECISIONS
 
 # Modules of warpfold.adapt with adapters.
-PACKAGES: tuple[str, ...] = (
-    "plain",
-    "esmfold",
-    "openfold3",
-    "boltz",
-    "protenix",
-    "rf3",
-)
+PACKAGES: tuple[str, ...] = ("plain", "esmfold", "openfold3", "boltz", "protenix", "rf3")
 # Attribute of an accelerated model.
 REPORT = "_warpfold_acceleration"
 NOT_ASKED = "not asked for"
@@ -101,14 +94,9 @@ def accelerate(
     if memory is not None:
         # Raises an error if the memory in use cannot be determined.
         memory_in_use(next((p.device for p in inner.parameters()), torch.device("cpu")))
-    options = _Options(
-        _patterns(inner, only),
-        strict,
-        verify,
-        None if memory is None else parse_memory(memory),
-        size,
-        is_trained(inner),
-    )
+    trains = inner.training and any(p.requires_grad for p in inner.parameters())
+    limit = None if memory is None else parse_memory(memory)
+    options = _Options(_patterns(inner, only), strict, verify, limit, size, trains)
     if any(p.device.type == "cpu" for p in inner.parameters()):
         # Before the timing, so that both ways are timed with the allocator's settings of later runs.
         keep_memory()
@@ -122,7 +110,11 @@ def accelerate(
     report = Acceleration(tuple(kinds), sum(p.numel() for p in inner.parameters()), _notes(inner, options, kinds))
     # Without an error if layers were left because they are slower.
     if not report.swapped and not any(kind.speed for kind in kinds):
-        raise UserError(_nothing(inner, report))
+        reasons = [f"{kind.names[0] or 'the model'}: {kind.why}" for kind in report.left if kind.why != NO_OPERATION]
+        packages = Counter(qualified_name(type(module)).partition(".")[0] for module in inner.modules())
+        why = "; ".join(dict.fromkeys(reasons[:3])) or f"no layer of {packages.most_common(1)[0][0]} that is known here"
+        nothing = f"accelerate: nothing to swap in this {type(inner).__name__}: {why}"
+        raise UserError("; ".join([nothing, *lookalikes(inner)]))
     for module, adapter, layer, execution in layers:
         swap(module, adapter, layer, execution)
     object.__setattr__(model, REPORT, report)
@@ -265,11 +257,8 @@ def _kinds(model: nn.Module, options: _Options, tell: Callable[[str], None]) -> 
                 yield replace(kind, parameters=sum(p.numel() for p in parameters)), adapter, selected
                 roots += [] if kind.operation or adapter is None else selected
             if others:
-                yield (
-                    LayerKind(tuple(names[m] for m in others), type(others[0]).__name__, why=NOT_ASKED),
-                    adapter,
-                    others,
-                )
+                left = LayerKind(tuple(names[m] for m in others), type(others[0]).__name__, why=NOT_ASKED)
+                yield left, adapter, others
                 roots += others
         roots = [child for module in roots for child in module.children()]
 
@@ -405,21 +394,7 @@ def lookalikes(model: nn.Module) -> list[str]:
     ]
 
 
-def _nothing(model: nn.Module, report: Acceleration) -> str:
-    """Build the error for a model in which nothing was swapped."""
-    reasons = [f"{kind.names[0] or 'the model'}: {kind.why}" for kind in report.left if kind.why != NO_OPERATION]
-    packages = Counter(qualified_name(type(module)).partition(".")[0] for module in model.modules())
-    why = "; ".join(dict.fromkeys(reasons[:3])) or f"no layer of {packages.most_common(1)[0][0]} that is known here"
-    return "; ".join([f"accelerate: nothing to swap in this {type(model).__name__}: {why}", *lookalikes(model)])
-
-
-def is_trained(model: nn.Module) -> bool:
-    """Whether a model is in train() and has trainable parameters, so that its backward pass counts."""
-    return model.training and any(p.requires_grad for p in model.parameters())
-
-
 # The models that accelerate accepts.
-
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DEVICES = ("cpu", "cuda")
@@ -441,33 +416,29 @@ def check_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if is_swapped(module):
             raise UserError("accelerate: this model is accelerated already; warpfold.restore(model) undoes it")
-        if why := _unsupported_module(module):
+        why = ""
+        if is_compiled(module):
+            why = "is compiled; accelerate the model first, then torch.compile it"
+        elif qualified_name(type(module)).startswith(QUANTISED):
+            why = "is quantised: it computes by operations of its own; accelerate it before"
+        elif {kind.__name__ for kind in type(module).__mro__} & set(SHARDED):
+            why = "is sharded (FSDP); accelerate the model first, then shard it"
+        if why:
             raise UserError(f"accelerate: {name or type(module).__name__} {why}")
     for name, p in model.named_parameters():
-        if why := _unsupported_parameter(p):
+        why = ""
+        if nn.parameter.is_lazy(p):
+            why = "has no shape yet; run the model once before"
+        elif type(p).__name__ == "DTensor":
+            why = "is sharded (DTensor); accelerate the model first, then shard it"
+        elif p.device.type == "meta":
+            why = "has no memory (it is on meta); load the weights first"
+        elif p.device.type not in DEVICES:
+            why = f"is on {p.device}; layers are swapped on {' and '.join(DEVICES)}"
+        elif p.dtype not in DTYPES:
+            why = f"is {p.dtype}: a quantised model computes by operations of its own"
+        if why:
             raise UserError(f"accelerate: {name} {why}")
-
-
-def _unsupported_module(module: nn.Module) -> str:
-    if is_compiled(module):
-        return "is compiled; accelerate the model first, then torch.compile it"
-    if qualified_name(type(module)).startswith(QUANTISED):
-        return "is quantised: it computes by operations of its own; accelerate it before"
-    if {kind.__name__ for kind in type(module).__mro__} & set(SHARDED):
-        return "is sharded (FSDP); accelerate the model first, then shard it"
-    return ""
-
-
-def _unsupported_parameter(p: Tensor) -> str:
-    if nn.parameter.is_lazy(p):
-        return "has no shape yet; run the model once before"
-    if type(p).__name__ == "DTensor":
-        return "is sharded (DTensor); accelerate the model first, then shard it"
-    if p.device.type == "meta":
-        return "has no memory (it is on meta); load the weights first"
-    if p.device.type not in DEVICES:
-        return f"is on {p.device}; layers are swapped on {' and '.join(DEVICES)}"
-    return "" if p.dtype in DTYPES else f"is {p.dtype}: a quantised model computes by operations of its own"
 
 
 def unwrap_ddp(model: nn.Module) -> nn.Module:

@@ -80,9 +80,13 @@ class Acceleration:
         """Format the table, with the width of the terminal within limits."""
         width = min(max(shutil.get_terminal_size((100, 24)).columns, WIDTH[0]), WIDTH[1])
         lines = _swapped_lines(self.swapped, width)
-        supported = [kind for kind in self.left if kind.why != NO_OPERATION]
-        for why, names in _by_reason(supported):
-            lines += textwrap.wrap(f"left: {names}: {why}", width, subsequent_indent="  ")
+        left: dict[tuple[str, str], list[str]] = {}
+        for kind in self.left:
+            if kind.why != NO_OPERATION:
+                left.setdefault((kind.why, kind.class_name), []).extend(kind.names)
+        for (why, name), names in left.items():
+            what = f"{len(names)} {name} ({pattern(tuple(names))})"
+            lines += textwrap.wrap(f"left: {what}: {why}", width, subsequent_indent="  ")
         unsupported = Counter[str]()
         for kind in self.left:
             unsupported[kind.class_name] += len(kind.names) if kind.why == NO_OPERATION else 0
@@ -106,7 +110,11 @@ def _swapped_lines(kinds: Sequence[LayerKind], width: int) -> list[str]:
         names = tuple(name for kind in group for name in kind.names)
         differences = [kind.difference for kind in group if kind.difference is not None]
         worst = f"{max(differences):.0e}" if differences else ""
-        rows.append((pattern(names), f"{len(names)} {class_name}", operation, worst, *_figures(speed)))
+        figures = ("", "", "")
+        if speed is not None:
+            both = "" if speed.both is None else faster_or_slower(speed.both)
+            figures = faster_or_slower(speed.forward), both, "" if speed.memory is None else f"{speed.memory:.2f}"
+        rows.append((pattern(names), f"{len(names)} {class_name}", operation, worst, *figures))
     columns = [column for column in zip(*rows) if any(column[1:])]
     widths = [max(map(len, column)) for column in columns]
     for i, min_width in enumerate(MIN_COLUMNS):
@@ -115,21 +123,6 @@ def _swapped_lines(kinds: Sequence[LayerKind], width: int) -> list[str]:
     return [
         "  ".join(_cut(cell, size).ljust(size) for cell, size in zip(row, widths)).rstrip() for row in zip(*columns)
     ]
-
-
-def _figures(speed: LayerSpeed | None) -> tuple[str, str, str]:
-    if speed is None:
-        return "", "", ""
-    both = "" if speed.both is None else faster_or_slower(speed.both)
-    return faster_or_slower(speed.forward), both, "" if speed.memory is None else f"{speed.memory:.2f}"
-
-
-def _by_reason(kinds: Sequence[LayerKind]) -> list[tuple[str, str]]:
-    """Group the layers that were left by reason and class: (reason, description of the layers)."""
-    left: dict[tuple[str, str], list[str]] = {}
-    for kind in kinds:
-        left.setdefault((kind.why, kind.class_name), []).extend(kind.names)
-    return [(why, f"{len(names)} {name} ({pattern(tuple(names))})") for (why, name), names in left.items()]
 
 
 def _cut(text: str, size: int) -> str:

@@ -79,6 +79,10 @@ def _compare(module: nn.Module, adapter: Adapter, seed: int, n: int, execution: 
     with always_fast():
         our_results = _results(ours, adapter, n, like)
     worst = Comparison(0.0, "output", True)
+    # The dtype that determines the rounding: that of autocast for fp32 parameters, else the parameters'.
+    kind, rounding = like.device.type, like.dtype
+    if torch.is_autocast_enabled(kind) and rounding == torch.float32:
+        rounding = torch.get_autocast_dtype(kind)
     largest_gradient = max(
         (float(x.abs().max()) for name, x in truth.items() if name.startswith(GRADIENT) and x.numel()), default=0.0
     )
@@ -90,7 +94,7 @@ def _compare(module: nn.Module, adapter: Adapter, seed: int, n: int, execution: 
         scale = max(float(exact.abs().max()), min_scale, 1e-30) if exact.numel() else 1.0
         difference = _max_difference(our, their) / scale
         our_error, their_error = (_max_difference(x, exact) / scale for x in (our, their))
-        agrees = our_error <= max(MAX_ERROR_RATIO * their_error, TOLERANCES[_rounding_dtype(like)])
+        agrees = our_error <= max(MAX_ERROR_RATIO * their_error, TOLERANCES[rounding])
         if (not agrees, difference) > (not worst.agrees, worst.difference) or math.isnan(difference):
             worst = Comparison(difference, name, agrees)
     return worst
@@ -99,14 +103,6 @@ def _compare(module: nn.Module, adapter: Adapter, seed: int, n: int, execution: 
 def _max_difference(a: Tensor, b: Tensor) -> float:
     """Compute the largest difference of two tensors, or 0 for tensors without elements."""
     return float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
-
-
-def _rounding_dtype(like: Tensor) -> torch.dtype:
-    """Return the dtype that determines the rounding: that of autocast for fp32 parameters, else the parameters'."""
-    kind = like.device.type
-    if torch.is_autocast_enabled(kind) and like.dtype == torch.float32:
-        return torch.get_autocast_dtype(kind)
-    return like.dtype
 
 
 def copy_for_trial(module: nn.Module) -> nn.Module:

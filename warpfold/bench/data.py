@@ -36,14 +36,17 @@ from warpfold.engine.ready import Ready
 from warpfold.errors import UserError
 from warpfold.progress import Progress, no_progress
 
+# Examples that the workers make before their memory is measured.
+EXAMPLES = 40
 
-def footprint(store: Store, config: SampleConfig, workers: int = 4, examples: int = 40) -> dict[str, Any]:
-    """Measure the seconds until the first example, and the median MiB of a worker after a number of examples (Linux).
+
+def footprint(store: Store, config: SampleConfig, workers: int = 4) -> dict[str, Any]:
+    """Measure the seconds until the first example, and the median MiB of a worker after `EXAMPLES` (Linux).
 
     private: memory of this process only. proportional: including its share of memory that processes share.
     """
     began = time.perf_counter()
-    order = RunOrder(Order([Source(store)], seed=0), Schedule(State(), examples), Quarantine(0))
+    order = RunOrder(Order([Source(store)], seed=0), Schedule(State(), EXAMPLES), Quarantine(0))
     dataset = ExampleDataset(Maker((store,), config, 0))
     with Ready(dataset, order=order, collate=only, workers=workers, device="cpu") as loader:
         samples = iter(loader)
@@ -51,18 +54,16 @@ def footprint(store: Store, config: SampleConfig, workers: int = 4, examples: in
         first = time.perf_counter() - began
         for _ in samples:
             pass
-        used = [_mib(pid) for pid in loader.processes()]
+        used = []
+        for pid in loader.processes():
+            lines = [line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]]
+            used.append({name.rstrip(":"): int(size) / 1024 for name, size, _ in lines})
     return {
         "workers": workers,
         "first_example_seconds": round(first, 2),
         "private_mib": round(statistics.median(m["Private_Clean"] + m["Private_Dirty"] for m in used), 1),
         "proportional_mib": round(statistics.median(m["Pss"] for m in used), 1),
     }
-
-
-def _mib(pid: int) -> dict[str, float]:
-    lines = [line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]]
-    return {name.rstrip(":"): int(size) / 1024 for name, size, _ in lines}
 
 
 # ---- a store
@@ -76,6 +77,8 @@ ROW_BUDGET = 8.0
 PASSES = (1, 4)
 # Samples of each entry.
 DRAWS = 3
+# Of each measurement of reading.
+READING_SECONDS = 2.0
 
 
 def bench_data(
@@ -197,7 +200,7 @@ def _rate(
     return round(len(keys) * draws / (time.thread_time() - began), 2)
 
 
-def reading(store: Store, seconds: float = 2.0) -> dict[str, float]:
+def reading(store: Store) -> dict[str, float]:
     """Measure MB/s and records/s of reading complete records in random order with checksums, cold and warm.
 
     For "cold", the kernel is asked to drop the shards from its cache, which some file systems ignore.
@@ -214,7 +217,7 @@ def reading(store: Store, seconds: float = 2.0) -> dict[str, float]:
             record.fetch(dict.fromkeys(record.arrays))
             size += sum(record.read(name).nbytes for name in record.arrays)
             count += 1
-            if (taken := time.perf_counter() - began) > seconds:
+            if (taken := time.perf_counter() - began) > READING_SECONDS:
                 break
         rates[f"{state}, records per second"] = round(count / taken, 1)
         rates[f"{state}, MB/s unpacked"] = round(size / taken / 1e6, 1)

@@ -23,11 +23,10 @@ from warpfold.bench.timing import measure
 from warpfold.check.cases import OPS, PROFILES, inputs, size_in_words
 from warpfold.check.checks import DTYPES, Verdict, check
 from warpfold.check.op_profile import OpCase
-from warpfold.check.sizes import DataSizes, of_settings
-from warpfold.cost.example import SECTIONS
+from warpfold.check.sizes import of_settings
+from warpfold.cost.example import data_sizes
 from warpfold.cost.machine import describe, in_gb
 from warpfold.device import caveats
-from warpfold.errors import UserError
 from warpfold.memory import free_memory, host_memory
 from warpfold.model.alphafold import ModelConfig
 from warpfold.ops.capabilities import slow_notice
@@ -68,12 +67,8 @@ def cases_of(values: Mapping[str, Any], source: str) -> list[OpCase]:
 
     Raises UserError for unknown sections of the settings.
     """
-    for key in values:
-        if key not in SECTIONS:
-            raise UserError(f"{source}: {key} is not a section of the settings. Known are {', '.join(SECTIONS)}.")
-    model = settings.build(ModelConfig, values.get("model", {}), source)
-    sizes = {key: value for key, value in values.get("data", {}).items() if key in DataSizes.__dataclass_fields__}
-    return of_settings(model, settings.build(DataSizes, sizes, source))
+    sizes = data_sizes(values, source)
+    return of_settings(settings.build(ModelConfig, values.get("model", {}), source), sizes)
 
 
 def cut(case: OpCase, device: torch.device) -> OpCase:
@@ -97,18 +92,13 @@ def examine(
         progress(done, len(todo), f"{case.op} {case.where} {dtype}")
         verdict = check(case, dtype, device)
         speed = _speed(case, dtype, device) if verdict.errors and not (verdict.red or verdict.reason) else None
-        findings.append(Finding(verdict, speed, _is_small(whole, dtype, device)))
+        op, is_small = OPS[whole.op], False
+        if device.type == "cpu" and op.prefer_definition is not None:
+            # The decision depends only on sizes, so meta tensors suffice. A GPU always uses the fast path.
+            is_small = op.prefer_definition(op.arguments(*inputs(whole, DTYPES[dtype], "meta").args))
+        findings.append(Finding(verdict, speed, is_small))
         sink(_plain(findings[-1]))
     return findings
-
-
-def _is_small(case: OpCase, dtype: str, device: torch.device) -> bool:
-    op = OPS[case.op]
-    # A GPU always uses the fast path.
-    if device.type != "cpu" or op.prefer_definition is None:
-        return False
-    # The decision depends only on sizes, so meta tensors suffice.
-    return op.prefer_definition(op.arguments(*inputs(case, DTYPES[dtype], "meta").args))
 
 
 def _speed(case: OpCase, dtype: str, device: torch.device) -> float | None:

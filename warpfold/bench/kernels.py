@@ -87,10 +87,6 @@ class TuningTask:
         """Distinct candidates of the kernel in its order."""
         return list(dict.fromkeys(KERNELS[self.kernel].candidates))
 
-    def among(self, launches: Iterable[KernelLaunch]) -> list[KernelLaunch]:
-        """Select the launches of this kernel with this key."""
-        return [launch for launch in launches if (launch.kernel.name, launch.key) == (self.kernel, self.key)]
-
 
 def launches_of(workload: Workload) -> list[KernelLaunch]:
     """Record the launches of a workload's forward and backward pass with meta tensors, on any machine."""
@@ -192,7 +188,7 @@ class GpuBench:
                     continue
                 with recorded(run=True) as made:
                     run(self.fast, self.whole)
-            if of_task := task.among(made):
+            if of_task := [x for x in made if (x.kernel.name, x.key) == (task.kernel, task.key)]:
                 launches[candidate] = of_task
             else:
                 out[candidate] = "not launched with this key"
@@ -354,9 +350,7 @@ def tune_on(
         compile_candidates(todo, device, progress)
         with IsolatedProcess() as process:
             bench = IsolatedBench(device, process)
-            return timed(
-                todo, bench.time, progress, lambda entries: write(folder, head(device), entries, whole=False), sink
-            )
+            return timed(todo, bench.time, progress, lambda entries: write(folder, head(device), entries), sink)
 
 
 def timed(
@@ -441,19 +435,18 @@ def report(results: Sequence[Timed], entries: Iterable[TableEntry]) -> list[dict
     return rows
 
 
-def write(folder: Path, head: Mapping[str, str], entries: Iterable[TableEntry], whole: bool = True) -> Path:
-    """Write a GPU's table with one launch per line.
+def write(folder: Path, head: Mapping[str, str], entries: Iterable[TableEntry]) -> Path:
+    """Write a GPU's table with one launch per line, replacing entries of equal keys.
 
-    Entries of other kernels are kept; unless `whole`, also those of other keys of the same kernel. A table of another
-    version of Triton is replaced completely.
+    A table of another version of Triton is replaced completely.
     head: includes "gpu", the name. Raises UserError if the table cannot be written or the existing one not be read.
     """
     path = folder / file_of(head["gpu"])
     entries = list(entries)
     if path.is_file():
-        before, anew = read(path), {(entry.kernel, () if whole else entry.key) for entry in entries}
+        before, new = read(path), {(entry.kernel, entry.key) for entry in entries}
         if before.head.get("triton") == head.get("triton"):
-            entries += [e for e in before.entries if (e.kernel, () if whole else e.key) not in anew]
+            entries += [entry for entry in before.entries if (entry.kernel, entry.key) not in new]
     _write_table(path, head, entries)
     return path
 

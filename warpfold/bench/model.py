@@ -213,7 +213,8 @@ def bench_block(
     ways: names, all by default. sink: receives each row as soon as it is measured.
     Returns the machine, its peak throughput, the rows, and the operations that ran by their definitions.
     """
-    kind, precision, what = device.type, given.plan.precision, block_name(given)
+    kind, precision = device.type, given.plan.precision
+    what = f"Evoformer block, {given.block}, {precision}"
     counts: dict[str, dict[str, int]] = {}
     for way, kernels in COUNTED.items() if kind != "cuda" else ():
         by_pass = block_launches(given.block, precision, kernels)
@@ -277,7 +278,9 @@ def bench_step(
     sink: RowSink = lambda row: None,
 ) -> dict[str, Any]:
     """Time each implementation of a training step like `bench_block`, with the plan of the settings."""
-    kind, precision, what = device.type, given.plan.precision, step_name(given)
+    kind, precision = device.type, given.plan.precision
+    blocks = f"{given.model.evoformer.blocks} blocks, recycles {given.recycles}"
+    what = f"training step, {given.sizes}, {blocks}, {precision}"
     chosen = _chosen("step", ways, device)
     plans = {name: replace(given.plan, **{"graph": False, **way.changes}) for name, (way, note) in chosen.items()
              if not note}  # fmt: skip
@@ -314,17 +317,6 @@ def bench_step(
     return report_of(f"{what}: ms are medians of turns", device, {precision: top}, rows) | {
         "precision": precision, "refused": dict(refusals(before)),
     }  # fmt: skip
-
-
-def block_name(given: ModelBench) -> str:
-    """Return the name of a block in its rows, with its sizes."""
-    return f"Evoformer block, {given.block}, {given.plan.precision}"
-
-
-def step_name(given: ModelBench) -> str:
-    """Return the name of a step in its rows, with its sizes."""
-    blocks = f"{given.model.evoformer.blocks} blocks, recycles {given.recycles}"
-    return f"training step, {given.sizes}, {blocks}, {given.plan.precision}"
 
 
 def block_flops(sizes: BlockSizes) -> dict[str, int]:

@@ -98,10 +98,6 @@ def _sdpa(given: OpInputs, materialised: bool) -> Subject:
     return Subject("sdpa-materialised" if materialised else "sdpa", forward, given.wanted, given.grad)
 
 
-def _materialised_unsupported(given: OpInputs) -> str | None:
-    return None if given.case.bias else "without a bias there is nothing to add the mask to"
-
-
 # ---- others
 
 
@@ -215,7 +211,12 @@ OURS = Way(
 )
 PEERS = (
     Way("sdpa", lambda _: None, lambda given: _sdpa(given, False), True),
-    Way("sdpa-materialised", _materialised_unsupported, lambda given: _sdpa(given, True), True),
+    Way(
+        "sdpa-materialised",
+        lambda given: None if given.case.bias else "without a bias there is nothing to add the mask to",
+        lambda given: _sdpa(given, True),
+        True,
+    ),
     Way("trifast", _trifast_unsupported, _trifast),
     Way("cuequivariance", _cuequivariance_unsupported, _cuequivariance),
     Way("flash-attn", _flash_unsupported, _flash),

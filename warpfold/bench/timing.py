@@ -24,7 +24,7 @@ FLUSH_BYTES = 2**28
 # A relative speed below this value is reported as slower. Values closer to 1 are within the measurement error.
 SLOWER = 0.97
 # A device is warm if two waits of some milliseconds differ by less than this fraction. Limit of attempts.
-STEADY, CALIBRATIONS = 0.02, 50
+STEADY, CALIBRATIONS, CALIBRATION_CYCLES = 0.02, 50, 10_000_000
 
 # The parts of each run in order, by name.
 Runs = Mapping[str, Mapping[str, Callable[[], object]]]
@@ -214,23 +214,18 @@ class CudaTimer(CpuTimer):
     def __init__(self, device: torch.device, walls: bool = False) -> None:
         self.device, self.walls = device, walls
         self.cache = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
-        self.cycles_per_second = self._calibrated()
         # Seconds of the last time in which a run was queued.
         self.queueing: dict[tuple[str, str], float] = {}
-
-    def _calibrated(self, cycles: int = 10_000_000) -> float:
-        """Measure the cycles per second of the device's waits until they are steady.
-
-        The clock of a cold device is still rising during the first waits.
-        """
+        # The clock of a cold device is still rising during the first waits, so the cycles per second are measured until
+        # they are steady.
         rates: list[float] = []
         while len(rates) < 3 or (abs(rates[-1] / rates[-2] - 1) > STEADY and len(rates) < CALIBRATIONS):
             start = self._mark()
-            device_sleep(cycles)
+            device_sleep(CALIBRATION_CYCLES)
             end = self._mark()
             torch.cuda.synchronize(self.device)
-            rates.append(cycles / (start.elapsed_time(end) / 1e3))
-        return rates[-1]
+            rates.append(CALIBRATION_CYCLES / (start.elapsed_time(end) / 1e3))
+        self.cycles_per_second = rates[-1]
 
     def _mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

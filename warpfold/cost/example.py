@@ -205,15 +205,24 @@ class ModelBench:
         return BlockSizes.of(self.model, self.sizes)
 
 
-def bench_of(values: Mapping[str, Any], source: str, blocks: int | None = None) -> ModelBench:
-    """Build the benchmark that settings describe, as `settings.load` returns them. blocks: limit for each stack.
+def data_sizes(values: Mapping[str, Any], source: str) -> DataSizes:
+    """Read the sizes of training examples from settings. Raises UserError for unknown sections of the settings.
 
-    Settings of data and runs are ignored, and their modules are not imported, since a machine may have only torch.
-    Raises UserError for wrong settings, and for settings of several processes.
+    The other settings of data are not read, and their modules are not imported, since a machine may have only torch.
     """
     for section in values:
         if section not in SECTIONS:
             raise UserError(f"{source}: {section} is not a section of the settings. Known are {', '.join(SECTIONS)}.")
+    data = {key: value for key, value in values.get("data", {}).items() if key in DataSizes.__dataclass_fields__}
+    return settings.build(DataSizes, data, source)
+
+
+def bench_of(values: Mapping[str, Any], source: str, blocks: int | None = None) -> ModelBench:
+    """Build the benchmark that settings describe, as `settings.load` returns them. blocks: limit for each stack.
+
+    Raises UserError for wrong settings, and for settings of several processes.
+    """
+    sizes = data_sizes(values, source)
 
     def built(cls: type[T], section: str) -> T:
         keys = values.get(section, {})
@@ -227,8 +236,6 @@ def bench_of(values: Mapping[str, Any], source: str, blocks: int | None = None) 
         raise UserError(
             f"{source}: plan.axial and plan.branch need several processes, but this is a single one. Set both to 1."
         )
-    data = {key: value for key, value in values.get("data", {}).items() if key in DataSizes.__dataclass_fields__}
-    sizes = settings.build(DataSizes, data, source)
     return ModelBench(
         model=shortened(built(ModelConfig, "model"), blocks),
         loss=built(LossConfig, "loss"),
