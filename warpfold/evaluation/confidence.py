@@ -135,7 +135,11 @@ def pae_sums(paired: Paired, pae: Array) -> Sums:
     positions, predicted_mask, truth, mask, _ = paired.arrays
     scored = predicted_mask[:, CA] & (row >= 0)
     aligned = (predicted_mask & mask)[:, [N, CA, C]].all(-1) & (row >= 0)
-    local = [_to_frames(_backbone_frames(x[aligned]), x[scored, CA].astype(np.float64)) for x in (positions, truth)]
+    # The scored Ca in the coordinates of each frame, [K, M, 3].
+    local = []
+    for x in (positions, truth):
+        axes, origins = _backbone_frames(x[aligned])
+        local.append((x[scored, CA].astype(np.float64)[None] - origins[:, None]) @ axes)
     error = np.minimum(np.linalg.norm(local[0] - local[1], axis=-1), MAX_PAE)
     expected = pae[np.ix_(row[aligned], row[scored])]
     # The error of a residue in its own frame is always 0 and says nothing about calibration.
@@ -150,9 +154,3 @@ def _backbone_frames(positions: Array) -> tuple[Array, Array]:
     second = n - ca - first * np.sum(first * (n - ca), -1, keepdims=True)
     second /= np.linalg.norm(second, axis=-1, keepdims=True)
     return np.stack([first, second, np.cross(first, second)], -1), ca
-
-
-def _to_frames(frames: tuple[Array, Array], points: Array) -> Array:
-    """Transform points [M, 3] to the local coordinates of K frames: [K, M, 3]."""
-    axes, origins = frames
-    return (points[None] - origins[:, None]) @ axes

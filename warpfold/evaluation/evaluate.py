@@ -205,20 +205,16 @@ def _add_train_identity(sets: Sequence[PredictionSet], train_sequences: Path | N
     rows = [result.row for prediction_set in sets for result in prediction_set.measured]
     identities: Mapping[str, float] = {}
     if train_sequences is not None:
-        training = _read_sequences(train_sequences)
+        if train_sequences.is_dir():
+            store = Store(train_sequences)
+            training = [StoredExample(store, key).sequence for key in entry_keys(store, assemblies=False)]
+        else:
+            records = parse_fasta(read_file(train_sequences), str(train_sequences), chains=True)
+            training = [chain for _, sequence in records for chain in sequence.split(":")]
         targets = list(dict.fromkeys(sequence for row in rows for sequence in row["sequences"]))
         identities = dict(zip(targets, nearest_identities(targets, training, workers)))
     for row in rows:
         row["train_identity"] = max(map(identities.__getitem__, row["sequences"])) if identities else None
-
-
-def _read_sequences(path: Path) -> list[str]:
-    """Read the sequences of a store or a FASTA file."""
-    if path.is_dir():
-        store = Store(path)
-        return [StoredExample(store, key).sequence for key in entry_keys(store, assemblies=False)]
-    records = parse_fasta(read_file(path), str(path), chains=True)
-    return [chain for _, sequence in records for chain in sequence.split(":")]
 
 
 def report(sets: Sequence[PredictionSet], truth: Path, suite: Suite | None, seed: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Score one prediction against its reference structure and build its row of the results table."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -151,26 +151,22 @@ def pairing_notes(paired: Paired) -> list[str]:
             notes.append(f"{prefix}predicted residues that the truth lacks, not scored: {unscored}")
         if different := int(both.sum()) - atoms.equal:
             notes.append(f"{prefix}other amino acids than in the truth: {different}")
-        if numbering := _describe_numbering(
-            [model.author_numbers[i] for i in atoms.predicted_residue[both]],
-            [truth.author_numbers[j] for j in atoms.reference_residue[both]],
-        ):
-            notes.append(prefix + numbering)
+        numbers = [
+            (model.author_numbers[i], truth.author_numbers[j])
+            for i, j in zip(atoms.predicted_residue[both], atoms.reference_residue[both])
+        ]
+        if any(a != b for a, b in numbers):
+            # Insertion codes and missing numbers have no difference.
+            is_plain = all(number.lstrip("-").isdecimal() for both_numbers in numbers for number in both_numbers)
+            shifts = {int(b) - int(a) for a, b in numbers} if is_plain else set()
+            if len(shifts) == 1:
+                shift = shifts.pop()
+                higher = "higher" if shift > 0 else "lower"
+                notes.append(f"{prefix}the truth's residues are numbered {abs(shift)} {higher}")
+            else:
+                notes.append(f"{prefix}residues are numbered differently in the truth and paired by sequence")
     left_out = [name for name in paired.reference.chains if name not in paired.chains.values()]
     extra = [name for name in paired.predicted.chains if name not in paired.chains]
     notes += [f"chains of the truth without a counterpart: {listed(left_out)}"] if left_out else []
     notes += [f"predicted chains without a counterpart: {listed(extra)}"] if extra else []
     return notes
-
-
-def _describe_numbering(predicted: Sequence[str], truth: Sequence[str]) -> str:
-    """Describe how the numbers of paired residues differ; empty if they are equal."""
-    if list(predicted) == list(truth) or not predicted:
-        return ""
-    # Insertion codes and missing numbers have no difference.
-    is_plain = all(number.lstrip("-").isdecimal() for number in (*predicted, *truth))
-    shifts = {int(b) - int(a) for a, b in zip(predicted, truth)} if is_plain else set()
-    if len(shifts) == 1:
-        shift = shifts.pop()
-        return f"the truth's residues are numbered {abs(shift)} {'higher' if shift > 0 else 'lower'}"
-    return "residues are numbered differently in the truth and paired by sequence"

@@ -50,8 +50,14 @@ def evaluation_page(sets: Sequence[PredictionSet], results: Mapping[str, Any]) -
         *_groups(sets, summaries),
         *_calibration(sets, summaries),
     ]
-    targets = [target for measured in _select_drawn(sets[0]) if (target := _target(measured)) is not None]
-    sections += [_all_targets(sets, len(targets)), *_failures(summaries)]
+    # The worst structures come first, then the best ones.
+    drawn = sorted(sets[0].best, key=lambda measured: measured.row["lddt_ca"])
+    if len(drawn) > WORST + BEST:
+        drawn = [*drawn[:WORST], *drawn[-BEST:]]
+    targets = [target for measured in drawn if (target := _target(measured)) is not None]
+    sections.append(_all_targets(sets, len(targets)))
+    if failures := [[failure["target"], s["name"], failure["error"]] for s in summaries for failure in s["failures"]]:
+        sections.append(Section("Failed", table=ReportTable(["target", "set", "error"], failures)))
     names = " and ".join(f"{summary['name']} ({summary['layout']})" for summary in summaries)
     suite = results["suite"]
     reference = f"the suite {suite['title'] or suite['file']}" if suite else results["truth"]
@@ -222,19 +228,6 @@ def _all_targets(sets: Sequence[PredictionSet], drawn: int) -> Section:
     selection = f"the worst {WORST} and the best {BEST}" if drawn < len(sets[0].best) else "all"
     text = f"Drawn below, with the truth in grey: {selection} of {sets[0].name} by lDDT-Cα." if drawn else ""
     return Section("All targets", text, table=ReportTable(header, lines))
-
-
-def _failures(summaries: Sequence[Mapping[str, Any]]) -> list[Section]:
-    rows = [[failure["target"], s["name"], failure["error"]] for s in summaries for failure in s["failures"]]
-    return [Section("Failed", table=ReportTable(["target", "set", "error"], rows))] if rows else []
-
-
-def _select_drawn(prediction_set: PredictionSet) -> list[Measured]:
-    """Select the structures that are drawn: the worst ones first, then the best ones."""
-    ordered = sorted(prediction_set.best, key=lambda measured: measured.row["lddt_ca"])
-    if len(ordered) <= WORST + BEST:
-        return ordered
-    return [*ordered[:WORST], *ordered[-BEST:]]
 
 
 def _target(measured: Measured) -> Target | None:

@@ -2,7 +2,7 @@
 
 import math
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,9 @@ def planned(
     """
     is_fixed = any(change.startswith("data.crop=") for change in changes)
     first_error: UserError | None = None
-    for crop in _candidate_crops(values["data"].get("crop"), is_fixed):
+    chosen = values["data"].get("crop")
+    shorter_crops = [crop for crop in CROPS if isinstance(chosen, int) and crop < chosen and not is_fixed]
+    for crop in (chosen, *shorter_crops):
         candidate = values if crop is None else settings.merge(values, {"data": {"crop": crop}})
         loaded = load_settings(candidate, changes)
         try:
@@ -132,13 +134,7 @@ def planned(
             loaded.config()
             first_error = first_error or error
             continue
-        shorter = f"crops of {crop} residues, as {values['data'].get('crop')} do not fit; " if first_error else ""
+        shorter = f"crops of {crop} residues, as {chosen} do not fit; " if first_error else ""
         return config, shorter + summary
     assert first_error is not None
     raise first_error
-
-
-def _candidate_crops(crop: Any, is_fixed: bool) -> Iterator[int | None]:
-    yield crop
-    if isinstance(crop, int) and not is_fixed:
-        yield from (shorter for shorter in CROPS if shorter < crop)

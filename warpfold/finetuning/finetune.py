@@ -32,7 +32,6 @@ from warpfold.data.load.order import Source, joined_clusters, split_keys
 from warpfold.data.load.relatives import families, related_entries
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import pack
-from warpfold.data.pack.report import PackReport
 from warpfold.data.search import search as searching
 from warpfold.data.search.database import Database
 from warpfold.data.similar.relatives import MIN_IDENTITY
@@ -147,7 +146,12 @@ def finetune(
     packing = replace(packing, cluster_identity=max(packing.cluster_identity, options.split_identity))
     packed = pack(options.structures, msas, out / "store", packing, workers=options.workers, progress=tell)
     store = Store(out / "store")
-    _check_alignments(packed, msas)
+    if msas and not any(entry.alignments for entry in packed.chains):
+        why = listed(list(dict.fromkeys(packed.unused.values())), 2) or "no alignment was found"
+        raise UserError(
+            f"{listed(list(map(str, msas)), 2)}: no alignment has the sequence of one of the structures ({why}); name "
+            "the folder of theirs, or leave --msas out to train without"
+        )
     limit, left_out = options.split_identity, dict[str, int]()
     unaligned = [entry.name for entry in packed.chains if entry.depth <= 1]
     if unaligned:
@@ -170,7 +174,9 @@ def finetune(
     values = chosen_settings(first, split, options.steps, options.trainable, options.adapters)
     values["train"] |= {"seed": options.seed, "test": [*split.test, *forgotten]}
     config, said = planned(values, options.changes, out / "run", device, options.memory)
-    log.info("%s", said_of(config, split, said))
+    parts, optim = ", ".join(f"{len(keys)} {name}" for name, keys in split.parts.items()), config.optim
+    steps = f"{config.train.steps} steps of {optim.accumulate}, rate {optim.learning_rate:g}"
+    log.info("%s", f"{parts} (by {split.by}); {steps}" + (f"; {said}" if said else ""))
     used = [key for part in split.parts.values() for key in part]
     sources = [Source(store, used, 1.0 - (general.weight if general else 0.0))]
     sources += [general] if general is not None else []
@@ -203,6 +209,7 @@ def finetune(
             tell(len(measured[kind]), len(keys), f"folding, before and after: {kind}")
     seconds["folding"] = time.perf_counter() - began
     measures = COMPLEX if assemblies else CHAIN
+    logged = map(json.loads, (out / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     result = {
         "format": FORMAT,
         "run": run,
@@ -226,7 +233,8 @@ def finetune(
         "left_out": {name: count for name, count in left_out.items() if count},
         "dropped": {one.name or one.file: one.reason for one in packed.dropped},
         "steps": summary.steps,
-        "ended": end_reason(out / "run" / "metrics.jsonl"),
+        # Why the run ended before its last step; None if it did not.
+        "ended": next((row["reason"] for row in logged if row["kind"] == "end"), None),
         "without_alignment": unaligned,
         "chains": len(packed.chains),
         "settings": settings.to_dict(config),
@@ -254,7 +262,7 @@ def finetune(
         verdict=verdict(result) + stated_relatives(result),
         parameters=[out / "params.safetensors"],
         facts=[
-            ("entries", ", ".join(f"{len(keys)} {name}" for name, keys in split.parts.items())),
+            ("entries", parts),
             ("split", f"by {split.by}, in `split.toml`; related entries left out: {sum(left_out.values()):,}"),
             ("tested", f"{len(clusters['test'])} entries, one of each distinct sequence; {folded_with(result)}"),
             ("what was trained", ", ".join(config.finetune.trainable) or "adapters alone"),
@@ -296,22 +304,6 @@ class TrainingLine:
         if self.first is None or step <= self.first[0]:
             return ""
         return f", ETA {as_time((now - self.first[1]) / (step - self.first[0]) * (self.steps - step))}"
-
-
-def end_reason(metrics: Path) -> str | None:
-    """Read from a run's log why it ended before its last step, or None if it did not."""
-    rows = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
-    return next((row["reason"] for row in rows if row["kind"] == "end"), None)
-
-
-def said_of(config: RunConfig, split: Split, plan: str) -> str:
-    """Describe the planned training in one line."""
-    parts = ", ".join(f"{len(keys)} {name}" for name, keys in split.parts.items())
-    optim = config.optim
-    return (
-        f"{parts} (by {split.by}); {config.train.steps} steps of {optim.accumulate}, rate {optim.learning_rate:g}"
-        + (f"; {plan}" if plan else "")
-    )
 
 
 def both_models(init: Path, params: Path, config: RunConfig, device: torch.device | str) -> tuple[Predictor, Predictor]:
@@ -386,16 +378,6 @@ def _searched(options: FinetuneOptions, out: Path, tell: Progress) -> Path:
     for failure in report["failures"]:
         log.warning("no alignment of %s: %s", failure["name"], failure["error"])
     return out / "alignments"
-
-
-def _check_alignments(packed: PackReport, msas: Sequence[Path]) -> None:
-    """Raise UserError if there are alignments, but none of them belongs to one of the structures."""
-    if msas and not any(entry.alignments for entry in packed.chains):
-        why = listed(list(dict.fromkeys(packed.unused.values())), 2) or "no alignment was found"
-        raise UserError(
-            f"{listed(list(map(str, msas)), 2)}: no alignment has the sequence of one of the structures ({why}); name "
-            "the folder of theirs, or leave --msas out to train without"
-        )
 
 
 def _rehearsal(

@@ -131,7 +131,18 @@ def report_page(
     ]
     shown = [measures[0], next(one for one in measures if one.key == "tm")]
     sections.append(compared("Each protein of the test", "protein", test, shown))
-    sections.append(_training(out / "run" / "metrics.jsonl", result))
+    lddt, loss = figures.draw_training(out / "run" / "metrics.jsonl", "validation")
+    training = Section(
+        "Training",
+        f"{result['entries']['training']} proteins were trained on. {result['entries']['validation']} others, of which "
+        "none is in the test, chose the parameters: those of step "
+        f"{result['params']['step']:,} of {result['steps']:,}.",
+        [
+            (lddt, "Validation: with the averaged weights. Training: of each step's crops, before its update."),
+            (loss, "Where validation rises while training falls, the run remembers its proteins."),
+        ],
+    )
+    sections.append(training)
     seconds = " · ".join(f"{stage} {value:.0f} s" for stage, value in result["seconds"].items() if value >= 0.5)
     versions = result["versions"]
     return ReportPage(
@@ -153,19 +164,5 @@ def report_page(
         footer=[
             f"WarpFold {versions['warpfold']} · torch {versions['torch']} · seed {result['seed']} · {seconds}",
             "Everything on this page is in this folder: summary.json, card.md, split.toml, run/, before/, after/.",
-        ],
-    )
-
-
-def _training(log: Path, result: Mapping[str, Any]) -> Section:
-    lddt, loss = figures.draw_training(log, "validation")
-    best = result["params"]["step"]
-    return Section(
-        "Training",
-        f"{result['entries']['training']} proteins were trained on. {result['entries']['validation']} others, of which "
-        f"none is in the test, chose the parameters: those of step {best:,} of {result['steps']:,}.",
-        [
-            (lddt, "Validation: with the averaged weights. Training: of each step's crops, before its update."),
-            (loss, "Where validation rises while training falls, the run remembers its proteins."),
         ],
     )

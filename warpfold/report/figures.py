@@ -374,16 +374,8 @@ def draw_memory(course: Sequence[tuple[str, Mapping[str, int]]], free: int, form
         ylim=(0, 1.08 * max(top, free / size if shown else 0)),
         ylabel=f"{unit} of a device",
     )
-    _name_moments(axes, [name for name, _ in course])
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    _grid(axes, "y")
-    return as_file(figure, "memory of a device over the run, by owner", form)
-
-
-def _name_moments(axes: Axes, names: Sequence[str]) -> None:
-    """Label the x axis with the parts of the model. The longest parts are labelled first, where there is room."""
-    parts = [name.split(".")[0] for name in names]
+    # The longest parts of the model are labelled first, where there is room.
+    parts = [name.split(".")[0] for name, _ in course]
     starts = [0, *(i for i in range(1, len(parts)) if parts[i] != parts[i - 1])]
     spans = list(zip(starts, [*starts[1:], len(parts)]))
     places: dict[float, str] = {}
@@ -395,6 +387,10 @@ def _name_moments(axes: Axes, names: Sequence[str]) -> None:
     axes.tick_params(axis="x", labelrotation=40, labelsize=8)
     for label in axes.get_xticklabels():
         label.set_horizontalalignment("right")
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _grid(axes, "y")
+    return as_file(figure, "memory of a device over the run, by owner", form)
 
 
 @mpl.rc_context(STYLE)

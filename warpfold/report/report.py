@@ -228,18 +228,16 @@ def _section(section: Section, anchors: dict[str, str]) -> str:
     if section.text:
         parts.append(f"<p>{_text(section.text)}</p>")
     if section.figures:
-        drawn = (_figure(_follow_theme(svg), caption) for svg, caption in section.figures)
-        parts.append(f'<div class="figures">{"".join(drawn)}</div>')
+        drawn = ""
+        for svg, caption in section.figures:
+            # With the variables of `report.css`, a figure follows light and dark themes.
+            for color, name in ((INK, "ink"), (GREY, "grey"), (RULE, "rule"), ("#ffffff", "paper")):
+                svg = svg.replace(f": {color}", f": var(--{name}, {color})")
+            drawn += _figure(svg, caption)
+        parts.append(f'<div class="figures">{drawn}</div>')
     if section.table:
         parts.append(_table(section.table, anchors))
     return "\n".join([*parts, "</section>"])
-
-
-def _follow_theme(svg: str) -> str:
-    """Replace colours of a figure by the variables of `report.css`, so that it follows light and dark themes."""
-    for color, name in ((INK, "ink"), (GREY, "grey"), (RULE, "rule"), ("#ffffff", "paper")):
-        svg = svg.replace(f": {color}", f": var(--{name}, {color})")
-    return svg
 
 
 def _table(table: ReportTable, anchors: dict[str, str]) -> str:

@@ -138,7 +138,13 @@ def map_chains(docking: Docking, similar: Mapping[Pair, Array]) -> dict[str, str
     options: dict[str, list[str]] = {r: [p for p, other in similar if other == r] for _, r in similar}
     candidates = _all_mappings(options)
     if candidates is None:
-        grown = (_grow(docking, options, superposed, start) for start in _starts(docking, similar))
+        # Mappings grow from the pairs of the chain with most neighbours, on either side.
+        hubs = [
+            max(dict.fromkeys(names), key=lambda name: sum(name in pair for pair in touching))
+            for names, touching in zip(zip(*similar), (docking.touching, docking.native))
+        ]
+        starts = [(p, r) for p, r in similar if p == hubs[0] or r == hubs[1]]
+        grown = (_grow(docking, options, superposed, start) for start in starts)
         candidates = itertools.chain((s.mapped for s in superposed[:MAX_CANDIDATES]), grown)
     terms = superposed[0].terms
     residues = sum(len(b.sequence) for b in docking.reference.values())
@@ -221,15 +227,6 @@ def _complete(mapped: Assignment, terms: Mapping[Pair, float]) -> Assignment:
             mapped[r] = p
             taken.add(p)
     return mapped
-
-
-def _starts(docking: Docking, similar: Mapping[Pair, Array]) -> list[Pair]:
-    """Select the pairs from which mappings grow: those of the chain with most neighbours, on either side."""
-    hubs = [
-        max(dict.fromkeys(names), key=lambda name: sum(name in pair for pair in touching))
-        for names, touching in zip(zip(*similar), (docking.touching, docking.native))
-    ]
-    return [(p, r) for p, r in similar if p == hubs[0] or r == hubs[1]]
 
 
 def _grow(

@@ -104,13 +104,10 @@ def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float] | No
     """Compute the 95% bootstrap interval of a mean from `DRAWS` samples.  Returns None for fewer than two values."""
     if len(values) < 2:
         return None
-    low, high = np.percentile(resampled_means(np.asarray(values), seed), (2.5, 97.5))
-    return float(low), float(high)
-
-
-def resampled_means(values: np.ndarray, seed: int) -> np.ndarray:
-    """Compute the means [DRAWS] of bootstrap samples: N of the N values, drawn with replacement (Efron 1979)."""
+    # Each sample has N of the N values, drawn with replacement (Efron 1979).
     random = np.random.default_rng(seed)
     rows = max(1, BLOCK // len(values))
     blocks = (min(rows, DRAWS - start) for start in range(0, DRAWS, rows))
-    return np.concatenate([random.choice(values, (count, len(values))).mean(1) for count in blocks])
+    means = [random.choice(np.asarray(values), (count, len(values))).mean(1) for count in blocks]
+    low, high = np.percentile(np.concatenate(means), (2.5, 97.5))
+    return float(low), float(high)

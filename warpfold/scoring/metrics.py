@@ -19,6 +19,8 @@ GDT_HA = (0.5, 1.0, 2.0, 4.0)
 # Rows of a distance matrix, and distances after superpositions, that are computed at a time. Both bound memory.
 BLOCK = 256
 MAX_DISTANCES = 1_000_000
+# Most fragments of each size that are superposed to start a search.
+MAX_FRAGMENTS = 1024
 
 Array = np.ndarray
 
@@ -158,12 +160,12 @@ def tm_d0(length: int) -> float:
     return max(0.5, 1.24 * np.cbrt(length - 15) - 1.8)
 
 
-def overlap(predicted: Array, truth: Array, length: int | None = None, starts: int = 1024) -> Overlap:
+def overlap(predicted: Array, truth: Array, length: int | None = None) -> Overlap:
     """Compute TM-score, GDT-TS and GDT-HA of paired Ca atoms [N, 3], each at the superposition that maximises it.
 
     length: residues of the reference, paired or not, by which the scores are normalised; default N. The search tries
     the same superpositions as the TM-score program (C++ version; Zhang & Skolnick 2004) and reproduces every digit that
-    the program prints. starts: maximum number of fragments of each size, which only limits longer chains.
+    the program prints, for chains of up to `MAX_FRAGMENTS` residues.
     """
     n = len(truth)
     length = n if length is None else length
@@ -173,11 +175,11 @@ def overlap(predicted: Array, truth: Array, length: int | None = None, starts: i
     predicted = np.asarray(predicted, np.float64) - np.mean(predicted, 0, dtype=np.float64)
     truth = np.asarray(truth, np.float64) - np.mean(truth, 0, dtype=np.float64)
     d0, tm = tm_d0(length), 0.0
-    for squares in _superpositions(predicted, truth, d0, starts):
+    for squares in _superpositions(predicted, truth, d0):
         tm = max(tm, float(np.sum(1 / (1 + squares / d0**2), -1).max()))
     # The program computes GDT in a separate search with a d0 that is larger by 0.8, so this search does as well.
     counts = dict.fromkeys((*GDT_TS, *GDT_HA), 0)
-    for squares in _superpositions(predicted, truth, tm_d0(n) + 0.8, starts):
+    for squares in _superpositions(predicted, truth, tm_d0(n) + 0.8):
         for cutoff, highest in counts.items():
             counts[cutoff] = max(highest, int(np.count_nonzero(squares < cutoff**2, axis=-1).max()))
     return Overlap(
@@ -187,19 +189,19 @@ def overlap(predicted: Array, truth: Array, length: int | None = None, starts: i
     )
 
 
-def _superpositions(predicted: Array, truth: Array, d0: float, starts: int) -> Iterator[Array]:
+def _superpositions(predicted: Array, truth: Array, d0: float) -> Iterator[Array]:
     """Yield the squared distances [S, N] of paired points after each superposition that the TM-score program tries.
 
-    The search superposes fragments of N, N/2 ... N/16 and 4 residues, at most `starts` of each size. It then superposes
-    the residues that came near, and repeats this until their set no longer changes, at most 20 times.
+    The search superposes fragments of N, N/2 ... N/16 and 4 residues, at most `MAX_FRAGMENTS` of each size. It then
+    superposes the residues that came near, and repeats this until their set no longer changes, at most 20 times.
     """
     n = len(truth)
     reach = float(np.clip(d0, 4.5, 8.0))
     smallest = min(4, n)
     sizes = [size for size in (n // 2**i for i in range(5)) if size > smallest]
     for size in (*sizes, smallest):
-        starts_of_size = np.unique(np.linspace(0, n - size, min(starts, n - size + 1)).astype(int))[:, None]
-        chosen = (np.arange(n) >= starts_of_size) & (np.arange(n) < starts_of_size + size)
+        starts = np.unique(np.linspace(0, n - size, min(MAX_FRAGMENTS, n - size + 1)).astype(int))[:, None]
+        chosen = (np.arange(n) >= starts) & (np.arange(n) < starts + size)
         # Sets of residues that were superposed before lead to nothing new.
         seen: set[bytes] = set()
         for within in [reach - 1] + [reach + 1] * 20:
@@ -209,7 +211,10 @@ def _superpositions(predicted: Array, truth: Array, d0: float, starts: int) -> I
                 moved = predicted @ np.swapaxes(rotation, -1, -2) + translation[:, None]
                 squares = np.sum((moved - truth) ** 2, -1)
                 yield squares
-                parts.append(_nearest(squares, within))
+                # The residues nearer than `within`. The limit grows in steps of 0.5 until there are three.
+                third = np.sqrt(np.partition(squares, min(2, n - 1), axis=-1)[:, min(2, n - 1)])
+                steps = np.maximum(0, np.floor((third - within) / 0.5) + 1)
+                parts.append(squares < ((within + 0.5 * steps) ** 2)[:, None])
             chosen = np.concatenate(parts)
             rows = {bytes(row): i for i, row in enumerate(np.packbits(chosen, axis=-1))}
             new = [i for row, i in rows.items() if row not in seen]
@@ -217,13 +222,6 @@ def _superpositions(predicted: Array, truth: Array, d0: float, starts: int) -> I
                 break
             seen |= rows.keys()
             chosen = chosen[new]
-
-
-def _nearest(squares: Array, within: float) -> Array:
-    """Select the residues nearer than `within`, bool [S, N]; the limit grows in steps of 0.5 until there are three."""
-    third = np.sqrt(np.partition(squares, min(2, squares.shape[-1] - 1), axis=-1)[:, min(2, squares.shape[-1] - 1)])
-    steps = np.maximum(0, np.floor((third - within) / 0.5) + 1)
-    return squares < ((within + 0.5 * steps) ** 2)[:, None]
 
 
 # Scores of an alignment. Only identity counts, since the sequences are versions of one protein or close relatives.
@@ -271,13 +269,8 @@ def align(a: str, b: str) -> Array:
         steps[i] = np.where(left > here, 2, np.where(paired >= up, 0, 1))
         left_from[i, 1:] = origin[:-1]
         score = np.maximum(here, left)
-    return _trace(steps, up_opens, left_from)
-
-
-def _trace(steps: Array, up_opens: Array, left_from: Array) -> Array:
-    """Trace the best path from the last corner back to an edge; returns paired indices [K, 2]."""
-    i, j = steps.shape[0] - 1, steps.shape[1] - 1
-    pairs = []
+    # Trace the best path from the last corner back to an edge.
+    i, j, pairs = n, m, []
     while i > 0 and j > 0:
         if steps[i, j] == 0:
             i, j = i - 1, j - 1
