@@ -141,8 +141,8 @@ def test_kernels_that_a_table_lacks_are_launched_by_the_default(gpu: torch.devic
 
 def test_tuning_one_operation_keeps_the_others(gpu: torch.device, tmp_path: Path) -> None:
     write(tmp_path, HEAD, [TableEntry("one", (1,), A), TableEntry("two", (1,), A)])
-    path = write(tmp_path, {**HEAD, "date": "2026-11-21"}, [TableEntry("two", (1,), B)])
-    assert read(path).entries == (TableEntry("one", (1,), A), TableEntry("two", (1,), B))
+    path = write(tmp_path, {**HEAD, "date": "2026-11-21"}, [TableEntry("two", (2,), B)])
+    assert read(path).entries == (TableEntry("one", (1,), A), TableEntry("two", (2,), B))
     assert read(path).head["date"] == "2026-11-21"
 
 
@@ -202,9 +202,9 @@ def test_entries_are_known_as_soon_as_their_last_place_was_timed(tmp_path: Path)
 
 def test_entries_of_other_keys_stay_while_a_kernel_is_tuned_and_those_of_another_triton_do_not(tmp_path: Path) -> None:
     path = write(tmp_path, HEAD, [TableEntry("one", (1,), A), TableEntry("one", (2,), A)])
-    write(tmp_path, HEAD, [TableEntry("one", (2,), B)])
+    write(tmp_path, HEAD, [TableEntry("one", (2,), B)], whole=False)
     assert read(path).entries == (TableEntry("one", (1,), A), TableEntry("one", (2,), B))
-    write(tmp_path, {**HEAD, "triton": "2.0"}, [TableEntry("two", (1,), C)])
+    write(tmp_path, {**HEAD, "triton": "2.0"}, [TableEntry("two", (1,), C)], whole=False)
     assert read(path).entries == (TableEntry("two", (1,), C),)
 
 

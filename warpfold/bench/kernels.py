@@ -350,7 +350,9 @@ def tune_on(
         compile_candidates(todo, device, progress)
         with IsolatedProcess() as process:
             bench = IsolatedBench(device, process)
-            return timed(todo, bench.time, progress, lambda entries: write(folder, head(device), entries), sink)
+            return timed(
+                todo, bench.time, progress, lambda entries: write(folder, head(device), entries, whole=False), sink
+            )
 
 
 def timed(
@@ -435,18 +437,19 @@ def report(results: Sequence[Timed], entries: Iterable[TableEntry]) -> list[dict
     return rows
 
 
-def write(folder: Path, head: Mapping[str, str], entries: Iterable[TableEntry]) -> Path:
-    """Write a GPU's table with one launch per line, replacing entries of equal keys.
+def write(folder: Path, head: Mapping[str, str], entries: Iterable[TableEntry], whole: bool = True) -> Path:
+    """Write a GPU's table with one launch per line.
 
-    A table of another version of Triton is replaced completely.
+    Entries of other kernels are kept; unless `whole`, also those of other keys of the same kernel. A table of another
+    version of Triton is replaced completely.
     head: includes "gpu", the name. Raises UserError if the table cannot be written or the existing one not be read.
     """
     path = folder / file_of(head["gpu"])
     entries = list(entries)
     if path.is_file():
-        before, new = read(path), {(entry.kernel, entry.key) for entry in entries}
+        before, anew = read(path), {(entry.kernel, () if whole else entry.key) for entry in entries}
         if before.head.get("triton") == head.get("triton"):
-            entries += [entry for entry in before.entries if (entry.kernel, entry.key) not in new]
+            entries += [e for e in before.entries if (e.kernel, () if whole else e.key) not in anew]
     _write_table(path, head, entries)
     return path
 
