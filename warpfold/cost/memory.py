@@ -126,9 +126,18 @@ def _timeline(run: Run, always: dict[str, int]) -> tuple[dict[str, int], list[tu
             held = changes[run.watch.owner_of(piece)]
             held[piece.born] += piece.bytes
             held[last if piece.died is None else piece.died] -= piece.bytes
-    for since, until, kept in _kept_by_represented_blocks(run):
-        changes["kept"][since] += kept
-        changes["kept"][until] -= kept
+    # The saved tensors of blocks that were not run start when the block that represents them has ended, and end when
+    # its first saved tensor is released.
+    since = run.watch.backward_from
+    for block, count in run.stands_for.items():
+        ended = run.watch.begun.get((block[0], block[1] + 1))
+        if since is None or ended is None:
+            continue
+        made = [p for p in run.pieces if p.place.block == block and p.born <= ended and not p.place.backward]
+        if saved := [(p.died, p.bytes) for p in made if p.died is not None and p.died > since and not p.host]:
+            kept = (count - 1) * sum(size for _, size in saved)
+            changes["kept"][ended] += kept
+            changes["kept"][min(died for died, _ in saved)] -= kept
     owners = {name: list(accumulate(held)) for name, held in changes.items()}
     total = [sum(at) for at in zip(*owners.values())] if owners else [0] * (last + 1)
 
@@ -144,22 +153,6 @@ def _timeline(run: Run, always: dict[str, int]) -> tuple[dict[str, int], list[tu
         worst = max(range(group[0][0], group[-1][1]), key=total.__getitem__)
         course.append((group[0][2], at(worst)))
     return at(max(range(last), key=total.__getitem__)), course
-
-
-def _kept_by_represented_blocks(run: Run) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, end, bytes) of the saved tensors of blocks that were not run.
-
-    They start when the block that represents them has ended, and end when its first saved tensor is released.
-    """
-    since = run.watch.backward_from
-    for block, count in run.stands_for.items():
-        ended = run.watch.begun.get((block[0], block[1] + 1))
-        if since is None or ended is None:
-            continue
-        made = [p for p in run.pieces if p.place.block == block and p.born <= ended and not p.place.backward]
-        kept = [p for p in made if p.died is not None and p.died > since and not p.host]
-        if kept:
-            yield ended, min(p.died or 0 for p in kept), (count - 1) * sum(p.bytes for p in kept)
 
 
 # Measurement

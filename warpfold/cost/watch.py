@@ -72,22 +72,19 @@ class Watch:
             return self._forward_place()
         if self.backward_from is None:
             self.backward_from = self.recorder.moment
-        if self._places:
-            # A layer is being recomputed.
-            place = self._places[-1]._replace(backward=True)
-        elif (made_at := self._place_of_node()) is None:
-            place = Place("backward", "gradients", backward=True)
-        else:
-            place = Place(f"{made_at.name} backward", "gradients", made_at.stack, made_at.block, backward=True)
-        self._note(place)
-        return place
-
-    def _place_of_node(self) -> Place | None:
-        """Return the place where the node that the backward pass is running was created; None for accumulation."""
         node = current_node()
         number = -1 if node is None else node_number(node)
         index = bisect_right(self._node_numbers, number) - 1
-        return None if index < 0 or number >= ACCUMULATING_NODES else self._node_places[index]
+        if self._places:
+            # A layer is being recomputed.
+            place = self._places[-1]._replace(backward=True)
+        elif index < 0 or number >= ACCUMULATING_NODES:
+            place = Place("backward", "gradients", backward=True)
+        else:
+            made_at = self._node_places[index]
+            place = Place(f"{made_at.name} backward", "gradients", made_at.stack, made_at.block, backward=True)
+        self._note(place)
+        return place
 
     def enter_phase(self, name: str) -> None:
         """Start a phase outside of the model's modules, which owns the tensors that it allocates."""
