@@ -15,7 +15,6 @@ from warpfold.bench import doctor
 from warpfold.bench.doctor import (
     HEADS,
     MAX_LOGITS,
-    SECTIONS,
     Finding,
     cases_of,
     cut,
@@ -30,6 +29,7 @@ from warpfold.check.cases import OPS, size_in_words
 from warpfold.check.checks import Verdict
 from warpfold.check.op_profile import OpCase
 from warpfold.check.sizes import DataSizes
+from warpfold.cost.example import SECTIONS
 from warpfold.data.features.choose import SampleConfig
 from warpfold.ops.linear import gate, layer_norm
 from warpfold.training.config import RunConfig
