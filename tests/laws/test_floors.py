@@ -21,7 +21,7 @@ FLOORS = {
     **dict.fromkeys(("adapt", "report", "training"), 8),
     "prediction": 9,
     **dict.fromkeys(("evaluation", "relaxation", "sequence_design"), 10),
-    **dict.fromkeys(("demo", "demo_report", "finetuning"), 11),
+    **dict.fromkeys(("demo_report", "demo_run", "finetuning"), 11),
     "cli": 12,
     # The entry points; `import warpfold` itself imports nothing (see below).
     **dict.fromkeys(("__init__", "__main__"), 13),

@@ -1,6 +1,7 @@
 """`warpfold params` and `warpfold params fetch`."""
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -73,11 +74,12 @@ def fetch_params(
     Proxies: HTTPS_PROXY and NO_PROXY.
     Errors: UserError for an unknown name, an existing file with other content, and a failed download.
     """
-    from warpfold.prediction.published import fetch_params as fetching
+    from warpfold.prediction.params import inspect_params
+    from warpfold.prediction.published import fetch_params as fetch
 
     if name is None:
         raise UserError("fetch_params: name is missing. List the names with `warpfold params fetch`.")
-    return fetching(name, Path(out), source, progress_of(progress))
+    return fetch(name, Path(out), partial(inspect_params, check=True), source, progress_of(progress))
 
 
 @command(

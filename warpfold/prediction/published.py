@@ -20,17 +20,16 @@ import shutil
 import tarfile
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, Any, TypeVar, cast
 
 from warpfold.errors import UserError, printable
 from warpfold.files import opened, sha256, write_atomically, write_new, writing
 from warpfold.progress import Progress, no_progress
 
-if TYPE_CHECKING:
-    from warpfold.prediction.params import ParamsFile
+T = TypeVar("T")
 
 LARGEST = 2 * 10**9  # bytes of a file of parameters
 LARGEST_ARCHIVE = 20 * 10**9
@@ -191,17 +190,19 @@ def published(name: str) -> list[PublishedParams]:
 # ---- downloads
 
 
-def fetch_params(name: str, out: Path, base: str | None = None, progress: Progress = no_progress) -> "list[ParamsFile]":
-    """Download the parameters of a name into the folder `out`, and check every number of each file.
+def fetch_params(
+    name: str, out: Path, inspect: Callable[[Path], T], base: str | None = None, progress: Progress = no_progress
+) -> list[T]:
+    """Download the parameters of a name into the folder `out`, and return the result of `inspect` for each file.
 
     An existing file is kept if it is the published one or was downloaded before. Each file gets a FILE.source.json with
     its address, SHA-256, licence and attribution. An archive is held in a temporary file without a name.
+    inspect: checks a file; it raises UserError for a damaged one.
     base: a mirror's address, a folder, or the file itself, instead of the published address.
     Errors: as in `warpfold.download.receive`; UserError for an unknown name, a different existing file, and a damaged
     file, which is deleted.
     """
     from warpfold.download import fetch_file, receive, source_of
-    from warpfold.prediction.params import inspect_params
 
     wanted = published(name)
     with writing(out):
@@ -228,18 +229,18 @@ def fetch_params(name: str, out: Path, base: str | None = None, progress: Progre
             final = receive(source, file, address.rpartition("/")[2], LARGEST_ARCHIVE, progress)
             file.seek(0)
             _unpack(file, missing, out, final, progress)
-    found = []
+    inspected = []
     for done, one in enumerate(wanted):
         progress(done, len(wanted), f"checking {one.file}")
         try:
-            found.append(inspect_params(out / one.file, check=True))
+            inspected.append(inspect(out / one.file))
         except UserError:
             # Otherwise the next run would keep the damaged file, by its note.
             if (path := out / one.file) in fetched:
                 path.unlink()
                 _note(path).unlink()
             raise
-    return found
+    return inspected
 
 
 def _is_there(path: Path, one: PublishedParams) -> bool:
