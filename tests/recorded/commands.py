@@ -2,9 +2,11 @@
 
 import contextlib
 import io
+import itertools
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
@@ -117,11 +119,15 @@ def run(folder: Path, name: str, names: dict[str, str]) -> str:
     """Run the commands of one record in a folder of inputs.  Returns what they print, and the files that they write."""
     parts = []
     for line in COMMANDS[name]:
+        words = ["warpfold", *shlex.split(line.format(**names))]
         printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        # The clock advances by a microsecond at each reading, so measured times are printed as zero.
+        clock = mock.patch("time.perf_counter", side_effect=(1e-6 * reading for reading in itertools.count()))
+        shell = mock.patch("sys.argv", words)
+        with clock, shell, contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             try:
-                cli.main(shlex.split(line.format(**names)))
+                cli.main(words[1:])
             except SystemExit as stopped:
                 printed.write(f"exit code {stopped.code or 0}\n")
-        parts.append(f"$ warpfold {line.format(**names)}\n{printed.getvalue()}")
+        parts.append(f"$ {shlex.join(words)}\n{printed.getvalue()}")
     return transcript(folder / "out", "".join(parts))

@@ -22,6 +22,7 @@ UNSTABLE_TEXT = (
     (re.compile(r"\b\d{1,2}:\d\d(:\d\d)?\b"), "TIME"),
     (re.compile(r"\b20\d\d-\d\d-\d\d\b"), "DATE"),
     (re.compile(r"\btorch \d\S*"), "torch VERSION"),
+    (re.compile(r"(?<=torch VERSION )Python .*"), "Python VERSION: COMMAND"),
     (re.compile(r"\| seconds \| .*"), "| seconds | TIME |"),
     (re.compile(r"\d+\.\d GB"), "MEMORY"),
     # The time of a run heads its page. Parts that take no time are left out of the foot of another page.
@@ -72,7 +73,7 @@ def _content(path: Path) -> str:
         lines = path.read_text().splitlines()
         atoms = [line for line in lines if line.startswith("ATOM")]
         return "\n".join([*(line for line in lines if not line.startswith("ATOM")), *atoms[::ATOMS]])
-    if path.suffix in (".txt", ".toml", ".md", ".csv", ".fasta", ".a3m", ".sto", ".bibtex"):
+    if path.suffix in (".txt", ".log", ".toml", ".md", ".csv", ".fasta", ".a3m", ".sto", ".bibtex"):
         return path.read_text()
     return "present"
 
