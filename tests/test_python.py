@@ -111,7 +111,7 @@ def test_a_signature_is_the_one_in_the_source(command: str) -> None:
         assert one.annotation == declaration(other.annotation)[0], one.name
 
 
-def test_shared_options_have_the_defaults_of_their_dataclass() -> None:
+def test_shared_options_are_written_out_as_their_dataclass_declares_them() -> None:
     for function, kind in (
         (warpfold.predict, Request),
         (warpfold.distill, Request),
@@ -123,6 +123,7 @@ def test_shared_options_have_the_defaults_of_their_dataclass() -> None:
             default = inspect.Parameter.empty if field.default is MISSING else field.default
             assert arguments[field.name].default == default, field.name
             assert arguments[field.name].annotation == declaration(field.type)[0], field.name
+            assert (arguments[field.name].kind is inspect.Parameter.KEYWORD_ONLY) == field.kw_only, field.name
 
 
 def test_folding_declares_what_predict_does() -> None:

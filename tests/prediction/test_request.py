@@ -1,7 +1,5 @@
 """Test the request of `predict`: help text, Python signature, and validation before torch is imported."""
 
-import dataclasses
-import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +11,7 @@ import typer
 import warpfold
 from tests.messages.table import CASES
 from warpfold import cli
-from warpfold.arguments import declaration
 from warpfold.cli.predict import ESSENTIAL
-from warpfold.prediction.request import Request
 
 ONE = "MKTAYIAKQRQISFVKSH"
 
@@ -43,21 +39,6 @@ def test_help_is_short_and_help_all_names_every_option(
         assert not set(names) - set(words)
         assert not [word for word in words if word.startswith("--") and word.endswith("…")]
     assert "--save-recycles" not in " ".join(short).split("Example:")[0]
-
-
-def test_python_writes_out_what_a_request_declares() -> None:
-    """`warpfold.predict` has the types and defaults of `Request`; its docstring has the help text of each option."""
-    arguments = dict(inspect.signature(warpfold.predict).parameters)
-    assert {"progress", "team"} == arguments.keys() - {field.name for field in dataclasses.fields(Request)}
-    hints = inspect.get_annotations(inspect.unwrap(warpfold.predict))
-    for field in dataclasses.fields(Request):
-        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-        assert arguments[field.name].default == default, field.name
-        assert (arguments[field.name].kind is inspect.Parameter.KEYWORD_ONLY) == field.kw_only, field.name
-        kind, option = declaration(field.type)
-        assert hints[field.name] == kind, field.name
-        assert option is not None
-        assert f"\n    {field.name}: {option.help}" in str(warpfold.predict.__doc__)
 
 
 RUN = """
