@@ -75,7 +75,7 @@ SPACES: dict[str, dict[str, Values]] = {
         bias_shape=lambda s: (*(s["lead"][:-1] if s["batched"] else ()), 1, s["h"], s["Q"], s["K"]),
     ),
     "dropout_factors": dict(
-        stream=(17_000, 0, 3, 123_000), rate=(0.15, 0.1, 0.5, 1 / 3), dtype=(torch.float32, torch.bfloat16),
+        stream=(17_000, 0, 3, 123_000), rate=(0.15, 0.1, 0.5, 1 / 3),
         numbers=(
             ((9, 3, 16), (800, 16, 1), 320), ((13, 1, 16), (16, 208, 1), 0), ((3, 5, 8), (2**33 + 40, 8, 1), 2**40 + 3),
             ((2, 3, 2, 3, 2), (1000, 7, 300, 1, 20), 11), ((1,), (1,), 2**31 - 1), ((7, 1, 16), (1, 0, 7), 11),
@@ -453,6 +453,8 @@ def made(name: str, dtype: torch.dtype, device: str = "cpu", /, **settings: Any)
         shape = shapes.get(parameter)
         if shape is None:
             values[parameter] = None if parameter in declared else s.get(parameter, of.default)
+            if parameter == "dtype":
+                values[parameter] = dtype
         elif parameter == "factors":
             values[parameter] = _factors(draw, shape, s["with_factors"], dtype, device)
         else:

@@ -67,7 +67,7 @@ def on_cuda(x: object) -> object:
 @pytest.mark.parametrize("name", [name for name, op in operations().items() if differentiable(op) != [""]])
 def test_every_operation_is_one_node_of_one_graph(gpu: None, name: str, dynamic: bool) -> None:
     with unset_fake_temporarily():
-        call = made(name, torch.bfloat16, with_factors=GIVEN)
+        call = made(name, torch.bfloat16, with_factors=GIVEN, x_order="turned")
     given = {of: on_cuda(x) for of, x in call.given.items()}
     tensors = {of: x for of, x in given.items() if isinstance(x, Tensor)}
 
