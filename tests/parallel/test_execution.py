@@ -370,6 +370,23 @@ def test_what_was_not_bound_is_not_run_on_shards() -> None:
         block().double()(*states, masks[0])
 
 
+def test_an_unknown_order_of_a_block_is_refused_where_it_is_set() -> None:
+    with pytest.raises(ValueError, match="outer = 'midle': must be"):
+        EvoformerConfig(outer="midle")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", ["whole", "mask", "columns"])
+def test_states_that_are_not_the_shard_of_a_rank_are_refused_before_a_collective(wrong: str) -> None:
+    (m, z), (m_mask, z_mask) = given()
+    stack = Execution(Plan(axial=2), AXIAL).bind(Stack(block())).double()
+    group = AXIAL.axial
+    m, z_mask = local_shard(m, COLS, group), local_shard(z_mask, -2, group)
+    z = z if wrong == "whole" else local_shard(z, COLS if wrong == "columns" else ROWS, group)
+    m_mask = local_shard(m_mask, -1, group) if wrong == "mask" else m_mask
+    with pytest.raises(ValueError, match=r"on rank 0 of 2, [mz] is \[.*Cut m along axis -2"):
+        stack(m, z, m_mask, z_mask)
+
+
 # Steps outside of the contract, and failures
 
 

@@ -547,6 +547,8 @@ class EvoformerConfig:
     def __post_init__(self) -> None:
         if self.blocks > MAX_BLOCKS:
             raise ValueError(f"blocks = {self.blocks}: must be at most {MAX_BLOCKS:,}")
+        if self.outer not in ("middle", "first", "last"):
+            raise ValueError(f'outer = {self.outer!r}: must be "middle", "first" or "last"')
 
 
 class EvoformerBlock(Block):

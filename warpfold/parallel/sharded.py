@@ -469,6 +469,7 @@ class ShardedStack:
         for name, state, its_mask in zip(names, states, masks):
             lengths = {ROWS: state.shape[ROWS] if name == "m" else residues, COLS: residues}
             held[name] = ShardedTensor(ENTRY_AXES[name], state, lengths, self.group, f"{self.name} {name}", piece)
+            self._check_shard(held[name], name, state)
             if name == "m":
                 # A mask has no channel axis, so its axes are shifted by one.
                 mask[name] = {axis: local_shard(its_mask, axis + 1, self.group) for axis in (ROWS, COLS)}
@@ -495,6 +496,17 @@ class ShardedStack:
         # Nothing uses the m of the extra MSA stack. Tie it to z, so that both branch ranks join its gradient
         # collective.
         return tied(*outputs) if self.mesh.branch.size > 1 else outputs
+
+    def _check_shard(self, held: ShardedTensor, name: str, state: Tensor) -> None:
+        """Raise ValueError if a state is not this rank's shard. A collective would fail without naming the cause."""
+        expected, group, axis = held.whole_shape(state), self.group, ENTRY_AXES[name]
+        expected[axis] = shard_sizes(expected[axis], group.size)[group.rank]
+        if list(state.shape) != expected:
+            raise ValueError(
+                f"{self.name or 'the stack'}: on rank {group.rank} of {group.size}, {name} is {list(state.shape)}, not "
+                f"{expected}, as the first mask has {held.lengths[COLS]} residues. Cut m along axis -2, z along axis "
+                f"-3 and the mask of z along axis -2 with `local_shard`. Keep the mask of m whole."
+            )
 
     def _block(
         self, block: Block, layout: BlockLayout, by_channels: bool, mask: dict[str, Mask], *states: ShardedTensor
