@@ -176,43 +176,7 @@ def test_options_in_messages_become_arguments() -> None:
         assert as_arguments(message, {"a_b": "a_b"}) == message
 
 
-# ---- wrong arguments, at the call
-
-
-WRONG: dict[str, tuple[Callable[[Predictor, Path], Any], str]] = {
-    "lengths": (lambda p, path: warpfold.plan("tiny", residues=5), "residues = 5: a list is needed"),
-    "device of a plan": (lambda p, path: warpfold.plan("tiny", device="GTX 480"), "GTX 480: not known"),
-    "design without a length": (
-        lambda p, path: warpfold.plan("tiny", design=True),
-        "^design: it needs .* with residues",
-    ),
-    "start": (lambda p, path: warpfold.doctor(start=3), "^start: belongs to replay"),
-    "rows of the doctor": (lambda p, path: warpfold.doctor(rows="x"), "^settings, dtype, rows: they belong to kernels"),
-    "dtype of the doctor": (lambda p, path: warpfold.doctor(kernels=True, dtype=["fp8"], device="cpu"), "^dtype fp8: "),
-    "operation": (lambda p, path: warpfold.tune(op=["convolution"]), "^op convolution: not one of"),
-    "a word for a list": (lambda p, path: warpfold.tune(op="attention"), "op = 'attention': a list is needed"),
-    "settings of a profile": (lambda p, path: warpfold.profile("monster", device="cpu"), "no such settings file"),
-    "steps of the demo": (lambda p, path: warpfold.demo(steps=0), "steps = 0: at least 1"),
-    "paths to relax": (lambda p, path: warpfold.relax(5), "paths = 5: a path or a list of paths"),
-    "starts": (lambda p, path: warpfold.design("hallucination", path, "out", starts=0), "starts = 0: at least 1"),
-    "cases": (lambda p, path: warpfold.golden("nowhere"), "nowhere"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments_are_errors_at_the_call(
-    case: str, predictor: Predictor, tiny_params: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call, says = WRONG[case]
-    monkeypatch.chdir(tmp_path)
-    # The check must fail before anything is computed.
-    monkeypatch.setattr(predictor, "prepare", None)
-    with pytest.raises(UserError, match=says) as error:
-        call(predictor, tiny_params)
-    assert "\n" not in str(error.value)
-    # A Python user passed arguments, not options.
-    assert "--" not in str(error.value)
-    assert not list(tmp_path.iterdir())
+# ---- calls
 
 
 def test_functions_print_nothing_and_report_progress(capfd: pytest.CaptureFixture[str]) -> None:

@@ -68,7 +68,7 @@ def test_what_the_table_says_of_each() -> None:
         assert 370 < one.megabytes < 380
     digests = [one.sha256 for one in PUBLISHED.values() if one.sha256]
     assert len(digests) == len(set(digests)) == 8
-    with pytest.raises(UserError, match=r"finetunning_ptm_1: .*did you mean finetuning_ptm_1"):
+    with pytest.raises(UserError, match=r"finetunning_ptm_1: .*Did you mean finetuning_ptm_1"):
         published("finetunning_ptm_1")
 
 

@@ -211,7 +211,7 @@ def test_what_is_there_stays(tmp_path: Path, fasta: Path, tiny_params: Path) -> 
     for name, says in (
         ("file", "exists already, and is not of this run"),
         ("other", "exists already, and is not of this run"),
-        ("file.store/below", "file.store is not a folder that can be written"),
+        ("file.store/below", "file.store is not a writable folder"),
     ):
         with pytest.raises(UserError, match=says):
             predict(fasta, tiny_params, tmp_path / "out", **options(tmp_path / f"{name}.store", force=True))
