@@ -16,7 +16,7 @@ from tests.ops.cases import GIVEN, OWN, Shape, completed, made, operations, shap
 from tests.ops.test_register import watched
 from warpfold.errors import UserError
 from warpfold.ops import dispatch
-from warpfold.ops.attention import attention
+from warpfold.ops.attention import attention, global_attention
 from warpfold.ops.dispatch import Op, broadcast_shape, expands_to, modules
 from warpfold.ops.layers import TriangleWeights
 from warpfold.ops.layers import triangle_multiplication as triangle
@@ -158,6 +158,13 @@ def test_whatever_the_shapes(name: str, data: st.DataObject) -> None:
 def test_no_operation_makes_a_word_of_nothing(name: str) -> None:
     call = made(name, torch.float32, lead=(0, 3))
     assert call.op.unsupported_reason(*call.args) == dispatch.EMPTY
+
+
+def test_an_empty_operand_that_does_not_broadcast_is_an_error() -> None:
+    q, k, mask = torch.ones(3, 2, 5, 8), torch.ones(0, 2, 4, 8), torch.ones(3, 2, 4)
+    for kernels in ("fast", "definition"):
+        with dispatch.using(kernels), pytest.raises(ValueError, match="do not broadcast"):  # type: ignore[arg-type]
+            global_attention(q, k, k, mask)
 
 
 # Axes that no other operand has: positions, width of values, outputs, and biases, which may be shorter than outputs.
