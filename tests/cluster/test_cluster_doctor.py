@@ -53,7 +53,7 @@ def test_all_is_checked_and_all_ranks_agree(tmp_path: Path) -> None:
 
 
 def test_nodes_that_differ_in_size_are_named() -> None:
-    reports = examine(lambda team: examine_cluster(team, CPU, {}).as_json(), sizes=(2, 1))
+    reports = examine(lambda team: examine_cluster(team, CPU, {}).as_json(), nodes=(2, 1))
     assert [one["findings"] for one in reports] == [reports[0]["findings"]] * 3
     assert said(reports[0], "wrong")["ranks of nodes"].startswith("2 on node 0 (")
     assert reports[0]["cluster"] is None

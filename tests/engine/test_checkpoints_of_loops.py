@@ -8,7 +8,7 @@ import signal
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from multiprocessing import forkserver, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.engine.small_models import LanguageModel, Sentences, padded
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError, forked, run_ranks
 from tests.test_docs import ROOT, blocks
 from warpfold.engine import checkpoint
 from warpfold.engine.ready import Ready
@@ -73,10 +73,7 @@ def killed(folder: Path, **how: Any) -> None:
     """Train in a process until it is killed."""
     synced = how.pop("synced", None)
 
-    def run() -> None:
-        # This process must not use the fork server of its parent.
-        server: Any = forkserver._forkserver  # type: ignore[attr-defined]
-        server._forkserver_pid = server._forkserver_alive_fd = server._forkserver_address = None
+    def run(pipe: Connection) -> None:
         if synced is not None:
             left = iter(range(synced))
 
@@ -87,9 +84,8 @@ def killed(folder: Path, **how: Any) -> None:
             checkpoint.sync_path = sync
         train(folder, **how)
 
-    process = get_context("fork").Process(target=run)
-    process.start()
-    process.join(60)
+    with forked([run]) as [(process, _)]:
+        process.join(60)
     assert process.exitcode == -signal.SIGKILL
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.laws.test_resume import descendants
+from tests.ranks import descendants
 from tests.training.runs import equal_tensors, make_store, rows
 from tests.training.test_train_ranks import assert_alike, config_for, train_on_ranks
 from warpfold import settings

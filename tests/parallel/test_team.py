@@ -5,15 +5,11 @@ import math
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
-from multiprocessing import get_context
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -26,7 +22,7 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.ranks import run_ranks
+from tests.ranks import FAILED, FINE, LONG, Crew, run_ranks
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.errors import LostError, UserError
 from warpfold.parallel import heartbeat, waits
@@ -39,101 +35,9 @@ from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import ProcessInfo, Team, TeamError, distributed_context
 from warpfold.parallel.waits import Event
 
-FINE, FAILED = 0, 7
-# Seconds after which a process counts as not ending, and after which it ends by itself.
-WAITED, LONG = 100.0, 130.0
 GRACE = 2.0  # seconds, in these tests
 # Seconds for a collective and for the rendezvous, sufficient on a busy machine.
 LIMIT = 4.0
-
-
-class Crew:
-    """Processes that meet at a store of this process, like torchrun's agent, unless `keep_store` is called."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.store = folder, None
-        self.keeper: BaseProcess | None = None
-        self.context = get_context("fork")
-
-    def run(
-        self,
-        function: Callable[[Team], object],
-        plan: Plan,
-        keeps: bool = False,
-        frozen: tuple[int, ...] = (),
-        per_node: tuple[int, ...] = (),
-        late: float = 0.0,
-    ) -> tuple[list[int | None], list[str]]:
-        """Run `function` in each of the plan's processes; returns exit codes (-9: it did not end) and their stderr.
-
-        keeps: rank 0 runs the store. frozen: ranks that stop themselves, and are not waited for.
-        per_node: ranks per machine that each rank is given; by default all are on one. late: seconds by which the last
-        rank is late.
-        """
-        ranks = plan.data * plan.axial * plan.branch
-        pipes, processes = [], []
-        for rank in range(ranks):
-            ours, theirs = self.context.Pipe()
-            each = per_node[rank] if per_node else ranks
-            info = ProcessInfo(rank, ranks, rank, each, "127.0.0.1", agent_keeps_store=not keeps)
-            processes.append(self.context.Process(target=self._live, args=(function, info, plan, theirs)))
-            processes[-1].start()
-            pipes.append(ours)
-        port = free_port() if keeps else self._port()
-        for pipe in pipes:
-            if pipe is pipes[-1]:
-                time.sleep(late)
-            pipe.send(port)
-        for rank, process in enumerate(processes):
-            if rank not in frozen:
-                process.join(WAITED)
-        for process in [*processes, *filter(None, [self.keeper])]:
-            process.kill()
-            process.join()
-        said = [(self.folder / f"{rank}.txt").read_text() for rank in range(ranks)]
-        return [process.exitcode for process in processes], said
-
-    def keep_store(self) -> int:
-        """Run the store in a separate process; returns its pid."""
-        ours, theirs = self.context.Pipe()
-        self.keeper = self.context.Process(target=keep, args=(theirs,))
-        self.keeper.start()
-        self._port = ours.recv
-        return self.keeper.pid or 0
-
-    def _port(self) -> int:
-        # After the forks, because it starts a thread.
-        if self.store is None:
-            self.store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30))
-        return self.store.port
-
-    def _live(self, function: Callable[[Team], object], process: ProcessInfo, plan: Plan, pipe) -> None:
-        torch.set_num_threads(1)
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        sys.stderr = open(self.folder / f"{process.rank}.txt", "w", buffering=1)  # noqa: SIM115 (ends with the process)
-        try:
-            with distributed_context(replace(process, port=pipe.recv()), plan) as team:
-                function(team)
-        except UserError as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            cause = error.__cause__
-            while cause is not None:
-                print(f"caused by {type(cause).__name__}", file=sys.stderr)
-                cause = cause.__cause__
-            os._exit(FAILED)
-        os._exit(FINE)
-
-
-def keep(pipe) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30))
-    pipe.send(store.port)
-    time.sleep(LONG)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 @pytest.fixture
@@ -223,15 +127,15 @@ def test_alone_one_hears_oneself_and_has_nobody_to_wait_for() -> None:
             team.remesh(Plan(axial=2))
 
 
-@pytest.mark.parametrize(("per_node", "all_told"), [((4, 4, 4, 4, 2, 2), 2), ((2, 2, 1), 1), ((1, 1), 1)])
-def test_all_believe_the_same_of_unequal_machines(crew: Crew, per_node: tuple[int, ...], all_told: int) -> None:
+@pytest.mark.parametrize(("nodes", "all_told"), [((4, 2), 2), ((2, 1), 1), ((1, 1), 1)])
+def test_all_believe_the_same_of_unequal_machines(crew: Crew, nodes: tuple[int, ...], all_told: int) -> None:
     """Otherwise some ranks would sum within machines, and wait for ranks that do not."""
 
     def look(team: Team) -> None:
         assert team.process.ranks_per_node == all_told
 
-    codes, said = crew.run(look, Plan(data=len(per_node)), per_node=per_node)
-    assert (codes, said) == ([FINE] * len(per_node), [""] * len(per_node))
+    codes, said = crew.run(look, Plan(data=sum(nodes)), nodes=nodes)
+    assert (codes, said) == ([FINE] * sum(nodes), [""] * sum(nodes))
 
 
 @pytest.mark.parametrize("lazy", ["0", "1"])
@@ -389,7 +293,7 @@ def test_a_frozen_rank_is_named_in_time_also_if_it_keeps_the_store(crew: Crew, k
             os.kill(os.getpid(), signal.SIGSTOP)
         team.all_gather_object(0, "the next step")
 
-    codes, said = crew.run(freeze, Plan(data=3, time_limit=LIMIT), keeps=keeps, frozen=(0,))
+    codes, said = crew.run(freeze, Plan(data=3, time_limit=LIMIT), keeps=keeps, lost=(0,))
     assert codes == [-signal.SIGKILL, FAILED, FAILED]
     for text in said[1:]:
         if keeps:
@@ -426,7 +330,7 @@ def test_a_store_that_is_silent_from_the_beginning_ends_the_meeting_in_time(crew
     port = crew._port()
     os.kill(keeper, signal.SIGSTOP)
     crew._port = lambda: port
-    codes, said = crew.run(lambda team: None, Plan(data=2, time_limit=LIMIT))
+    codes, said = crew.run(lambda team: None, Plan(data=2, time_limit=LIMIT, start_limit=LIMIT))
     assert all(code in (1, FAILED) for code in codes)
     assert all("127.0.0.1" in text for text in said)
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import warpfold
-from tests.parallel.test_team import FINE, Crew
+from tests.ranks import FINE, Crew
 from tests.training.runs import equal_tensors, make_store, rows, tiny_run
 from tests.training.test_train_ranks import config_for
 from warpfold.data.load.order import Source
