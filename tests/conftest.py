@@ -15,7 +15,7 @@ from warpfold.model.weights.files import save_params
 # the next file, and a long file that starts last would run alone.
 LONG = (
     *("test_team", "test_plans", "test_interpreted", "test_front_end", "test_compile", "test_spare", "test_elastic"),
-    *("test_train_ranks", "test_slicing", "test_planned", "test_predict_ranks", "test_train"),
+    *("test_kills", "test_train_ranks", "test_slicing", "test_planned", "test_predict_ranks", "test_train"),
 )
 
 

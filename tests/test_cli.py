@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -400,23 +399,6 @@ def test_a_mixture_is_trained_on_and_its_order_followed(stores: list[Store], tmp
     assert (code, json.loads(out)["quarantined"]) == (0, [])
     both = [[row for row in rows(tmp_path / out) if row["kind"] == "step"] for out in ("run", "again")]
     assert both[0] == both[1]
-
-
-def test_a_training_ends_with_the_command_that_goes_on(
-    stores: list[Store], tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "tiny.toml").write_text(settings.to_toml(tiny_run(steps=9, validation=0.0)))
-    command = ["train", str(tmp_path / "tiny.toml"), "--data", str(stores[0].path), "--out", str(tmp_path / "a run")]
-
-    def stop(_: object, row: dict) -> None:
-        if row["step"] == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr("warpfold.training.watching.TrainingProgress.on_metrics", stop)
-    code, _, err = run(capfd, *command)
-    assert code == 130
-    assert "stopping after this step; Ctrl-C again: at once\n" in err
-    assert err.endswith(f"stopped after 1 steps; the same command continues: {shlex.join(['warpfold', *command])}\n")
 
 
 @pytest.mark.parametrize(("ranks", "lazy"), [(64, None), (65, "1")])

@@ -5,7 +5,7 @@ import json
 import torch
 
 from benchmarks.reliability.disk import Trier
-from benchmarks.reliability.kills import differing
+from tests.continued import differing
 
 
 def test_a_bit_is_a_difference_and_rounding_is_none() -> None:

@@ -41,24 +41,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch._dynamo
 
 from benchmarks.reliability.figures import keep
-from benchmarks.reliability.kills import (
-    ENV,
-    Compared,
-    Scenario,
-    differing,
-    import_all,
-    kill_session,
-    make_scenarios,
-    of_design,
-    of_files,
-    of_training,
-    wait,
-    warpfold,
-    write_settings,
-)
+from benchmarks.reliability.kills import ENV, kill_session, wait
+from tests.continued import SCENARIOS, Compared, Scenario, be_warpfold, differing, import_all, write_inputs
 from warpfold.data.store.store import Store
 from warpfold.engine.checkpoint import AppendedFile, StepFolders
 from warpfold.errors import UserError
@@ -74,26 +60,9 @@ Patch = Callable[[], None]  # what a forked process changes before it becomes th
 # Commands
 
 
-def make_commands(work: Path) -> list[Scenario]:
-    """Make the commands, which are shorter than those that are killed."""
-    by_name = {one.name: one for one in make_scenarios(work)}
-    small = work / "small"
-    settings = write_settings(work, "train on a full disk", train={"steps": 3, "validate_every": 0, "save_every": 1})
-    train = ["train", str(settings), "--data", str(small / "store"), "--device", "cpu"]
-    params = ["params", str(small / "tiny.safetensors")]
-    pack = ["pack", "--structures", str(small / "proteins"), "--msas", str(small / "proteins")]
-    fold = ["predict", str(small / "queries.fasta"), "--params", str(small / "tiny.safetensors"), "--device", "cpu"]
-    fold += ["--recycles", "0", "--batch", "1"]
-    design = ["design", str(small / "design.toml"), "--params", str(small / "tiny.safetensors"), "--device", "cpu"]
-    design += ["--set", "stages=[{steps=2,soft=[0.0,1.0]},{steps=2,hard=1.0}]"]
-    return [
-        Scenario("pack", lambda out, _: [*pack, "--out", str(out / "store")], of_files(".wfs", "store.json")),
-        Scenario("params", lambda out, _: [*params, "--out", str(out / "p.npz")], of_files(".npz")),
-        Scenario("search", by_name["search"].arguments, by_name["search"].compared),
-        Scenario("predict", lambda out, _: [*fold, "--out", str(out)], by_name["predict: each alone"].compared),
-        Scenario("design", lambda out, _: [*design, "--out", str(out)], of_design),
-        Scenario("train", lambda out, _: [*train, "--out", str(out)], of_training),
-    ]
+NAMES = ("pack", "search", "predict", "design", "train")
+COMMANDS = [one for one in SCENARIOS if one.name in NAMES]
+COMMANDS.append(Scenario("params", "params IN/tiny.safetensors --out OUT/p.npz"))
 
 
 def half_written(scenario: Scenario, out: Path, reference: dict[str, bytes]) -> list[str]:
@@ -212,7 +181,7 @@ def jumping(number: int, seconds: float) -> Patch:
 # Trying
 
 
-def begin(scenario: Scenario, out: Path, said: Path, patch: Patch | None = None) -> int:
+def begin(scenario: Scenario, inputs: Path, out: Path, said: Path, patch: Patch | None = None) -> int:
     """Start a command in a fork, with what goes wrong."""
     leader = os.fork()
     if leader:
@@ -220,13 +189,13 @@ def begin(scenario: Scenario, out: Path, said: Path, patch: Patch | None = None)
     os.setsid()
     if patch is not None:
         patch()
-    warpfold(scenario.arguments(out, 1), said, ENV)
+    be_warpfold(scenario.arguments(inputs, out), said, ENV)
 
 
-def run(scenario: Scenario, out: Path, said: Path, patch: Patch | None = None) -> int:
+def run(scenario: Scenario, inputs: Path, out: Path, said: Path, patch: Patch | None = None) -> int:
     """Run a command to its end; -9 after ten minutes."""
     said.unlink(missing_ok=True)
-    leader = begin(scenario, out, said, patch)
+    leader = begin(scenario, inputs, out, said, patch)
     code = wait(leader, 600)
     if code is None:
         kill_session(leader)
@@ -250,7 +219,7 @@ class Trier:
 
     def __init__(self, scenario: Scenario, work: Path, most: int | None) -> None:
         self.scenario, self.work, self.most = scenario, work, most
-        self.place = work / "disk"
+        self.place, self.inputs = work / "disk", work / "inputs"
         self.said = work / f"disk-{scenario.name}.txt"
         self.log = work / f"disk-{scenario.name}.jsonl"
         lines = self.log.read_text().split("\n")[:-1] if self.log.exists() else ()
@@ -259,9 +228,9 @@ class Trier:
         self.clear()
         for _ in range(2):  # the first one imports
             shutil.rmtree(self.out, ignore_errors=True)
-            if (code := run(scenario, self.prepared(), self.said)) != 0:
+            if (code := run(scenario, self.inputs, self.prepared(), self.said)) != 0:
                 raise SystemExit(f"{scenario.name}: the undisturbed run ended with {code}: {self.said}")
-            import_all(self.said.with_suffix(".modules"))
+            import_all(self.said)
         self.reference: Compared = scenario.compared(self.out)
         self.bytes = {str(p.relative_to(self.out)): p.read_bytes() for p in self.out.rglob("*") if p.is_file()}
         self.used = sum(-(-len(data) // PAGE) for data in self.bytes.values())
@@ -315,7 +284,8 @@ class Trier:
             found.append(f"the error does not say what is wrong: {said}")
         if kind in ("size", "files"):
             mount(self.place, 1 << 30, 100_000, "remount")
-        again = run(self.scenario, self.prepared(), self.said) if code else 0  # else what failed did not matter
+        # After exit code 0, what failed did not matter.
+        again = run(self.scenario, self.inputs, self.prepared(), self.said) if code else 0
         if again:
             text = self.said.read_text(errors="replace").strip()
             found.append(f"the same command then ended with {again}: {text[-300:]!r}")
@@ -335,7 +305,7 @@ class Trier:
                         return False
                     with suppress(OSError):
                         self.prepared()
-                    self.judge(kind, number, run(self.scenario, self.out, self.said))
+                    self.judge(kind, number, run(self.scenario, self.inputs, self.out, self.said))
                 # Of some files there are two for a moment, the old one and the new one: more than is left at the end.
                 last = max(row["number"] for row in self.rows if row["kind"] == kind)
                 failed = any(row["failed"] for row in self.rows if (row["kind"], row["number"]) == (kind, last))
@@ -347,17 +317,17 @@ class Trier:
         """Let calls fail that change the disk."""
         self.clear()
         counted = self.work / "counted"
-        run(self.scenario, self.prepared(), self.said, failing(0, 0, False, self.place, counted))
+        run(self.scenario, self.inputs, self.prepared(), self.said, failing(0, 0, False, self.place, counted))
         calls = int(counted.read_text())
         for kind, code, onwards in (("call", errno.ENOSPC, False), ("from", errno.EROFS, True)):
             for number in self.chosen(kind, 1, calls):
                 self.clear()
                 patch = failing(number, code, onwards, self.place)
-                self.judge(kind, number, run(self.scenario, self.prepared(), self.said, patch))
+                self.judge(kind, number, run(self.scenario, self.inputs, self.prepared(), self.said, patch))
         for number in self.chosen("denied", 1, 1):
             self.clear()
             patch = failing(number, errno.EACCES, True, self.place)
-            self.judge("denied", number, run(self.scenario, self.prepared(), self.said, patch))
+            self.judge("denied", number, run(self.scenario, self.inputs, self.prepared(), self.said, patch))
 
     def clocks(self) -> None:
         """Let the clock jump."""
@@ -366,7 +336,7 @@ class Trier:
                 if ("clock", days * number) in self.tried:
                     continue
                 self.clear()
-                code = run(self.scenario, self.prepared(), self.said, jumping(number, 86_400.0 * days))
+                code = run(self.scenario, self.inputs, self.prepared(), self.said, jumping(number, 86_400.0 * days))
                 found = [f"exit code {code}"] if code else []
                 found += [] if code else differing(self.reference, self.scenario.compared(self.out), exact=True)
                 if "Traceback" in self.said.read_text(errors="replace"):
@@ -377,7 +347,7 @@ class Trier:
         """Begin a second run while the first one runs."""
         start = time.monotonic()
         self.clear()
-        run(self.scenario, self.prepared(), self.said)
+        run(self.scenario, self.inputs, self.prepared(), self.said)
         length = time.monotonic() - start
         for number in range(6):
             if ("two", number) in self.tried:
@@ -387,9 +357,9 @@ class Trier:
             other = self.said.with_suffix(".other.txt")
             self.said.unlink(missing_ok=True)
             other.unlink(missing_ok=True)
-            first = begin(self.scenario, self.prepared(), self.said)
+            first = begin(self.scenario, self.inputs, self.prepared(), self.said)
             early = wait(first, draw.uniform(0, 0.8 * length))
-            second = begin(self.scenario, self.out, other)
+            second = begin(self.scenario, self.inputs, self.out, other)
             codes = [wait(first, 600) if early is None else early, wait(second, 600)]
             found = []
             for code, said in zip(codes, (self.said, other)):
@@ -397,7 +367,7 @@ class Trier:
                     found += complaint(said, code)
             if 0 not in codes:
                 found.append(f"both ended with {codes}")
-            again = run(self.scenario, self.out, self.said)
+            again = run(self.scenario, self.inputs, self.out, self.said)
             if again and self.scenario.name != "params":
                 found.append(f"the same command then ended with {again}")
             found += differing(self.reference, self.scenario.compared(self.out), exact=True)
@@ -414,7 +384,8 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
     chosen.work.mkdir(parents=True, exist_ok=True)
     rows, mounted = {}, True
-    for scenario in make_commands(chosen.work):
+    write_inputs(chosen.work / "inputs")
+    for scenario in COMMANDS:
         if chosen.only in scenario.name:
             trier = Trier(scenario, chosen.work, chosen.most)
             trier.calls()

@@ -107,19 +107,6 @@ def test_the_parameters_are_those_of_the_best_validation(done: tuple[Path, dict[
     assert (out / "params.safetensors").read_bytes() == kept
 
 
-def test_it_continues_and_keeps_what_is_done(
-    done: tuple[Path, dict[str, Any]], given: dict[str, Any], tmp_path: Path
-) -> None:
-    out = tmp_path / "again"
-    shutil.copytree(done[0], out)
-    log = (out / "run" / "metrics.jsonl").read_bytes()
-    (out / "report.html").unlink()
-    result = warpfold.finetune(out=out, device="cpu", **given)
-    assert (out / "report.html").is_file()
-    assert (out / "run" / "metrics.jsonl").read_bytes() == log
-    assert result["compared"] == done[1]["compared"]
-
-
 def test_the_same_split_again(done: tuple[Path, dict[str, Any]], given: dict[str, Any], tmp_path: Path) -> None:
     out, split = tmp_path / "tuned", done[0] / "split.toml"
     warpfold.finetune(out=out, device="cpu", split=split, seed=7, trainable="structure", **{**given, "steps": 2})

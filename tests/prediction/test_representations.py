@@ -1,9 +1,7 @@
-"""Test the store of representations: equal bytes for any number of processes and after kills, and lazy reading."""
+"""Test the store of representations: equal bytes for any number of processes, and lazy reading."""
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,54 +94,6 @@ def test_parts_make_the_store_of_one_process(
         predict(fasta, tiny_params, tmp_path / "parts", **options(store), shard=f"{number}/2")
     assert contents(store) == alone
     assert records(tmp_path / "parts") == []
-
-
-KILLED = """
-import itertools, os, signal, sys
-from pathlib import Path
-from warpfold.data.store.store import StoreWriter
-from warpfold.prediction import folder
-from warpfold import predict
-
-def die(*_, **__):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def note_and_die(*given):
-    note(*given)
-    if next(count) == 2:
-        die()
-
-fasta, params, place = map(Path, sys.argv[1:])
-for when in ("folding", "writing", "before the summary"):
-    if os.fork() == 0:
-        count, add, note = itertools.count(1), StoreWriter.add, folder.Recorder.add
-        if when == "folding":
-            folder.Recorder.add = note_and_die
-        elif when == "writing":
-            StoreWriter.add = lambda *given: die() if next(count) == 2 else add(*given)
-        else:
-            folder.write_report = die
-        given = {"device": "cpu", "recycles": 0, "batch": 1, "representations": place / f"{when}.store"}
-        predict(fasta, params, place / when, **given)
-        os._exit(1)
-    assert os.wait()[1] == signal.SIGKILL
-"""
-
-
-def test_a_kill_loses_none_and_repeats_none(
-    tmp_path: Path, fasta: Path, tiny_params: Path, alone: dict[str, bytes]
-) -> None:
-    """Kill the run between predictions, while the store is written, and before the summary records the store."""
-    subprocess.run([sys.executable, "-c", KILLED, *map(str, (fasta, tiny_params, tmp_path))], check=True)
-    for when, there in (("folding", (2, False)), ("writing", (3, False)), ("before the summary", (3, True))):
-        out, store = tmp_path / when, tmp_path / f"{when}.store"
-        assert (len(records(out)), store.exists()) == there
-        times = {path: path.stat().st_mtime_ns for path in out.rglob("*.npz")}
-        assert len(times) >= 2
-        assert predict(fasta, tiny_params, out, **options(store))["status"] == "complete"
-        assert {path: path.stat().st_mtime_ns for path in times} == times
-        assert contents(store) == alone
-        assert (records(out), sorted(tmp_path.glob(f"{when}*.partial"))) == ([], [])
 
 
 def test_what_failed_and_is_folded_later_comes_into_the_store(

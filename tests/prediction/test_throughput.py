@@ -1,11 +1,8 @@
-"""Test runs of many predictions: order, groups, shards and processes change no result, and a kill loses none."""
+"""Test runs of many predictions: order, groups, shards and processes change no result."""
 
 import errno
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -412,39 +409,19 @@ def test_how_many_predictions_a_query_has_is_counted_once() -> None:
     assert len(counted) == 1
 
 
-# ---- kills and failures
+# ---- failures
 
 
-def test_a_killed_run_continues_and_makes_nothing_twice(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:
-    """Kill the run with SIGKILL at the first record. Predictions without a record are made again."""
-    out, program = tmp_path / "out", (
-        "import sys; from warpfold import predict\n"
-        "predict(*sys.argv[1:], device='cpu', recycles=0, batch=1)"
-    )  # fmt: skip
-    process = subprocess.Popen([sys.executable, "-c", program, str(fasta), str(tiny_params), str(out)])
-    end = time.monotonic() + 120
-    while not list(out.glob("records/p*.json")) and time.monotonic() < end:
-        time.sleep(0.002)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    there = [row["entry"]["name"] for row in read_records(out, json.loads((out / "summary.json").read_text())["run"])]
-    assert there
-    # Add a draft of a record that was cut off.
-    (out / f"records/.p5-{'0' * 16}.json.{'0' * 8}").write_text('{"run": ')
-    times = times_of(out, there)
-    left = next(name for name in (f"p{i}" for i in range(6)) if name not in there)
-    half, other = (out / f".{name}.{'0' * 32}.partial" for name in (left, "somebody"))
-    for folder in (half, other):
+def test_drafts_of_this_run_are_removed_and_others_stay(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:
+    out, given = tmp_path / "out", options(batch=1, figures=False)
+    done = [entry["name"] for entry in predict(fasta, tiny_params, out, **given, shard="1/2")["predictions"]]
+    left = next(name for name in (f"p{i}" for i in range(6)) if name not in done)
+    own, other = (out / f".{name}.{'0' * 32}.partial" for name in (left, "somebody"))
+    for folder in (own, other):
         folder.mkdir()
         (folder / "a.cif").write_text("half")
-    assert predict(fasta, tiny_params, out, **options(batch=1))["status"] == "complete"
-    assert (half.exists(), other.exists()) == (False, True)
-    (other / "a.cif").unlink()
-    assert times_of(out, there) == times
-    predict(fasta, tiny_params, tmp_path / "alone", **options(batch=1))
-    assert predictions(out) == predictions(tmp_path / "alone")
-    of_run = {"summary.json", "report.html", "cite.bibtex", "predict.log"}
-    assert {path.name for path in out.iterdir() if path.is_file()} == of_run
+    assert predict(fasta, tiny_params, out, **given)["status"] == "complete"
+    assert (own.exists(), other.exists()) == (False, True)
 
 
 def test_failures_of_other_parts_stay_and_own_ones_are_tried_again(

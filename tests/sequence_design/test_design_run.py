@@ -1,8 +1,7 @@
-"""Test `warpfold design`: settings, resumption of killed starts, design files, and errors."""
+"""Test `warpfold design`: settings, design files, and errors."""
 
 import json
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,10 +36,6 @@ SAMPLE = SampleConfig(max_msa=4, max_extra=4, max_templates=0)
 def predictor(multimer: bool = False) -> Predictor:
     config = tiny_config(templates=replace(tiny_config().templates, enabled=False))
     return Predictor(filled_model(as_multimer(config) if multimer else config), sample=SAMPLE)
-
-
-def files_of(out: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file()}
 
 
 def test_designs_are_written_the_best_first(tmp_path: Path) -> None:
@@ -80,34 +75,6 @@ def test_designs_are_written_the_best_first(tmp_path: Path) -> None:
     assert "sequence logo" in page
     assert one["sequence"] in page
     assert (out / "designs.csv").read_text().startswith("name,loss,mean_plddt,ptm,iptm,loss.plddt,loss.contacts,")
-
-
-@pytest.mark.parametrize("at", [0, 4, 13])
-def test_a_run_that_was_killed_ends_with_the_same_files(tmp_path: Path, at: int) -> None:
-    whole, killed, settings = tmp_path / "whole", tmp_path / "killed", load_design(VALUES)
-    run_design(predictor(), settings, whole, starts=2)
-    child = os.fork()
-    # Like `kill -9`, `os._exit` in the child cleans up nothing.
-    if child == 0:
-        one, calls = predictor(), [0]
-        gradient = one.gradient
-
-        def counted(*args: object, **kwargs: object) -> object:
-            if calls[0] == at:
-                os._exit(9)
-            calls[0] += 1
-            return gradient(*args, **kwargs)
-
-        one.gradient = counted
-        run_design(one, settings, killed, starts=2)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    # Add a row whose state was not written, and an incomplete row.
-    if at == 4:
-        with (killed / "starts/design_0001.jsonl").open("a") as file:
-            file.write('{"step": 4}\n{"step"')
-    run_design(predictor(), settings, killed, starts=2)
-    assert files_of(killed) == files_of(whole)
 
 
 def test_more_starts_may_be_asked_for_and_another_run_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from tests.training.runs import equal_tensors, rows, steps, tiny_run
+from tests.training.runs import rows, steps, tiny_run
 from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store
 from warpfold.engine import trunk
@@ -46,20 +46,6 @@ def stop_after(step: int) -> Any:
 @pytest.fixture(scope="module")
 def init(unbroken: Path) -> Path:
     return unbroken / "params.safetensors"
-
-
-@pytest.mark.parametrize(
-    "finetune",
-    [FinetuneConfig(trainable=("plddt",), adapters=ADAPTERS), STRUCTURE],
-    ids=["adapters", "cached"],
-)
-def test_a_stopped_run_continues_to_the_bit(finetune: FinetuneConfig, store: Store, init: Path, tmp_path: Path) -> None:
-    config = run_of(finetune)
-    train(config, store, tmp_path / "whole", init=init)
-    assert train(config, store, tmp_path / "run", init=init, watch=stop_after(3)).steps == 3
-    train(config, store, tmp_path / "run", init=init)
-    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
-    assert equal_tensors(tmp_path / "run/params.safetensors", tmp_path / "whole/params.safetensors")
 
 
 def test_what_a_run_with_adapters_leaves(store: Store, init: Path, tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_every_element_of_the_state_changes_the_digest(store: Store, tmp_path: P
 
 
 def test_a_run_that_was_stopped_has_the_digests_of_one_that_was_not(store: Store, tmp_path: Path) -> None:
-    """The law of resuming (tests/laws/test_resume.py) compares digests after a `kill -9`, too."""
+    """tests/laws/test_kills.py compares digests after a `kill -9`, too."""
 
     def stop(row: dict[str, Any]) -> None:
         if row["kind"] == "step" and row["step"] == 3:

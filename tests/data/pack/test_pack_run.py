@@ -6,9 +6,6 @@ import os
 import random
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,28 +138,6 @@ def test_a_finished_store_and_what_is_none_are_left_as_they_are(files: Path, mon
     assert [file.name for file in (files / "other").iterdir()] == ["precious"]
 
 
-def test_a_killed_run_continues(files: Path, whole: dict[str, bytes]) -> None:
-    code = f"""
-import os, signal
-from pathlib import Path
-from tests.data.pack.pack_inputs import packed
-
-def progress(done, total, stage):
-    if stage == "packing" and done == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-packed(Path({str(files)!r}), progress=progress)
-"""
-    result = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
-    assert result.returncode == -signal.SIGKILL
-    assert not (files / "store").exists()
-    done: list[int] = []
-    packed(files, progress=lambda count, total, stage: done.append(count) if stage == "packing" else None)
-    assert done == [5, 6, 7, 8, 9, 10]
-    assert contents(files / "store") == whole
-    assert not part_path(files / "store", JobPart(1, 1)).exists()
-
-
 def test_whatever_a_kill_leaves_of_a_part_the_store_is_the_same(
     files: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,27 +172,6 @@ def test_whatever_a_kill_leaves_of_a_part_the_store_is_the_same(
         assert contents(files / "store") == whole
         assert not part.exists()
         shutil.rmtree(files / "store")
-
-
-def test_a_kill_while_the_store_is_written(
-    files: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop(done: int, total: int, stage: str) -> None:
-        if stage == "writing" and done == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        packed(files, progress=stop)
-    part = part_path(files / "store", JobPart(1, 1))
-    assert part.exists()
-    (files / "store.partial").mkdir()
-    (files / "store.partial/shard-00000.wfs").write_bytes(b"left by a kill")
-    monkeypatch.setattr(packing, "_run_jobs", lambda *_: pytest.fail("work was done again"))
-    packed(files)
-    assert contents(files / "store") == whole
-    part.mkdir()  # a kill after the store appeared, before the part was removed
-    assert packed(files).finished_before
-    assert not part.exists()
 
 
 def test_the_program_of_the_clusters_is_said(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.data.pack.killers import Here
-from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, contents, packed, structure
+from tests.data.pack.pack_inputs import contents, packed
 from tests.data.pack.test_pack_run import parts_of
 from warpfold import files as files_module
 from warpfold.data.pack import jobs as pack_jobs
@@ -48,44 +48,6 @@ def written(path: Path) -> StoreWriter:
     writer = StoreWriter(path)
     writer.add("a", pack_record({"x": np.arange(9)}, {}), {"length": 9})
     return writer
-
-
-def killed_at(number: int, patch: pytest.MonkeyPatch, work: Callable[[], Any]) -> bool:
-    """Run `work` in a process that is killed before the event of an index. Returns whether it got so far."""
-    child = os.fork()
-    if child == 0:
-        left = iter(range(number))
-        before_events(patch, lambda: None if next(left, None) is not None else os._exit(9))
-        work()
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-
-
-def test_a_kill_before_any_event_changes_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack_jobs, "IsolatedProcess", Here)  # one process for each is slow
-    files, number, outcomes = tmp_path, 0, set()
-    structure(files / "structures/1one.cif", chain("A", ONE), chain("B", TWO))
-    structure(files / "structures/1two.cif", chain("A", TWO, shift=9.0))
-    alignment(files / "msas/1one_A.a3m", ONE, ONE[::-1])
-    alignment(files / "msas/x.a3m", TWO, TWO[::-1])
-    packed(files, "whole")
-    whole = contents(files / "whole")
-    while True:
-        killed = killed_at(number, monkeypatch, lambda: packed(files))
-        outcomes.add((files / "store").exists())
-        report = packed(files)
-        bytes_after = contents(files / "store")
-        # A kill between the last two events leaves an empty lock in the finished store.
-        assert bytes_after.pop("lock", b"") == b""
-        assert bytes_after == whole
-        assert len(report.kept) == 3
-        assert sorted(path.name for path in files.glob("store*")) == ["store"]
-        if not killed:
-            break
-        shutil.rmtree(files / "store")
-        number += 1
-    assert number > 30
-    assert outcomes == {False, True}
 
 
 def test_a_second_writer_at_any_event_of_the_first_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,29 +104,6 @@ def test_what_changes_the_result_is_searched_anew(
     assert len(searched) == 6
 
 
-def test_a_run_that_was_stopped_goes_on(
-    files: tuple[Path, Path], tmp_path: Path, searched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Jackhmmer, "queries_per_pass", lambda self, threads: 1)
-    keep = searching.Cache.put
-
-    def stop_at_the_third(self, key, text):
-        if searched == [family(i)[0] for i in range(3)]:
-            raise KeyboardInterrupt
-        keep(self, key, text)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(searching.Cache, "put", stop_at_the_third)
-        with pytest.raises(KeyboardInterrupt):
-            search([files[0]], [Database("db", files[1])], tmp_path / "out")
-    assert json.loads((tmp_path / "out/search.json").read_text())["status"] == "running"
-    report = search([files[0]], [Database("db", files[1])], tmp_path / "out")
-    assert searched[3:] == [family(2)[0]]
-    assert report["status"] == "complete"
-    search([files[0]], [Database("db", files[1])], tmp_path / "whole")
-    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
-
-
 def test_a_damaged_result_is_found_again(files: tuple[Path, Path], tmp_path: Path, searched: list[str]) -> None:
     search([files[0]], [Database("db", files[1])], tmp_path / "out")
     before = tree(tmp_path / "out")

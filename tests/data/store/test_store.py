@@ -2,9 +2,6 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
@@ -363,25 +360,6 @@ def test_a_store_is_not_touched_by_another_writer(tmp_path: Path) -> None:
             StoreWriter(path)
     read_everything(tmp_path / "s")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["s"]
-
-
-def test_a_killed_writer_leaves_no_store_and_does_not_block_the_next(tmp_path: Path) -> None:
-    code = f"""
-import os, signal
-from tests.data.store.test_store import arrays
-from warpfold.data.store.store import StoreWriter, pack_record
-writer = StoreWriter({str(tmp_path / "s")!r}, shard_bytes=100_000)
-for i in range(3):
-    writer.add(f"entry_{{i}}", pack_record(arrays(i), {{}}), {{}})
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
-    assert result.returncode == -signal.SIGKILL
-    assert not (tmp_path / "s").exists()
-    assert (tmp_path / "s.partial").exists()
-    write(tmp_path / "s", 1)
-    assert Store(tmp_path / "s").keys == ["entry_0"]
-    assert not (tmp_path / "s.partial").exists()
 
 
 def test_threads_forks_and_pickles_read_the_same(tmp_path: Path) -> None:
