@@ -147,6 +147,7 @@ def test_what_is_wrong_is_printed_with_its_cure(
     code, out, _ = run(capsys, *CLUSTER)
     assert code == 0
     assert "0 wrong" in out
+    assert "start the command on all processes" in out
 
 
 @pytest.mark.usefixtures("alone")

@@ -363,6 +363,8 @@ def cluster_report(examined: "Examined", out: Path | None) -> Answer:
         outcomes = [finding.outcome for finding in examined.findings]
         counts = [f"{outcomes.count(outcome)} {outcome}" for outcome in SEVERITY]
         yield f"\n{', '.join(counts)}; {examined.seconds:.0f} s"
+        if ranks == 1:
+            yield "no ranks and no links were compared: start the command on all processes, with torchrun or srun"
         if out and examined.cluster:
             yield f"measured links: {out}; `plan --cluster` and `train --cluster` read it"
         elif out:

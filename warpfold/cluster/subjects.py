@@ -147,7 +147,7 @@ def link_subjects(links: MeasuredLinks, promised: Link | None, hosts: Sequence[s
                 # Processes on the CPUs of one machine have no wire that could be broken.
                 "is wire": where == "between" or links.device != "cpu",
                 "words": f"{pair.bandwidth / 1e9:.3g} GB/s, the median is {median / 1e9:.3g} GB/s",
-                "median words": f"{median / 1e9:.3g} GB/s, latency {late * 1e6:.3g} µs (medians of {len(pairs)} pairs)",
+                "median words": f"{median / 1e9:.3g} GB/s, latency {late * 1e6:.3g} µs (medians, pairs: {len(pairs)})",
             }
             for pair in pairs
         ]
