@@ -162,6 +162,8 @@ def _misused(error: click.UsageError) -> str:  # type: ignore[name-defined]  # a
     if name == "predict" and "requires" not in says and option in INSTEAD:
         return f"{option}: not an option of predict. Use {INSTEAD[option]}. See warpfold predict --help."
     command = getattr(typer.main.get_command(app), "commands", {}).get(name)
+    if "Missing option '--params'" in says:
+        return f"{says}. Download some with `warpfold params fetch`, or train a small model with `warpfold demo`."
     if command is None or error.ctx is not None:
         return f"{says}. See {error.ctx.command_path if error.ctx else 'warpfold'} --help."
     takes = "".join(f": {one.help.rstrip('.')}" for one in command.params if option in one.opts and "requires" in says)

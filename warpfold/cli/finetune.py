@@ -46,9 +46,9 @@ def finetune(
     ] = None,
     rehearse: Annotated[
         str | None,
-        reads("STORE=SHARE: of a general store, so large a share of the examples, against forgetting.", path="store"),
+        reads("STORE=SHARE: draw this share of the examples from a general store, against forgetting.", path="store"),
     ] = None,
-    split: Annotated[PathLike | None, reads("A split.toml of an earlier run, to be split alike.")] = None,
+    split: Annotated[PathLike | None, reads("A split.toml of an earlier run, to repeat its split.")] = None,
     one_family: Annotated[bool, decides("Split by chain, where all are relatives; the report says so.")] = False,
     split_identity: Annotated[
         float,

@@ -286,7 +286,7 @@ def _text(found: dict[str, Any], out: Path | None) -> "Iterator[str | Table]":
                         f"98.5% interval [{low:+.4f}, {high:+.4f}] ({paired['clusters']} clusters): {paired['verdict']}"
                     )
                 counts = f"better on {paired['wins']}, worse on {paired['losses']}"
-                yield f"  {metric.name:14s} better by {paired['difference']:+.4f}, {span}; {counts}"
+                yield f"  {metric.name:14s} improvement {paired['difference']:+.4f}, {span}; {counts}"
         yield ""
     if out is not None:
         yield f"{out / PAGE}: open it in a browser; {out / TABLE} and {out / REPORT} have the numbers"

@@ -141,7 +141,7 @@ def _comparisons(sets: Sequence[PredictionSet], results: Mapping[str, Any]) -> l
             f"excludes 0. Below {MIN_CLUSTERS} clusters there is no interval and no verdict. Positive is better, also "
             "for RMSD, clashes and chain breaks."
         )
-        header = ["score", "better by", "98.5% interval", "verdict", "clusters", "targets", "better on", "worse on"]
+        header = ["score", "improvement", "98.5% interval", "verdict", "clusters", "targets", "better on", "worse on"]
         sections.append(Section(f"{a} against {b}", text, drawn, ReportTable(header, rows)))
     return sections
 

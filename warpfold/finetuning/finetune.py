@@ -44,6 +44,7 @@ from warpfold.files import checksum, claim_folder, file_name, put_aside, sha256,
 from warpfold.finetuning.choose import chosen_settings, first_settings, planned
 from warpfold.finetuning.page import (
     comparison_sections,
+    counted,
     folded_with,
     report_page,
     stated_relatives,
@@ -75,6 +76,8 @@ CHAIN = (LDDT, ALL_ATOMS, TM, GDT)
 COMPLEX = (*CHAIN, INTERFACE_LDDT, DOCKQ)
 
 log = logging.getLogger("warpfold")
+# The command line prints what this logger gets; it prints only warnings of `log`.
+plan_log = logging.getLogger("warpfold.plan")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +156,9 @@ def finetune(
             "the folder of theirs, or leave --msas out to train without"
         )
     limit, left_out = options.split_identity, dict[str, int]()
+    if packed.dropped:
+        count = counted(len(packed.dropped), "chain")
+        plan_log.info("%s", f"{count} dropped, with the reasons in {out / 'store' / 'pack.json'}")
     unaligned = [entry.name for entry in packed.chains if entry.depth <= 1]
     if unaligned:
         log.warning("%s", unaligned_warning(unaligned, len(packed.chains)))
@@ -170,13 +176,14 @@ def finetune(
     general, forgotten, left_out["rehearsal"] = _rehearsal(options, assemblies, store, split)
     for name, count in left_out.items():
         if count:
-            log.info("%s", f"{count:,} {name} entries left out: related to what tests or validates, at {limit:.0%}")
+            plan_log.info("%s", f"{count:,} {name} entries left out: related to what tests or validates, at {limit:.0%}")
     values = chosen_settings(first, split, options.steps, options.trainable, options.adapters)
     values["train"] |= {"seed": options.seed, "test": [*split.test, *forgotten]}
     config, said = planned(values, options.changes, out / "run", device, options.memory)
     parts, optim = ", ".join(f"{len(keys)} {name}" for name, keys in split.parts.items()), config.optim
-    steps = f"{config.train.steps} steps of {optim.accumulate}, rate {optim.learning_rate:g}"
-    log.info("%s", f"{parts} (by {split.by}); {steps}" + (f"; {said}" if said else ""))
+    steps = f"{config.train.steps} steps of {counted(optim.accumulate, 'example')}, crop {config.data.crop}"
+    rate = f"learning rate {optim.learning_rate:g}"
+    plan_log.info("%s", f"{parts} (by {split.by}); {steps}, {rate}" + (f"; {said}" if said else ""))
     used = [key for part in split.parts.values() for key in part]
     sources = [Source(store, used, 1.0 - (general.weight if general else 0.0))]
     sources += [general] if general is not None else []

@@ -264,8 +264,8 @@ class Request(Checked):
     params: Annotated[
         Paths,
         reads(
-            "WarpFold's .safetensors, DeepMind's params_model_*.npz, or a folder of these. Several models each fold, "
-            "and their predictions are ranked."
+            "WarpFold's .safetensors, DeepMind's params_model_*.npz (`warpfold params fetch`), or a folder of these. "
+            "Several models each fold, and their predictions are ranked."
         ),
     ] = field(kw_only=False)
     out: Annotated[PathLike, writes("Folder for the predictions; a stopped run continues in it.")] = field(

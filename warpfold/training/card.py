@@ -54,7 +54,8 @@ def run_card(
     scores = {row["step"]: row["lddt_ca"] for row in validations}
     # A validation without enough time has fewer examples than are held out.
     counts = {row["step"]: len(row["examples"]) for row in validations}
-    training = f"{len(steps):,} steps of {values['optim']['accumulate']} examples; "
+    count = values["optim"]["accumulate"]
+    training = f"{len(steps):,} steps of {count} example{'' if count == 1 else 's'}; "
     if scores:
         last = max(scores)
         training += f"mean lDDT-Cα of held-out entries {scores[last]:.4f} after step {last:,}"
