@@ -157,8 +157,8 @@ def finetune(
         )
     limit, left_out = options.split_identity, dict[str, int]()
     if packed.dropped:
-        count = counted(len(packed.dropped), "chain")
-        plan_log.info("%s", f"{count} dropped, with the reasons in {out / 'store' / 'pack.json'}")
+        dropped = counted(len(packed.dropped), "chain")
+        plan_log.info("%s", f"{dropped} dropped, with the reasons in {out / 'store' / 'pack.json'}")
     unaligned = [entry.name for entry in packed.chains if entry.depth <= 1]
     if unaligned:
         log.warning("%s", unaligned_warning(unaligned, len(packed.chains)))
