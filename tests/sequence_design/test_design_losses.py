@@ -112,6 +112,16 @@ def test_confidences_are_the_official_ones(name: str) -> None:
     assert json.loads((CONFIDENCES / f"{name}.json").read_text())
 
 
+def test_ptm_is_its_definition() -> None:
+    """Supp. 1.9.7: the largest mean over residues of the expected 1 / (1 + (error / d0)²), here for 20 residues."""
+    plddt, distogram, pae, positions = random_outputs()
+    centres = 0.25 + 0.5 * torch.arange(64)
+    d0 = 1.24 * (20 - 15) ** (1 / 3) - 1.8
+    expected = (pae.softmax(-1) / (1 + (centres / d0) ** 2)).sum(-1).mean(-1).max()
+    (found,) = Losses(LossWeights(ptm=1.0), LossShape())(seen_of(plddt, distogram, pae, positions)).values()
+    assert float(found) == pytest.approx(1 - float(expected), rel=1e-6)
+
+
 def test_a_soft_cutoff_draws_errors_that_lie_beyond_it() -> None:
     errors = torch.full((4, 30), 12.0, dtype=torch.float64, requires_grad=True)
     soft, hard = soft_ipsae(errors, LossShape()), soft_ipsae(errors, LossShape(error_width=1e-3))
