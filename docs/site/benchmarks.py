@@ -567,7 +567,7 @@ def faults() -> str:
         "The suite was extended after the first run of seed 0, so its share describes these faults alone. "
         "A fresh seed estimates the share for new faults. Seed 1 drew from all packages, and seeds 2 and 11 from "
         "`data`, `scoring`, `evaluation`, `finetuning`, `prediction` and `sequence_design`. The suite was extended "
-        "after seed 2.",
+        "after each of them.",
     ]
     path = latest("reliability-kills-*.json")
     rows = [

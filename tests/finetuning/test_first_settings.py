@@ -87,6 +87,7 @@ def test_the_schedule_follows_the_number_of_steps(
     assert optim["average_decay"] == average
     assert (train["steps"], train["validate_every"], train["save_every"]) == (steps, every, every)
     assert (train["validation"], train["test"]) == (["v0", "v1"], ["w0"])
+    assert (train["validation_examples"], train["validation_share"], train["patience"]) == (24, 1.0, 4)
 
 
 @pytest.mark.parametrize(("examples", "accumulate"), [(3, 1), (17, 2), (80, 10), (1000, 16)])

@@ -222,6 +222,10 @@ def test_only_the_peptide_bond_to_the_next_residue_is_no_clash(other: int, bonde
 def test_breaks_clashes_and_mirrors_are_counted() -> None:
     positions, mask = ideal_chain(300)
     assert check_geometry(positions, mask).notices() == []
+    # A residue without atoms breaks nothing.
+    gapped, present = positions.copy(), mask.copy()
+    gapped[100] = present[100] = 0
+    assert check_geometry(gapped, present).notices() == []
     positions[10:] += 5  # one break
     mirrored = positions.copy()
     mirrored[20:23, :, 2] = 10 - mirrored[20:23, :, 2]

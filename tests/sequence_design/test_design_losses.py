@@ -167,8 +167,11 @@ def test_shapes_have_the_values_that_they_should() -> None:
     assert value("contacts", line, near) == pytest.approx(expected, rel=1e-3)
     assert value("interface_contacts", line, near, asym=asym) == pytest.approx(expected, rel=1e-3)
     # A residue that has fewer admissible pairs than `contact_number` uses all of them: residues 2 and 9 have one pair.
+    # The certain contacts of neighbours along the chain are not admissible.
     few = Losses(LossWeights(contacts=1.0), LossShape(contact_number=3, contact_separation=9))
-    found = few(seen_of(plddt, torch.zeros(12, 12, 64).double(), pae, line))["contacts"]
+    flat = torch.zeros(12, 12, 64).double()
+    flat[(torch.arange(12)[:, None] - torch.arange(12)).abs() < 9] = torch.eye(64)[10].double() * 100
+    found = few(seen_of(plddt, flat, pae, line))["contacts"]
     near_bins = int((distogram_breaks(64) <= 14.0).sum())
     assert float(found) == pytest.approx(-math.log(near_bins / 64), rel=1e-5)
     # A chain may have one residue.

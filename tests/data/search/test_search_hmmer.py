@@ -147,7 +147,8 @@ def test_template_hits_are_on_the_query(tmp_path: Path) -> None:
     seqres = "".join(f">{i}abc_A mol:protein length:{len(row)}  X\n{row}\n" for i, (_, row) in enumerate(relatives[:9]))
     nucleic = ">9dna_A mol:na length:12  DNA\nACGTTGCA0123\n"  # with letters that are no amino acids
     path = tmp_path / "seqres.txt"
-    path.write_text(nucleic + seqres)
+    end = seqres.index("\n>") + 1
+    path.write_text(seqres[:end] + nucleic + seqres[end:])
     rows = found(Jackhmmer(), [SearchQuery(sequence)], database(tmp_path / "db.fasta", 3))[0]
     hits = parse_hits(found(Hmmsearch(), [SearchQuery(sequence, rows)], path)[0], sequence)
     assert {hit.name for hit in hits} == {f"{i}abc_A" for i in range(9)}
