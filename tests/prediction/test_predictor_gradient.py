@@ -53,6 +53,7 @@ def test_the_gradient_of_logits_is_that_of_differences() -> None:
     )
     assert (up - down) / (2 * step) == pytest.approx(float((found.grad["B"] * direction).sum()), rel=1e-5)
     assert found.prediction.chain_ids == ("A", "B")
+    assert (found.prediction.single, found.prediction.pair) == (None, None)
     likely = "".join(RESTYPES[i] for i in x["B"].argmax(-1))
     assert found.prediction.sequence == "MKVLA" + likely[:2] + "C" + likely[3:]
 
