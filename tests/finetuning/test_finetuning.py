@@ -222,6 +222,12 @@ def test_settings_are_no_difference(given: dict[str, Any], tmp_path: Path) -> No
     assert "with 1 recycle, 2 clustered and 2 extra alignment rows" in (tmp_path / "tuned/card.md").read_text()
 
 
+def test_a_misspelt_setting_is_refused_before_packing(given: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data\.crp"):
+        warpfold.finetune(out=tmp_path / "out", device="cpu", **{**given, "set": {"data.crp": 16}})
+    assert not (tmp_path / "out").exists()
+
+
 def test_equal_weights_are_folded_once(done: tuple[Path, dict[str, Any]], tiny_params: Path) -> None:
     config = settings.build(RunConfig, done[1]["settings"])
     before, after = both_models(tiny_params, tiny_params, config, "cpu")

@@ -60,7 +60,7 @@ from warpfold.progress import Progress, as_time, no_progress
 from warpfold.report.report import write_report
 from warpfold.scoring.intervals import paired_difference
 from warpfold.training.card import run_card
-from warpfold.training.config import RunConfig
+from warpfold.training.config import RunConfig, load_settings
 from warpfold.training.examples import hold_out
 from warpfold.training.first_weights import start_from
 from warpfold.training.processes import train_here
@@ -133,6 +133,8 @@ def finetune(
         raise UserError("--one-family draws a split, and --split gives one; leave one of them out")
     assemblies = load_config(options.init).multimer is not None
     first = first_settings(options.init)
+    # Invalid changes are reported before the structures are packed.
+    load_settings(first, options.changes).config()
     run = options.identity()
     # Until training starts, a command with other options may use the folder: the first command may have been a mistake.
     earlier = claim_folder(out, FORMAT, run, force or not (out / "run").exists())
@@ -176,7 +178,7 @@ def finetune(
     general, forgotten, left_out["rehearsal"] = _rehearsal(options, assemblies, store, split)
     for name, count in left_out.items():
         if count:
-            plan_log.info("%s", f"{count:,} {name} entries left out: related to what tests or validates, at {limit:.0%}")
+            plan_log.info("%s", f"{count:,} {name} entries left out: related to tests or validations, at {limit:.0%}")
     values = chosen_settings(first, split, options.steps, options.trainable, options.adapters)
     values["train"] |= {"seed": options.seed, "test": [*split.test, *forgotten]}
     config, said = planned(values, options.changes, out / "run", device, options.memory)
