@@ -61,13 +61,13 @@ def aligned_errors(
 
     def sum_of_frames(rows: slice) -> tuple[Tensor, ...]:
         """Compute the sums over the pairs of some frames."""
-        own, true = frames[..., rows, :, :], true_frames[..., rows, :, :]
+        predicted, true = frames[..., rows, :, :], true_frames[..., rows, :, :]
         # Subtract t before the rotation. R^T x - R^T t would lose digits where the structure is far from the origin.
-        away, true_away = _from_origins(own, points), _from_origins(true, true_points)
+        away, true_away = _from_origins(predicted, points), _from_origins(true, true_points)
         squares = away[0].new_full((), softening**2)
         # One axis of the local frames at a time takes a third of the memory.
         for k in range(3):
-            squares = squares + (_along(own[..., k], away) - _along(true[..., k], true_away)).square()
+            squares = squares + (_along(predicted[..., k], away) - _along(true[..., k], true_away)).square()
         distance = squares.clamp(min=LEAST**2).sqrt()
         weight = point_mask[..., None, :]
         if pair_mask is not None:

@@ -22,13 +22,13 @@ GROUP = 8
 def aligned_errors(t: Operands) -> Tensor:
     """Compute warpfold::aligned_errors."""
     dtype, acc = t.frames.dtype, accumulation_dtype(t.frames)
-    given = t.frames, t.points, t.true_frames, t.true_points, t.frame_mask, t.point_mask
-    frames, points, true_frames, true_points, frame_mask, point_mask = (x.to(acc) for x in given)
+    operands = t.frames, t.points, t.true_frames, t.true_points, t.frame_mask, t.point_mask
+    frames, points, true_frames, true_points, frame_mask, point_mask = (x.to(acc) for x in operands)
     sums = frames.new_zeros(*frames.shape[:-3], 2)
     true = _operands(true_frames, true_points, -1)
-    for total, some, x in zip(sums.view(-1, 2), *_each(frames, points)):
-        axes, columns, origins = _joined(_operands(some, x, 1), true)
-        for groups, rows in uniform_loop(_blocks(len(some), len(x))):
+    for total, example_frames, x in zip(sums.view(-1, 2), *_each(frames, points)):
+        axes, columns, origins = _joined(_operands(example_frames, x, 1), true)
+        for groups, rows in uniform_loop(_blocks(len(example_frames), len(x))):
             products = axes[groups] @ (columns - origins[groups])
             distance = _squares(_of_frames(products, rows), t.softening).clamp_(min=LEAST**2).sqrt_()
             if t.pair_mask is not None:
@@ -41,16 +41,18 @@ def aligned_errors(t: Operands) -> Tensor:
 def aligned_errors_backward(t: Operands) -> tuple[Tensor, Tensor]:
     """Compute warpfold::aligned_errors_backward."""
     dtype, acc = t.frames.dtype, accumulation_dtype(t.frames)
-    given = t.frames, t.points, t.true_frames, t.true_points, t.frame_mask, t.point_mask
-    frames, points, true_frames, true_points, frame_mask, point_mask = (x.to(acc) for x in given)
+    operands = t.frames, t.points, t.true_frames, t.true_points, t.frame_mask, t.point_mask
+    frames, points, true_frames, true_points, frame_mask, point_mask = (x.to(acc) for x in operands)
     dframes, dpoints = frames.new_zeros(frames.shape), points.new_zeros(points.shape)
     gradients = _each(dframes, dpoints)
     true = _operands(true_frames, true_points, -1)
-    for (capped, whole), some, x, dsome, dx in zip(t.grad.reshape(-1, 2).to(acc), *_each(frames, points), *gradients):
-        axes, columns, origins = _joined(_operands(some, x, 1), true)
-        moved = some[:, :, 3] - origins[:, :3, 0].repeat_interleave(GROUP, 0)[: len(some)]
-        inverse = some[:, :, :3].mT * frame_mask[:, None, None]
-        for groups, rows in uniform_loop(_blocks(len(some), len(x))):
+    for (capped, whole), example_frames, x, dexample_frames, dx in zip(
+        t.grad.reshape(-1, 2).to(acc), *_each(frames, points), *gradients
+    ):
+        axes, columns, origins = _joined(_operands(example_frames, x, 1), true)
+        moved = example_frames[:, :, 3] - origins[:, :3, 0].repeat_interleave(GROUP, 0)[: len(example_frames)]
+        inverse = example_frames[:, :, :3].mT * frame_mask[:, None, None]
+        for groups, rows in uniform_loop(_blocks(len(example_frames), len(x))):
             seen = columns - origins[groups]
             products = axes[groups] @ seen
             apart = _of_frames(products, rows)
@@ -68,9 +70,9 @@ def aligned_errors_backward(t: Operands) -> tuple[Tensor, Tensor]:
             # The gradient of [R^T, -R^T (t - o)].
             daxes = _of_frames(products @ (seen[:, :4] * point_mask).mT, rows)
             dstart = daxes[..., 3]
-            dsome[rows, :, :3] = daxes[..., :3].mT - moved[rows, :, None] * dstart[:, None, :]
-            dsome[rows, :, 3] = -(some[rows, :, :3] * dstart[:, None, :]).sum(-1)
-        dsome *= frame_mask[:, None, None]
+            dexample_frames[rows, :, :3] = daxes[..., :3].mT - moved[rows, :, None] * dstart[:, None, :]
+            dexample_frames[rows, :, 3] = -(example_frames[rows, :, :3] * dstart[:, None, :]).sum(-1)
+        dexample_frames *= frame_mask[:, None, None]
         dx *= point_mask[:, None]
     return dframes.to(dtype), dpoints.to(dtype)
 
@@ -168,9 +170,9 @@ def _overlap(atoms: Tensor, radius: Tensor, tolerance: float, rows: slice) -> tu
 def _compared(t: Operands, exists: Tensor, rows: slice) -> Tensor:
     """Return 1 for the pairs of some atoms with all atoms that are compared, in either order."""
     index, order, chain, slot = t.index, t.order, t.chain, t.slot
-    own, own_slot, before = index[rows, None], slot[rows, None], order[rows, None] < order
-    forward = (own_slot == C_ATOM) & (slot == N_ATOM) & (own + 1 == index) & before
-    backward = (own_slot == N_ATOM) & (slot == C_ATOM) & (own == index + 1) & ~before
+    own_index, own_slot, before = index[rows, None], slot[rows, None], order[rows, None] < order
+    forward = (own_slot == C_ATOM) & (slot == N_ATOM) & (own_index + 1 == index) & before
+    backward = (own_slot == N_ATOM) & (slot == C_ATOM) & (own_index == index + 1) & ~before
     bonded = (forward | backward) & (chain[rows, None] == chain)
     exempt = bonded | (own_slot == SG_ATOM) & (slot == SG_ATOM) | (order[rows, None] == order)
     return (exists[rows, None] * exists).masked_fill_(exempt, 0)

@@ -111,13 +111,13 @@ def _divide(compute: Callable[[T], None], parts: Sequence[T], threads: int) -> N
     before = _set_threads()
     try:
         with torch.no_grad():
-            own = taken()
-            mine = next(own, None)
+            part_numbers = taken()
+            next_part = next(part_numbers, None)
             # This loop has one iteration per part of any thread, because it notifies this thread's watcher.
             for number in uniform_loop(range(len(parts))):
-                if number == mine:
+                if number == next_part:
                     compute(parts[number])
-                    mine = next(own, None)
+                    next_part = next(part_numbers, None)
     finally:
         _set_threads(before)
         left.clear()

@@ -71,9 +71,9 @@ def transition_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
         else:
             dbefore = [torch.ops.aten.silu_backward(value.mul_(dhidden), gate), dhidden.mul_(silu)]
         standard = standardise(xs, mean, scale).to(x.dtype)
-        for some, d in zip((slice(0, half), slice(half, None)), dbefore):
-            dup_bias[some] += d.sum(0, dtype=wide)
-            accumulate(product[some], d, standard)
+        for half_rows, d in zip((slice(0, half), slice(half, None)), dbefore):
+            dup_bias[half_rows] += d.sum(0, dtype=wide)
+            accumulate(product[half_rows], d, standard)
         if len(dbefore) == 1:
             dn = torch.mm(dbefore[0], up)
         elif up.dtype.itemsize < 4:
@@ -109,4 +109,4 @@ def _before(n: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> 
     """Compute the outputs of `up`, with "swiglu" separately for the gates and the values."""
     size = weight.shape[1] // HALVES[activation]
     halves = [slice(start, start + size) for start in range(0, weight.shape[1], size)]
-    return [_linear(n, weight[:, some], None if bias is None else bias[some]) for some in halves]
+    return [_linear(n, weight[:, half], None if bias is None else bias[half]) for half in halves]
