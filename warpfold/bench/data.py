@@ -227,9 +227,13 @@ def reading(store: Store) -> dict[str, float]:
 def sizes(store: Store) -> dict[str, float]:
     """Return the MB of the store, and of the files from which it was packed."""
     plan = json.loads(store.file("sources.json") or "{}")
-    source = sum(kind["bytes"] for kind in plan["inputs"].values())
-    own = store.nbytes
-    return {"store MB": round(own / 1e6, 1), "source files MB": round(source / 1e6, 1), "ratio": round(own / source, 2)}
+    source_bytes = sum(kind["bytes"] for kind in plan["inputs"].values())
+    store_bytes = store.nbytes
+    return {
+        "store MB": round(store_bytes / 1e6, 1),
+        "source files MB": round(source_bytes / 1e6, 1),
+        "ratio": round(store_bytes / source_bytes, 2),
+    }
 
 
 def packing(store: Store, folder: Path) -> dict[str, float]:

@@ -102,8 +102,8 @@ def examine(
 
 
 def _speed(case: OpCase, dtype: str, device: torch.device) -> float | None:
-    given = inputs(case, DTYPES[dtype], device)
-    times = measure([DEFINITION.make(given), OURS.make(given)], device, REPEATS, BUDGET / 2, peaks=False)
+    case_inputs = inputs(case, DTYPES[dtype], device)
+    times = measure([DEFINITION.make(case_inputs), OURS.make(case_inputs)], device, REPEATS, BUDGET / 2, peaks=False)
     seconds = {name: (t.median("training"), t.median("backward")) for name, t in times.items()}
     # A missing time means that the run was out of memory.
     if any(None in pair for pair in seconds.values()):
@@ -236,8 +236,10 @@ def of_findings(findings: Sequence[Finding], source: str, device: torch.device) 
     for finding in fine:
         if finding.verdict.reason:
             by_reason[finding.verdict.reason].append(finding)
-    for reason, some in by_reason.items():
-        sentences.append(f"Slow: {len(some)} run by their definitions ({_names(some)}), because {reason}")
+    for reason, slow_findings in by_reason.items():
+        sentences.append(
+            f"Slow: {len(slow_findings)} run by their definitions ({_names(slow_findings)}), because {reason}"
+        )
     return sentences
 
 

@@ -79,9 +79,9 @@ class SlowFolder(Folder):
 
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         # The monotonic clock is common to all processes.
-        asked = time.monotonic()
+        request_time = time.monotonic()
         answers = super().read(name, ranges)
-        arrival = self.emulation.arrival(asked, sum(map(len, answers)))
+        arrival = self.emulation.arrival(request_time, sum(map(len, answers)))
         time.sleep(max(arrival - time.monotonic(), 0.0))
         return answers
 

@@ -90,9 +90,9 @@ class TuningTask:
 
 def launches_of(workload: Workload) -> list[KernelLaunch]:
     """Record the launches of a workload's forward and backward pass with meta tensors, on any machine."""
-    given = inputs(workload.case, DTYPES[workload.dtype], "meta")
+    case_inputs = inputs(workload.case, DTYPES[workload.dtype], "meta")
     with launching() as launches:
-        run(OPS[workload.case.op].fast, given)
+        run(OPS[workload.case.op].fast, case_inputs)
     return launches
 
 
@@ -192,7 +192,10 @@ class GpuBench:
                 launches[candidate] = of_task
             else:
                 out[candidate] = "not launched with this key"
-        ways = {str(c): Whole(str(c), lambda made=made: [one.run() for one in made]) for c, made in launches.items()}  # type: ignore[misc]
+        ways = {
+            str(c): Whole(str(c), lambda made=made: [launch.run() for launch in made])  # type: ignore[misc]
+            for c, made in launches.items()
+        }
         with torch.cuda.device(self.device):
             times = measure(list(ways.values()), self.device, self.repeats, math.inf, peaks=False)
         out |= {c: times[str(c)].failed for c in launches if times[str(c)].failed}
@@ -376,7 +379,7 @@ def timed(
         row = {"kernel": task.kernel, "key": list(task.key), "workload": str(task.workload)}
         sink(row | {"microseconds": medians, "out": out})
         if not any((later.kernel, later.key) == (task.kernel, task.key) for later in todo[done + 1 :]):
-            group = [one for one in results if (one.kernel, one.key) == (task.kernel, task.key)]
+            group = [result for result in results if (result.kernel, result.key) == (task.kernel, task.key)]
             # Without totals, `choose` explains at the end why there is no entry.
             if _totals(group):
                 known(choose(group))
@@ -394,7 +397,7 @@ def choose(results: Iterable[Timed]) -> list[TableEntry]:
     for (kernel, key), group in sorted(_grouped(results).items()):
         totals = _totals(group)
         if not totals:
-            reasons = dict.fromkeys(reason for one in group for reason in one.out.values())
+            reasons = dict.fromkeys(reason for result in group for reason in result.out.values())
             raise UserError(f"{kernel} {key}: it gets no entry, because no candidate works: {'; '.join(reasons)}")
         best = min(totals.values())
         chosen = next(candidate for candidate, total in totals.items() if total <= TIE_TOLERANCE * best)
@@ -412,9 +415,9 @@ def _grouped(results: Iterable[Timed]) -> dict[tuple[str, Key], list[Timed]]:
 def _totals(group: Sequence[Timed]) -> dict[KernelConfig, float]:
     """Sum the median seconds of each candidate that was timed in every workload."""
     return {
-        candidate: sum(statistics.median(one.seconds[candidate]) for one in group)
+        candidate: sum(statistics.median(result.seconds[candidate]) for result in group)
         for candidate in group[0].seconds
-        if all(one.seconds.get(candidate) for one in group)
+        if all(result.seconds.get(candidate) for result in group)
     }
 
 
@@ -431,8 +434,8 @@ def report(results: Sequence[Timed], entries: Iterable[TableEntry]) -> list[dict
             "microseconds": round(1e6 * totals[entry.config], 1),
             "slowest": round(1e6 * max(totals.values()), 1),
             "timed": len(totals),
-            "out": {str(c): reason for one in group for c, reason in one.out.items()},
-            "places": [one.workload for one in group],
+            "out": {str(c): reason for result in group for c, reason in result.out.items()},
+            "places": [result.workload for result in group],
         })  # fmt: skip
     return rows
 

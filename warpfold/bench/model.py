@@ -175,9 +175,9 @@ def _chosen(of: str, ways: Sequence[str], device: torch.device) -> dict[str, tup
 
 def _row(times: Mapping[str, Times], way: str, parts: Sequence[str], run: str, flops: float | None, rate: float) -> Row:
     """Compute the figures of an implementation: for some parts of its runs, and for the run that consists of them."""
-    own, seconds = times[way], times[way].median(*parts)
-    plain, peak = times.get("definition", Times()).median(*parts), own.peaks.get(run)
-    wall, host = own.median_wall(run)
+    own_times, seconds = times[way], times[way].median(*parts)
+    plain, peak = times.get("definition", Times()).median(*parts), own_times.peaks.get(run)
+    wall, host = own_times.median_wall(run)
     tflops = flops / seconds / 1e12 if flops and seconds else None
     return {
         "ms": seconds and seconds * 1e3,
@@ -187,7 +187,7 @@ def _row(times: Mapping[str, Times], way: str, parts: Sequence[str], run: str, f
         "wall_ms": wall and wall * 1e3,
         "host_ms": host and host * 1e3,
         "peak_mib": None if peak is None else peak / 2**20,
-        "repeats": own.repeats,
+        "repeats": own_times.repeats,
     }
 
 
@@ -214,7 +214,7 @@ def bench_block(
     Returns the machine, its peak throughput, the rows, and the operations that ran by their definitions.
     """
     kind, precision = device.type, given.plan.precision
-    what = f"Evoformer block, {given.block}, {precision}"
+    title = f"Evoformer block, {given.block}, {precision}"
     counts: dict[str, dict[str, int]] = {}
     for way, kernels in COUNTED.items() if kind != "cuda" else ():
         by_pass = block_launches(given.block, precision, kernels)
@@ -229,7 +229,7 @@ def bench_block(
     rows: list[Row] = []
 
     def add(row: Row) -> None:
-        rows.append({"what": what, **row})
+        rows.append({"what": title, **row})
         sink(rows[-1])
 
     for name, (_, note) in chosen.items():
@@ -249,7 +249,7 @@ def bench_block(
             add(row)
     if kind == "cuda" and "ours" in subjects:
         add(_as_graph(subjects["ours"], device))
-    return report_of(f"{what}: ms are medians of turns", device, {precision: top}, rows) | {
+    return report_of(f"{title}: ms are medians of turns", device, {precision: top}, rows) | {
         "precision": precision, "refused": dict(refusals(before)),
     }  # fmt: skip
 
@@ -280,7 +280,7 @@ def bench_step(
     """Time each implementation of a training step like `bench_block`, with the plan of the settings."""
     kind, precision = device.type, given.plan.precision
     blocks = f"{given.model.evoformer.blocks} blocks, recycles {given.recycles}"
-    what = f"training step, {given.sizes}, {blocks}, {precision}"
+    title = f"training step, {given.sizes}, {blocks}, {precision}"
     chosen = _chosen("step", ways, device)
     plans = {name: replace(given.plan, **{"graph": False, **way.changes}) for name, (way, note) in chosen.items()
              if not note}  # fmt: skip
@@ -299,7 +299,7 @@ def bench_step(
     rows: list[Row] = []
     for name, (_, note) in chosen.items():
         note = note or times[name].failed
-        row: Row = {"what": what, "way": name, "note": note}
+        row: Row = {"what": title, "way": name, "note": note}
         if not note:
             execution = step.bind(plans[name])
             row |= {"plan": str(execution), "pass": "step"}
@@ -314,7 +314,7 @@ def bench_step(
             row["note"] = "; ".join([*filter(None, [row["note"]]), *refused])
         rows.append(row)
         sink(row)
-    return report_of(f"{what}: ms are medians of turns", device, {precision: top}, rows) | {
+    return report_of(f"{title}: ms are medians of turns", device, {precision: top}, rows) | {
         "precision": precision, "refused": dict(refusals(before)),
     }  # fmt: skip
 
@@ -372,23 +372,23 @@ def user_model(factory: str, inputs: str | None, device: torch.device) -> tuple[
     parameters and returns a tensor, a tuple of arguments, a dict of arguments by name, or (tuple, dict).
     Raises UserError for a function that does not exist or returns something else.
     """
-    model, given = _function("--model", factory)(), None
+    model, arguments = _function("--model", factory)(), None
     if isinstance(model, tuple) and len(model) == 2:
-        model, given = model
+        model, arguments = model
     if not isinstance(model, nn.Module):
         raise UserError(f"--model {factory}: it returns a {type(model).__name__}. Return a torch.nn.Module.")
     if inputs is not None:
-        given = _function("--inputs", inputs)()
-    if given is None:
+        arguments = _function("--inputs", inputs)()
+    if arguments is None:
         raise UserError(f"--inputs: missing. Name a function that returns the inputs of {factory}.")
-    if isinstance(given, Mapping):
-        call: Call = (), dict(given)
-    elif not isinstance(given, tuple):
-        call = (given,), {}
-    elif len(given) == 2 and isinstance(given[0], tuple) and isinstance(given[1], Mapping):
-        call = given[0], dict(given[1])
+    if isinstance(arguments, Mapping):
+        call: Call = (), dict(arguments)
+    elif not isinstance(arguments, tuple):
+        call = (arguments,), {}
+    elif len(arguments) == 2 and isinstance(arguments[0], tuple) and isinstance(arguments[1], Mapping):
+        call = arguments[0], dict(arguments[1])
     else:
-        call = given, {}
+        call = arguments, {}
     return model.to(device), map_tensors(lambda x: x.to(device), call)
 
 
@@ -444,7 +444,7 @@ def bench_accelerated(
             raise
         raise UserError(f"--model {name}: out of memory. Use smaller inputs.") from error
     times = measure(ways, device, repeats or ACCELERATED_REPEATS[device.type], ACCELERATED_BUDGET[device.type])
-    failed = "; ".join(f"{way}: {own.failed}" for way, own in times.items() if own.failed)
+    failed = "; ".join(f"{way}: {way_times.failed}" for way, way_times in times.items() if way_times.failed)
     rows: list[Row] = []
     for which in ("forward", "both"):
         parts, run = PASSES[which]
@@ -452,8 +452,8 @@ def bench_accelerated(
         if which == "both" and not ways[0].wanted:
             rows.append(row | {"note": "no parameter requires a gradient"})
             continue
-        for way, own in times.items():
-            seconds, peak = own.median(*parts), own.peaks.get(run)
+        for way, way_times in times.items():
+            seconds, peak = way_times.median(*parts), way_times.peaks.get(run)
             row[f"{way}_ms"] = seconds and seconds * 1e3
             row[f"{way}_mib"] = None if peak is None else peak / 2**20
         if row["before_ms"] and row["after_ms"]:

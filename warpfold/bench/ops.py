@@ -69,19 +69,19 @@ def bench(
         raise UserError(f"--shapes {', '.join(wanted)}: none is a shape of {', '.join(ops)}")
     tops = {dtype: ceilings(device, DTYPES[dtype]) for dtype in dtypes}
     rows: list[Row] = []
-    todo = [(*one, dtype) for one in cases for dtype in dtypes]
+    todo = [(*named_case, dtype) for named_case in cases for dtype in dtypes]
     for done, (op, name, case, dtype) in enumerate(todo):
         progress(done, len(todo), f"{op} {name} {dtype}")
-        given, chosen = inputs(case, DTYPES[dtype], device), [way for way in WAYS[op] if not ways or way.name in ways]
+        drawn, chosen = inputs(case, DTYPES[dtype], device), [way for way in WAYS[op] if not ways or way.name in ways]
         head = {"op": op, "shape": name, "dtype": dtype}
-        for row in _rows(given, chosen, repeats or REPEATS[kind], BUDGET[kind], tops[dtype]):
+        for row in _rows(drawn, chosen, repeats or REPEATS[kind], BUDGET[kind], tops[dtype]):
             rows.append(head | row)
             sink(rows[-1])
         # Free the inputs before the next shape's are drawn.
-        del given
-    what = "WarpFold operations: ms are medians, interleaved; backward is the backward pass alone"
+        del drawn
+    title = "WarpFold operations: ms are medians, interleaved; backward is the backward pass alone"
     left_out = [f"{op} {name}" for op, name, case in named if (op, name, case) not in cases]
-    return report_of(what, device, tops, rows) | {"left_out": left_out}
+    return report_of(title, device, tops, rows) | {"left_out": left_out}
 
 
 def report_of(what: str, device: torch.device, tops: Mapping[str, Ceilings], rows: list[Row]) -> dict[str, Any]:
@@ -190,9 +190,9 @@ def picture(report: dict[str, Any], path: Path) -> None:
     if ending not in figure.canvas.get_supported_filetypes():
         raise UserError(f"--plot {path}: unknown format. Pass a name that ends in .png, .pdf or .svg.")
     axes = figure.subplots(len(panels), 2, squeeze=False, sharey="row")
-    for line, (of, by_pass) in zip(axes, panels.items()):
+    for line, (panel_key, by_pass) in zip(axes, panels.items()):
         for axis, direction in zip(line, ("forward", "backward")):
-            _panel(axis, by_pass.get(direction, []), f"{', '.join(of)}: {direction}")
+            _panel(axis, by_pass.get(direction, []), f"{', '.join(panel_key)}: {direction}")
         line[0].set_ylabel("milliseconds")
     handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8)

@@ -175,8 +175,8 @@ def time_rows(events: Sequence[Any], cuda: bool) -> list[dict[str, Any]]:
         layer = sub(r"(?<=\.)\d+(?=\.|$)", "*", place.layer)
         key = Place(layer, op, place.backward)
         calls[key].add(number if is_torch and not place.op else place.call)
-        own = sum(kernel.duration for kernel in event.kernels) if cuda else event.self_cpu_time_total
-        seconds[key] += own / 1e6
+        microseconds = sum(kernel.duration for kernel in event.kernels) if cuda else event.self_cpu_time_total
+        seconds[key] += microseconds / 1e6
     if cuda:
         # Kernels without a launching event on the host.
         placed = sum(seconds.values())
@@ -215,7 +215,7 @@ def in_words(profile: Mapping[str, Any]) -> list[str]:
         busy = sum(row["ms"] for row in profile["kernels"])
         waited = max(0.0, 1 - busy / profile["run_ms"])
         lines.append(f"The device computed for {busy:,.4g} ms: for {waited:.0%} of a run it waited for the host.")
-    lines += [f"Computed by its definition, {count} times: {what}." for what, count in profile["refused"].items()]
+    lines += [f"Computed by its definition, {count} times: {refusal}." for refusal, count in profile["refused"].items()]
     return lines
 
 
