@@ -262,8 +262,8 @@ class TrainingStep:
         torch.manual_seed(0)
         self.model = Execution(given.plan).bind(AlphaFold(given.model).to(device).train())
         self.model.noise.seed(0)
-        one, precision = replace(given.optim, accumulate=1), given.plan.precision
-        optimizer = Optimizer(self.model, one, dtype=DTYPES[precision], scaling=precision == "fp16")
+        optim, precision = replace(given.optim, accumulate=1), given.plan.precision
+        optimizer = Optimizer(self.model, optim, dtype=DTYPES[precision], scaling=precision == "fp16")
         self.learner = Learner(self.model, optimizer, given.loss, 0, Team())
         self.batch = random_example(given.model, given.sizes, device, (given.recycles + 1) * given.model.ensemble)
         self.executions: dict[Plan, Execution] = {}
@@ -421,6 +421,6 @@ def train_on_example(
     output = model.last_pass(inputs)
     enter("losses")
     outputs: list[Output] = [output] if examples == 1 else output.unbind()
-    losses = [total_loss(one, batch, loss, residues=model.residues)[0] for one in outputs]
+    losses = [total_loss(example_output, batch, loss, residues=model.residues)[0] for example_output in outputs]
     torch.stack(losses).sum().backward()
     enter("update")

@@ -287,10 +287,10 @@ def fitted(points: Sequence[Point], usual: Rate | None = None) -> Rate:
     best, least = np.zeros(5), math.inf
     # Solve for every subset of coefficients, with the others 0, and keep the best solution without negative ones.
     for count in range(1, len(used) + 1):
-        for some in map(list, combinations(used, count)):
-            solution, *_ = np.linalg.lstsq(equations[:, some] / units[some], right, rcond=None)
-            error = float(np.square(equations[:, some] / units[some] @ solution - right).sum())
+        for subset in map(list, combinations(used, count)):
+            solution, *_ = np.linalg.lstsq(equations[:, subset] / units[subset], right, rcond=None)
+            error = float(np.square(equations[:, subset] / units[subset] @ solution - right).sum())
             if (solution >= 0).all() and error < least:
                 best, least = np.zeros(5), error
-                best[some] = solution / units[some]
+                best[subset] = solution / units[subset]
     return Rate(*best.tolist())

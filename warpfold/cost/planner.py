@@ -486,7 +486,7 @@ class _Search:
     def _consider(self, plans: Sequence[Plan]) -> None:
         """Estimate the plans of a grid, from the least computation on, until one fits and no other can be faster."""
         for plan in plans:
-            fits = [known for known in self.considered if not known.reason and grid_of(known.plan) == grid_of(plan)]
+            fits = [other for other in self.considered if not other.reason and grid_of(other.plan) == grid_of(plan)]
             if fits and not self.every and not self._may_be_faster(plan, fits):
                 continue
             memory = self._memory(plan)
@@ -560,8 +560,10 @@ class _Search:
     def simplest(self, fitting: Sequence[Candidate]) -> Candidate:
         """Choose among the plans within `TIE_TOLERANCE` of the fastest: fewest busy devices, simplest, fastest."""
         least = min(map(self._total, fitting))
-        ties = [one for one in fitting if self._total(one) <= TIE_TOLERANCE * least]
-        return min(ties, key=lambda one: (ranks_of(one.plan), simplicity(one.plan), self._total(one)))
+        ties = [candidate for candidate in fitting if self._total(candidate) <= TIE_TOLERANCE * least]
+        return min(
+            ties, key=lambda candidate: (ranks_of(candidate.plan), simplicity(candidate.plan), self._total(candidate))
+        )
 
 
 def is_evident(job: Job, plan: Plan, machine: Machine) -> bool:
@@ -742,14 +744,14 @@ def upper_bound(job: Job, plan: Plan) -> MemoryEstimate:
     heads = max(model.evoformer.heads, model.evoformer.pair.heads)
     logits = heads * n * (n * n + s * n + s * s + e * n + t * n * n)
     outer = n * n * model.evoformer.c_outer**2
-    one = 16 * (pairs + aligned + extra) + 4 * logits + 2 * outer + 64 * n * (n + 64) * (t + 1)
+    block_elements = 16 * (pairs + aligned + extra) + 4 * logits + 2 * outer + 64 * n * (n + 64) * (t + 1)
     blocks = model.evoformer.blocks + model.extra_blocks + t * model.templates.blocks if job.training else 1
     copies = 8 if job.learns else 2
     passes = (job.recycles + 1) * model.ensemble
     features = 4 * passes * n * (64 * s + 32 * e) + 4 * n * n * 64
     width = max(4, DTYPES[plan.precision].itemsize)
     weights = copies * width * parameters(model)
-    peak = weights + width * one * (2 + 2 * blocks) * plan.batch + features
+    peak = weights + width * block_elements * (2 + 2 * blocks) * plan.batch + features
     return MemoryEstimate(peak=peak, weights=weights, features=features)
 
 
@@ -761,12 +763,12 @@ class NothingFitsError(UserError):
 
     def __init__(self, job: Job, machine: Machine, considered: Sequence[Candidate], tell: Progress) -> None:
         self.considered = considered
-        least = min((one for one in considered if one.memory is not None), key=lambda one: one.memory.peak)  # type: ignore[union-attr]
-        what = "a training on" if job.learns else "folding" if job.gradient is None else "a gradient by the sequence of"
+        least = min((entry for entry in considered if entry.memory is not None), key=lambda entry: entry.memory.peak)  # type: ignore[union-attr]
+        task = "a training on" if job.learns else "folding" if job.gradient is None else "a gradient by the sequence of"
         sizes = f"{job.sizes.residues:,} residues with {job.sizes.sequences + job.sizes.extra:,} alignment rows"
         would = "; ".join(_suggestions(job, machine, least.plan, tell))
         remedy = f"what would fit: {would}" if would else "not even a few residues fit; give more memory"
-        super().__init__(f"{what} {sizes}, {describe_plan(least.plan, job.training)}, {least.reason}; {remedy}")
+        super().__init__(f"{task} {sizes}, {describe_plan(least.plan, job.training)}, {least.reason}; {remedy}")
 
 
 def _suggestions(job: Job, machine: Machine, tightest: Plan, tell: Progress) -> Iterator[str]:

@@ -324,9 +324,9 @@ def _global_attention(given: Arguments) -> dict[str, Any]:
 def _gated_attention(given: Arguments) -> dict[str, Any]:
     x, heads = given["x"], given["heads"]
     width = given["out_weight"].shape[1] // heads
-    rows, own = x.numel() // (x.shape[-2] * x.shape[-1]), given["weight"].shape[0] > 4 * heads * width
+    rows, projects_bias = x.numel() // (x.shape[-2] * x.shape[-1]), given["weight"].shape[0] > 4 * heads * width
     at = {"rows": rows, "length": x.shape[-2], "channels": x.shape[-1], "heads": heads, "width": width}
-    return at | {"bias": own or given["bias"] is not None}
+    return at | {"bias": projects_bias or given["bias"] is not None}
 
 
 def _triangle_multiplication(given: Arguments) -> dict[str, Any]:

@@ -168,10 +168,10 @@ def _scaled_to_all_blocks(
     main = {"recomputed": (recomputed, run - few.keep_blocks), "backward": (job.backward_blocks, run)}
     for entry in entries:
         if not isinstance(entry, Await) and entry.part:
-            all_, some = job.model.extra_blocks, config.extra_blocks
+            all_blocks, run_blocks = job.model.extra_blocks, config.extra_blocks
             if entry.part == MAIN:
-                all_, some = main.get(entry.phase, (every, run))
-            entry = replace(entry, times=entry.times * all_ / max(1, some))
+                all_blocks, run_blocks = main.get(entry.phase, (every, run))
+            entry = replace(entry, times=entry.times * all_blocks / max(1, run_blocks))
         yield entry
 
 
@@ -240,9 +240,9 @@ def parameters_of(model: ModelConfig) -> tuple[dict[str, Tensor], set[str]]:
     Returns the parameters by name, and the names of those that stay in the bucket of the previous one. The blocks of a
     stack have equal parameters, so only one block is created.
     """
-    one = replace(model, evoformer=replace(model.evoformer, blocks=min(1, model.evoformer.blocks)),
+    one_block_config = replace(model, evoformer=replace(model.evoformer, blocks=min(1, model.evoformer.blocks)),
                   extra_blocks=min(1, model.extra_blocks))  # fmt: skip
-    made = make_model(one, "fp32")
+    made = make_model(one_block_config, "fp32")
     named, (order, together) = dict(made.named_parameters()), packed_order(made)
     blocks = {MAIN: model.evoformer.blocks, EXTRA: model.extra_blocks}
     parameters, joined = dict[str, Tensor](), set[str]()

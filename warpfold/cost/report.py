@@ -73,11 +73,11 @@ def describe_used(choice: Choice, candidate: Candidate) -> str:
 def why(choice: Choice) -> list[str]:
     """List reasons against other plans: a simpler plan that does not fit, and the time of the next best grid."""
     chosen, grid = choice.chosen, grid_of(choice.plan)
-    too_large = [one for one in choice.considered if one.reason]
+    too_large = [candidate for candidate in choice.considered if candidate.reason]
     reasons = [f"{describe_plan(too_large[0].plan, True)} {too_large[0].reason}"] if too_large else []
-    others = [one for one in choice.considered if one.time and not one.reason and grid_of(one.plan) != grid]
+    others = [other for other in choice.considered if other.time and not other.reason and grid_of(other.plan) != grid]
     if others and chosen.time:
-        least = min(others, key=lambda one: one.time.total if one.time else 0.0)
+        least = min(others, key=lambda other: other.time.total if other.time else 0.0)
         assert least.time is not None
         times = least.time.total / chosen.time.total
         reasons.append(f"{describe_grid(least.plan)} would take {times:.2f} times as long")
@@ -111,8 +111,8 @@ def job_report(
     try:
         choice = choose(job, machine, fixed, sync, cluster, rates, machine.devices == 1, tell=within(tell, 0, 2))
     except NothingFitsError as error:
-        rows = [plan_row(one, None, machine, job, None) for one in error.considered[:MAX_ROWS]]
-        only_bounds = all(one.memory is not None and one.memory.at_least for one in error.considered)
+        rows = [plan_row(candidate, None, machine, job, None) for candidate in error.considered[:MAX_ROWS]]
+        only_bounds = all(candidate.memory is not None and candidate.memory.at_least for candidate in error.considered)
         # Otherwise the message already says what would fit.
         if not (job.training or only_bounds):
             about["longest"] = longest_of(job, machine, fixed, within(tell, 1, 2))
@@ -121,14 +121,14 @@ def job_report(
         raise UserError(f"{name}: {error}") from error
     plans = list(choice.considered)
     if job.training:
-        plans.sort(key=lambda one: (bool(one.reason), one.time.total if one.time else math.inf))
+        plans.sort(key=lambda candidate: (bool(candidate.reason), candidate.time.total if candidate.time else math.inf))
     shown = plans[:MAX_ROWS] if choice.chosen in plans[:MAX_ROWS] else [choice.chosen, *plans[: MAX_ROWS - 1]]
     time = choice.chosen.time
     return about | {
         "said": choice_in_words(choice),
         "rates": None if time is None else time.how,
         "seconds_by_part": {} if time is None else {part: round(s, 6) for part, s in time.by_part.items()},
-        "plans": [plan_row(one, choice, machine, job, price) for one in shown],
+        "plans": [plan_row(candidate, choice, machine, job, price) for candidate in shown],
         "left_out": omitted_plans(choice, len(shown)) if job.training and machine.devices > 1 else [],
         "at_peak": choice.memory.at_peak,
         "course": [[at, dict(owners)] for at, owners in choice.memory.course],
@@ -163,7 +163,11 @@ def plan_row(
 def omitted_plans(choice: Choice, shown: int) -> list[str]:
     """Explain in one line each why other plans are not shown."""
     job, chosen = choice.job, choice.plan
-    lines = [f"{describe_plan(one.plan, True)}: {one.reason}" for one in choice.considered if one.reason]
+    lines = [
+        f"{describe_plan(candidate.plan, True)}: {candidate.reason}"
+        for candidate in choice.considered
+        if candidate.reason
+    ]
     if (more := len(choice.considered) - shown) > 0:
         lines.append(f"{more} more plans take longer")
     if job.model.evoformer.outer == "middle":
