@@ -96,7 +96,7 @@ def run_card(
         lines.append("")
     lines += ["## Settings", "", "```toml"]
     for section, keys in SHOWN_SETTINGS.items():
-        known = ((key, values[section].get(key)) for key in keys)
-        lines += [f"[{section}]", *(f"{key} = {toml_value(value)}" for key, value in known if value is not None), ""]
+        items = ((key, values[section].get(key)) for key in keys)
+        lines += [f"[{section}]", *(f"{key} = {toml_value(value)}" for key, value in items if value is not None), ""]
     lines += ["```", "", "## Made by", "", "```bash", command or "# from Python", "```", ""]
     return "\n".join(lines)

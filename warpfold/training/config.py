@@ -178,8 +178,8 @@ class GivenSettings:
         """Return the fixed keys of the plan, and separately the fixed keys of `plan.sync`."""
         fixed = self.fixed(chosen)
         sync = fixed.pop("sync", None)
-        given = {} if sync is None else self.values["plan"]["sync"]
-        return fixed, {key: getattr(sync, key) for key in given}
+        sync_values = {} if sync is None else self.values["plan"]["sync"]
+        return fixed, {key: getattr(sync, key) for key in sync_values}
 
 
 SettingsLike = str | os.PathLike[str] | Mapping[str, Any] | RunConfig | GivenSettings
@@ -199,8 +199,8 @@ def load_settings(name: SettingsLike, changes: Iterable[str] = ()) -> GivenSetti
             raise UserError(f"{changes[0]}: these settings have been read. Pass changes when you load them.")
         return name
     if not isinstance(name, str | os.PathLike | Mapping | RunConfig):
-        what = shown(name)
-        raise UserError(f"settings = {what}: a preset's name, a TOML file, a mapping or a RunConfig is needed")
+        shown_value = shown(name)
+        raise UserError(f"settings = {shown_value}: a preset's name, a TOML file, a mapping or a RunConfig is needed")
     if isinstance(name, os.PathLike):
         name = Path(name)
     if isinstance(name, RunConfig):
@@ -209,14 +209,16 @@ def load_settings(name: SettingsLike, changes: Iterable[str] = ()) -> GivenSetti
     source = "settings" if isinstance(name, Mapping) else str(name)
     presets = {path.resolve() for path in settings.presets().values()}
     merged: settings.Mapped = {}
-    own: set[str] = set()
+    plan_keys: set[str] = set()
     for path, values in settings.layers(name, changes):
         if values.get("plan") == "auto":
             values = values | {"plan": AUTO}
         merged = settings.merge(merged, values)
         if path is None or path.resolve() not in presets:
             plan = values.get("plan", {})
-            own |= set(plan) if isinstance(plan, dict) else set()
+            plan_keys |= set(plan) if isinstance(plan, dict) else set()
     plan = merged.get("plan", {})
     auto = plan.pop("auto", True) if isinstance(plan, dict) else False
-    return GivenSettings(source, merged, frozenset(own - {"auto"}), settings.convert(bool, auto, source, "plan.auto"))
+    return GivenSettings(
+        source, merged, frozenset(plan_keys - {"auto"}), settings.convert(bool, auto, source, "plan.auto")
+    )

@@ -220,18 +220,22 @@ class FoldPlanner:
         # The other ranks of a shared example wait for this one in the middle of a pass, so it cannot start again.
         if not is_out_of_memory(error) or failed.choice is None or self.team.process.ranks > 1:
             raise error
-        what = describe_plan(failed.plan)
+        plan_text = describe_plan(failed.plan)
         if failed.plan.graph is True:
             self._unrecorded = failed.residues
-            log.warning("%d residues: out of memory (%s) with CUDA graphs; next plan: without", failed.residues, what)
-            return FoldPlan.of(failed.choice, (*failed.ran_out, f"{what}, graphs"))
+            log.warning(
+                "%d residues: out of memory (%s) with CUDA graphs; next plan: without", failed.residues, plan_text
+            )
+            return FoldPlan.of(failed.choice, (*failed.ran_out, f"{plan_text}, graphs"))
         following = tighter(failed.choice)
         if following is None:
-            raise UserError(f"{failed.residues} residues: out of memory even with the tightest plan ({what})") from None
+            raise UserError(
+                f"{failed.residues} residues: out of memory even with the tightest plan ({plan_text})"
+            ) from None
         needed = needed_bytes(failed.choice.memory, failed.choice.machine)
         self._limits.append((failed.residues, needed - 1))
-        fold_plan = FoldPlan.of(following, (*failed.ran_out, what))
-        log.warning("%d residues: out of memory (%s); next plan: %s", failed.residues, what, fold_plan.description)
+        fold_plan = FoldPlan.of(following, (*failed.ran_out, plan_text))
+        log.warning("%d residues: out of memory (%s); next plan: %s", failed.residues, plan_text, fold_plan.description)
         return fold_plan
 
 
@@ -315,7 +319,7 @@ def explain_out_of_memory(
         if not is_out_of_memory(error):
             raise
         kind = torch.device(device).type
-        names = ", ".join(f"{one.key or one.name} ({sizes_of_batch(one.features)})" for one in examples)
+        names = ", ".join(f"{example.key or example.name} ({sizes_of_batch(example.features)})" for example in examples)
         plan = describe_plan(config.plan, training=True)
         raise UserError(
             f"step {step + 1}: out of memory on {kind} with {names or 'the update of the weights'}; plan: {plan}. "

@@ -100,7 +100,9 @@ class _Comparison(Watcher):
             self.tell(step - self.start, self.last - self.start, f"step {step}")
         elif row["kind"] in ("digest", "session"):
             self.digests[step] = row["digest"]
-            if step == self.start and any(at == step and row["digest"] != one for at, one in self.logged.digests):
+            if step == self.start and any(
+                at == step and row["digest"] != logged_digest for at, logged_digest in self.logged.digests
+            ):
                 raise UserError(
                     f"{self.run}: the checkpoint of step {step} does not have the digest that the log has for this "
                     "step. Choose another one with --from."
@@ -232,8 +234,8 @@ def choose_start(run: Path, start: int | None, kept: Sequence[int], logged: Logg
     if start is None:
         return usable[0]
     if start not in usable:
-        what = "no digest" if start in kept else "no checkpoint"
-        raise UserError(f"{run}: has {what} of step {start}. Choose one of {numbers(usable)} with --from.")
+        missing = "no digest" if start in kept else "no checkpoint"
+        raise UserError(f"{run}: has {missing} of step {start}. Choose one of {numbers(usable)} with --from.")
     return start
 
 
@@ -260,8 +262,8 @@ def begin_folder(folder: Path, run: Path, start: int, config: RunConfig, origin:
         try:
             checkpoint = StepFolders(run / "checkpoints").load(start)
             notes = checkpoint.notes
-            what = {"store": "stores", "init": "parameters to start from"}
-            if differing := [what[key] for key in what if notes.get(key) != origin[key]]:
+            origin_names = {"store": "stores", "init": "parameters to start from"}
+            if differing := [origin_names[key] for key in origin_names if notes.get(key) != origin[key]]:
                 wrong = f"{run}: its {differing[0]} have changed since it began. Put them back as they were."
             else:
                 with RunFolder(folder) as scratch:

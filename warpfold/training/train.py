@@ -307,9 +307,9 @@ def claim(run: RunFolder, config: RunConfig, origin: Mapping[str, str], team: Te
                 f"{run.path / 'settings.toml'}: damaged ({error}). Restore it, or choose another --out."
             ) from error
         if text is not None and (differing := settings.differences(wanted, there)):
-            what = listed(differing, between="; ")
+            changed_keys = listed(differing, between="; ")
             raise UserError(
-                f"{run.path}: holds a run with other settings ({what}). Choose another --out, or its settings."
+                f"{run.path}: holds a run with other settings ({changed_keys}). Choose another --out, or its settings."
             )
         run.write_settings(settings.to_toml(config))
     # A rank on another machine may have other data, or a folder that is not the one of rank 0.
@@ -423,9 +423,9 @@ def next_examples(samples: Iterator[Sample], count: int, timer: StepTimer, team:
         identities = team.all_gather_of_example(identity, "the next example").wait()
         if bool((identities != identity).any()):
             names = team.all_gather_object_of_example([example.index, example.name], "the next example")
-            what = ", ".join(f"rank {rank} has {name}" for rank, (_, name) in zip(team.mesh.model.ranks, names))
+            mismatches = ", ".join(f"rank {rank} has {name}" for rank, (_, name) in zip(team.mesh.model.ranks, names))
             raise UserError(
-                f"example {example.index}: {what}, but they share it. One of them could not make it, perhaps for "
+                f"example {example.index}: {mismatches}, but they share it. One of them could not make it, perhaps for "
                 "lack of memory. Run the same command to continue from the last checkpoint."
             )
         yield example

@@ -45,8 +45,8 @@ class TrainingProgress(Watcher):
             cut = ""
             if "cut" in row:
                 cut = f", {row['cropped']} cut, {row['residues']:,} of {row['whole_residues']:,} residues folded"
-            of = row.get("of", len(row["examples"]))
-            self._print_line(f"validated {len(row['examples'])} of {of}{where}{cut}")
+            total = row.get("of", len(row["examples"]))
+            self._print_line(f"validated {len(row['examples'])} of {total}{where}{cut}")
         elif row["kind"] == "step":
             self.row = row
             if time.monotonic() - self._last_line >= self.every or not self._last_line:
