@@ -181,11 +181,11 @@ def finetune(
             plan_log.info("%s", f"{count:,} {name} entries left out: related to tests or validations, at {limit:.0%}")
     values = chosen_settings(first, split, options.steps, options.trainable, options.adapters)
     values["train"] |= {"seed": options.seed, "test": [*split.test, *forgotten]}
-    config, said = planned(values, options.changes, out / "run", device, options.memory)
+    config, plan_summary = planned(values, options.changes, out / "run", device, options.memory)
     parts, optim = ", ".join(f"{len(keys)} {name}" for name, keys in split.parts.items()), config.optim
     steps = f"{config.train.steps} steps of {counted(optim.accumulate, 'example')}, crop {config.data.crop}"
     rate = f"learning rate {optim.learning_rate:g}"
-    plan_log.info("%s", f"{parts} (by {split.by}); {steps}, {rate}" + (f"; {said}" if said else ""))
+    plan_log.info("%s", f"{parts} (by {split.by}); {steps}, {rate}" + (f"; {plan_summary}" if plan_summary else ""))
     used = [key for part in split.parts.values() for key in part]
     sources = [Source(store, used, 1.0 - (general.weight if general else 0.0))]
     sources += [general] if general is not None else []
@@ -211,10 +211,10 @@ def finetune(
         keys = list(clusters[kind])
         remove_drafts(out / folder / file_name(key) for folder in ("before", "after") for key in keys)
         measured[kind] = []
-        for one in fold_before_after(where, keys, before, after, options.seed):
-            for folder, prediction in zip(("before", "after"), one.predictions):
+        for measurement in fold_before_after(where, keys, before, after, options.seed):
+            for folder, prediction in zip(("before", "after"), measurement.predictions):
                 entries.append(write_prediction(prediction, out / folder))
-            measured[kind].append(one)
+            measured[kind].append(measurement)
             tell(len(measured[kind]), len(keys), f"folding, before and after: {kind}")
     seconds["folding"] = time.perf_counter() - began
     measures = COMPLEX if assemblies else CHAIN
@@ -240,7 +240,7 @@ def finetune(
         },
         "split_identity": limit,
         "left_out": {name: count for name, count in left_out.items() if count},
-        "dropped": {one.name or one.file: one.reason for one in packed.dropped},
+        "dropped": {chain.name or chain.file: chain.reason for chain in packed.dropped},
         "steps": summary.steps,
         # Why the run ended before its last step; None if it did not.
         "ended": next((row["reason"] for row in logged if row["kind"] == "end"), None),
@@ -358,18 +358,18 @@ def compared_scores(
     clusters: the cluster of each measured entry, in the same order.  A measure excludes entries without a value, such
     as DockQ of a single chain.
     """
-    found = {}
+    comparisons = {}
     for measure in measures:
         scores = zip(map(measure.of, measured), clusters.values(), strict=True)
         if values := [(*pair, cluster) for pair, cluster in scores if not any(map(math.isnan, pair))]:
             before, after, names = zip(*values)
             difference = paired_difference(after, before, names)
-            found[measure.key] = {
+            comparisons[measure.key] = {
                 "before": round(difference.means[1], 4),
                 "after": round(difference.means[0], 4),
                 **{key: value for key, value in difference.to_dict().items() if key != "means"},
             }
-    return found
+    return comparisons
 
 
 def _searched(options: FinetuneOptions, out: Path, tell: Progress) -> Path:

@@ -26,21 +26,21 @@ def verdict(result: Mapping[str, Any]) -> str:
             f"optim.learning_rate={result['settings']['optim']['learning_rate'] / 4:.2g}), adapters (--adapters 8), "
             "or more structures."
         )
-    found = result["compared"]["test"]["lddt_ca"]
-    size = f"{counted(found['targets'], 'protein')} of {counted(found['clusters'], 'cluster')}"
-    if found["verdict"] is None:
+    comparison = result["compared"]["test"]["lddt_ca"]
+    size = f"{counted(comparison['targets'], 'protein')} of {counted(comparison['clusters'], 'cluster')}"
+    if comparison["verdict"] is None:
         return (
             f"No verdict: the test has {size}, and a verdict needs {MIN_CLUSTERS} clusters. lDDT-Cα changed by "
-            f"{found['difference']:+.3f}."
+            f"{comparison['difference']:+.3f}."
         )
-    low, high = found["interval"]
+    low, high = comparison["interval"]
     change = (
-        f"lDDT-Cα of proteins that training never saw changed by {found['difference']:+.3f} "
+        f"lDDT-Cα of proteins that training never saw changed by {comparison['difference']:+.3f} "
         f"(98.5 % interval {low:+.3f} to {high:+.3f}) on {size}."
     )
-    if found["verdict"] == "worse":
+    if comparison["verdict"] == "worse":
         return f"Worse: {change} Keep the old parameters."
-    return f"{'Better' if found['verdict'] == 'better' else 'No clear difference'}: {change}"
+    return f"{'Better' if comparison['verdict'] == 'better' else 'No clear difference'}: {change}"
 
 
 def folded_with(result: Mapping[str, Any]) -> str:
@@ -73,12 +73,12 @@ def stated_relatives(result: Mapping[str, Any]) -> str:
 def table_of(scores: Mapping[str, Any], measures: Sequence[Measure]) -> ReportTable:
     """Build the table of a set's measures: before, after, and the difference with its interval."""
     rows = []
-    for measure in (one for one in measures if one.key in scores):
-        found = scores[measure.key]
-        low, high = found["interval"] or (None, None)
+    for measure in (candidate for candidate in measures if candidate.key in scores):
+        comparison = scores[measure.key]
+        low, high = comparison["interval"] or (None, None)
         between = "-" if low is None else f"{low:+.3f} to {high:+.3f}"
-        counts = f"{found['wins']} / {found['losses']} of {found['targets']}"
-        means = [f"{found['before']:.3f}", f"{found['after']:.3f}", f"{found['difference']:+.3f}"]
+        counts = f"{comparison['wins']} / {comparison['losses']} of {comparison['targets']}"
+        means = [f"{comparison['before']:.3f}", f"{comparison['after']:.3f}", f"{comparison['difference']:+.3f}"]
         rows.append([measure.label, *means, between, counts])
     return ReportTable(["mean of", "before", "after", "difference", "98.5 % interval", "better / worse"], rows)
 
@@ -110,8 +110,8 @@ def report_page(
     test, scores = measured["test"], result["compared"]["test"]["lddt_ca"]
     warned = []
     if result["split_by"] == "chain":
-        said = "proteins of the test have relatives in training: this says how well the family is known, no more"
-        warned.append(Warned(f"split by chain: {said}"))
+        limitation = "proteins of the test have relatives in training: this says how well the family is known, no more"
+        warned.append(Warned(f"split by chain: {limitation}"))
     if result["without_alignment"]:
         warned.append(Warned(unaligned_warning(result["without_alignment"], result["chains"])))
     if scores["verdict"] is None:
@@ -129,7 +129,7 @@ def report_page(
         )
         for kind in measured
     ]
-    shown = [measures[0], next(one for one in measures if one.key == "tm")]
+    shown = [measures[0], next(measure for measure in measures if measure.key == "tm")]
     sections.append(compared("Each protein of the test", "protein", test, shown))
     lddt, loss = figures.draw_training(out / "run" / "metrics.jsonl", "validation")
     training = Section(
