@@ -125,7 +125,7 @@ def all_gather(x: Tensor, axis: int, length: int, group: Group, name: str) -> Pe
         return Pending(x)
     sizes = shard_sizes(length, group.size)
     shapes = [_with_size(x.shape, axis, size) for size in sizes]
-    own, width, even = shapes[group.rank], max(shape.numel() for shape in shapes), len(set(sizes)) == 1
+    own_shape, width, even = shapes[group.rank], max(shape.numel() for shape in shapes), len(set(sizes)) == 1
 
     def gather(x: Tensor) -> Started:
         sent = _padded(x.contiguous().view(-1), width)
@@ -149,7 +149,7 @@ def all_gather(x: Tensor, axis: int, length: int, group: Group, name: str) -> Pe
         return buffer, sent, work, (group.size - 1) * buffer.nbytes
 
     def shard(buffer: Tensor) -> Tensor:
-        return buffer[: own.numel()].view(own)
+        return buffer[: own_shape.numel()].view(own_shape)
 
     there = _Collective("all_gather", name, gather, join)
     return _begin(x, there, _Collective("reduce_scatter", name, reduce_scatter, shard))
@@ -176,8 +176,8 @@ def all_to_all(x: Tensor, had: int, wanted: int, length: int, group: Group, name
 
         return _Collective("all_to_all", name, start, lambda buffer: _joined(buffer, come, had))
 
-    own = shard_sizes(x.shape[wanted], group.size)[group.rank]
-    there = _with_size(_with_size(x.shape, had, length), wanted, own)
+    own_size = shard_sizes(x.shape[wanted], group.size)[group.rank]
+    there = _with_size(_with_size(x.shape, had, length), wanted, own_size)
     back = resharding(there, wanted, had, x.shape[wanted])
     return _begin(x, resharding(x.shape, had, wanted, length), back)
 

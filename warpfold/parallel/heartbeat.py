@@ -236,7 +236,7 @@ class Heartbeat:
             if self._position() is not position:
                 position, since = self._position(), time.monotonic()
             late = time.monotonic() - since > self._limit + self._patience * BEAT
-            asked, read = self._asked, self._to_read
+            request_number, read = self._asked, self._to_read
             try:
                 with waiting(self._name):
                     beat = [*asdict(self._position()).values(), time.monotonic() - self._began]
@@ -258,7 +258,7 @@ class Heartbeat:
                 self._gone = True
             self._judge(late)
             with self._changed:
-                self._answered = asked
+                self._answered = request_number
                 self._changed.notify_all()
                 if self._gone:
                     return

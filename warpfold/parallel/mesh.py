@@ -125,14 +125,16 @@ def split(name: str, members: Sequence[Sequence[int]], limit: float) -> Group:
     Every rank must call it: torch requires that all ranks create all groups in the same order.
     """
     rank = dist.get_rank()
-    own = next((ranks for ranks in members if rank in ranks), (rank,))
+    own_ranks = next((ranks for ranks in members if rank in ranks), (rank,))
     handle = None
     if max(map(len, members)) > 1:
         with waiting(f"making the groups of {name} ranks"):
             handles = [dist.new_group(list(ranks), timeout=timedelta(seconds=limit)) for ranks in members]
-        handle = next((made for ranks, made in zip(members, handles) if ranks is own and len(own) > 1), None)
+        handle = next(
+            (made for ranks, made in zip(members, handles) if ranks is own_ranks and len(own_ranks) > 1), None
+        )
         set_timeouts(handle, limit)
-    group = Group(name, list(own).index(rank), len(own), tuple(own), handle)
+    group = Group(name, list(own_ranks).index(rank), len(own_ranks), tuple(own_ranks), handle)
     connect(group)
     return group
 

@@ -444,7 +444,10 @@ def check_replicas(weights: Tensor, layout: Layout, world: Group, when: str) -> 
         column = table[:, number].tolist()
         versions = [version for version, _ in Counter(column).most_common()]
         if len(versions) > 1:
-            groups = [", ".join(str(rank) for rank, own in enumerate(column) if own == version) for version in versions]
+            groups = [
+                ", ".join(str(rank) for rank, rank_version in enumerate(column) if rank_version == version)
+                for version in versions
+            ]
             differences.append(f"{name} (rank {' against '.join(groups)})")
     more = f" and {len(differences) - 3} parameters more" if len(differences) > 3 else ""
     raise ReplicaError(

@@ -369,8 +369,8 @@ def _remote_steps(block: Block, branch: Group) -> set[int]:
     """Return the indices of a block's steps that only the other branch rank runs."""
     remote: set[int] = set()
     for run in independent_runs(block.steps) if branch.size > 1 else ():
-        own, *_ = _states_by_rank(_changed_states([block.steps[index] for index in run], block.states), branch)
-        remote |= {index for index in run if block.steps[index].state != own}
+        own_state, *_ = _states_by_rank(_changed_states([block.steps[index] for index in run], block.states), branch)
+        remote |= {index for index in run if block.steps[index].state != own_state}
     return remote
 
 
@@ -529,15 +529,15 @@ class ShardedStack:
         if self.mesh.branch.size == 1 or len(states) == 1:
             results = _interleave(*(self._chain(chain, by_channels, held, mask) for chain in chains.values()))
             return dict(zip(states, results))
-        own, other = _states_by_rank(states, self.mesh.branch)
-        (result,) = _interleave(self._chain(chains[own], by_channels, held, mask))
-        axis, other_axis = (chains[state][-1][1].axis for state in (own, other))
-        theirs = held[other]
+        own_state, other_state = _states_by_rank(states, self.mesh.branch)
+        (result,) = _interleave(self._chain(chains[own_state], by_channels, held, mask))
+        axis, other_axis = (chains[state][-1][1].axis for state in (own_state, other_state))
+        theirs = held[other_state]
         shape = theirs.whole_shape(theirs.local(theirs.available_axis))
         shape[other_axis] = shard_sizes(theirs.lengths[other_axis], self.group.size)[self.group.rank]
         # The two branch ranks swap the states that they have computed.
         received = sendrecv(result.local(axis), shape, self.mesh.branch, f"{theirs.name} of the other branch")
-        return {own: result, other: theirs.with_shard(other_axis, received)}
+        return {own_state: result, other_state: theirs.with_shard(other_axis, received)}
 
     def _chain(
         self, steps: list[tuple[Step, StepLayout]], by_channels: bool, held: Sharded, mask: Mapping[str, Mask]

@@ -151,8 +151,8 @@ class Team:
 
         Digests are compared first, so that equal values are not sent to every process.
         """
-        own = digest(value)
-        largest, smallest = self.begin_largest(torch.tensor([own, -own]), what).wait()[0].tolist()
+        own_digest = digest(value)
+        largest, smallest = self.begin_largest(torch.tensor([own_digest, -own_digest]), what).wait()[0].tolist()
         return [] if largest == -smallest else self.all_gather_object(value, what)
 
     def take(self, what: str) -> int:
@@ -412,7 +412,7 @@ def _initialise(process: ProcessInfo, plan: Plan, device: torch.device) -> dist.
             dist.init_process_group(backend, None, limit, process.ranks, process.rank, store, device_id=own_gpu)
         with waiting(f"reaching the store at {where} again"):
             # The heartbeat's thread needs its own client, since a blocked request blocks its client.
-            own = dist.TCPStore(process.address, process.port, None, False, limit)
+            heartbeat_store = dist.TCPStore(process.address, process.port, None, False, limit)
     except RuntimeError as error:
         why = str(error).splitlines()[0]
         raise TeamError(
@@ -420,7 +420,7 @@ def _initialise(process: ProcessInfo, plan: Plan, device: torch.device) -> dist.
             f"{plan.start_limit:g} s: {why}. Check why the missing ranks did not start, or increase the limit "
             "(plan.start_limit, in training)."
         ) from error
-    return dist.PrefixStore(f"warpfold-{name}-heartbeat", own)
+    return dist.PrefixStore(f"warpfold-{name}-heartbeat", heartbeat_store)
 
 
 def team_of(value: Any) -> Team:
