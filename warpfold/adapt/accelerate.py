@@ -196,11 +196,13 @@ def _patterns(model: nn.Module, only: str | Iterable[str] | None) -> tuple[str, 
     patterns = (only,) if isinstance(only, str) else tuple(only)
     operations = {adapter.operation for adapter in adapters().values()}
     names = [name for name, module in model.named_modules() if find_adapter(module, adapters())[0] is not None]
-    for asked in patterns:
-        below = (asked, f"{asked}.*")
-        if asked not in operations and not any(fnmatch(name, p) for name in names for p in below):
-            known = ", ".join(sorted(operations))
-            raise UserError(f"accelerate: only={asked!r} is neither the name of a layer that is known nor of {known}")
+    for selector in patterns:
+        below = (selector, f"{selector}.*")
+        if selector not in operations and not any(fnmatch(name, p) for name in names for p in below):
+            supported = ", ".join(sorted(operations))
+            raise UserError(
+                f"accelerate: only={selector!r} is neither the name of a layer that is known nor of {supported}"
+            )
     return patterns
 
 
@@ -356,7 +358,7 @@ def _notes(model: nn.Module, options: _Options, kinds: Sequence[LayerKind]) -> t
     if any(p.device.type == "cpu" for p in model.parameters()):
         dtypes = {p.dtype for p in model.parameters()}
         slow = [slow_precision(name, "cpu") for name in ("bf16", "fp16") if PRECISIONS[name] in dtypes]
-        notes += [*(f"{one}: model.float()" for one in slow if one), *filter(None, [spinning_threads()])]
+        notes += [*(f"{warning}: model.float()" for warning in slow if warning), *filter(None, [spinning_threads()])]
     return tuple(notes)
 
 

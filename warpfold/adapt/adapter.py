@@ -264,7 +264,7 @@ def qualified_name(kind: type) -> str:
 def find_adapter(module: nn.Module, known: Mapping[str, Adapter]) -> tuple[Adapter | None, str | None]:
     """Return the adapter of a module, and the reason why the module cannot be swapped; None if there is none."""
     kind: Any = type(module)
-    served = next((one for one in kind.__mro__ if qualified_name(one) in known), None)
+    served = next((base for base in kind.__mro__ if qualified_name(base) in known), None)
     if served is None or not known[qualified_name(served)].knows(module):
         return None, None
     adapter = known[qualified_name(served)]

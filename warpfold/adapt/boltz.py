@@ -128,8 +128,8 @@ class BoltzAttentionPairBias(AttentionPairBiasAdapter):
         return self.update(layer, x, mask, other)
 
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:
-        args, given = super().example(module, n, random)
-        for name, second in (("s", given["s"].flip(0) / 2), ("mask", given["mask"].flip(0))):
-            given[name] = torch.cat([given[name], second])
-        keys = {"k_in": given["s"]} if "k_in" in positional_names(type(module).forward) else {}
-        return args, {**given, **keys, "multiplicity": 2}
+        args, kwargs = super().example(module, n, random)
+        for name, second in (("s", kwargs["s"].flip(0) / 2), ("mask", kwargs["mask"].flip(0))):
+            kwargs[name] = torch.cat([kwargs[name], second])
+        keys = {"k_in": kwargs["s"]} if "k_in" in positional_names(type(module).forward) else {}
+        return args, {**kwargs, **keys, "multiplicity": 2}

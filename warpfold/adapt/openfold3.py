@@ -94,8 +94,8 @@ class TriangleAttentions(Masked, TriangleAttentionAdapter):
         return super().forward(layer, **given)
 
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:
-        args, given = super().example(module, n, random)
-        return args, {**given, "transpose_bias": n > 16}
+        args, kwargs = super().example(module, n, random)
+        return args, {**kwargs, "transpose_bias": n > 16}
 
 
 class RowAttentions(Masked, GatedAttentionAdapter):

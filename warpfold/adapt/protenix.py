@@ -117,5 +117,5 @@ class ProtenixAttentionPairBias(ProtenixLayer, AttentionPairBiasAdapter):
             raise NotServed("attention that is conditioned, or of other keys")
 
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:
-        args, given = super().example(module, n, random)
-        return args, {**given, "s": None}
+        args, kwargs = super().example(module, n, random)
+        return args, {**kwargs, "s": None}

@@ -85,8 +85,8 @@ class Acceleration:
             if kind.why != NO_OPERATION:
                 left.setdefault((kind.why, kind.class_name), []).extend(kind.names)
         for (why, name), names in left.items():
-            what = f"{len(names)} {name} ({pattern(tuple(names))})"
-            lines += textwrap.wrap(f"left: {what}: {why}", width, subsequent_indent="  ")
+            named_layers = f"{len(names)} {name} ({pattern(tuple(names))})"
+            lines += textwrap.wrap(f"left: {named_layers}: {why}", width, subsequent_indent="  ")
         unsupported = Counter[str]()
         for kind in self.left:
             unsupported[kind.class_name] += len(kind.names) if kind.why == NO_OPERATION else 0

@@ -132,5 +132,5 @@ class RF3AttentionPairBias(RF3Layer, AttentionPairBiasAdapter):
         return super().forward(layer, **given)
 
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:
-        args, given = super().example(module, n, random)
-        return args, {**given, "S_I": None, "Beta_II": given["A_I"].new_full((1,), 0.5)}
+        args, kwargs = super().example(module, n, random)
+        return args, {**kwargs, "S_I": None, "Beta_II": kwargs["A_I"].new_full((1,), 0.5)}
