@@ -513,13 +513,13 @@ class _GatedAttention(OpProfile):
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
         """Draw x and the parameters. Triangle attention computes its bias from z, unless rows were left out."""
         c, h, inner = case.channels, case.heads, case.heads * case.width
-        own = case.bias and "msa" not in case.where and case.rows == case.batches * case.length
+        projects_bias = case.bias and "msa" not in case.where and case.rows == case.batches * case.length
         bias = None
-        if case.bias and not own:
+        if case.bias and not projects_bias:
             z = draw.positions(replace(case, rows=case.batches * case.length, transposed=False), h)
             bias = z.movedim(-1, -3).detach()
         norm = draw.positions(case, c), draw.parameter(c, mean=1.0), draw.parameter(c)
-        into = draw.parameter(4 * inner + (h if own else 0), c, scale=c**-0.5), draw.parameter(inner)
+        into = draw.parameter(4 * inner + (h if projects_bias else 0), c, scale=c**-0.5), draw.parameter(inner)
         out_of = draw.parameter(c, inner, scale=inner**-0.5), draw.parameter(c)
         factors = draw.factors(1, case.length, c, drawn=case.drawn) if case.dropped else None
         return *norm, *into, *out_of, draw.mask(case, masked), bias, h, factors

@@ -146,9 +146,9 @@ class Verdict:
 
     def says(self) -> str:
         """Describe the failure in one line."""
-        what = f"{self.case.op} ({self.case.where}: {size_in_words(self.case)}) in {self.dtype}, way {self.way}"
+        subject = f"{self.case.op} ({self.case.where}: {size_in_words(self.case)}) in {self.dtype}, way {self.way}"
         wrong = [str(e) for e in self.errors if e.red]
-        return f"{what}: " + "; ".join(wrong if self.repeats else [*wrong, "two runs differ"])
+        return f"{subject}: " + "; ".join(wrong if self.repeats else [*wrong, "two runs differ"])
 
 
 @dataclass(frozen=True)
@@ -224,27 +224,27 @@ def check(case: OpCase, dtype: str, device: torch.device | str) -> Verdict:
     """
     op = OPS[case.op]
     if torch.device(device).type == "mps":
-        given = inputs(case, DTYPES[dtype], "cpu", masked=True)
-        args = [_moved(t, device) for t in given.args]
-        ours, again = ([x.cpu() for x in answer(op.definition, args, given.grad.to(device))] for _ in range(2))
+        drawn_inputs = inputs(case, DTYPES[dtype], "cpu", masked=True)
+        args = [_moved(t, device) for t in drawn_inputs.args]
+        ours, again = ([x.cpu() for x in answer(op.definition, args, drawn_inputs.grad.to(device))] for _ in range(2))
         repeats = all(torch.equal(a, b) for a, b in zip(ours, again))
-        found = truth(op.definition, given.args, given.grad, given.names).errors(ours)
-        return Verdict(case, dtype, "definition", op.unsupported_reason(*args) or "", found, repeats)
-    given = inputs(case, DTYPES[dtype], device, masked=True)
-    reason = op.unsupported_reason(*given.args)
+        errors = truth(op.definition, drawn_inputs.args, drawn_inputs.grad, drawn_inputs.names).errors(ours)
+        return Verdict(case, dtype, "definition", op.unsupported_reason(*args) or "", errors, repeats)
+    drawn_inputs = inputs(case, DTYPES[dtype], device, masked=True)
+    reason = op.unsupported_reason(*drawn_inputs.args)
     if reason is not None:
         return Verdict(case, dtype, "definition", reason, (), True)
-    way, ours, again = backend(given.grad), run(op.fast, given), run(op.fast, given)
+    way, ours, again = backend(drawn_inputs.grad), run(op.fast, drawn_inputs), run(op.fast, drawn_inputs)
     repeats = all(torch.equal(a, b) for a, b in zip(ours, again))
     if way == "triton":
         # The second call uses the cached launch of the first (ops/triton/recipe.py).
         with always_fast():
-            for called in (run(op, given), run(op, given)):
+            for called in (run(op, drawn_inputs), run(op, drawn_inputs)):
                 repeats &= all(torch.equal(a, b) for a, b in zip(called, ours))
             with torch.no_grad():
-                repeats &= torch.equal(op(*given.args), op(*given.args))
-    found = truth(op.definition, given.args, given.grad, given.names).errors(ours)
-    return Verdict(case, dtype, way, "", found, repeats)
+                repeats &= torch.equal(op(*drawn_inputs.args), op(*drawn_inputs.args))
+    errors = truth(op.definition, drawn_inputs.args, drawn_inputs.grad, drawn_inputs.names).errors(ours)
+    return Verdict(case, dtype, way, "", errors, repeats)
 
 
 def _moved(x: Argument, device: torch.device | str) -> Argument:
@@ -265,8 +265,8 @@ def compare(
     if size <= 1e-9 * floor:
         # A gradient that cancels, for example through a softmax over a single key, consists of a few rounding errors.
         size = peak = 4 * floor or 1.0
-    known = ours.shape == exact.shape and ours.dtype == dtype
-    mean, worst = _distance(ours, exact) if known else (float("inf"), float("inf"))
+    is_comparable = ours.shape == exact.shape and ours.dtype == dtype
+    mean, worst = _distance(ours, exact) if is_comparable else (float("inf"), float("inf"))
     of_mean, of_worst = (max(d[i] for d in draws) for i in range(2))
     roundoff = torch.finfo(dtype).eps / 2
     errors = mean / size, of_mean / size, worst / peak, of_worst / peak

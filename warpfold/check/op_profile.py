@@ -237,7 +237,7 @@ class OpProfile(ABC):
         if layer.kind not in self.layers:
             return None
         at = {"rows": layer.rows, "length": layer.length, "transposed": layer.transposed}
-        at |= {name: of if isinstance(of, int) else getattr(layer, of) for name, of in self.sizes.items()}
+        at |= {name: size if isinstance(size, int) else getattr(layer, size) for name, size in self.sizes.items()}
         return OpCase(op=self.name, where=layer.name, **at)  # type: ignore[arg-type]  # bools
 
     @abstractmethod
