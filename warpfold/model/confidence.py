@@ -193,8 +193,8 @@ class TMScores:
             if chain == 0:
                 per_frame.append(p.new_zeros(len(p), len(sizes)))
                 continue
-            own = sizes[chain - 1]
-            pair_sizes = [own if other == chain else own + size for other, size in enumerate([0, *sizes])]
+            own_size = sizes[chain - 1]
+            pair_sizes = [own_size if other == chain else own_size + size for other, size in enumerate([0, *sizes])]
             scores = torch.stack([_score(self._breaks, size) for size in pair_sizes])
             expected = _expected(p, scores[self.asym_id.long()])
             sums = [expected[:, columns].sum(-1) for columns in self._columns]

@@ -89,8 +89,8 @@ class AttentionUpdate(AxialUpdate):
     @property
     def projections(self) -> tuple[Linear, ...]:
         """The linear layers that project x: the attention's, and the bias if it comes from x."""
-        own = (self.bias,) if self.shares == "x" and self.bias is not None else ()
-        return *self.attention.projections, *own
+        bias_layers = (self.bias,) if self.shares == "x" and self.bias is not None else ()
+        return *self.attention.projections, *bias_layers
 
     def gather_weights(self, dtype: torch.dtype, variant: bool) -> AttentionWeights:
         """Gather the layer's parameters; variant: with the projection that makes the bias from x."""

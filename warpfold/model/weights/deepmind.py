@@ -357,8 +357,8 @@ def to_deepmind(module: nn.Module, scope: str = "") -> dict[str, np.ndarray]:
 def refuse(source: str, missing: list[str], surplus: list[str], misshapen: list[str]) -> None:
     """Raise UserError with one line that lists some names of each kind, unless all lists are empty."""
     report = [
-        f"{len(names)} {what}: {listed(names)}"
-        for what, names in (("missing", missing), ("surplus", surplus), ("misshapen", misshapen))
+        f"{len(names)} {kind}: {listed(names)}"
+        for kind, names in (("missing", missing), ("surplus", surplus), ("misshapen", misshapen))
         if names
     ]
     if report:

@@ -131,9 +131,9 @@ def load_config(path: Path | str) -> ModelConfig:
     """
     path = Path(path)
     if not path.is_file():
-        what = "is a folder; name the file in it" if path.is_dir() else "no such file"
+        reason = "is a folder; name the file in it" if path.is_dir() else "no such file"
         raise UserError(
-            f"{path}: {what}; give WarpFold's .safetensors, DeepMind's params_model_*.npz or OpenFold's .pt ({FETCH})"
+            f"{path}: {reason}; give WarpFold's .safetensors, DeepMind's params_model_*.npz or OpenFold's .pt ({FETCH})"
         )
     if path.suffix in openfold.ENDINGS:
         return _openfold_config(openfold.read_openfold(path), str(path))

@@ -168,12 +168,12 @@ def read_openfold(path: Path) -> dict[str, Tensor]:
             if min((entry.header_offset for entry in file.infolist()), default=0):
                 raise ValueError("it begins with something else")
         if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(str(path)):
-            what = listed(sorted(unsafe), 3)
-            raise UserError(f"{path}: holds more than tensors ({what}), which is not executed; {remedy}")
+            details = listed(sorted(unsafe), 3)
+            raise UserError(f"{path}: holds more than tensors ({details}), which is not executed; {remedy}")
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (*damaged, zipfile.BadZipFile, zlib.error, torch.serialization.pickle.UnpicklingError) as error:
-        what = " ".join(str(error).split())[:120]
-        raise UserError(f"{path}: not a checkpoint that can be read ({what}); {remedy}") from error
+        details = " ".join(str(error).split())[:120]
+        raise UserError(f"{path}: not a checkpoint that can be read ({details}); {remedy}") from error
     return _weights_in(saved, path)
 
 
