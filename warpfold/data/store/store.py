@@ -313,14 +313,14 @@ class Store:
     def _header(self, row: int, key: str) -> tuple[dict[str, Any], dict[str, "StoredArray"], dict[str, str]]:
         """Read the header of a record. Returns its notes, its own arrays, and the holder's key of each shared array."""
         shard, offset, _, size, crc, _ = (int(self.index.where[name][row]) for name in WHERE)
-        what = f"{self._shard(shard)}: {key}"
-        (header,) = self._read(shard, [(offset, offset + size, crc, what)])
-        fields = json.loads(_decompress(header, what))
+        label = f"{self._shard(shard)}: {key}"
+        (header,) = self._read(shard, [(offset, offset + size, crc, label)])
+        fields = json.loads(_decompress(header, label))
         arrays, offset = {}, offset + size
         for name, dtype, shape, rows, blobs in fields["arrays"]:
             starts = np.cumsum([offset, *(size for size, _ in blobs)]).tolist()
             crcs = [crc for _, crc in blobs]
-            arrays[name] = StoredArray(f"{what}, {name}", shard, np.dtype(dtype), tuple(shape), rows, starts, crcs)
+            arrays[name] = StoredArray(f"{label}, {name}", shard, np.dtype(dtype), tuple(shape), rows, starts, crcs)
             offset = starts[-1]
         return fields["notes"], arrays, fields["shared"]
 
@@ -378,12 +378,12 @@ class Store:
         name, ranges = self.index.shards[shard][0], [(begin, end) for begin, end, *_ in spans]
         try:
             blobs = self.storage.read(name, ranges)
-            for i, (begin, end, crc, what) in enumerate(spans):
+            for i, (begin, end, crc, label) in enumerate(spans):
                 if not _is_valid(blobs[i], begin, end, crc) and self.storage.forget(name, begin, end):
                     # A cached copy was damaged.
                     (blobs[i],) = self.storage.read(name, [(begin, end)])
                 if not _is_valid(blobs[i], begin, end, crc):
-                    raise UserError(f"{what}: damaged (checksum at byte {begin}). Copy or pack the store again.")
+                    raise UserError(f"{label}: damaged (checksum at byte {begin}). Copy or pack the store again.")
         except OSError as error:
             raise UserError(f"{spans[0][3]}: cannot be read: {error.strerror}. Copy the store again.") from error
         return blobs

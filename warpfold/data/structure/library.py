@@ -92,8 +92,8 @@ class Library:
                     for name in sorted(listed):
                         if end := next((ending for ending in ENDINGS if name.lower().endswith(ending)), None):
                             files.setdefault(normal_entry_id(name[: -len(end)].lower()), Path(here, name))
-            if found := self._listed[top].get(pdb_id):
-                return found
+            if listed_path := self._listed[top].get(pdb_id):
+                return listed_path
         return None
 
     def has(self, pdb_id: str) -> bool:
