@@ -24,7 +24,7 @@ def design_page(out: Path, summary: Mapping[str, Any], free: Mapping[str, int]) 
     """
     designs = summary["designs"]
     best = designs[0]
-    rows = {one["name"]: read_rows(out / "starts" / f"{one['name']}.jsonl") for one in designs[:CURVES]}
+    rows = {design["name"]: read_rows(out / "starts" / f"{design['name']}.jsonl") for design in designs[:CURVES]}
     state = StartState.read(out / "starts" / f"{best['name']}.safetensors")
     curves = [
         figures.Curve(name, [r["step"] for r in steps], [r["loss"] for r in steps]) for name, steps in rows.items()
@@ -44,10 +44,10 @@ def design_page(out: Path, summary: Mapping[str, Any], free: Mapping[str, int]) 
     )
     header = ["design", "loss", "mean pLDDT", "pTM", "ipTM", "designed"]
     table = []
-    for one in designs:
-        scores = ["–" if one[key] is None else f"{one[key]:.2f}" for key in ("ptm", "iptm")]
-        designed = ", ".join(one["designed"].values())
-        table.append([one["name"], f"{one['loss']:.4f}", f"{one['mean_plddt']:.1f}", *scores, designed])
+    for design in designs:
+        scores = ["–" if design[key] is None else f"{design[key]:.2f}" for key in ("ptm", "iptm")]
+        designed = ", ".join(design["designed"].values())
+        table.append([design["name"], f"{design['loss']:.4f}", f"{design['mean_plddt']:.1f}", *scores, designed])
     logos = [
         (figures.draw_logo(shares), f"{best['name']}, step {step}.")
         for step, shares in sorted((state.logos or {} if state else {}).items())
@@ -65,7 +65,7 @@ def design_page(out: Path, summary: Mapping[str, Any], free: Mapping[str, int]) 
             Section("Losses", text, drawn),
             Section("Sequence", "The height of a letter is its share. At most 120 residues are shown.", logos),
         ],
-        targets=[_target(out, one) for one in designs[:DRAWN]],
+        targets=[_target(out, design) for design in designs[:DRAWN]],
         footer=[
             f"seed {summary['seed']} · parameters {summary['params'] or 'from memory'}",
             "Check designs.fasta with warpfold predict and other parameters: scores by the design's own are too high.",

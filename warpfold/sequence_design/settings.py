@@ -39,8 +39,8 @@ class Stage:
         if not all(0 <= x <= 1 for x in (*self.soft, self.hard)) or not min(self.temperature) > 0:
             raise ValueError("soft and hard must be between 0 and 1, and temperature above 0")
         if unknown := [name for name in self.weights if name not in LossWeights.__dataclass_fields__]:
-            known = ", ".join(LossWeights.__dataclass_fields__)
-            raise ValueError(f"weights: {unknown[0]} is not a loss; known: {known}")
+            valid_names = ", ".join(LossWeights.__dataclass_fields__)
+            raise ValueError(f"weights: {unknown[0]} is not a loss; known: {valid_names}")
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,12 @@ def load_design(name: str | Path | Mapping[str, Any], changes: Iterable[str] = (
     """
     source = "settings" if isinstance(name, Mapping) else str(name)
     if not isinstance(name, Mapping) and not Path(name).is_file():
-        known = {file.stem: file for folder in PRESETS for file in sorted(folder.glob("*.toml"))}
-        if str(name) not in known:
-            raise UserError(f"{name}: no such settings file. Pass a path or a preset ({', '.join(sorted(known))}).")
-        name = known[str(name)]
+        preset_files = {file.stem: file for folder in PRESETS for file in sorted(folder.glob("*.toml"))}
+        if str(name) not in preset_files:
+            raise UserError(
+                f"{name}: no such settings file. Pass a path or a preset ({', '.join(sorted(preset_files))})."
+            )
+        name = preset_files[str(name)]
     design = settings.build(DesignSettings, settings.load(name, changes), source)
     if not design.stages:
         raise UserError(f"{source}: has no stages. Add [[stages]] with their steps.")
