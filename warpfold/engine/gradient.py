@@ -135,8 +135,8 @@ def _checked_terms(value: Any) -> dict[str, Tensor]:
     terms = dict(value) if isinstance(value, Mapping) else {"": value}
     for name, x in terms.items():
         if not (isinstance(x, Tensor) and x.dim() == 0):
-            what = f"{name} = {shown(x)}" if name else shown(x)
-            raise WrongArgument(f"loss: returned {what}. Return a scalar tensor, or a dict of scalar tensors.")
+            returned = f"{name} = {shown(x)}" if name else shown(x)
+            raise WrongArgument(f"loss: returned {returned}. Return a scalar tensor, or a dict of scalar tensors.")
     if not any(x.requires_grad for x in terms.values()):
         raise WrongArgument("loss: the result has no gradient. Compute it from the argument of the function.")
     return terms
