@@ -114,7 +114,7 @@ def draw_training(log: Path, other: str) -> tuple[str, str]:
 
     def curves(key: str) -> list[Curve]:
         parts = (("training", steps, False), (other, validations, True))
-        return [Curve(name, [r["step"] for r in some], [r[key] for r in some], points) for name, some, points in parts]
+        return [Curve(name, [r["step"] for r in rows], [r[key] for r in rows], points) for name, rows, points in parts]
 
     return draw_curves(curves("lddt_ca"), "lDDT-Cα", (0, 1)), draw_curves(curves("loss"), "loss")
 

@@ -180,10 +180,10 @@ def _styles_as_classes(content: str) -> tuple[str, str]:
     def replaced(match: re.Match[str]) -> str:
         """Move the style of one tag into a class."""
         tag = match[0]
-        found = re.search(r"\sstyle=\"([^\"]*)\"", tag)
-        assert found is not None
-        name = classes.setdefault(html.unescape(found[1]), f"s{len(classes)}")
-        tag = tag.replace(found[0], "", 1)
+        attribute = re.search(r"\sstyle=\"([^\"]*)\"", tag)
+        assert attribute is not None
+        name = classes.setdefault(html.unescape(attribute[1]), f"s{len(classes)}")
+        tag = tag.replace(attribute[0], "", 1)
         if re.search(r"\sclass=\"", tag):
             return re.sub(r"(\sclass=\"[^\"]*)", rf"\1 {name}", tag, count=1)
         return re.sub(r"^(<[\w:-]+)", rf'\1 class="{name}"', tag)
@@ -256,7 +256,7 @@ def _link(name: str, anchors: Mapping[str, str]) -> str:
 
 def _warnings(warnings: Sequence[Warned], anchors: Mapping[str, str]) -> str:
     """Render the warnings, one line each. Warnings beyond the first WARNED, and long lists of names, are collapsed."""
-    items = [f"<li>{_warning(one, anchors)}</li>" for one in warnings]
+    items = [f"<li>{_warning(warning, anchors)}</li>" for warning in warnings]
     if len(items) > WARNED:
         more = f"<summary>and {len(items) - WARNED} more</summary><ul>{''.join(items[WARNED:])}</ul>"
         items[WARNED:] = [f"<li><details>{more}</details></li>"]
