@@ -107,13 +107,13 @@ def keep_of(given: Any) -> int | Selection | None:
     text = " ".join(given.split()) if isinstance(given, str) else ""
     if _COUNT.fullmatch(text):
         return int(text)
-    what = f"--keep {given}"
+    option = f"--keep {given}"
     if text.startswith("best:") or not text:
         number, _, score = text.removeprefix("best:").partition(":")
         if not _COUNT.fullmatch(number) or (score == "" and text.endswith(":")):
-            raise UserError(f'{what}: write a number, best:100, best:100:ipsae, or "ipsae > 0.6 and rmsd < 2"')
+            raise UserError(f'{option}: write a number, best:100, best:100:ipsae, or "ipsae > 0.6 and rmsd < 2"')
         if score and score not in MORE_IS_BETTER:
-            raise UserError(f"{what}: unknown score {score}. Use one of {', '.join(MORE_IS_BETTER)}")
+            raise UserError(f"{option}: unknown score {score}. Use one of {', '.join(MORE_IS_BETTER)}")
         return Selection(text, int(number), score or None)
     _parse_expression(text)
     return Selection(text)
