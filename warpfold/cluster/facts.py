@@ -105,8 +105,8 @@ def system_facts(environ: Mapping[str, str], gpu: str | None, root: Path = Path(
     if card:
         cpulist = root / f"sys/devices/system/node/node{card['numa']}/cpulist"
         card["cores"] = cores_of(text_of(cpulist)) if card["numa"] is not None else []
-    own = [adapter_facts(adapters / name) for name in names_in(adapters)]
-    bridges = {address for device in [*([card] if card else []), *(a["pci"] for a in own)]
+    host_adapters = [adapter_facts(adapters / name) for name in names_in(adapters)]
+    bridges = {address for device in [*([card] if card else []), *(a["pci"] for a in host_adapters)]
                for address in device["path"][:-1]}  # fmt: skip
     facts = {
         "variables": {name: environ[name] for name in sorted(environ) if name.startswith(FAMILIES)},
@@ -126,7 +126,7 @@ def system_facts(environ: Mapping[str, str], gpu: str | None, root: Path = Path(
         driver = text_of(root / "proc/driver/nvidia/version")
         flags = re.search(r"^flags.*", text_of(root / "proc/cpuinfo"), re.MULTILINE)
         facts |= {
-            "adapters": own,
+            "adapters": host_adapters,
             "peer memory": any((root / "sys/module" / name).exists() for name in ("nvidia_peermem", "nv_peer_mem")),
             "open modules": "Open Kernel Module" in driver,
             "linux": [int(number) for number in re.findall(r"\d+", text_of(root / "proc/sys/kernel/osrelease"))[:2]],

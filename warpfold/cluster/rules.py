@@ -281,11 +281,11 @@ def judge(subjects: Mapping[str, Sequence[Facts]]) -> list[ClusterFinding]:
         rules, before, is_unknown = list(rows), len(findings), False
         judged: set[int] = set()
         for rule in rules:
-            some = subjects.get(rule.of, ())
+            subject_facts = subjects.get(rule.of, ())
             if rule.value is not None:
-                findings += _differences(rule, some)
+                findings += _differences(rule, subject_facts)
                 continue
-            verdicts = [(x, rule.is_wrong(x)) for x in some if id(x) not in judged]
+            verdicts = [(x, rule.is_wrong(x)) for x in subject_facts if id(x) not in judged]
             is_unknown |= any(verdict is None for _, verdict in verdicts)
             if violating := [x for x, verdict in verdicts if verdict]:
                 judged |= {id(x) for x in violating}
@@ -297,9 +297,9 @@ def judge(subjects: Mapping[str, Sequence[Facts]]) -> list[ClusterFinding]:
         if passed is None:
             says = next((MISSING[rule.of] for rule in stating if rule.of in MISSING), "")
         else:
-            some = subjects[passed.of]
-            value = passed.value(some[0]) or "unknown" if passed.value else ""
-            says = UNREADABLE if is_unknown else _filled(passed.ok, some, ranks, value=value)
+            subject_facts = subjects[passed.of]
+            value = passed.value(subject_facts[0]) or "unknown" if passed.value else ""
+            says = UNREADABLE if is_unknown else _filled(passed.ok, subject_facts, ranks, value=value)
         if says:
             findings.append(ClusterFinding(topic, check, "not checked" if passed is None or is_unknown else "ok", says))
     if not any(finding.topic == "environment" for finding in findings):
