@@ -146,7 +146,7 @@ def check(name: str, hint: Any, value: Any) -> Any:
         if not is_list(value):
             raise WrongArgument(f"{given(name, shown(value))}: a list is needed")
         item: Any = Annotated[get_args(members[0])[0], option]
-        return [check(f"{name}[{i}]", item, one) for i, one in enumerate(value)]
+        return [check(f"{name}[{i}]", item, element) for i, element in enumerate(value)]
     return value
 
 
@@ -172,8 +172,10 @@ def checked(*options: type, **others: str) -> Callable[[Callable[P, R]], Callabl
         signature = inspect.signature(function)
         names = {name: name for name in signature.parameters} | others
         hints = {
-            name: one.annotation if declaration(one.annotation)[1] else shared.get(name, one.annotation)
-            for name, one in signature.parameters.items()
+            name: parameter.annotation
+            if declaration(parameter.annotation)[1]
+            else shared.get(name, parameter.annotation)
+            for name, parameter in signature.parameters.items()
         }
         helps = {name: option.help for name, hint in hints.items() if (option := declaration(hint)[1])}
 
@@ -191,9 +193,9 @@ def checked(*options: type, **others: str) -> Callable[[Callable[P, R]], Callabl
         run.__doc__ = f"{text}\n\nArguments:{lines}" if lines else text
         # Type checkers follow the wrapped function. `__signature__` is for help(), `declared` for the command line.
         parameters = signature.parameters.values()
-        plain = [one.replace(annotation=declaration(one.annotation)[0]) for one in parameters]
+        plain = [parameter.replace(annotation=declaration(parameter.annotation)[0]) for parameter in parameters]
         run.__signature__ = signature.replace(parameters=plain)  # type: ignore[attr-defined]
-        run.declared = [one.replace(annotation=hints[one.name]) for one in parameters]  # type: ignore[attr-defined]
+        run.declared = [parameter.replace(annotation=hints[parameter.name]) for parameter in parameters]  # type: ignore[attr-defined]
         return run
 
     return decorate
@@ -307,7 +309,7 @@ def paths(name: str, value: Any) -> list[Path]:
         return [path(name, value)]
     if not is_list(value):
         raise WrongArgument(f"{given(name, shown(value))}: a path or a list of paths is needed")
-    return [path(f"{name}[{i}]", one) for i, one in enumerate(value)]
+    return [path(f"{name}[{i}]", element) for i, element in enumerate(value)]
 
 
 def queries(name: str, value: Any) -> list[str | Path]:

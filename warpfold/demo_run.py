@@ -107,7 +107,7 @@ def run_demo(
     tell("folding")
     measured = fold_examples(config, store, summary.params, tell)
     tell("writing the report")
-    entries = [write_prediction(one.trained, out / "predictions") for one in measured["held_out"]]
+    entries = [write_prediction(measurement.trained, out / "predictions") for measurement in measured["held_out"]]
     result = {
         "format": FORMAT,
         "run": run,
@@ -117,11 +117,12 @@ def run_demo(
         "parameters": sum(p.numel() for p in initial_model(config, None).parameters()),
         "steps": config.train.steps,
         **{
-            kind: {"proteins": len(found), **LDDT.means(found), **means(subject.interface, found)}
-            for kind, found in measured.items()
+            kind: {"proteins": len(measurements), **LDDT.means(measurements), **means(subject.interface, measurements)}
+            for kind, measurements in measured.items()
         },
         "predictions": [
-            {**means([LDDT, *subject.interface], [one]), **entry} for entry, one in zip(entries, measured["held_out"])
+            {**means([LDDT, *subject.interface], [measurement]), **entry}
+            for entry, measurement in zip(entries, measured["held_out"])
         ],
         # The duration of each stage that this call ran.
         "seconds": tell.seconds,
@@ -177,12 +178,12 @@ def fold_examples(config: RunConfig, store: Store, params: Path, tell: Stages) -
     trained_on, held_out = split(store, config)
     keys = {"training": trained_on[:MEASURED], "held_out": [key for _, key in held_out][:MEASURED]}
     models = Predictor(initial_model(config, None), sample=config.data), load(params, "cpu")
-    total, found = sum(map(len, keys.values())), 0
+    total, finished = sum(map(len, keys.values())), 0
     measured: dict[str, list[Measured]] = {}
     for kind, names in keys.items():
         measured[kind] = []
-        for one in fold_before_after(store, names, *models, config.train.seed):
-            measured[kind].append(one)
-            found += 1
-            tell.part(found / total)
+        for measurement in fold_before_after(store, names, *models, config.train.seed):
+            measured[kind].append(measurement)
+            finished += 1
+            tell.part(finished / total)
     return measured

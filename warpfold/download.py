@@ -52,11 +52,11 @@ def source_of(address: str, base: str | os.PathLike[str] | None) -> str | Path:
         mirror = check_address(str(base), "--from").rstrip("/")
         return mirror if mirror.endswith(f"/{name}") else f"{mirror}/{name}"
     path = Path(base)
-    found = path / name if path.is_dir() else path
-    if not found.is_file():
+    local_file = path / name if path.is_dir() else path
+    if not local_file.is_file():
         missing = f"the folder has no {name}" if path.is_dir() else "is no http(s) address, and no such file or folder"
         raise UserError(f"--from {base}: {missing}; it is published at {address}")
-    return found
+    return local_file
 
 
 def check_address(address: str, option: str) -> str:
@@ -218,8 +218,8 @@ def receive(source: str | Path, file: IO[bytes], name: str, max_bytes: int, prog
                         part = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", ""))
                         same = part and int(part[1]) == size and part[2] in ("*", str(total))
                         # A response to If-Range must repeat the ETag, but may omit the date.
-                        found = _validator(response)
-                        if not same or (found != validator and (found or validator.startswith('"'))):
+                        new_validator = _validator(response)
+                        if not same or (new_validator != validator and (new_validator or validator.startswith('"'))):
                             size, total, validator = 0, 0, ""
                             raise requests.ConnectionError("another file than before")
                     elif response.status_code == 200:

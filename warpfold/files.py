@@ -99,8 +99,8 @@ def opened(path: Path, unpack: bool = True, pipe: bool = False) -> Iterator[Bina
     pipe: accept a pipe that this process was started with. A pipe can be read only once.
     """
     try:
-        given = pipe and is_given_pipe(path)
-        with os.fdopen(os.open(path, os.O_RDONLY) if given else open_regular(path), "rb") as file:
+        from_pipe = pipe and is_given_pipe(path)
+        with os.fdopen(os.open(path, os.O_RDONLY) if from_pipe else open_regular(path), "rb") as file:
             if unpack and file.peek(2)[:2] == b"\x1f\x8b":
                 with gzip.open(file) as unpacked:
                     yield cast(BinaryIO, unpacked)
@@ -128,10 +128,10 @@ def read_file(path: str | Path, limit: int = LARGEST, pipe: bool = False) -> byt
         f"{path}: has more than {limit / 1e9:g} GB when unpacked. Leave it out, or allow more: pack --max-file-gb."
     )
     path = Path(path)
-    given = pipe and is_given_pipe(path)
+    from_pipe = pipe and is_given_pipe(path)
     with opened(path, pipe=pipe) as file:
-        if given or isinstance(file, gzip.GzipFile):
-            buffer_limit = limit if given else _BUFFERED_BYTES
+        if from_pipe or isinstance(file, gzip.GzipFile):
+            buffer_limit = limit if from_pipe else _BUFFERED_BYTES
             blocks, size = [], 0
             while block := file.read(_BLOCK_BYTES):
                 size += len(block)
@@ -566,24 +566,24 @@ def claim_folder(folder: Path, kind: str, run: str, force: bool = False) -> dict
     if not folder.is_dir() or all(f.name in first or f.name.startswith(first[0]) for f in folder.iterdir()):
         return None
     try:
-        found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or found.get("format") != kind:
+        summary = None
+    if not isinstance(summary, dict) or summary.get("format") != kind:
         raise UserError(
             f"{folder}: holds something else, or a summary.json that is damaged, and is left alone. Name a new or an "
             "empty folder."
         )
-    if found != sealed(found):
+    if summary != sealed(summary):
         if not force:
             raise UserError(
                 f"{folder / 'summary.json'}: does not fit its checksum: it was changed or damaged, or another version "
                 "of WarpFold wrote it. Put a copy back, name a new folder, or repeat everything with --force."
             )
         return {"format": kind}
-    if found.get("run") != run and not force:
+    if summary.get("run") != run and not force:
         raise UserError(f"{folder}: holds the output of another run. Name a new folder, or replace it with --force.")
-    return found
+    return summary
 
 
 def put_aside(folder: Path, parts: Sequence[str]) -> None:

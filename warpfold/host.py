@@ -117,15 +117,15 @@ class HostTensor(Tensor):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield corresponding views in a band of tiles and in a block [*, i, j, c] of some rows or columns."""
         edge, low = self._edge, number * self._edge
-        some = slice(max(part.start, low), min(part.stop, low + edge))
+        overlap = slice(max(part.start, low), min(part.stop, low + edge))
         if axis == ROWS:
             # [*, i, tiles, j, c]
-            tiles = band[:, :, some.start - low : some.stop - low].transpose(1, 2)
-            here, along = block[:, some.start - part.start : some.stop - part.start], 2
+            tiles = band[:, :, overlap.start - low : overlap.stop - low].transpose(1, 2)
+            here, along = block[:, overlap.start - part.start : overlap.stop - part.start], 2
         else:
             # [*, tiles, i, j, c]
-            tiles = band[:, :, :, some.start - low : some.stop - low]
-            here, along = block[:, :, some.start - part.start : some.stop - part.start], 1
+            tiles = band[:, :, :, overlap.start - low : overlap.stop - low]
+            here, along = block[:, :, overlap.start - part.start : overlap.stop - part.start], 1
         full, rest = divmod(here.shape[along], edge)
         if full:
             yield tiles.narrow(along, 0, full), here.narrow(along, 0, full * edge).unflatten(along, (full, edge))

@@ -82,8 +82,8 @@ def _left_by_groups(proc: Path, groups: Path) -> list[int]:
         else:
             continue
         # Within a container this path may not exist, but the root does.
-        own = Path(path.lstrip("/"))
-        for folder in dict.fromkeys((root / own, *(root / parent for parent in own.parents), root)):
+        group_path = Path(path.lstrip("/"))
+        for folder in dict.fromkeys((root / group_path, *(root / parent for parent in group_path.parents), root)):
             limit, used = _number(folder / names[0]), _number(folder / names[1])
             if limit is not None and used is not None and limit < UNLIMITED:
                 # Inactive file pages count as used, but the system frees them on demand.

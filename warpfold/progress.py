@@ -86,18 +86,18 @@ def progress_bar(
         *columns, console=console, disable=not console.is_terminal, transient=transient, expand=True
     ) as bar:
         task = bar.add_task("", total=None)
-        last, said = "", time.monotonic()
+        last, printed_at = "", time.monotonic()
 
         def move(done: float, total: int, what: str) -> None:
             """Move the bar, or print a line."""
-            nonlocal last, said
+            nonlocal last, printed_at
             bar.update(task, completed=done, total=total, description=what)
             if console.is_terminal:
                 return
             if narrate and what != last:
                 console.print(f"[{int(done):3d}/{total}] {what}", markup=False, highlight=False, soft_wrap=True)
-            elif every is not None and time.monotonic() - said >= every:
-                now, said = time.strftime("%Y-%m-%d %H:%M:%S"), time.monotonic()
+            elif every is not None and time.monotonic() - printed_at >= every:
+                now, printed_at = time.strftime("%Y-%m-%d %H:%M:%S"), time.monotonic()
                 console.print(f"{now}  {int(done)}/{total}  {what}", markup=False, highlight=False, soft_wrap=True)
             last = what
 

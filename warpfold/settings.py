@@ -42,10 +42,12 @@ def find(name: str | Path, beside: Path | None = None) -> Path:
     path = beside / name if beside else Path(name)
     if path.is_file():
         return path
-    known = presets()
-    if str(name) in known:
-        return known[str(name)]
-    raise UserError(f"{name}: no such settings file; give a path or a preset ({', '.join(sorted(known)) or 'none'})")
+    preset_paths = presets()
+    if str(name) in preset_paths:
+        return preset_paths[str(name)]
+    raise UserError(
+        f"{name}: no such settings file; give a path or a preset ({', '.join(sorted(preset_paths)) or 'none'})"
+    )
 
 
 def load(name: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> Mapped:
@@ -274,12 +276,12 @@ def _quoted(text: str) -> str:
 
 def differences(ours: Mapped, theirs: Mapped, prefix: str = "") -> list[str]:
     """Return the dotted keys in which two nested dicts differ, each with both values: "model.c_m: 64, not 32"."""
-    found: list[str] = []
+    differing_keys: list[str] = []
     for key in dict.fromkeys([*ours, *theirs]):
         a, b = ours.get(key), theirs.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            found += differences(a, b, f"{prefix}{key}.")
+            differing_keys += differences(a, b, f"{prefix}{key}.")
         elif a != b:
             shown = ["absent" if v is None else toml_value(v) for v in (a, b)]
-            found.append(f"{prefix}{key}: {shown[0]}, not {shown[1]}")
-    return found
+            differing_keys.append(f"{prefix}{key}: {shown[0]}, not {shown[1]}")
+    return differing_keys
