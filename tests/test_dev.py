@@ -127,7 +127,7 @@ def test_continuous_integration_does_it_all_and_says_what_failed(checkout: Path,
 def test_the_suite_and_a_part_of_it(checkout: Path) -> None:
     whole = dev(checkout, "test")
     assert whole.returncode == 0
-    assert "not slow" in whole.stdout
+    assert "-m not slow and not gpu and not offline" in whole.stdout
     slow = dev(checkout, "test", "--slow", "-x", "tests/model").stdout
     assert "not slow" not in slow
     assert slow.strip().endswith("-x tests/model")
@@ -148,7 +148,9 @@ def test_another_torch_has_an_environment_that_is_kept(checkout: Path) -> None:
 
 
 def test_another_triton_is_installed_once_and_its_failure_is_seen(checkout: Path) -> None:
-    assert dev(checkout, "triton").returncode == 0
+    done = dev(checkout, "triton")
+    assert done.returncode == 0
+    assert "-m offline and not slow and not gpu tests/ops/triton" in done.stdout
     log = (checkout.parent / "log").read_text()
     assert re.findall(r"triton==(\S+)\n", log) == ["3.6", "3.9.0"]
     done = dev(checkout, "triton", "3.6", "--slow", FAKE_TESTS="1")

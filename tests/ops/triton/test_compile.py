@@ -41,7 +41,7 @@ from warpfold.ops.triton.launch import (
 from warpfold.parallel.plan import Plan, Precision
 
 # With an empty Triton cache, one test compiles for a minute on a core that other tests may share.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.offline]
 INITIAL = {"res": 256, "seq": 128, "extra": 1024, "tmpl": 4}
 # The shipped table that precedes default.json on each architecture (`launch.family_table`).
 FAMILY = {"sm_80": "default", "sm_90": "sm_90", "sm_100": "sm_90", "gfx942": "64KB", **dict.fromkeys(SMALL, "99KB")}

@@ -40,7 +40,7 @@ from warpfold.ops.triton.compile import compiled, identity, reason, source
 from warpfold.ops.triton.launch import KernelLaunch, kernels
 from warpfold.parallel.plan import Plan, Precision
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.offline]
 # Multiples of 16, other sizes, and 1, for which Triton generates different code.
 UNEVEN_SIZES = ExampleSizes(residues=37, sequences=5, extra=1, templates=1)
 FOLDED = {
