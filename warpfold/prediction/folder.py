@@ -142,31 +142,31 @@ class PredictionFolder:
             if same and earlier != (running := earlier | {"status": "running"} | named):
                 write_summary(self.out, running)
             completed = self._completed()
-        lost = set()
+        lost_keys = set()
         # Reading thousands of files takes minutes, so this happens without the lock.
         for key in self.keys_of_part & completed.entries.keys():
             if damaged := outputs.damaged_files(self.out, completed.entries[key]):
                 outputs.clear_damaged(self.out, completed.entries.pop(key), damaged)
                 logger.warning("%s: missing, or not what was written; it is predicted again", damaged[0])
-                lost.add(key)
+                lost_keys.add(key)
         if self.tables is not None:
             # A kill may have come between a record and its row.
             with alone(self.out):
                 entries = self._completed().entries
-                self.tables.rebuild(entries[item.key] for item in self.items if item.key in entries.keys() - lost)
-        left = [[item for item in group if item.key not in completed.entries] for group in groups]
+                self.tables.rebuild(entries[item.key] for item in self.items if item.key in entries.keys() - lost_keys)
+        unfinished = [[item for item in group if item.key not in completed.entries] for group in groups]
         if same:
             outputs.remove_drafts(
                 self.out / file_name(item.query.name) / (item.below if self.is_several else "")
-                for group in left
+                for group in unfinished
                 for item in group
             )
-        return [[item.key for item in group] for group in left if group]
+        return [[item.key for item in group] for group in unfinished if group]
 
     def _remove_earlier(self, earlier: Mapping[str, Any]) -> None:
         """Delete the predictions, tables and records of another run, as its summary and its records list them."""
         records = list(read_records(self.out, str(earlier.get("run"))))
-        for entry in [*earlier.get("predictions", []), *(one["entry"] for one in records if "entry" in one)]:
+        for entry in [*earlier.get("predictions", []), *(record["entry"] for record in records if "entry" in record)]:
             if all(part == file_name(part) for part in Path(entry["folder"]).parts):
                 outputs.remove_prediction(self.out / entry["folder"], entry["name"])
                 archive = f"{file_name(entry['name'])}/{outputs.file_names(entry['name'])['archive']}"
@@ -198,9 +198,9 @@ class PredictionFolder:
             summary |= {"seconds": process["seconds"]}
             if is_last:
                 entries, summary["ranking"] = rank_predictions(summary["predictions"])
-                kept = self._kept(entries)
+                kept_indices = self._kept(entries)
                 for index, entry in enumerate(entries):
-                    if index in kept:
+                    if index in kept_indices:
                         continue
                     if isinstance(self.keep, Selection):
                         entry |= outputs.drop_prediction(self.out, entry)
@@ -228,7 +228,7 @@ class PredictionFolder:
         if isinstance(self.keep, Selection):
             return self.keep.chosen(map(row_of, entries))
         # Entries without a rank still have all their files.
-        return {index for index, one in enumerate(entries) if self.keep is None or one.get("rank", 1) <= self.keep}
+        return {index for index, entry in enumerate(entries) if self.keep is None or entry.get("rank", 1) <= self.keep}
 
     def _summary(self, completed: Completed, keys: set[Key] | None) -> dict[str, Any]:
         """Return the summary of the whole run, or, while other processes work, of the given keys."""
@@ -237,8 +237,8 @@ class PredictionFolder:
         failures = list(self.new["failures"]) if keys is None or self.part.number == 1 else []
         for item in items:
             if item.key in completed.failures and item.key not in completed.entries:
-                which = {"model": item.model.name, "seed": item.seed} if self.is_several else {}
-                failures.append({"name": item.query.name, **which, "error": completed.failures[item.key]})
+                model_and_seed = {"model": item.model.name, "seed": item.seed} if self.is_several else {}
+                failures.append({"name": item.query.name, **model_and_seed, "error": completed.failures[item.key]})
         refused: dict[str, int] = {}
         for process in completed.processes:
             for reason, count in process.get("refused", {}).items():
@@ -281,15 +281,15 @@ class PredictionFolder:
             if gone := [key for key in gone if is_stored(completed.entries[key])]:
                 logger.warning("%s: lacks %d of its entries, which are predicted again", self.store.path, len(gone))
             completed.entries = {
-                key: as_stored(one) if one["folder"] in held and is_stored(one) else one
-                for key, one in completed.entries.items()
+                key: as_stored(entry) if entry["folder"] in held and is_stored(entry) else entry
+                for key, entry in completed.entries.items()
                 if key not in gone
             }
         # Predictions whose files an earlier `keep` removed, and this one wants, are made again.
-        kept, keeps_some = self._kept([*completed.entries.values()]), isinstance(self.keep, Selection)
+        kept_indices, keeps_some = self._kept([*completed.entries.values()]), isinstance(self.keep, Selection)
         for index, (key, entry) in enumerate([*completed.entries.items()]):
-            wanted = index in kept
-            if (wanted and entry.get("thinned")) or ((wanted or not keeps_some) and entry.get("dropped")):
+            is_kept = index in kept_indices
+            if (is_kept and entry.get("thinned")) or ((is_kept or not keeps_some) and entry.get("dropped")):
                 del completed.entries[key]
         return completed
 
@@ -376,9 +376,9 @@ class Recorder:
             self.write(key, {"entry": entry})
             self.tables.append(entry)
         if self.shortlist is not None and not entry.get("dropped"):
-            for beaten_key, beaten in self.shortlist.add(row_of(entry), (key, entry)):
-                self.write(beaten_key, {"entry": beaten | {"files": {}, "checksums": {}, "dropped": True}})
-                outputs.drop_prediction(self.out, beaten)
+            for beaten_key, beaten_entry in self.shortlist.add(row_of(entry), (key, entry)):
+                self.write(beaten_key, {"entry": beaten_entry | {"files": {}, "checksums": {}, "dropped": True}})
+                outputs.drop_prediction(self.out, beaten_entry)
 
     def write(self, key: Key, result: Mapping[str, Any]) -> None:
         """Write the record of a prediction, replacing an earlier one."""
@@ -429,8 +429,8 @@ def remove_records(out: Path) -> None:
 
 def at_work(out: Path, part: JobPart) -> UserError:
     """Return the error for a part on which another process works."""
-    which = "" if part == WHOLE else f" on part {part}"
-    return UserError(f"{out}: another process is at work there{which}. Wait for it, or name another folder.")
+    part_text = "" if part == WHOLE else f" on part {part}"
+    return UserError(f"{out}: another process is at work there{part_text}. Wait for it, or name another folder.")
 
 
 def parts_at_work(out: Path) -> list[JobPart]:
@@ -498,9 +498,9 @@ class RepresentationStore:
         """Raise UserError if something else has its name, or if no store can be written there."""
         if os.path.lexists(self.path) and not self._is_ours(self.path):
             raise UserError(f"{self.path}: exists already, and is not of this run. Remove it, or name another store.")
-        above = next(place for place in self.path.absolute().parents if place.exists())
-        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-            raise UserError(f"{self.path}: cannot be written: {above} is not a writable folder. Name another path.")
+        parent = next(folder for folder in self.path.absolute().parents if folder.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise UserError(f"{self.path}: cannot be written: {parent} is not a writable folder. Name another path.")
 
     def keys(self) -> set[str]:
         """Return the keys in the store, if there is one.  Errors: as in `check`, and for a damaged store."""
@@ -515,24 +515,24 @@ class RepresentationStore:
 
     def write(self, out: Path, entries: Sequence[Entry]) -> None:
         """Write the store, unless it has the representations of exactly these predictions already."""
-        held, wanted = self.keys(), {entry["folder"]: entry for entry in entries if is_stored(entry)}
-        if not wanted or wanted.keys() == held:
+        stored_keys, entries_to_store = self.keys(), {entry["folder"]: entry for entry in entries if is_stored(entry)}
+        if not entries_to_store or entries_to_store.keys() == stored_keys:
             return
         new, old = self._sibling("new"), self._sibling("old")
-        for left in (new, old):  # by a killed process
-            if self._is_ours(left):
-                shutil.rmtree(left)
-        with contextlib.ExitStack() as opened:
-            before = opened.enter_context(contextlib.closing(Store(self.path))) if held else None
-            writer = opened.enter_context(StoreWriter(new if held else self.path))
-            for key, entry in wanted.items():
-                if before is not None and key in held:
-                    packed = before.packed(key)
+        for leftover in (new, old):  # by a killed process
+            if self._is_ours(leftover):
+                shutil.rmtree(leftover)
+        with contextlib.ExitStack() as stack:
+            old_store = stack.enter_context(contextlib.closing(Store(self.path))) if stored_keys else None
+            writer = stack.enter_context(StoreWriter(new if stored_keys else self.path))
+            for key, entry in entries_to_store.items():
+                if old_store is not None and key in stored_keys:
+                    packed = old_store.packed(key)
                 else:
                     packed = outputs.read_record(_packed_path(out, entry))
                 writer.add(key, packed, {name: entry[name] for name in _COLUMNS})
             writer.finish({"sources.json": json.dumps({"warpfold": __version__, "run": self.run}, indent=1) + "\n"})
-        if held:
+        if stored_keys:
             self.path.rename(old)
             new.rename(self.path)
             shutil.rmtree(old)
@@ -566,8 +566,8 @@ def is_stored(entry: Entry) -> bool:
 def as_stored(entry: Entry) -> Entry:
     """Return the entry of a prediction after its representations moved from a file into the store."""
     without_file = {
-        which: {kind: one for kind, one in entry[which].items() if kind != "representations"}
-        for which in ("files", "checksums")
+        field_name: {kind: value for kind, value in entry[field_name].items() if kind != "representations"}
+        for field_name in ("files", "checksums")
     }
     return entry | without_file | {"stored": True}
 
@@ -593,15 +593,17 @@ def rank_predictions(entries: Sequence[Entry]) -> tuple[list[Entry], dict[str, A
     by_name: dict[str, list[Entry]] = {}
     for entry in entries:
         by_name.setdefault(entry["name"], []).append(entry)
-    for name, own in by_name.items():
-        by_tm = all(entry.get("iptm") is not None for entry in own)
+    for name, query_entries in by_name.items():
+        by_tm = all(entry.get("iptm") is not None for entry in query_entries)
         if not by_tm:
-            own = [entry | {"ranking_confidence": entry["mean_plddt"]} for entry in own]
-        own = sorted(own, key=lambda entry: (-entry["ranking_confidence"], entry["model"], entry["seed"]))
-        own = [entry | {"rank": rank} for rank, entry in enumerate(own, 1)]
-        ranked += own
-        kept = ("rank", "ranking_confidence", "model", "seed", "folder")
-        order = [{key: entry[key] for key in kept} for entry in own]
+            query_entries = [entry | {"ranking_confidence": entry["mean_plddt"]} for entry in query_entries]
+        query_entries = sorted(
+            query_entries, key=lambda entry: (-entry["ranking_confidence"], entry["model"], entry["seed"])
+        )
+        query_entries = [entry | {"rank": rank} for rank, entry in enumerate(query_entries, 1)]
+        ranked += query_entries
+        columns = ("rank", "ranking_confidence", "model", "seed", "folder")
+        order = [{key: entry[key] for key in columns} for entry in query_entries]
         ranking[name] = {"by": "0.8 ipTM + 0.2 pTM" if by_tm else "mean pLDDT", "order": order}
     return ranked, ranking
 
@@ -631,10 +633,10 @@ def copy_by_rank(out: Path, entries: Sequence[Entry]) -> list[Entry]:
             write_atomically(out / copy, content)
             copies[kind] = str(copy)
         copied.append(entry | {"ranked": copies})
-    now = {copy for entry in copied for copy in entry["ranked"].values()}
+    new_copies = {copy for entry in copied for copy in entry["ranked"].values()}
     # The entries may list copies from an earlier summary, whose predictions were thinned since.
     for entry in entries:
-        remove_copies(out, entry["name"], [copy for copy in entry.get("ranked", {}).values() if copy not in now])
+        remove_copies(out, entry["name"], [copy for copy in entry.get("ranked", {}).values() if copy not in new_copies])
     return copied
 
 

@@ -99,8 +99,8 @@ def in_groups(
     for _, of_model in groupby(items, lambda item: item.model.name):
         group: Group = ()
         for item in sorted(of_model, key=lambda item: -item.cost):
-            alone = recycling.may_end_early(item.model.config, recycles)
-            if group and not alone and _fits(item, group, batch, SHARED_PASS_SIZE.get(device.split(":")[0], 0)):
+            folds_alone = recycling.may_end_early(item.model.config, recycles)
+            if group and not folds_alone and _fits(item, group, batch, SHARED_PASS_SIZE.get(device.split(":")[0], 0)):
                 group = (*group, item)
             else:
                 groups += [group] if group else []
@@ -111,16 +111,16 @@ def in_groups(
 
 def _fits(item: FoldItem, group: Group, batch: int | None, budget: int) -> bool:
     """Return whether an item may share a pass with a group."""
-    every, count = (*group, item), len(group) + 1
+    members, count = (*group, item), len(group) + 1
     if count > (MAX_SHARING if batch is None else batch):
         return False
-    if any((one.query.templates > 0) != (item.query.templates > 0) for one in group):
+    if any((member.query.templates > 0) != (item.query.templates > 0) for member in group):
         return False
-    longest, shortest = (f(one.query.residues for one in every) for f in (max, min))
+    longest, shortest = (extreme(member.query.residues for member in members) for extreme in (max, min))
     if batch is not None:
         return 2 * shortest**2 >= longest**2  # padding at most doubles the cost
     sample = item.model.sample
-    rows = max(min(one.query.rows, sample.max_msa + sample.max_extra) for one in every)
+    rows = max(min(member.query.rows, sample.max_msa + sample.max_extra) for member in members)
     return count * longest * max(longest, rows) <= budget
 
 
@@ -131,13 +131,13 @@ def cost_of(groups: Iterable[Group]) -> float:
 
 def part_of(groups: Sequence[Group], part: JobPart) -> list[Group]:
     """Return the groups of a part.  The groups, by falling cost, each go to the part with the least cost so far."""
-    load, chosen = [0.0] * part.count, set[int]()
+    load, chosen_ids = [0.0] * part.count, set[int]()
     for group in sorted(groups, key=lambda group: -cost_of([group])):
-        least = load.index(min(load))
-        load[least] += cost_of([group])
-        if least == part.number - 1:
-            chosen.add(id(group))
-    return [group for group in groups if id(group) in chosen]
+        lightest_part = load.index(min(load))
+        load[lightest_part] += cost_of([group])
+        if lightest_part == part.number - 1:
+            chosen_ids.add(id(group))
+    return [group for group in groups if id(group) in chosen_ids]
 
 
 class Folds(Protocol):
@@ -177,10 +177,10 @@ class Clock:
 
     def summary(self) -> dict[str, float]:
         """Return the seconds, and the fraction of them in which the device waited."""
-        waited, total = self.features + self.files, self.computing + self.features + self.files
+        waiting_seconds, total_seconds = self.features + self.files, self.computing + self.features + self.files
         named = {"computing": self.computing, "waiting_for_features": self.features, "waiting_for_files": self.files}
         return {name: round(seconds, 3) for name, seconds in named.items()} | {
-            "waiting": round(waited / total, 4) if total else 0.0
+            "waiting": round(waiting_seconds / total_seconds, 4) if total_seconds else 0.0
         }
 
 
@@ -229,7 +229,7 @@ def fold_groups(
     follow: called with the position of the model in a group, at most five times a second.
     Errors: exceptions that do not fail one prediction alone (`failures_of`).
     """
-    clock, failures, coming = Clock(), failures_of(team), iter(groups)
+    clock, failures, remaining_groups = Clock(), failures_of(team), iter(groups)
 
     def prepare(predictor: Folds, group: Group) -> list[FoldOutcome]:
         """Make the features of a group."""
@@ -252,31 +252,31 @@ def fold_groups(
                     outcome.entry = write(outcome.item, outcome.prediction)
             record(outcome)
 
-    group = next(coming, None)
-    making: Future[list[FoldOutcome]] | None = None
-    written: Future[None] | None = None
+    group = next(remaining_groups, None)
+    next_outcomes: Future[list[FoldOutcome]] | None = None
+    pending_write: Future[None] | None = None
     with ThreadPoolExecutor(1, "features") as maker, ThreadPoolExecutor(1, "files") as writer:
         while group is not None:
             predictor = load(group[0].model)
             start = time.perf_counter()
-            made = (making or maker.submit(prepare, predictor, group)).result()
+            outcomes = (next_outcomes or maker.submit(prepare, predictor, group)).result()
             clock.features += time.perf_counter() - start
-            following = next(coming, None)
-            making = None
-            if following is not None and following[0].model is group[0].model:
-                making = maker.submit(prepare, predictor, following)
+            next_group = next(remaining_groups, None)
+            next_outcomes = None
+            if next_group is not None and next_group[0].model is group[0].model:
+                next_outcomes = maker.submit(prepare, predictor, next_group)
             start = time.perf_counter()
-            _compute(predictor, made, options, failures, None if follow is None else partial(follow, group))
-            done = time.perf_counter()
-            if written is not None:
-                written.result()
-            clock.computing += done - start
-            clock.files += time.perf_counter() - done
-            written = writer.submit(finish, made)
-            group = following
-        if written is not None:
+            _compute(predictor, outcomes, options, failures, None if follow is None else partial(follow, group))
+            computed_at = time.perf_counter()
+            if pending_write is not None:
+                pending_write.result()
+            clock.computing += computed_at - start
+            clock.files += time.perf_counter() - computed_at
+            pending_write = writer.submit(finish, outcomes)
+            group = next_group
+        if pending_write is not None:
             start = time.perf_counter()
-            written.result()
+            pending_write.result()
             clock.files += time.perf_counter() - start
     return clock
 
@@ -289,17 +289,17 @@ def _compute(
     follow: Callable[[PassPlace], None] | None,
 ) -> None:
     """Fold the prepared items in one pass, or one by one if that fails.  follow: called with the model's position."""
-    ready = [(outcome, outcome.prepared) for outcome in outcomes if outcome.prepared is not None]
-    if not ready:
+    prepared_outcomes = [(outcome, outcome.prepared) for outcome in outcomes if outcome.prepared is not None]
+    if not prepared_outcomes:
         return
-    passes = (ready[0][1].recycles + 1) * ready[0][1].ensemble
+    passes = (prepared_outcomes[0][1].recycles + 1) * prepared_outcomes[0][1].ensemble
     with nullcontext() if follow is None else followed(predictor.model, passes, follow, PROGRESS_INTERVAL):
-        if len(ready) > 1:
+        if len(prepared_outcomes) > 1:
             with suppress(*failures):
-                predictions = predictor.compute_together([prepared for _, prepared in ready], options)
-                for (outcome, _), prediction in zip(ready, predictions):
+                predictions = predictor.compute_together([prepared for _, prepared in prepared_outcomes], options)
+                for (outcome, _), prediction in zip(prepared_outcomes, predictions):
                     outcome.prediction = prediction
-        for outcome, prepared in ready:
+        for outcome, prepared in prepared_outcomes:
             if outcome.prediction is None:
                 with outcome.attempt(failures):
                     outcome.prediction = predictor.compute(prepared, options)

@@ -83,16 +83,20 @@ def each_kind_once(found: Iterable[tuple[str, Notice]]) -> "list[Warned]":
         kinds.setdefault((notice.kind, *words), {})[name, notice.text] = notice
     warned = []
     for notices in kinds.values():
-        every = [*notices.values()]
-        about: dict[str, list[str]] = {}
-        parts = _parts(every)
+        all_notices = [*notices.values()]
+        details_by_name: dict[str, list[str]] = {}
+        parts = _parts(all_notices)
         for (name, _), notice in notices.items():
-            shown = zip(_parts([notice]), parts)
-            about.setdefault(name, []).append(", ".join(own[0] for (_, _, own), (_, _, all) in shown if len(all) > 1))
-        if len(about) == 1:
-            warned += [Warned(notice.text, dict.fromkeys(about, "")) for notice in every]
+            compared_parts = zip(_parts([notice]), parts)
+            details_by_name.setdefault(name, []).append(
+                ", ".join(values[0] for (_, _, values), (_, _, all_values) in compared_parts if len(all_values) > 1)
+            )
+        if len(details_by_name) == 1:
+            warned += [Warned(notice.text, dict.fromkeys(details_by_name, "")) for notice in all_notices]
         else:
-            warned.append(Warned(_sentence(every), {name: "; ".join(own) for name, own in about.items()}))
+            warned.append(
+                Warned(_sentence(all_notices), {name: "; ".join(details) for name, details in details_by_name.items()})
+            )
     return warned
 
 

@@ -69,7 +69,7 @@ class PassStructure:
     def scores(self) -> dict[str, float | None]:
         """Return the scores for the summary, rounded."""
         scores = {name: getattr(self, name) for name in ("ptm", "iptm")}
-        rounded = {name: None if one is None else round(one, 4) for name, one in scores.items()}
+        rounded = {name: None if score is None else round(score, 4) for name, score in scores.items()}
         return {"mean_plddt": round(float(self.plddt.mean()), 2), **rounded}
 
 
@@ -203,16 +203,16 @@ class Prediction:
         """Return ModelCIF text, with pLDDT also in the B column."""
         from warpfold.data.structure.write import Modelling, write_mmcif
 
-        scores = {name: one for name, one in (("pTM", self.ptm), ("ipTM", self.iptm)) if one is not None}
-        how = Modelling("; ".join(self._protocol) or None, scores)
-        return write_mmcif(self.name, self.chains(), b_factors=self._plddt_by_chain, predicted=how)
+        scores = {name: score for name, score in (("pTM", self.ptm), ("ipTM", self.iptm)) if score is not None}
+        modelling = Modelling("; ".join(self._protocol) or None, scores)
+        return write_mmcif(self.name, self.chains(), b_factors=self._plddt_by_chain, predicted=modelling)
 
     @property
     def _protocol(self) -> list[str]:
         """Return the facts for structure files; the parameters and the seed make copied files identifiable."""
         protocol = {name: self.details[name] for name in ("recycles", "templates") if self.details.get(name)}
         protocol |= {name: self.details[name] for name in ("model", "seed") if self.details.get(name) is not None}
-        return [f"{name}: {', '.join(one) if isinstance(one, list) else one}" for name, one in protocol.items()]
+        return [f"{name}: {', '.join(value) if isinstance(value, list) else value}" for name, value in protocol.items()]
 
     @cached_property
     def pair_scores(self) -> list[PairScore]:
@@ -238,7 +238,7 @@ class Prediction:
         tm = {name: getattr(self, name) for name in ("ptm", "iptm")}
         return {
             "mean_plddt": round(self.mean_plddt, 2),
-            **{name: None if one is None else round(one, 4) for name, one in tm.items()},
+            **{name: None if score is None else round(score, 4) for name, score in tm.items()},
             "ranking_confidence": round(self.ranking_confidence, 6),
         }
 
@@ -361,7 +361,7 @@ def write_prediction(
     """
     outcomes = [TemplateOutcome(**outcome) for outcome in prediction.templates]
     details = dict(prediction.details)
-    chains, lost = _complex_entry(prediction, details.pop("chain_depths", {})), details.pop("warnings", ())
+    chains, detail_warnings = _complex_entry(prediction, details.pop("chain_depths", {})), details.pop("warnings", ())
     if prediction.asym_id is not None or given is not None:
         chains["scores"] = prediction.design_scores(fixed, given)
     geometry = check_geometry(prediction.positions, prediction.mask, prediction.asym_id)
@@ -376,7 +376,7 @@ def write_prediction(
         **chains,
         "ranking_confidence": scores["ranking_confidence"],
         **details,
-        **({"recycled": [one.scores() for one in prediction.recycled]} if prediction.recycled else {}),
+        **({"recycled": [recycle.scores() for recycle in prediction.recycled]} if prediction.recycled else {}),
         "templates_unused": sum(not outcome.used for outcome in outcomes),
         "templates_refused": count_refusals(outcomes),
         "templates_missing": sum(outcome.missing for outcome in outcomes),
@@ -384,17 +384,17 @@ def write_prediction(
     }
     refuse_links(out, folder)
     files: dict[str, str] = {}
-    if kept := wanted is None or wanted(head | results):
+    if keeps_files := wanted is None or wanted(head | results):
         # Files of an earlier run are there if it was killed, or is replaced with --force.
         files = prediction.save(out / folder, overwrite=True, stored_pair=stored_pair, figures=figures)
     warnings = [
         *(notice.record() for notice in notices),
-        *lost,
+        *detail_warnings,
         *(notice.record() for notice in _input_notices(prediction, files)),
         *(notice.record() for notice in (*geometry.notices(), *doubts)),
     ]
     entry = {**head, "files": files, "checksums": checksums_of(out / folder, files), **results, "warnings": warnings}
-    return entry if kept else drop_prediction(out, entry)
+    return entry if keeps_files else drop_prediction(out, entry)
 
 
 def drop_prediction(out: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -420,21 +420,21 @@ def _complex_entry(prediction: Prediction, depths: Mapping[str, int]) -> dict[st
                 "id": chain,
                 "length": span.stop - span.start,
                 "mean_plddt": round(float(prediction.plddt[span].mean()), 2),
-                "ptm": one,
+                "ptm": chain_ptm,
                 "msa_depth": depths.get(chain),
             }
-            for (chain, span), one in zip(prediction.spans.items(), ptm)
+            for (chain, span), chain_ptm in zip(prediction.spans.items(), ptm)
         ],
         "chain_pair_iptm": None if pairs is None else np.round(pairs.astype(float), 4).tolist(),
         "interfaces": [
             {
-                "chains": list(one.chains),
-                "iptm": None if one.iptm is None else round(one.iptm, 4),
-                "plddt": None if one.interface_plddt is None else round(one.interface_plddt, 2),
-                "contacts": one.contacts,
+                "chains": list(pair.chains),
+                "iptm": None if pair.iptm is None else round(pair.iptm, 4),
+                "plddt": None if pair.interface_plddt is None else round(pair.interface_plddt, 2),
+                "contacts": pair.contacts,
             }
-            for one in prediction.pair_scores
-            if one.contacts
+            for pair in prediction.pair_scores
+            if pair.contacts
         ],
         "pair_scores": pair_records(prediction.pair_scores),
     }
@@ -454,8 +454,8 @@ def _input_notices(prediction: Prediction, files: Mapping[str, str]) -> Iterator
         try:
             prediction.pdb()
         except UserError as error:
-            why = str(error).removeprefix(prediction.name + ": ").removesuffix(". Write mmCIF.")
-            yield Notice("no_pdb", {"why": why})
+            reason = str(error).removeprefix(prediction.name + ": ").removesuffix(". Write mmCIF.")
+            yield Notice("no_pdb", {"why": reason})
 
 
 def plddt_json(plddt: np.ndarray, spans: Mapping[str, slice]) -> dict[str, list[Any]]:
@@ -623,8 +623,10 @@ def superposition(out: Path, entry: Mapping[str, Any], target: Mapping[str, Any]
     Cα with a pLDDT of at least 70 in both are superposed; all Cα if these are fewer than three.
     """
     positions, plddt = [], []
-    for one in (entry, target):
-        with np.load(out / one["folder"] / one["files"]["arrays"], allow_pickle=False) as arrays:
+    for prediction_entry in (entry, target):
+        with np.load(
+            out / prediction_entry["folder"] / prediction_entry["files"]["arrays"], allow_pickle=False
+        ) as arrays:
             positions.append(arrays["positions"][:, ATOM_ORDER["CA"]])
             plddt.append(arrays["plddt"])
             has_ca = arrays["mask"][:, ATOM_ORDER["CA"]] > 0
@@ -657,9 +659,9 @@ def thin_prediction(folder: Path, protein: str, files: Mapping[str, str]) -> dic
         return dict(files)
     with writing(folder):
         with np.load(path, allow_pickle=False) as arrays:
-            kept = {name: arrays[name] for name in arrays.files if name in SMALL}
+            small_arrays = {name: arrays[name] for name in arrays.files if name in SMALL}
         content = io.BytesIO()
-        np.savez_compressed(content, **kept)
+        np.savez_compressed(content, **small_arrays)
         write_atomically(path, content.getvalue())
         for kind in removed:
             (folder / names[kind]).unlink(missing_ok=True)

@@ -40,12 +40,12 @@ def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
     if len(entries) > len(best):
         sections.append(_ranking(entries, summary["ranking"]))
     if failures:
-        errors = [[_label(f), f["error"]] for f in failures]
+        errors = [[_label(failure), failure["error"]] for failure in failures]
         sections.append(Section("Failed", table=ReportTable(["protein", "error"], errors)))
-    if offered := _template_rows(out, best):
+    if template_rows := _template_rows(out, best):
         text = "NAME_templates.json in the protein's folder has the outcome of every template that was offered."
         header = ["protein", "template", "residues", "identity", "note"]
-        sections.append(Section("Templates", text, table=ReportTable(header, offered)))
+        sections.append(Section("Templates", text, table=ReportTable(header, template_rows)))
     if len({entry["length"] for entry in entries}) >= LENGTHS:
         sections.append(_seconds(entries, summary.get("processes", ())))
     facts = _sizes(best[0]) if alone else [("proteins folded", str(len(best)))]
@@ -56,23 +56,32 @@ def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
         scores = ((title, best[0].get(key)) for key, title in (("iptm", "ipTM"), ("ptm", "pTM")))
         facts += [(title, f"{value:.2f}") for title, value in scores if value is not None]
     facts.append(("seconds in all", f"{summary['seconds']:.0f}"))
-    shown = [entry for entry in entries if entry.get("rank", 1) <= DRAWN_OF_EACH and entry["files"]][:DRAWN]
+    drawn_entries = [entry for entry in entries if entry.get("rank", 1) <= DRAWN_OF_EACH and entry["files"]][:DRAWN]
     names = ", ".join(model["file"] for model in summary["models"])
-    drawn = f", the {'first' if len(entries) == len(best) else 'best'} {len(shown)} drawn" if shown != entries else ""
+    drawn_text = (
+        f", the {'first' if len(entries) == len(best) else 'best'} {len(drawn_entries)} drawn"
+        if drawn_entries != entries
+        else ""
+    )
     versions, first = summary["versions"], summary["settings"]["seed"]
     last = first + summary["settings"]["seeds"] - 1
     seeds = f"seed {first}" if first == last else f"seeds {first} to {last}"
     digests = ", ".join(model["sha256"] for model in summary["models"])
     return ReportPage(
         title=best[0]["name"] if alone else "Predicted structures",
-        lead=f"Folded by WarpFold with {names}{drawn}.",
+        lead=f"Folded by WarpFold with {names}{drawn_text}.",
         facts=facts,
         sections=sections,
         # The warnings of a single protein are shown above the numbers already.
-        targets=[target_of(out, e | ({"warnings": []} if alone and e is best[0] else {})) for e in shown],
+        targets=[
+            target_of(out, entry | ({"warnings": []} if alone and entry is best[0] else {})) for entry in drawn_entries
+        ],
         warnings=[
-            Warned(one.said, {} if alone else {labels.get(name, name): own for name, own in one.about.items()})
-            for one in warnings_of(summary)
+            Warned(
+                warning.said,
+                {} if alone else {labels.get(name, name): detail for name, detail in warning.about.items()},
+            )
+            for warning in warnings_of(summary)
         ],
         footer=[
             f"WarpFold {versions['warpfold']} · torch {versions['torch']} · {summary['device']} · "
@@ -92,12 +101,16 @@ def write_archives(out: Path, summary: Mapping[str, Any]) -> None:
     All files have the same time, so that equal results make equal archives.
     """
     for name in dict.fromkeys(entry["name"] for entry in summary["predictions"] if entry["files"]):
-        own = {key: [one for one in summary[key] if one["name"] == name] for key in ("predictions", "failures")}
-        of_query = {key: value for key, value in summary.items() if key != "pairs"} | own
-        of_query["input_warnings"] = {key: said for key, said in summary["input_warnings"].items() if key == name}
-        files = {"report.html": render(prediction_report(out, of_query)).encode()}
+        query_results = {
+            key: [result for result in summary[key] if result["name"] == name] for key in ("predictions", "failures")
+        }
+        query_summary = {key: value for key, value in summary.items() if key != "pairs"} | query_results
+        query_summary["input_warnings"] = {
+            key: notices for key, notices in summary["input_warnings"].items() if key == name
+        }
+        files = {"report.html": render(prediction_report(out, query_summary)).encode()}
         sources = {CITATIONS: out / CITATIONS}
-        for entry in own["predictions"]:
+        for entry in query_results["predictions"]:
             sources |= _archived(out, entry)
         content, stem = io.BytesIO(), file_name(name)
         with zipfile.ZipFile(content, "w") as archive:
@@ -112,9 +125,9 @@ def _archived(out: Path, entry: Mapping[str, Any]) -> dict[str, Path]:
     """Return the files of a prediction that belong into the archive, by the names that they have there."""
     folder, stem = out / entry["folder"], file_name(entry["name"])
     label = f"{stem}_rank_{entry['rank']}" if "ranked" in entry else stem
-    own = {kind: name for kind, name in file_names(entry["name"]).items() if (folder / name).is_file()}
-    kinds = [kind for kind in own if kind in ARCHIVED or kind.endswith(FORMATS)]
-    files = {label + own[kind].removeprefix(stem): folder / own[kind] for kind in kinds}
+    names_by_kind = {kind: name for kind, name in file_names(entry["name"]).items() if (folder / name).is_file()}
+    kinds = [kind for kind in names_by_kind if kind in ARCHIVED or kind.endswith(FORMATS)]
+    files = {label + names_by_kind[kind].removeprefix(stem): folder / names_by_kind[kind] for kind in kinds}
     # The copies by rank are superposed.
     return files | {Path(copy).name: out / copy for copy in entry.get("ranked", {}).values()}
 
@@ -123,8 +136,8 @@ def _sizes(entry: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the numbers of residues, chains and alignment rows of a prediction, with their names."""
     counts = {"residue": entry["length"], "chain": len(entry.get("chains", "A"))}
     named = [(name + "s" * (count != 1), f"{count:,}") for name, count in counts.items()]
-    depth, given = entry["msa_depth"], entry.get("msa_given", entry["msa_depth"])
-    rows = f"{depth:,}" if depth == given else f"{depth:,} of {given:,}"
+    depth, given_depth = entry["msa_depth"], entry.get("msa_given", entry["msa_depth"])
+    rows = f"{depth:,}" if depth == given_depth else f"{depth:,} of {given_depth:,}"
     return [*named, ("alignment row" if rows == "1" else "alignment rows", rows)]
 
 
@@ -161,11 +174,11 @@ def _all_proteins(entries: Sequence[Mapping[str, Any]]) -> ReportTable:
     if complexes:
         header[1:1], header[5:5] = ["chains"], ["ipTM"]
     rows = []
-    for e in entries:
-        row = [_label(e), f"{e['length']}", f"{e['msa_depth']}", f"{e['mean_plddt']:.1f}", _score(e["ptm"]),
-               f"{sum(e['seconds'].values()):.1f}", str(len(e["warnings"]))]  # fmt: skip
+    for entry in entries:
+        row = [_label(entry), f"{entry['length']}", f"{entry['msa_depth']}", f"{entry['mean_plddt']:.1f}",
+               _score(entry["ptm"]), f"{sum(entry['seconds'].values()):.1f}", str(len(entry["warnings"]))]  # fmt: skip
         if complexes:
-            row[1:1], row[5:5] = [str(len(e.get("chains", "A")))], [_score(e.get("iptm"))]
+            row[1:1], row[5:5] = [str(len(entry.get("chains", "A")))], [_score(entry.get("iptm"))]
         rows.append(row)
     return ReportTable(header, rows)
 
@@ -179,26 +192,28 @@ def _pairs(names: Sequence[str], entries: Sequence[Mapping[str, Any]]) -> Sectio
         for title, value in (("ipTM", entry["iptm"]), ("ipSAE", entry.get("scores", {}).get("ipsae"))):
             if value is not None:
                 matrices[title][i, j] = matrices[title][j, i] = value
-    shown = {title: values for title, values in matrices.items() if not np.isnan(values).all()}
+    drawn_matrices = {title: values for title, values in matrices.items() if not np.isnan(values).all()}
     text = f"{len(entries)} of {len(indices)} pairs of {len(names)} chains. scores.csv has all numbers."
-    figure = [(figures.draw_pairs(names, shown), "Blank where a pair was not predicted.")] if shown else []
+    figure = (
+        [(figures.draw_pairs(names, drawn_matrices), "Blank where a pair was not predicted.")] if drawn_matrices else []
+    )
     return Section("All against all", text, figure)
 
 
 def _ranking(entries: Sequence[Mapping[str, Any]], ranking: Mapping[str, Mapping[str, Any]]) -> Section:
     """Build the table of all predictions of each protein, best first."""
-    by_any = dict.fromkeys(one["by"] for one in ranking.values())
-    measures = [one for one in by_any if "pLDDT" not in one]  # pLDDT has its own column
+    rank_measures = dict.fromkeys(query_ranking["by"] for query_ranking in ranking.values())
+    measures = [measure for measure in rank_measures if "pLDDT" not in measure]  # pLDDT has its own column
     header = ["prediction", "model", "seed", *measures, "mean pLDDT"]
     complexes = any("iptm" in entry for entry in entries)
     rows = []
-    for e in entries:
-        by = ranking[e["name"]]["by"]
-        values = [f"{e['ranking_confidence']:.3f}" if by == one else "" for one in measures]
-        row = [_label(e), e["model"], str(e["seed"]), *values, f"{e['mean_plddt']:.1f}"]
-        row += [_score(e.get("iptm"))] if complexes else []
-        rows.append([*row, _score(e["ptm"])])
-    text = f"Best first, by {' or '.join(by_any)}."
+    for entry in entries:
+        basis = ranking[entry["name"]]["by"]
+        values = [f"{entry['ranking_confidence']:.3f}" if basis == measure else "" for measure in measures]
+        row = [_label(entry), entry["model"], str(entry["seed"]), *values, f"{entry['mean_plddt']:.1f}"]
+        row += [_score(entry.get("iptm"))] if complexes else []
+        rows.append([*row, _score(entry["ptm"])])
+    text = f"Best first, by {' or '.join(rank_measures)}."
     return Section("Ranking", text, table=ReportTable([*header, *(["ipTM"] if complexes else []), "pTM"], rows))
 
 
@@ -206,11 +221,15 @@ def _seconds(entries: Sequence[Mapping[str, Any]], processes: Sequence[Mapping[s
     """Plot the time of predictions against their length, and sum up the waiting times of devices."""
     seconds = {kind: [entry["seconds"][kind] for entry in entries] for kind in ("model", "features")}
     residues = [entry["length"] for entry in entries]
-    each = 1e3 * sum(seconds["model"]) / sum(residues)
-    text = f"{sum(residues)} residues, {each:.3g} ms of the model each. "
-    text += "Proteins that shared a pass share its seconds equally. " if any("together" in e for e in entries) else ""
+    milliseconds = 1e3 * sum(seconds["model"]) / sum(residues)
+    text = f"{sum(residues)} residues, {milliseconds:.3g} ms of the model each. "
+    text += (
+        "Proteins that shared a pass share its seconds equally. "
+        if any("together" in entry for entry in entries)
+        else ""
+    )
     names = {"computing": "computing", "waiting_for_features": "for features", "waiting_for_files": "for files"}
-    total = {key: sum(one.get(key, 0.0) for one in processes) for key in names}
+    total = {key: sum(process.get(key, 0.0) for process in processes) for key in names}
     if loop := sum(total.values()):
         waits = ", ".join(f"{total[key]:.1f} s {name}" for key, name in names.items() if key != "computing")
         share = 1 - total["computing"] / loop
@@ -222,8 +241,8 @@ def _seconds(entries: Sequence[Mapping[str, Any]], processes: Sequence[Mapping[s
 
 def _relaxed(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the numbers of a relaxation (docs/howto/score.md)."""
-    before, after = (report[f"violations_{when}"]["residues"] for when in ("before", "after"))
-    energies = " → ".join("infinite" if e is None else f"{e:.4g}" for e in map(report.get, ENERGIES))
+    before, after = (report[f"violations_{moment}"]["residues"] for moment in ("before", "after"))
+    energies = " → ".join("infinite" if energy is None else f"{energy:.4g}" for energy in map(report.get, ENERGIES))
     return [
         ("relaxed: residues with violations", f"{before} → {after}"),
         ("energy, kcal/mol", energies),
@@ -248,9 +267,9 @@ def _template_rows(out: Path, entries: Sequence[Mapping[str, Any]]) -> list[list
     rows: list[list[str]] = []
     for entry in (entry for entry in entries if "templates" in entry["files"]):
         outcomes = json.loads((out / entry["folder"] / entry["files"]["templates"]).read_text(encoding="utf-8"))
-        for one in (one for one in outcomes if one["used"]):
-            name = f"{one['name']} on {', '.join(one['chains'])}" if one.get("chains") else one["name"]
-            rows.append([_label(entry), name, f"{one['residues']}", f"{one['identity']:.0%}", one["note"]])
+        for outcome in (outcome for outcome in outcomes if outcome["used"]):
+            name = f"{outcome['name']} on {', '.join(outcome['chains'])}" if outcome.get("chains") else outcome["name"]
+            rows.append([_label(entry), name, f"{outcome['residues']}", f"{outcome['identity']:.0%}", outcome["note"]])
         if unused := entry["templates_unused"]:
             rows.append([_label(entry), f"{unused} not used", "", "", ""])
     return rows
@@ -275,9 +294,9 @@ def target_of(out: Path, entry: Mapping[str, Any], **truth: Any) -> Target:
         numbers.append(("ipTM", f"{entry['iptm']:.2f}"))
     if entry["ptm"] is not None:
         numbers.append(("pTM", f"{entry['ptm']:.2f}"))
-    of_chains = [(one["id"], one["ptm"]) for one in entry.get("chains", ()) if one.get("ptm") is not None]
-    if 0 < len(of_chains) <= CHAINS:
-        numbers.append(("pTM of each chain", ", ".join(f"{chain} {ptm:.2f}" for chain, ptm in of_chains)))
+    chain_scores = [(chain["id"], chain["ptm"]) for chain in entry.get("chains", ()) if chain.get("ptm") is not None]
+    if 0 < len(chain_scores) <= CHAINS:
+        numbers.append(("pTM of each chain", ", ".join(f"{chain} {ptm:.2f}" for chain, ptm in chain_scores)))
     numbers.append(_sizes(entry)[-1])
     if "paired_rows" in entry:
         numbers.append(("paired rows", str(entry["paired_rows"])))
@@ -308,13 +327,18 @@ def target_of(out: Path, entry: Mapping[str, Any], **truth: Any) -> Target:
         has_pdb="pdb" in files,
         numbers=numbers,
         warnings=[record["text"] for record in entry["warnings"]],
-        chains={one["id"]: slice(end - one["length"], end) for one, end in zip(entry.get("chains", ()), ends)},
+        chains={chain["id"]: slice(end - chain["length"], end) for chain, end in zip(entry.get("chains", ()), ends)},
         coverage=coverage,
         group=entry["name"] if "ranked" in entry else "",
         note=f"rank {entry['rank']}: {entry['model']}, seed {entry['seed']}" if "ranked" in entry else "",
         interfaces=[
-            ["-".join(one["chains"]), _score(one["iptm"]), f"{one['plddt']:.1f}", str(one["contacts"])]
-            for one in entry.get("interfaces", ())
+            [
+                "-".join(interface["chains"]),
+                _score(interface["iptm"]),
+                f"{interface['plddt']:.1f}",
+                str(interface["contacts"]),
+            ]
+            for interface in entry.get("interfaces", ())
         ],
         **truth,
     )

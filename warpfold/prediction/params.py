@@ -55,16 +55,16 @@ def params_files(given: Sequence[Path], num_models: int | None = None, complexes
     AlphaFold-Multimer; otherwise the models for single chains with PAE, or those without.
     Errors: UserError for a folder without parameters or with an ambiguous mixture, and for fewer than `num_models`.
     """
-    found: list[Path] = []
+    chosen_files: list[Path] = []
     for path in given:
         files = _in_folder(path, complexes) if path.is_dir() else [path]
-        found += files[:num_models] if path.is_dir() else files
-    if num_models is not None and len(found) < num_models:
+        chosen_files += files[:num_models] if path.is_dir() else files
+    if num_models is not None and len(chosen_files) < num_models:
         raise UserError(
-            f"--num-models {num_models}: only {len(found)} matching parameter files in {given[0]}. Use --num-models "
-            f"{len(found)}."
+            f"--num-models {num_models}: only {len(chosen_files)} matching parameter files in {given[0]}. Use "
+            f"--num-models {len(chosen_files)}."
         )
-    return found[:num_models]
+    return chosen_files[:num_models]
 
 
 def families_in(folder: Path) -> dict[str, list[Path]]:
@@ -109,18 +109,18 @@ def read_params(paths: Sequence[Path]) -> list[Params]:
         file_name(f"{path.absolute().parent.name}_{stem}") if stems.count(stem) > 1 else stem
         for path, stem in zip(paths, stems)
     ]
-    found: list[Params] = []
+    all_params: list[Params] = []
     for path, name in zip(paths, names):
         config = load_config(path)
         digest = sha256(path)
-        for other in found:
+        for other in all_params:
             if other.digest == digest:
                 raise UserError(f"{path}: the same parameters as {other.path}. Pass each file once.")
             if other.name.lower() == name.lower():  # some file systems ignore case
                 raise UserError(f"{path}: its file and folder are named as {other.path}. Rename one of the files.")
         sample = build(SampleConfig, data_settings(path), str(path))
-        found.append(Params(name, path, digest, config, sample))
-    return found
+        all_params.append(Params(name, path, digest, config, sample))
+    return all_params
 
 
 def check_templates(config: ModelConfig, sample: SampleConfig, count: int) -> None:
@@ -166,15 +166,15 @@ class ParamsFile:
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yield the rows of a table for people: name, value."""
-        c = self.config
+        config = self.config
         yield "file", str(self.path)
         yield "format", self.format
         yield "model", self.model
         yield "parameters", f"{self.parameters:,} in {self.tensors} tensors"
-        yield "blocks", f"{c.evoformer.blocks}, before them {c.extra_blocks} of the extra alignment"
-        yield "channels", f"m {c.c_m}, z {c.c_z}, s {c.c_s}"
+        yield "blocks", f"{config.evoformer.blocks}, before them {config.extra_blocks} of the extra alignment"
+        yield "channels", f"m {config.c_m}, z {config.c_z}, s {config.c_s}"
         yield "heads", ", ".join(self.heads)
-        yield "recycles", f"{c.recycles}"
+        yield "recycles", f"{config.recycles}"
         yield from ((name, str(self.sample[name])) for name in ("max_msa", "max_extra") if name in self.sample)
         yield "sha256", self.sha256
         yield from (("note", note) for note in self.notes)
@@ -227,8 +227,8 @@ def inspect_params(source: Path, check: bool = False, target: Path | None = None
         notes += _write(model, sample, target)
     state = model.state_dict()
     problems: list[str] = []  # loading has checked names and shapes
-    if bad := [name for name, tensor in state.items() if check and not bool(torch.isfinite(tensor).all())]:
-        problems.append(f"not finite: {listed(bad)}")
+    if nonfinite := [name for name, tensor in state.items() if check and not bool(torch.isfinite(tensor).all())]:
+        problems.append(f"not finite: {listed(nonfinite)}")
     if check and all(bool((tensor == 0).all()) for tensor in state.values()):
         problems.append("all parameters are zero")
     kind = "AlphaFold2, single chains"

@@ -51,12 +51,12 @@ def targets_of_queries(
     given: Given, msas: Sequence[Path], model: ModelConfig, sample: SampleConfig, recycles: int | None
 ) -> list[PlanTarget]:
     """Read queries as targets; a query without an alignment is planned with the deepest alignment."""
-    found = []
+    targets = []
     for query in read_queries(given, msas, model.multimer is not None):
-        alone = not msas and (query.is_complex or query.rows == 1)
-        sizes = sizes_of_query(query, model, sample, whole=alone)
-        found.append(PlanTarget(query.name, folding(model, sizes, recycles)))
-    return found
+        is_whole = not msas and (query.is_complex or query.rows == 1)
+        sizes = sizes_of_query(query, model, sample, whole=is_whole)
+        targets.append(PlanTarget(query.name, folding(model, sizes, recycles)))
+    return targets
 
 
 def folding(model: ModelConfig, sizes: ExampleSizes, recycles: int | None) -> Job:
@@ -71,10 +71,10 @@ def check_fits(
 
     choose_for: chooses a plan for sizes and a number of recycles, or raises UserError.
     """
-    every = [sizes_of_query(query, params.config, params.sample, whole=False) for query in queries]
+    all_sizes = [sizes_of_query(query, params.config, params.sample, whole=False) for query in queries]
     passes = params.config.recycles if recycles is None else recycles
-    if every:
-        choose_for(min(every, key=lambda sizes: sizes.residues), passes)
+    if all_sizes:
+        choose_for(min(all_sizes, key=lambda sizes: sizes.residues), passes)
 
 
 def plan_report(
@@ -88,18 +88,20 @@ def plan_report(
 ) -> dict[str, Any]:
     """Plan each target on a machine and return a report for JSON, with all plans of the largest target."""
     largest = max(targets, key=lambda target: target.job.sizes.residues)
-    found = []
-    for done, target in enumerate(targets):
-        turn = within(tell, done, len(targets), f"{target.name}, ")
+    reports = []
+    for index, target in enumerate(targets):
+        target_progress = within(tell, index, len(targets), f"{target.name}, ")
         if target is largest:
-            report = job_report(target.name, target.job, machine, fixed, sync, cluster, None, price, turn)
-            said: dict[str, Any] = {key: report[key] for key in ("said", "refused") if key in report}
-            said |= next((one for one in report["plans"] if one["chosen"]), {})
+            report = job_report(target.name, target.job, machine, fixed, sync, cluster, None, price, target_progress)
+            target_report: dict[str, Any] = {key: report[key] for key in ("said", "refused") if key in report}
+            target_report |= next((plan for plan in report["plans"] if plan["chosen"]), {})
         else:
-            said = _said(target, machine, fixed, sync, cluster, len(targets) <= ESTIMATED_TARGETS, turn)
-        found.append({"name": target.name, "residues": target.job.sizes.residues, **said})
-    about = {"machine": str(machine), "free": machine.free, "devices": machine.devices, "how": machine.how}
-    return about | {"targets": found, "largest": report}
+            target_report = _said(
+                target, machine, fixed, sync, cluster, len(targets) <= ESTIMATED_TARGETS, target_progress
+            )
+        reports.append({"name": target.name, "residues": target.job.sizes.residues, **target_report})
+    machine_report = {"machine": str(machine), "free": machine.free, "devices": machine.devices, "how": machine.how}
+    return machine_report | {"targets": reports, "largest": report}
 
 
 def _said(

@@ -106,7 +106,7 @@ def _run(request: Request, tell: Progress, team: Team, run_log: RunLog) -> dict[
     requested_precision, precision = request.precision, _resolve_precision(request)
     precision = team.broadcast(precision, "the precision")
     request = replace(request, precision=precision)
-    read, models, asked = _read(request, team, tell)
+    read, models, asked_digest = _read(request, team, tell)
     if request.cluster is not None:  # its workers run in another folder
         models = [replace(model, path=model.path.absolute()) for model in models]
     if request.guess is not None:
@@ -135,10 +135,14 @@ def _run(request: Request, tell: Progress, team: Team, run_log: RunLog) -> dict[
         chains = with_templates(chains, templates, models, read.errors)
         queries = all_pairs(chains) if request.pairs else chains
     seeds = range(request.seed, request.seed + request.seeds)
-    items = [FoldItem(*one) for one in product(models, queries, seeds)]
+    items = [FoldItem(*combination) for combination in product(models, queries, seeds)]
     server = request.server
     new = _new_summary(chains, models, request, device)
-    new |= {"warnings": _run_notices(read, models, request), "msa_server": server and server.url, "asked": asked}
+    new |= {
+        "warnings": _run_notices(read, models, request),
+        "msa_server": server and server.url,
+        "asked": asked_digest,
+    }
     new["failures"] = [{"name": name, "error": one_line(error)} for name, error in read.errors.items()]
     tables, keep = None, _selection(request, queries, models)
     if isinstance(keep, Selection) or any(query.is_complex or query.designed is not None for query in queries):
@@ -163,8 +167,8 @@ def _run(request: Request, tell: Progress, team: Team, run_log: RunLog) -> dict[
         run_log.open()
         if team.is_rank_zero:
             part = f"part {request.part}, " if request.shard else ""
-            made = f"{sum(map(len, todo))} of {len(items)} predictions to make"
-            run_log.write(f"{part}device {device}, precision {precision}, {made}")
+            todo_text = f"{sum(map(len, todo))} of {len(items)} predictions to make"
+            run_log.write(f"{part}device {device}, precision {precision}, {todo_text}")
             for failure in new["failures"]:
                 run_log.write(f"failed {failure['name']}: {failure['error']}", logging.ERROR)
         log_precision(requested_precision, precision, None if request.cluster else device)
@@ -218,12 +222,12 @@ def _read(request: Request, team: Team, tell: Progress) -> tuple[ReadQueries, li
     A folder may hold parameters of several kinds; then the queries decide which kind is used.
     Returns a digest of the questions that a server was asked, too; None if it was not asked.
     """
-    asked: str | None = None
+    asked_digest: str | None = None
     params, gap = request.params_paths, request.chain_gap is not None
-    waiting = not gap and any(path.is_dir() and len(families_in(path)) > 1 for path in params)
-    models = [] if waiting else read_params(params_files(params, request.num_models))
-    if gap and (able := [model.path.name for model in models if model.multimer]):
-        raise UserError(f"--chain-gap: {able[0]} is AlphaFold-Multimer's, which tells chains apart. Leave it out.")
+    awaits_queries = not gap and any(path.is_dir() and len(families_in(path)) > 1 for path in params)
+    models = [] if awaits_queries else read_params(params_files(params, request.num_models))
+    if gap and (multimers := [model.path.name for model in models if model.multimer]):
+        raise UserError(f"--chain-gap: {multimers[0]} is AlphaFold-Multimer's, which tells chains apart. Leave it out.")
     server = request.server
     if server is not None and not team.is_rank_zero:
         server = replace(server, say=lambda line: None)
@@ -241,31 +245,33 @@ def _read(request: Request, team: Team, tell: Progress) -> tuple[ReadQueries, li
 
     def fetch(lacking: Sequence[tuple[Complex, list[str]]]) -> list[Path]:
         """Ask the server, unless the output folder would be refused afterwards."""
-        nonlocal asked
+        nonlocal asked_digest
         assert server is not None
-        sent = [[query.name, [*query.ids], [*query.sequences], without] for query, without in lacking]
-        asked = _digest_of(models, request, server.url, sent).hexdigest()
-        earlier = claim_folder(request.folder, FORMAT, "", force=True) or {"asked": asked}
+        requested = [
+            [query.name, [*query.ids], [*query.sequences], lacking_sequences] for query, lacking_sequences in lacking
+        ]
+        asked_digest = _digest_of(models, request, server.url, requested).hexdigest()
+        earlier = claim_folder(request.folder, FORMAT, "", force=True) or {"asked": asked_digest}
         # Earlier versions did not record the digest.
-        recorded = earlier.get("asked", asked if earlier.get("msa_server") else None)
-        if recorded != asked:
+        recorded = earlier.get("asked", asked_digest if earlier.get("msa_server") else None)
+        if recorded != asked_digest:
             claim_folder(request.folder, FORMAT, "another", request.force)
         return fetching(server, check, tell)(lacking)
 
     # Whether the records of a FASTA file are the chains of one complex.
-    single = waiting or any(not model.multimer for model in models)
-    together = not (single or request.pairs) if request.complex is None else request.complex
+    single = awaits_queries or any(not model.multimer for model in models)
+    reads_complex = not (single or request.pairs) if request.complex is None else request.complex
     read = read_given(
-        request.queries, request.alignments, together, fetch if server is not None else None, check, request.fixed,
+        request.queries, request.alignments, reads_complex, fetch if server is not None else None, check, request.fixed,
         bool(request.pairs),
     )  # fmt: skip
     if not read.queries:
         raise next(iter(read.errors.values()))
-    if waiting:
+    if awaits_queries:
         complexes = [query.name for query in read.queries if query.is_complex or request.pairs]
         models = read_params(params_files(params, request.num_models, complexes=bool(complexes)))
         _check_complexes(complexes, models)
-    return read, models, asked
+    return read, models, asked_digest
 
 
 def _run_notices(read: ReadQueries, models: Sequence[Params], request: Request) -> list[dict[str, Any]]:
@@ -274,9 +280,9 @@ def _run_notices(read: ReadQueries, models: Sequence[Params], request: Request) 
     if read.hits and not templates.hits:
         texts.append(f"template hits are not used unless --hits names them: {shorten_list(read.hits)}")
     if (templates or request.fixed) and (
-        without := [model.path.name for model in models if not model.config.templates.enabled]
+        without_templates := [model.path.name for model in models if not model.config.templates.enabled]
     ):
-        texts.append(f"no template is used with {', '.join(without)}, which take none")
+        texts.append(f"no template is used with {', '.join(without_templates)}, which take none")
     return [notice.record() for notice in [*read.notices, *templates.notices, *noted(texts)]]
 
 
@@ -306,18 +312,18 @@ def choose_process_grid(models: Sequence[Params], queries: Sequence[Query], requ
     """Choose whether processes share each protein or fold different ones, whichever is faster, and remesh the team."""
     config, sample, recycles = models[0].config, models[0].sample, request.recycles
     sizes = [sizes_of_query(query, config, sample, whole=False) for query in queries] * (len(models) * request.seeds)
-    fixed: dict[str, Any] = {"precision": request.precision, "kernels": request.kernels}
-    fixed |= {} if request.chunk is None else {"chunk": request.chunk or None}
+    fixed_settings: dict[str, Any] = {"precision": request.precision, "kernels": request.kernels}
+    fixed_settings |= {} if request.chunk is None else {"chunk": request.chunk or None}
     recycles = config.recycles if recycles is None else recycles
-    team.remesh(grid_for(config, sizes, recycles, _device_of(request), fixed, request.memory_limit, team))
+    team.remesh(grid_for(config, sizes, recycles, _device_of(request), fixed_settings, request.memory_limit, team))
 
 
 def _check_complexes(names: Sequence[str], models: Sequence[Params]) -> None:
     """Raise UserError if there are complexes, given by name, and a model that folds single chains alone."""
-    unable = [model.path for model in models if not model.multimer]
-    if names and unable:
+    monomer_files = [model.path for model in models if not model.multimer]
+    if names and monomer_files:
         raise UserError(
-            f"{unable[0]}: parameters for single chains, but {names[0]} is a complex. Pass AlphaFold-Multimer's "
+            f"{monomer_files[0]}: parameters for single chains, but {names[0]} is a complex. Pass AlphaFold-Multimer's "
             f"({MULTIMERS}), --chain-gap 200, or fold each chain alone."
         )
 
@@ -338,7 +344,9 @@ def _new_summary(queries: Sequence[Query], models: Sequence[Params], request: Re
         "settings": settings,
         "device": device,
         "versions": {"warpfold": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "input_warnings": {query.name: [one.record() for one in query.notices] for query in queries if query.notices},
+        "input_warnings": {
+            query.name: [notice.record() for notice in query.notices] for query in queries if query.notices
+        },
         "predictions": [],
         "failures": [],
         "ranking": {},
@@ -366,13 +374,13 @@ class ModelInMemory:
         """Return the predictor of a model.  Errors: UserError as in `prediction.predictor.load`."""
         if self._predictor is None or self._name != params.name:
             self._predictor = None
-            o, sample = self.request, params.sample
+            request, sample = self.request, params.sample
             self._predictor = load(
-                params.path, o.device, o.chunk, o.precision, sample, self.team, o.kernels, o.offload, o.memory,
-                max_msa=o.max_msa, max_extra=o.max_extra, dropout=o.dropout, chain_gap=o.chain_gap,
-                graphs=o.graphs,
+                params.path, request.device, request.chunk, request.precision, sample, self.team, request.kernels,
+                request.offload, request.memory, max_msa=request.max_msa, max_extra=request.max_extra,
+                dropout=request.dropout, chain_gap=request.chain_gap, graphs=request.graphs,
             )  # fmt: skip
-            self._predictor.recycling = o.recycling
+            self._predictor.recycling = request.recycling
             self._name = params.name
         return self._predictor
 
@@ -387,7 +395,7 @@ def _fold(
     bar, team, request = ProgressOfRun(tell, len(folder.items), groups), memory.team, memory.request
     clock, refused, refused_before = Clock(), dict[str, int](), refusals()
     if not request.starts_processes:
-        several = team.mesh.data.size > 1
+        has_data_ranks = team.mesh.data.size > 1
         recorder = folder.recorder() if team.is_example_leader else None
 
         def record(outcome: FoldOutcome) -> None:
@@ -396,9 +404,9 @@ def _fold(
             bar.move([outcome.item])
 
         write = _writer(folder.out, folder.is_several, None if recorder is None else recorder.shortlist, request)
-        mine = taken(groups, team) if several else groups
-        clock = fold_groups(memory.load, request.fold_options, team, mine, write, record, bar.follow)
-        if several:
+        rank_groups = taken(groups, team) if has_data_ranks else groups
+        clock = fold_groups(memory.load, request.fold_options, team, rank_groups, write, record, bar.follow)
+        if has_data_ranks:
             team.wait_for_all("the end of the predictions")
         return clock, refusals(refused_before)
     out, workers = folder.out.absolute(), 0 if request.cluster else request.workers
@@ -406,16 +414,20 @@ def _fold(
 
     def left(some: list[FoldJob]) -> list[FoldJob]:
         """Return the jobs of workers that died, without the predictions that they had finished."""
-        done = {key_of(record["key"]) for record in read_records(out, folder.run) if "entry" in record}
-        groups = [[tuple(item for item in group if item.key not in done) for group in job.groups] for job in some]
-        return [replace(job, groups=[group for group in own if group]) for job, own in zip(some, groups)]
+        finished_keys = {key_of(record["key"]) for record in read_records(out, folder.run) if "entry" in record}
+        groups = [
+            [tuple(item for item in group if item.key not in finished_keys) for group in job.groups] for job in some
+        ]
+        return [
+            replace(job, groups=[group for group in left_groups if group]) for job, left_groups in zip(some, groups)
+        ]
 
     request = request.for_workers()
     with pool(request.workers, request.cluster) as executor:
         assert executor is not None
         jobs = [
-            FoldJob(some, out, folder.run, folder.is_several, request, workers, tables, folder.keep, are_hidden())
-            for some in in_jobs(groups, JOBS_PER_WORKER * executor.size)
+            FoldJob(job_groups, out, folder.run, folder.is_several, request, workers, tables, folder.keep, are_hidden())
+            for job_groups in in_jobs(groups, JOBS_PER_WORKER * executor.size)
         ]
         for job, (seconds, refusals_of_job) in zip(jobs, in_order(fold_job, jobs, executor, again=left)):
             clock.add(seconds)
@@ -442,14 +454,14 @@ class FoldJob:
 
 def in_jobs(groups: Sequence[Group], count: int) -> Iterator[list[Group]]:
     """Split groups into jobs of neighbours with one model, each of about 1 / count of the total cost."""
-    most, some = cost_of(groups) / count, list[Group]()
+    max_cost, job_groups = cost_of(groups) / count, list[Group]()
     for group in groups:
-        if some and (cost_of([*some, group]) > most or group[0].model != some[0][0].model):
-            yield some
-            some = []
-        some = [*some, group]
-    if some:
-        yield some
+        if job_groups and (cost_of([*job_groups, group]) > max_cost or group[0].model != job_groups[0][0].model):
+            yield job_groups
+            job_groups = []
+        job_groups = [*job_groups, group]
+    if job_groups:
+        yield job_groups
 
 
 def fold_job(job: FoldJob) -> tuple[Clock, dict[str, int]]:
@@ -483,20 +495,20 @@ def _memory_of(request: Request) -> ModelInMemory:
 
 
 def _writer(out: Path, several: bool, shortlist: Shortlist | None, request: Request) -> Write:
-    wanted = None if shortlist is None else lambda entry: shortlist.wants(row_of(entry))
+    wants_files = None if shortlist is None else lambda entry: shortlist.wants(row_of(entry))
     pair = None if request.store is None else request.pair_representation
 
     def write(item: FoldItem, prediction: Prediction) -> dict[str, Any]:
         """Write a prediction with the notices, templates and guess of its query."""
         outcomes = [asdict(outcome) for outcome in item.query.outcomes]
         below = item.below if several else ""
-        query, made = item.query, replace(prediction, templates=outcomes)
-        details = {**made.details, "model": item.model.name}
+        query, detailed = item.query, replace(prediction, templates=outcomes)
+        details = {**detailed.details, "model": item.model.name}
         if query.guess is not None:
             details |= {"initial_guess": Path(query.guess.source).name, "fixed_chains": list(query.fixed)}
-        made = replace(made, details=details)
+        detailed = replace(detailed, details=details)
         notices, fixed, designed = query.notices, query.fixed, query.designed
-        return write_prediction(made, out, below, notices, fixed, designed, wanted, pair, request.figures)
+        return write_prediction(detailed, out, below, notices, fixed, designed, wants_files, pair, request.figures)
 
     return write
 
@@ -519,8 +531,8 @@ class ProgressOfRun:
         """Show the position of the model in a group, while the files of the group before may still be written."""
         cost = place.share * cost_of([group])
         name = group[0].query.name if len(group) == 1 else f"{len(group)} together"
-        short = name if len(name) <= 8 else f"{name[:7]}…"  # the line fits 80 columns
-        self._show(place.share * len(group), f"{short}{self._time_left(cost)}, {place}")
+        short_name = name if len(name) <= 8 else f"{name[:7]}…"  # the line fits 80 columns
+        self._show(place.share * len(group), f"{short_name}{self._time_left(cost)}, {place}")
 
     def move(self, items: Sequence[FoldItem]) -> None:
         self._done += len(items)
@@ -535,6 +547,6 @@ class ProgressOfRun:
 
     def _time_left(self, cost: float = 0.0) -> str:
         """Return the text for the time left, with this much of the current group's cost done; "" if unknown."""
-        done, left = self._cost + cost, self._left - cost
-        seconds = (time.perf_counter() - self._start) * left / done if done else 0.0
-        return f", {as_time(seconds)} left" if left > 0 and seconds >= 1 else ""
+        done_cost, left_cost = self._cost + cost, self._left - cost
+        seconds = (time.perf_counter() - self._start) * left_cost / done_cost if done_cost else 0.0
+        return f", {as_time(seconds)} left" if left_cost > 0 and seconds >= 1 else ""

@@ -126,21 +126,21 @@ class Predictor:
         graphs: request.ReplayGraphs = True,
     ) -> None:
         if not isinstance(model, AlphaFold):
-            what = arguments.shown(model)
-            raise arguments.WrongArgument(f"model = {what}: an AlphaFold is needed. Load files with load(FILE).")
+            model_text = arguments.shown(model)
+            raise arguments.WrongArgument(f"model = {model_text}: an AlphaFold is needed. Load files with load(FILE).")
         self.team = team_of(team)
         axial, branch = self.team.mesh.axial.size, self.team.mesh.branch.size
         if reason := Plan(axial=axial, branch=branch).unsupported_reason(model.config.evoformer.outer):
             raise UserError(reason)
         arguments.one_of("precision", precision, ("auto", *DTYPES))
         self._asked_precision = precision
-        fixed: dict[str, Any] = {"kernels": arguments.one_of("kernels", kernels, get_args(Kernels))}
+        fixed_settings: dict[str, Any] = {"kernels": arguments.one_of("kernels", kernels, get_args(Kernels))}
         if chunk is not None:
-            fixed["chunk"] = chunk or None
+            fixed_settings["chunk"] = chunk or None
         if offload is not None:
-            fixed["offload"] = offload
+            fixed_settings["offload"] = offload
         size = None if memory is None else arguments.parse_memory(memory)
-        self._fixed, self._memory, self._graphs = fixed, size, graphs
+        self._fixed, self._memory, self._graphs = fixed_settings, size, graphs
         self.model = model
         self.sample = sample or SampleConfig()
         self.recycling = request.Recycling()
@@ -158,8 +158,8 @@ class Predictor:
         self.device = torch.device(device_of(device))
         self.precision = self._fixed["precision"] = resolve_precision(self._asked_precision, self.device)
         log_precision(self._asked_precision, self.precision, self.device)
-        asked = Plan(precision=self.precision, offload=self._fixed.get("offload", False))
-        if reason := asked.unsupported_on(self.device.type):
+        requested_plan = Plan(precision=self.precision, offload=self._fixed.get("offload", False))
+        if reason := requested_plan.unsupported_on(self.device.type):
             raise UserError(reason)
         self.model.to(self.device).eval()
         PackedWeights(self.model, DTYPES[self.precision])
@@ -168,7 +168,7 @@ class Predictor:
 
     def __repr__(self) -> str:
         kind = "single chains" if self.model.config.multimer is None else "complexes"
-        count = sum(p.numel() for p in self.model.parameters())
+        count = sum(parameter.numel() for parameter in self.model.parameters())
         return f"<Predictor of {kind}: {count:,} parameters, {self.precision} on {self.device}>"
 
     @CHECKED
@@ -350,10 +350,10 @@ class Predictor:
 
         Errors: UserError for guesses and fixed chains that the model cannot take.
         """
-        together, chains = self.model.config.multimer is not None, request.parse_chains(fixed)
+        is_multimer, chains = self.model.config.multimer is not None, request.parse_chains(fixed)
         check_guess(initial_guess, chains, [self.as_params])
         return each_given(
-            sequences, alignments, templates, together, fetch, self.check, self.with_templates, initial_guess, chains
+            sequences, alignments, templates, is_multimer, fetch, self.check, self.with_templates, initial_guess, chains
         )
 
     def _fold_each(
@@ -366,23 +366,25 @@ class Predictor:
         progress: Progress | None,
     ) -> None:
         """Fold queries and call `record` with the name and the prediction or error of each, as they finish."""
-        most, tell, done = request.parse_batch(batch), arguments.progress_of(progress), 0
-        items = [FoldItem(self.as_params, one, seed) for one in queries.values() if not isinstance(one, UserError)]
+        max_batch, tell, finished_count = request.parse_batch(batch), arguments.progress_of(progress), 0
+        items = [
+            FoldItem(self.as_params, query, seed) for query in queries.values() if not isinstance(query, UserError)
+        ]
         for name, query in queries.items():
             if isinstance(query, UserError):
                 record(name, None, str(query))
-                done += 1
-        alone = self.team.process.ranks > 1 or self.dropout or options.save_recycles
-        tell(done, len(queries), "folding")
+                finished_count += 1
+        folds_alone = self.team.process.ranks > 1 or self.dropout or options.save_recycles
+        tell(finished_count, len(queries), "folding")
 
         def record_outcome(outcome: FoldOutcome) -> None:
-            nonlocal done
+            nonlocal finished_count
             query, prediction = outcome.item.query, outcome.prediction
             record(query.name, None if prediction is None else with_warnings(query, prediction), outcome.error)
-            done += 1
-            tell(done, len(queries), query.name)
+            finished_count += 1
+            tell(finished_count, len(queries), query.name)
 
-        groups = in_groups(items, 1 if alone else most, str(self.device), self.recycling, options.recycles)
+        groups = in_groups(items, 1 if folds_alone else max_batch, str(self.device), self.recycling, options.recycles)
         fold_groups(lambda params: self, options, self.team, groups, None, record_outcome)
 
     @CHECKED
@@ -421,9 +423,9 @@ class Predictor:
         arguments.one_of("through", through, get_args(Through))
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
         chains = soft_chains(logits, fixed, dtype)
-        shares = torch.cat([one.enter(soft, temperature, hard) for one in chains.values()])
-        designed = torch.cat([torch.full((len(one.fixed),), FREE in one.fixed) for one in chains.values()])
-        letters = {id: one.letters for id, one in chains.items()}
+        shares = torch.cat([chain.enter(soft, temperature, hard) for chain in chains.values()])
+        designed = torch.cat([torch.full((len(chain.fixed),), FREE in chain.fixed) for chain in chains.values()])
+        letters = {id: chain.letters for id, chain in chains.items()}
         sequence: Sequences = letters["A"] if [*letters] == ["A"] else letters
         query, single = query_of(sequence, alignment, arguments.text("name", name)), self.model.config.multimer is None
         if query.is_complex and single and self.chain_gap is None:
@@ -435,16 +437,16 @@ class Predictor:
         unmasked = copy(self)
         unmasked.sample = sample = replace(self.sample, masked_fraction=0.0)
         prepared = unmasked.prepare(query.assembly, seed=seed, recycles=recycles, initial_guess=query.guess)
-        place, batch, assembly = None, prepared.batch, prepared.assembly
+        query_place, batch, assembly = None, prepared.batch, prepared.assembly
         if single:
-            several = len(assembly.chains) > 1
-            joined = concatenate_chains(assembly, sample, self.chain_gap or 0) if several else assembly.chains[0]
-            assert isinstance(joined, RawExample)
-            weight, is_extra = query_weight(joined, sample, seed, KEY, len(batch["msa_feat"]))
-            place = QueryPlace(torch.from_numpy(weight), is_extra)
-            chain = np.repeat(np.arange(len(assembly.chains)), [one.length for one in assembly.chains])
+            is_complex = len(assembly.chains) > 1
+            example = concatenate_chains(assembly, sample, self.chain_gap or 0) if is_complex else assembly.chains[0]
+            assert isinstance(example, RawExample)
+            weight, is_extra = query_weight(example, sample, seed, KEY, len(batch["msa_feat"]))
+            query_place = QueryPlace(torch.from_numpy(weight), is_extra)
+            chain_index = np.repeat(np.arange(len(assembly.chains)), [chain.length for chain in assembly.chains])
             # Only the loss reads these.
-            chain_features = {"asym_id": chain + 1, "entity_id": assembly.entity_id[chain]}
+            chain_features = {"asym_id": chain_index + 1, "entity_id": assembly.entity_id[chain_index]}
             batch = batch | {key: torch.from_numpy(ids) for key, ids in chain_features.items()}
         sizes = sizes_of_batch(batch)
         planned = self.planner.choose(sizes, prepared.recycles, prepared.ensemble, gradient=through)
@@ -452,11 +454,11 @@ class Predictor:
         while True:
             try:
                 with self._running(planned.plan, prepared):
-                    found = gradient_by_shares(
-                        self.model, batch, shares, loss, place, prepared.recycles, through, self.team,
+                    loss_gradient = gradient_by_shares(
+                        self.model, batch, shares, loss, query_place, prepared.recycles, through, self.team,
                         designed, prepared.guess,
                     )  # fmt: skip
-                    prediction = self._read_out.prediction(prepared, found.folded, STRUCTURE_ONLY)
+                    prediction = self._read_out.prediction(prepared, loss_gradient.folded, STRUCTURE_ONLY)
                 break
             except (RuntimeError, MemoryError) as error:
                 planned = self.planner.after(planned, error)
@@ -464,11 +466,13 @@ class Predictor:
             release_memory(self.device)
         details = self._details(prepared, prepared.recycles, time.perf_counter() - start)
         prediction = replace(prediction, details=details | {"plan": dict(planned.details)})
-        leaves = {one.key: one.logits for one in chains.values() if one.key is not None and one.logits is not None}
-        by_logits = torch.autograd.grad(shares, [*leaves.values()], found.by_shares.to(shares))
+        leaves = {
+            chain.key: chain.logits for chain in chains.values() if chain.key is not None and chain.logits is not None
+        }
+        by_logits = torch.autograd.grad(shares, [*leaves.values()], loss_gradient.by_shares.to(shares))
         grads = {key: grad.numpy() for key, grad in zip(leaves, by_logits)}
         grad = grads if isinstance(logits, Mapping) else grads["A"]
-        return Gradient(found.loss, found.terms, grad, with_warnings(query, prediction))
+        return Gradient(loss_gradient.loss, loss_gradient.terms, grad, with_warnings(query, prediction))
 
     @property
     def as_params(self) -> Params:
@@ -535,11 +539,13 @@ class Predictor:
             templates = (own_template(guess[id], guess.source) if id in fixed else None for id in assembly.ids)
             assembly = replace(assembly, fixed=tuple(templates) if fixed else ())
         recycles = self.recycling.at_most(recycles, assembly.length)
-        used: Assembly | Example = assembly
+        model_input: Assembly | Example = assembly
         if settings.multimer is None:
             single = len(assembly.chains) == 1 and not fixed
-            used = assembly.chains[0] if single else concatenate_chains(assembly, self.sample, self.chain_gap or 0)
-        features = make_features(used, self.sample, seed, KEY, passes=(recycles + 1) * ensemble)
+            model_input = (
+                assembly.chains[0] if single else concatenate_chains(assembly, self.sample, self.chain_gap or 0)
+            )
+        features = make_features(model_input, self.sample, seed, KEY, passes=(recycles + 1) * ensemble)
         batch = to_tensors(features, widen=False)
         seconds = time.perf_counter() - start
         coverage = coverage_of(seen_rows(batch), assembly)
@@ -577,22 +583,22 @@ class Predictor:
         start, first = time.perf_counter(), several[0]
         if (self._tolerance and first.recycles > 1) or self.dropout or options.save_recycles:
             raise ValueError("proteins cannot share a pass if recycling may end early or is saved, or with dropout")
-        if len({(one.recycles, one.ensemble) for one in several}) > 1:
+        if len({(prepared.recycles, prepared.ensemble) for prepared in several}) > 1:
             raise ValueError("proteins that share a pass need the same recycles and ensemble")
-        batch = self._padded(stack([one.batch for one in several]))
-        guess = torch.stack([_padded_guess(one.guess, batch["aatype"].shape[-1]) for one in several])
+        batch = self._padded(stack([prepared.batch for prepared in several]))
+        guess = torch.stack([_padded_guess(prepared.guess, batch["aatype"].shape[-1]) for prepared in several])
         planned = self.plan(replace(first, batch=batch), options.representations)
         if planned.plan.offload:
             raise ValueError("proteins cannot share a pass with z in host memory")
         predictions = []
         with self._running(planned.plan, first):
             folded = self.model.fold(batch, first.recycles, start=self.model.first_recycled(batch, guess))
-            for one, last_pass in zip(several, folded.unbind()):
-                predictions.append(self._read_out.prediction(one, last_pass, options))
+            for prepared, last_pass in zip(several, folded.unbind()):
+                predictions.append(self._read_out.prediction(prepared, last_pass, options))
         seconds = (time.perf_counter() - start) / len(several)
-        more = {"together": len(several), "plan": dict(planned.details)}
-        details = [self._details(one, folded.recycles, seconds) | more for one in several]
-        return [replace(prediction, details=one) for prediction, one in zip(predictions, details)]
+        pass_details = {"together": len(several), "plan": dict(planned.details)}
+        details = [self._details(prepared, folded.recycles, seconds) | pass_details for prepared in several]
+        return [replace(prediction, details=detail) for prediction, detail in zip(predictions, details)]
 
     def _details(self, prepared: Prepared, recycles: int, seconds: float) -> dict[str, Any]:
         details = details_of(prepared, recycles, seconds, None if self.model.templates is None else self.sample)
@@ -724,7 +730,7 @@ def load(
     msa_server, msa_cache: for all queries, as in `Predictor.fold`.  The other arguments are those of `Predictor`.
     Errors: UserError for another kind of file, arrays that do not fit, and wrong arguments.
     """
-    path, where = arguments.path("params", params), device_of(device)
+    path, target_device = arguments.path("params", params), device_of(device)
     recycling = request.Recycling.parse(recycle_tolerance, max_recycles)
     server = request.server_of(msa_server, msa_cache, Path("alignments"))
     if sample is not None and not isinstance(sample, SampleConfig):
@@ -738,7 +744,7 @@ def load(
         if (assumed := assumed_settings(path)) and (team is None or team.is_rank_zero):
             log.warning("%s", assumed)
     sample = replace(sample, **{name: count for name, count in rows.items() if count is not None})
-    predictor = Predictor(model, where, chunk, precision, sample, team, kernels, offload, memory, graphs)
+    predictor = Predictor(model, target_device, chunk, precision, sample, team, kernels, offload, memory, graphs)
     predictor.recycling, predictor.msa_server = recycling, server
     predictor.dropout, predictor.chain_gap = dropout, chain_gap
     return predictor

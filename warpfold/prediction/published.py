@@ -70,8 +70,8 @@ class PublishedParams:
     @property
     def attribution(self) -> str:
         """Return the attribution that the licence requires whenever the file is passed on."""
-        t = self.terms
-        return f"{self.file}, of the {t.title}, by {t.by}; {t.licence} ({t.licence_address}); unchanged"
+        terms = self.terms
+        return f"{self.file}, of the {terms.title}, by {terms.by}; {terms.licence} ({terms.licence_address}); unchanged"
 
 
 _CC_BY = ("CC BY 4.0", "https://creativecommons.org/licenses/by/4.0/")
@@ -118,18 +118,18 @@ _OPENFOLD = {
 }
 
 PUBLISHED = {
-    one.name: one
-    for one in (
+    params.name: params
+    for params in (
         *(
             PublishedParams(
                 f"model_{number}{family}",
                 f"params_model_{number}{family}.npz",
                 372 if number > 2 and "multimer" not in family else 373,
-                about,
+                description,
                 f"{_STORE}{date}.tar",
                 ALPHAFOLD,
             )
-            for family, (date, about) in _FAMILIES.items()
+            for family, (date, description) in _FAMILIES.items()
             for number in range(1, 6)
         ),
         *(
@@ -137,12 +137,12 @@ PUBLISHED = {
                 name,
                 f"{name}.pt",
                 373 if "no_templ" in name else 375,
-                f"single chains, {about}",
+                f"single chains, {description}",
                 f"{_BUCKET if name == 'initial_training' else _HUB}/{name}.pt",
                 OPENFOLD,
                 digest,
             )
-            for name, (about, digest) in _OPENFOLD.items()
+            for name, (description, digest) in _OPENFOLD.items()
         ),
     )
 }
@@ -154,7 +154,7 @@ SETS = {
     "multimer": tuple(f"model_{number}_multimer_v3" for number in range(1, 6)),
     "multimer_v2": tuple(f"model_{number}_multimer_v2" for number in range(1, 6)),
     "multimer_v1": tuple(f"model_{number}_multimer" for number in range(1, 6)),
-    "alphafold": tuple(name for name, one in PUBLISHED.items() if one.address == f"{_STORE}2022-12-06.tar"),
+    "alphafold": tuple(name for name, params in PUBLISHED.items() if params.address == f"{_STORE}2022-12-06.tar"),
     "openfold": tuple(_OPENFOLD),
 }
 _SAME = {  # other names of them
@@ -181,9 +181,9 @@ def published(name: str) -> list[PublishedParams]:
     if plain in PUBLISHED:
         return [PUBLISHED[plain]]
     if plain in SETS:
-        return [PUBLISHED[one] for one in SETS[plain]]
-    near = difflib.get_close_matches(plain, [*PUBLISHED, *SETS, *_SAME], n=1, cutoff=0.5)
-    hint = f"Did you mean {near[0]}? " if near else ""
+        return [PUBLISHED[member] for member in SETS[plain]]
+    suggestions = difflib.get_close_matches(plain, [*PUBLISHED, *SETS, *_SAME], n=1, cutoff=0.5)
+    hint = f"Did you mean {suggestions[0]}? " if suggestions else ""
     raise UserError(f"{name}: no published parameters of this name. {hint}List them with `warpfold params fetch`.")
 
 
@@ -204,21 +204,23 @@ def fetch_params(
     """
     from warpfold.download import fetch_file, receive, source_of
 
-    wanted = published(name)
+    wanted_params = published(name)
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
     fetched = list[Path]()
-    for address in dict.fromkeys(one.address for one in wanted):
-        missing = [one for one in wanted if one.address == address and not _is_there(out / one.file, one)]
+    for address in dict.fromkeys(params.address for params in wanted_params):
+        missing = [
+            params for params in wanted_params if params.address == address and not _is_there(out / params.file, params)
+        ]
         if not missing:
             continue
         source = source_of(address, base)
-        fetched += [out / one.file for one in missing]
+        fetched += [out / params.file for params in missing]
         if not missing[0].in_archive:
-            for one in missing:
-                path = out / one.file
-                final = fetch_file(source, path, one.sha256, LARGEST, progress)
-                _write_note(path, one, final, sha256(path), path.stat().st_size)
+            for params in missing:
+                path = out / params.file
+                final = fetch_file(source, path, params.sha256, LARGEST, progress)
+                _write_note(path, params, final, sha256(path), path.stat().st_size)
             continue
         if isinstance(source, Path):
             with opened(source, unpack=False) as file:
@@ -230,13 +232,13 @@ def fetch_params(
             file.seek(0)
             _unpack(file, missing, out, final, progress)
     inspected = []
-    for done, one in enumerate(wanted):
-        progress(done, len(wanted), f"checking {one.file}")
+    for index, params in enumerate(wanted_params):
+        progress(index, len(wanted_params), f"checking {params.file}")
         try:
-            inspected.append(inspect(out / one.file))
+            inspected.append(inspect(out / params.file))
         except UserError:
             # Otherwise the next run would keep the damaged file, by its note.
-            if (path := out / one.file) in fetched:
+            if (path := out / params.file) in fetched:
                 path.unlink()
                 _note(path).unlink()
             raise
@@ -247,15 +249,17 @@ def _is_there(path: Path, one: PublishedParams) -> bool:
     """Return whether the published or an earlier downloaded file exists.  Errors: UserError for a different file."""
     if not os.path.lexists(path):
         return False
-    known = one.sha256 or _note_of(path).get("sha256")
+    expected = one.sha256 or _note_of(path).get("sha256")
     digest = sha256(path)
-    if known is None:
+    if expected is None:
         raise UserError(
             f"{path}: is there, and nothing says that it is {one.name} (no {_note(path).name}). Pass it to --params as "
             "it is, or name another folder."
         )
-    if digest != known:
-        raise UserError(f"{path}: is there, and is another file than {one.name}: its SHA-256 is {digest}, not {known}")
+    if digest != expected:
+        raise UserError(
+            f"{path}: is there, and is another file than {one.name}: its SHA-256 is {digest}, not {expected}"
+        )
     return True
 
 
@@ -264,17 +268,17 @@ def _unpack(archive: IO[bytes], wanted: Sequence[PublishedParams], out: Path, ad
 
     Errors: UserError if the tar is damaged, or lacks one of the files.
     """
-    missing = {one.file: one for one in wanted}
+    missing = {params.file: params for params in wanted}
     try:
         with tarfile.open(fileobj=archive, mode="r:") as tar:
             while missing and (member := tar.next()) is not None:
-                one = missing.get(member.name.rpartition("/")[2])
-                if one is None or not member.isreg() or member.size > LARGEST:
+                params = missing.get(member.name.rpartition("/")[2])
+                if params is None or not member.isreg() or member.size > LARGEST:
                     continue
-                progress(len(wanted) - len(missing), len(wanted), f"extracting {one.file}")
-                path, content = out / one.file, cast(IO[bytes], tar.extractfile(member))
+                progress(len(wanted) - len(missing), len(wanted), f"extracting {params.file}")
+                path, content = out / params.file, cast(IO[bytes], tar.extractfile(member))
 
-                def copy(draft: Path, content: IO[bytes] = content, of: tuple[Path, Any] = (path, one)) -> None:
+                def copy(draft: Path, content: IO[bytes] = content, of: tuple[Path, Any] = (path, params)) -> None:
                     with open(draft, "xb+") as file:
                         shutil.copyfileobj(content, file, 1 << 20)
                         file.seek(0)
@@ -283,7 +287,7 @@ def _unpack(archive: IO[bytes], wanted: Sequence[PublishedParams], out: Path, ad
                     _write_note(*of, address, digest, draft.stat().st_size)
 
                 write_new(path, copy)
-                del missing[one.file]
+                del missing[params.file]
     # tarfile raises the last three for absurd sizes and times in headers.
     except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError, MemoryError) as error:
         raise UserError(
@@ -311,11 +315,11 @@ def licence_of(path: Path, digest: str) -> str | None:
     its name if no digest was published.
     """
     note = _note_of(path)
-    for one in PUBLISHED.values():
-        is_certain = digest == one.sha256 or (note.get("name"), note.get("sha256")) == (one.name, digest)
-        if is_certain or (one.sha256 is None and path.name == one.file):
+    for params in PUBLISHED.values():
+        is_certain = digest == params.sha256 or (note.get("name"), note.get("sha256")) == (params.name, digest)
+        if is_certain or (params.sha256 is None and path.name == params.file):
             doubt = "" if is_certain else ", if this is the published file of that name"
-            return f"{one.terms.licence} ({one.terms.licence_address}) by {one.terms.by}{doubt}"
+            return f"{params.terms.licence} ({params.terms.licence_address}) by {params.terms.by}{doubt}"
     return None
 
 

@@ -117,11 +117,11 @@ class ReadQueries:
 
     @property
     def queries(self) -> list[Query]:
-        return [one for one in self.found.values() if not isinstance(one, UserError)]
+        return [query for query in self.found.values() if not isinstance(query, UserError)]
 
     @property
     def errors(self) -> dict[str, UserError]:
-        return {name: one for name, one in self.found.items() if isinstance(one, UserError)}
+        return {name: error for name, error in self.found.items() if isinstance(error, UserError)}
 
     def hoist_common_notices(self) -> "ReadQueries":
         """Move the notices that all of several queries share to the run, such as designs without alignments."""
@@ -129,11 +129,11 @@ class ReadQueries:
         if len(queries) < 2:
             return self
         common = [notice for notice in queries[0].notices if all(notice in query.notices for query in queries)]
-        found = dict(self.found)
+        results = dict(self.found)
         for query in queries:
             notices = [notice for notice in query.notices if notice not in common]
-            found[query.name] = replace(query, notices=notices)
-        return replace(self, found=found, notices=[*self.notices, *common])
+            results[query.name] = replace(query, notices=notices)
+        return replace(self, found=results, notices=[*self.notices, *common])
 
 
 def read_queries(given: Given | Sequence[Given], msas: Sequence[Path], together: bool = False) -> list[Query]:
@@ -164,7 +164,7 @@ def read_given(
     """
     files = read_query_files(given, together)
     records = files.found
-    found: dict[str, Query | UserError] = {}
+    results: dict[str, Query | UserError] = {}
     for record in records:
         try:
             if record.error:
@@ -174,29 +174,29 @@ def read_given(
                 # Raises for nucleic acids, before anything is fetched.
                 Alignment.of_query(sequence, record.name)
         except UserError as error:
-            found[record.name] = error
+            results[record.name] = error
     sequences = [sequence for record in records for sequence in record.sequences]
     source = str(given) if isinstance(given, Given) else ", ".join(map(str, given))
     alignments = read_chain_alignments(msas, sequences, source, are_all=not any(record.error for record in records))
     if fetch is not None:
-        lacking = [(record, lacking_of(record, alignments, fixed)) for record in records if record.name not in found]
-        wanted = [(record, without) for record, without in lacking if without]
-        fetched = fetch(wanted) if wanted else []
+        lacking = [(record, lacking_of(record, alignments, fixed)) for record in records if record.name not in results]
+        to_fetch = [(record, missing) for record, missing in lacking if missing]
+        fetched = fetch(to_fetch) if to_fetch else []
         alignments = alignments.joined(read_chain_alignments(fetched, sequences, source))
-    made: dict[str, RawExample] = {}
+    examples: dict[str, RawExample] = {}
     for record in records:
-        if record.name not in found:
+        if record.name not in results:
             try:
                 # The chain of a single protein is A, whatever its file calls it.
                 named = replace(record, ids=("A",)) if len(record.ids) == 1 else record
                 make = chain_of_pairs if pairs else make_query
-                found[record.name] = make(named, alignments, made)
+                results[record.name] = make(named, alignments, examples)
             except UserError as error:
-                found[record.name] = error
+                results[record.name] = error
     notices = unused_msa_notices(alignments)
     if files.predicted:
         notices += noted([f"predicted structures are not folded again: {shorten_list(files.predicted)}"])
-    return ReadQueries({record.name: found[record.name] for record in records}, notices, files.hits)
+    return ReadQueries({record.name: results[record.name] for record in records}, notices, files.hits)
 
 
 def make_query(
@@ -213,13 +213,15 @@ def make_query(
         chains = tuple(chain for chain in assembly.chains if isinstance(chain, RawExample))
         return Query(given.name, given.ids, given.sequences, chains, notices=noted(notes), structure=given.structure)
     (sequence,), notices = given.sequences, noted(given.notes)
-    every = [*given.alignments, *(alignments.of(sequence) if alignments else ())]
-    used = [one for one in every if one.stands_alone] or every
+    all_alignments = [*given.alignments, *(alignments.of(sequence) if alignments else ())]
+    used = [alignment for alignment in all_alignments if alignment.stands_alone] or all_alignments
     example = from_sequence(sequence, used or [Alignment.of_query(sequence, given.name)], given.name)
-    if unused := sum(len(one) - 1 for one in every) - sum(len(one) - 1 for one in used):
+    if unused := sum(len(alignment) - 1 for alignment in all_alignments) - sum(
+        len(alignment) - 1 for alignment in used
+    ):
         notices.append(Notice("pairing_rows", {"rows": unused}))
-    if not every or example.depth == 1:
-        notices.append(Notice("one_row" if every else "no_alignment"))
+    if not all_alignments or example.depth == 1:
+        notices.append(Notice("one_row" if all_alignments else "no_alignment"))
     structure = None if given.structure is None else replace(given.structure, names=given.ids)
     return Query(given.name, given.ids, given.sequences, (example,), notices=notices, structure=structure)
 
@@ -262,17 +264,21 @@ def all_pairs(chains: Sequence[Query]) -> list[Query]:
     pairs = []
     for (i, j), name in pair_names([chain.name for chain in chains]).items():
         first, second = chains[i], chains[j]
-        both, sequences = (*first.chains, *second.chains), (*first.sequences, *second.sequences)
+        examples, sequences = (*first.chains, *second.chains), (*first.sequences, *second.sequences)
         outcomes = [*first.outcomes, *(second.outcomes if i != j else ())]
-        pairs.append(Query(name, ("A", "B"), sequences, both, outcomes))
+        pairs.append(Query(name, ("A", "B"), sequences, examples, outcomes))
     return pairs
 
 
 def lacking_of(query: Complex, alignments: ChainAlignments | None, fixed: Sequence[str] = ()) -> list[str]:
     """Return the sequences of a query, or of its fixed chains if there are any, that have no alignment."""
     aligned = {alignment.query for alignment in query.alignments}
-    wanted = [sequence for id, sequence in zip(query.ids, query.sequences) if id in fixed or not fixed]
-    return [one for one in wanted if as_row(one) not in aligned and not (alignments and alignments.of(one))]
+    needed_sequences = [sequence for id, sequence in zip(query.ids, query.sequences) if id in fixed or not fixed]
+    return [
+        sequence
+        for sequence in needed_sequences
+        if as_row(sequence) not in aligned and not (alignments and alignments.of(sequence))
+    ]
 
 
 def unused_msa_notices(alignments: ChainAlignments) -> list[Notice]:
@@ -292,24 +298,36 @@ def with_templates(
     Errors: UserError as in `find_templates`, for a file that fits no chain of the complexes, if no model takes
     templates, and if a model takes fewer than the user's files.
     """
-    able = [model for model in models if model.config.templates.enabled] or models
-    asked = [_template_queries(query, sources.files, len(queries) == 1 and not refused) for query in queries]
-    each = [one for several in asked for one in several]
-    for model in able:
-        check_templates(model.config, model.sample, max(1, *(len(one.files) for one in each)))
-    check_fit(list(map(str, sources.files)), [one.files for one in each], (each[0].chains or each[0].names)[0])
-    most = max(model.sample.max_templates for model in able)
-    found = dict(zip(each, find_templates(each, sources, most, refused)))
-    answered = []
-    for query, sought in zip(queries, asked):
-        by_sequence = {one.sequence: found[one][0] for one in sought}
+    template_models = [model for model in models if model.config.templates.enabled] or models
+    template_queries = [_template_queries(query, sources.files, len(queries) == 1 and not refused) for query in queries]
+    all_template_queries = [template_query for chain_queries in template_queries for template_query in chain_queries]
+    for model in template_models:
+        check_templates(
+            model.config, model.sample, max(1, *(len(template_query.files) for template_query in all_template_queries))
+        )
+    check_fit(
+        list(map(str, sources.files)),
+        [template_query.files for template_query in all_template_queries],
+        (all_template_queries[0].chains or all_template_queries[0].names)[0],
+    )
+    max_templates = max(model.sample.max_templates for model in template_models)
+    templates_by_query = dict(
+        zip(all_template_queries, find_templates(all_template_queries, sources, max_templates, refused))
+    )
+    completed = []
+    for query, chain_queries in zip(queries, template_queries):
+        by_sequence = {chain_query.sequence: templates_by_query[chain_query][0] for chain_query in chain_queries}
         chains = tuple(
             replace(chain, templates=by_sequence[sequence]) for chain, sequence in zip(query.chains, query.sequences)
         )
-        outcomes = [replace(outcome, chains=one.chains) for one in sought for outcome in found[one][1]]
+        outcomes = [
+            replace(outcome, chains=chain_query.chains)
+            for chain_query in chain_queries
+            for outcome in templates_by_query[chain_query][1]
+        ]
         notices = [*query.notices, *template_notices(outcomes, sources)]
-        answered.append(replace(query, chains=chains, outcomes=outcomes, notices=notices))
-    return answered
+        completed.append(replace(query, chains=chains, outcomes=outcomes, notices=notices))
+    return completed
 
 
 def _template_queries(query: Query, files: Sequence[str], is_only: bool) -> list[TemplateQuery]:
@@ -318,14 +336,14 @@ def _template_queries(query: Query, files: Sequence[str], is_only: bool) -> list
         return [TemplateQuery(query.sequences[0], (query.name,), tuple(map(str, files)))]
     chains = dict(zip(query.ids, query.sequences))
     by_sequence = files_of_chains(files, chains)
-    sought = []
+    template_queries = []
     for sequence, searched in search_names(query.name, chains).items():
         ids = tuple(id for id, other in chains.items() if other == sequence)
         # In the only query, a file may be named after a chain alone.
         chain_names = (*ids, *map(file_name, ids)) if is_only else ()
         names = (*chain_names, *(f"{query.name}_{id}" for id in ids), searched)
-        sought.append(TemplateQuery(sequence, names, tuple(by_sequence[sequence]), ids))
-    return sought
+        template_queries.append(TemplateQuery(sequence, names, tuple(by_sequence[sequence]), ids))
+    return template_queries
 
 
 def check_guess(given: Any, fixed: Sequence[str], models: Sequence[Params]) -> None:
@@ -353,10 +371,10 @@ def with_guess(query: Query, given: GuessLike, fixed: Sequence[str] = ()) -> Que
         raise UserError(f"{query.name}: has no chain {unknown[0]} to be fixed. Choose from {', '.join(query.ids)}.")
     guess = as_guess(given, query.name, sequences)
     guessed = dict(zip(guess.names, guess.sequences))
-    different = [
+    differences = [
         f"{id} {number}" for id in fixed for number, (a, b) in enumerate(zip(guessed[id], sequences[id]), 1) if a != b
     ]
-    for kind, residues in (("guess_gaps", guess.without_beta(sequences)), ("fixed_differs", different)):
+    for kind, residues in (("guess_gaps", guess.without_beta(sequences)), ("fixed_differs", differences)):
         if residues:
             notices.append(Notice(kind, {"count": len(residues), "detail": shorten_list(residues)}))
     return replace(query, guess=guess, fixed=tuple(fixed), notices=[*query.notices, *notices])
@@ -398,9 +416,9 @@ def query_of(
     chains = _chains(sequence, name)
     for id, letters in chains.items():
         encode(letters, name if len(chains) == 1 else f"{name} {id}")  # checks the letters
-    alone = isinstance(sequence, str) and len(chains) == 1
+    is_protein = isinstance(sequence, str) and len(chains) == 1
     files, notices, aligned = None, list[Notice](), list[Alignment]()
-    if alone:
+    if is_protein:
         aligned = _alignments_of_chain(chains["A"], alignment, name, notices)
     elif _is_path(alignment) or _is_paths(alignment):
         files = read_chain_alignments(paths("alignment", alignment), chains.values(), name)
@@ -408,9 +426,9 @@ def query_of(
     else:
         aligned = _alignments_of_chains(chains, alignment, name, notices)
     record = Complex(name, tuple(chains), tuple(chains.values()), tuple(aligned))
-    if fetch is not None and (without := lacking_of(record, files, fixed)):
-        answers = read_chain_alignments(fetch([(record, without)]), chains.values(), name)
-        files = answers if files is None else files.joined(answers)
+    if fetch is not None and (lacking := lacking_of(record, files, fixed)):
+        fetched = read_chain_alignments(fetch([(record, lacking)]), chains.values(), name)
+        files = fetched if files is None else files.joined(fetched)
     query = make_query(record, files)
     # A caller who passed no alignments needs no notice that there are none.
     return replace(query, notices=[*notices, *query.notices] if aligned or files else notices)
@@ -425,8 +443,8 @@ def _chains(sequence: Any, name: str) -> dict[str, str]:
             raise UserError(f"{name}: sequence = {shown(sequence)}: is no sequence. Fold a file with fold_many.")
         sequence = sequence.split(":")
     if not isinstance(sequence, Mapping) and not is_list(sequence):
-        what = "a text is needed, or those of the chains of a complex. Fold files with fold_many."
-        raise WrongArgument(f"sequence = {shown(sequence)}: {what}")
+        problem = "a text is needed, or those of the chains of a complex. Fold files with fold_many."
+        raise WrongArgument(f"sequence = {shown(sequence)}: {problem}")
     if not sequence:
         raise UserError(f"{name}: sequence = {shown(sequence)}: has no chains. Pass at least one.")
     named = sequence if isinstance(sequence, Mapping) else dict(zip(chain_ids(len(sequence)), sequence))
@@ -441,12 +459,16 @@ def _alignments_of_chains(chains: Mapping[str, str], given: Any, name: str, noti
     if given is not None and not isinstance(given, Mapping) and not is_list(given):
         raise WrongArgument(f"alignment = {shown(given)}: files, a list or a mapping of chains is needed")
     given = () if given is None else given
-    each = given if isinstance(given, Mapping) else dict(zip(chains, given))
-    if unknown := [id for id in each if id not in chains]:
+    alignments_by_id = given if isinstance(given, Mapping) else dict(zip(chains, given))
+    if unknown := [id for id in alignments_by_id if id not in chains]:
         raise UserError(f"{name}: an alignment for chain {unknown[0]}, but the chains are {', '.join(chains)}")
-    if not chains or len(each) < len(given):
+    if not chains or len(alignments_by_id) < len(given):
         raise UserError(f"{name}: {len(chains)} chains and {len(given)} alignments. Pass one for each, or none.")
-    return [one for id, rows in each.items() for one in _alignments_of_chain(chains[id], rows, f"{name} {id}", notices)]
+    return [
+        alignment
+        for id, rows in alignments_by_id.items()
+        for alignment in _alignments_of_chain(chains[id], rows, f"{name} {id}", notices)
+    ]
 
 
 def _alignments_of_chain(sequence: str, given: Any, name: str, notices: list[Notice]) -> list[Alignment]:
@@ -456,10 +478,10 @@ def _alignments_of_chain(sequence: str, given: Any, name: str, notices: list[Not
     if isinstance(given, Alignment):
         return [given.check_query(sequence, name)]
     # A list of texts is a list of rows.
-    if _is_path(given) or (_is_paths(given) and not any(isinstance(one, str) for one in given)):
-        read = read_chain_alignments(paths("alignment", given), [sequence], name)
-        notices += unused_msa_notices(read)
-        return read.of(sequence)
+    if _is_path(given) or (_is_paths(given) and not any(isinstance(row, str) for row in given)):
+        chain_alignments = read_chain_alignments(paths("alignment", given), [sequence], name)
+        notices += unused_msa_notices(chain_alignments)
+        return chain_alignments.of(sequence)
     if not is_list(given) or not all(isinstance(row, str) for row in given):
         raise WrongArgument(f"{name}: alignment = {shown(given)}: rows, an Alignment, or files are needed")
     if not given:
@@ -498,8 +520,8 @@ def add_templates(
     )
     if not sources:
         return query
-    (found,) = with_templates([query], sources, [model])
-    return replace(found, notices=[*sources.notices, *found.notices])
+    (completed,) = with_templates([query], sources, [model])
+    return replace(completed, notices=[*sources.notices, *completed.notices])
 
 
 def fetching(
@@ -513,9 +535,9 @@ def fetching(
     def fetch(lacking: Sequence[tuple[Complex, list[str]]]) -> list[Path]:
         from warpfold.data.search.fetch import fetch_alignments, make_request
 
-        for one, _ in lacking:
-            check(one)
-        return fetch_alignments(server, [make_request(one, without) for one, without in lacking], tell)
+        for query, _ in lacking:
+            check(query)
+        return fetch_alignments(server, [make_request(query, sequences) for query, sequences in lacking], tell)
 
     return fetch
 
@@ -539,35 +561,35 @@ def each_given(
     """
     from warpfold.data.search.server import ServerGone
 
-    found: dict[str, Query | UserError] = {}
+    results: dict[str, Query | UserError] = {}
     named: Mapping[str, Any] = {}
     if (files := _files_of(sequences)) is not None:
         read = read_given(files, paths("alignments", alignments), together, fetch, check, fixed)
         for notice in read.notices:
             logging.getLogger("warpfold").warning("%s", notice.text)
-        found, aligned = dict(read.found), {}
+        results, aligned = dict(read.found), {}
     else:
         if not isinstance(sequences, Mapping) and not is_list(sequences):
             raise WrongArgument(f"sequences = {shown(sequences)}: a list, name -> sequence, or a file is needed")
         numbered = not isinstance(sequences, Mapping)
-        named = {f"query_{i}": one for i, one in enumerate(sequences, 1)} if numbered else sequences
-        if wrong := [name for name in named if not isinstance(name, str) or not name]:
-            raise WrongArgument(f"sequences: the name {shown(wrong[0])}: a text is needed")
+        named = {f"query_{number}": sequence for number, sequence in enumerate(sequences, 1)} if numbered else sequences
+        if wrong_names := [name for name in named if not isinstance(name, str) or not name]:
+            raise WrongArgument(f"sequences: the name {shown(wrong_names[0])}: a text is needed")
         aligned = _each("alignments", alignments, list(named))
-    offered = _each("templates", templates, [*(found or named)])
+    templates_by_name = _each("templates", templates, [*(results or named)])
     by_name = isinstance(guesses, Mapping) or is_list(guesses)
-    each_guess = _each("initial_guess", guesses if by_name else None, [*offered])
-    for name in offered:
+    each_guess = _each("initial_guess", guesses if by_name else None, [*templates_by_name])
+    for name in templates_by_name:
         try:
-            one = found[name] if name in found else query_of(named[name], aligned[name], name, fetch, fixed)
-            if not isinstance(one, UserError):
-                one = with_guess(complete(one, offered[name]), each_guess[name], fixed)
-            found[name] = one
+            query = results[name] if name in results else query_of(named[name], aligned[name], name, fetch, fixed)
+            if not isinstance(query, UserError):
+                query = with_guess(complete(query, templates_by_name[name]), each_guess[name], fixed)
+            results[name] = query
         except (WrongArgument, ServerGone, StorageError):
             raise
         except UserError as error:
-            found[name] = error
-    return found if guesses is None or by_name else with_guesses(found, guesses, fixed)
+            results[name] = error
+    return results if guesses is None or by_name else with_guesses(results, guesses, fixed)
 
 
 def _files_of(sequences: Any) -> list[Given] | None:
@@ -580,7 +602,7 @@ def _files_of(sequences: Any) -> list[Given] | None:
             raise WrongArgument(f"sequences = {shown(sequences)}: no such file. Pass a list for sequences: [...].")
         return [sequences if sequences == "-" else Path(sequences)]
     if is_list(sequences) and any(map(_is_file, sequences)):
-        return [Path(one) if _is_file(one) else one for one in arguments.queries("sequences", sequences)]
+        return [Path(item) if _is_file(item) else item for item in arguments.queries("sequences", sequences)]
     return None
 
 

@@ -56,29 +56,29 @@ class ReadOut:
 
     def prediction(self, prepared: Prepared, folded: LastPass, options: FoldOptions) -> Prediction:
         """Make a prediction with its confidences."""
-        model, (r, structure, _), assembly = self.model, folded, prepared.assembly
-        asym_id, (sequences, length), padded = self._asym_id(prepared), prepared.sizes, r.single.shape[-2]
-        single, activations, msa = r.single[:length], structure.single[:length], r.msa[:sequences]
+        model, (trunk, structure, _), assembly = self.model, folded, prepared.assembly
+        asym_id, (sequences, length), padded = self._asym_id(prepared), prepared.sizes, trunk.single.shape[-2]
+        single, activations, msa = trunk.single[:length], structure.single[:length], trunk.msa[:sequences]
         logits: dict[str, np.ndarray | None] = {}
         with model.computing():
             of_plddt = model.plddt(activations)
             plddt = confidence.plddt(of_plddt)
             errors = None
             if model.pae is not None:
-                errors = confidence.predicted_errors(model.pae, r.pair, model.execution, asym_id, length)
-            distances = self._distances(r.pair, length, options)
+                errors = confidence.predicted_errors(model.pae, trunk.pair, model.execution, asym_id, length)
+            distances = self._distances(trunk.pair, length, options)
             if options.logits:
                 logits = {"plddt": _numpy(of_plddt), "resolved": _numpy(model.resolved(single))}
                 logits["masked_msa"] = self._whole(model.masked_msa(msa), -2, padded, length)
                 logits["distogram"] = distances.pop("logits")
                 if model.pae is not None:
-                    logits["pae"] = self._pae_logits(model.pae, r.pair, length)
-        pairs, pair = None if errors is None else errors.chain_pair_iptm, r.pair
+                    logits["pae"] = self._pae_logits(model.pae, trunk.pair, length)
+        pairs, pair = None if errors is None else errors.chain_pair_iptm, trunk.pair
         # No operation can take a tensor in host memory whole.
-        if options.representations and isinstance(r.pair, HostTensor):
-            pair = torch.empty(r.pair.shape, dtype=r.pair.dtype)
-            for part in model.execution.rows(r.pair.shape[-3]):
-                pair[part] = model.execution.fetch(r.pair, part).to("cpu")
+        if options.representations and isinstance(trunk.pair, HostTensor):
+            pair = torch.empty(trunk.pair.shape, dtype=trunk.pair.dtype)
+            for part in model.execution.rows(trunk.pair.shape[-3]):
+                pair[part] = model.execution.fetch(trunk.pair, part).to("cpu")
         return Prediction(
             name=assembly.name,
             sequence="".join(chain.sequence for chain in assembly.chains),
@@ -160,10 +160,10 @@ class ReadOut:
 
     def _gathered(self, x: Tensor, padded: int, length: int, asked_by: str) -> np.ndarray | None:
         """Gather a tensor in files, residues by residues by bins, from the ranks; None on ranks other than 0."""
-        whole = None
+        gathered_file = None
         if self.team.mesh.axial.size > 1 and self.team.is_example_leader:
-            whole = _in_file((padded, *x.shape[1:]), x.dtype, asked_by)
-        gathered = self.team.gather_shards(x, -3, padded, out=whole)
+            gathered_file = _in_file((padded, *x.shape[1:]), x.dtype, asked_by)
+        gathered = self.team.gather_shards(x, -3, padded, out=gathered_file)
         return None if gathered is None else gathered[:length].numpy()
 
 
@@ -183,27 +183,30 @@ def details_of(prepared: Prepared, recycles: int, seconds: float, sample: Sample
     sample: how templates are chosen; None for a model that takes none.
     """
     assembly, rows = prepared.assembly, seen_rows(prepared.batch)
-    there = entities_of(rows, assembly)
-    depths = dict(zip(assembly.ids, there.sum(0)[assembly.entity_id - 1].tolist()))
-    different = {chain.sequence: chain for chain in assembly.chains}.values()  # copies once
-    more: dict[str, Any] = {}
+    has_rows = entities_of(rows, assembly)
+    depths = dict(zip(assembly.ids, has_rows.sum(0)[assembly.entity_id - 1].tolist()))
+    distinct_chains = {chain.sequence: chain for chain in assembly.chains}.values()  # copies once
+    complex_details: dict[str, Any] = {}
     if len(assembly.chains) > 1:
-        more = {"chain_depths": depths, "paired_rows": int((there.sum(1) > 1).sum() - (there.shape[1] > 1))}
-    if lost := [id for id, chain in zip(assembly.ids, assembly.chains) if depths[id] < 2 <= chain.depth]:
-        where = f" for {list_chains(lost)}" if len(assembly.chains) > 1 else ""
-        more["warnings"] = [Notice("rows_lost", {"of": where}).record()]
-    templates = [one.names[0] for one in assembly.fixed if one is not None and sample is not None]
-    for chain in different:
+        complex_details = {
+            "chain_depths": depths,
+            "paired_rows": int((has_rows.sum(1) > 1).sum() - (has_rows.shape[1] > 1)),
+        }
+    if lost_ids := [id for id, chain in zip(assembly.ids, assembly.chains) if depths[id] < 2 <= chain.depth]:
+        chains_text = f" for {list_chains(lost_ids)}" if len(assembly.chains) > 1 else ""
+        complex_details["warnings"] = [Notice("rows_lost", {"of": chains_text}).record()]
+    templates = [template.names[0] for template in assembly.fixed if template is not None and sample is not None]
+    for chain in distinct_chains:
         if sample is not None and isinstance(chain, RawExample) and chain.templates is not None:
-            chosen = choose_templates(len(chain.templates), sample.max_templates, None)
-            templates += chain.templates.choose(chosen).names
+            indices = choose_templates(len(chain.templates), sample.max_templates, None)
+            templates += chain.templates.choose(indices).names
     return {
         "seed": prepared.seed,
         "recycles": recycles,
         "ensemble": prepared.ensemble,
         "msa_depth": len(rows),
-        "msa_given": sum(chain.depth for chain in different),
-        **more,
+        "msa_given": sum(chain.depth for chain in distinct_chains),
+        **complex_details,
         "templates": templates,
         "seconds": {"features": round(prepared.seconds, 3), "model": round(seconds, 3)},
     }

@@ -86,26 +86,26 @@ def find_templates(
     hits = _hits_by_query(queries, sources.hits, refused)
     newest = parse_date_option(sources.max_date, MAX_DATE)
     library = Library(sources.structures) if sources.structures is not None else None
-    entries = [hit.pdb_id for each in hits.values() for hit in each]
+    entries = [hit.pdb_id for query_hits in hits.values() for hit in query_hits]
     if library is not None and entries and not any(map(library.has, entries)):
-        some = ", ".join(f"{entry}.cif" for entry in list(dict.fromkeys(entries))[:3])
+        examples = ", ".join(f"{entry}.cif" for entry in list(dict.fromkeys(entries))[:3])
         raise UserError(
-            f"{library.folders[0]}: has the structures of none of the {len(entries)} hits ({some} ...). "
+            f"{library.folders[0]}: has the structures of none of the {len(entries)} hits ({examples} ...). "
             "Pass the folder of their mmCIF files, or leave the hits out."
         )
-    found: list[Found] = []
-    made: dict[tuple[str, tuple[str, ...]], Found] = {}  # many designs share a target
+    results: list[Found] = []
+    user_results: dict[tuple[str, tuple[str, ...]], Found] = {}  # many designs share a target
     for query in queries:
         key = query.sequence, query.files
-        templates, user_outcomes = made[key] = made.get(key) or user_templates(*key)
+        templates, user_outcomes = user_results[key] = user_results.get(key) or user_templates(*key)
         parts, outcomes = [] if templates is None else [templates], [*user_outcomes]
-        if library is not None and (offered := hits.get(query.names[0])):
+        if library is not None and (offered_hits := hits.get(query.names[0])):
             limit = most - len(query.files)
-            searched, rejected = templates_from_hits(query.sequence, offered, library, newest, limit=limit)
+            searched, rejected = templates_from_hits(query.sequence, offered_hits, library, newest, limit=limit)
             parts += [] if searched is None else [searched]
             outcomes += rejected
-        found.append((concatenate_templates(parts), outcomes))
-    return found
+        results.append((concatenate_templates(parts), outcomes))
+    return results
 
 
 def template_notices(outcomes: Sequence[TemplateOutcome], sources: TemplateSources) -> list[Notice]:
@@ -115,18 +115,18 @@ def template_notices(outcomes: Sequence[TemplateOutcome], sources: TemplateSourc
     """
     if not outcomes:
         return [Notice("no_hits")] if sources.hits else []
-    used, missing = sum(one.used for one in outcomes), [one for one in outcomes if one.missing]
-    found = []
+    used, missing = sum(outcome.used for outcome in outcomes), [outcome for outcome in outcomes if outcome.missing]
+    notices = []
     if missing:
-        entries = list(dict.fromkeys((one.name.rpartition("_")[0] or one.name).lower() for one in missing))
+        entries = list(dict.fromkeys((outcome.name.rpartition("_")[0] or outcome.name).lower() for outcome in missing))
         values: dict[str, Value] = {"used": used, "offered": len(outcomes), "missing": len(missing)}
         values |= {"folder": str(sources.structures), "detail": shorten_list(entries)}
-        found.append(Notice("templates_missing", values))
-    refusals = count_refusals([one for one in outcomes if not one.missing])
+        notices.append(Notice("templates_missing", values))
+    refusals = count_refusals([outcome for outcome in outcomes if not outcome.missing])
     if not used and refusals:
-        why = "; ".join(f"{count} x {reason}" for reason, count in refusals.items())
-        found.append(Notice("templates_refused", {"offered": len(outcomes), "why": why}))
-    return found
+        reasons = "; ".join(f"{count} x {reason}" for reason, count in refusals.items())
+        notices.append(Notice("templates_refused", {"offered": len(outcomes), "why": reasons}))
+    return notices
 
 
 def files_of_chains(files: Sequence[str], chains: Mapping[str, str]) -> dict[str, list[str]]:
@@ -136,26 +136,30 @@ def files_of_chains(files: Sequence[str], chains: Mapping[str, str]) -> dict[str
     which a chain in it shares at least 30 % of the aligned residues, and FILE:CHAIN to the one of these with which it
     shares most residues.  Errors: UserError for a file that cannot be used.
     """
-    found: dict[str, list[str]] = {sequence: [] for sequence in chains.values()}
+    files_by_sequence: dict[str, list[str]] = {sequence: [] for sequence in chains.values()}
     for file in files:
-        id, rest = _chain_and_file(file)
-        fitting = _fitting(rest, found) if id is None else {chains[id]: 1.0} if id in chains else {}
-        if _split(rest)[1] is not None:
-            fitting = dict(sorted(fitting.items(), key=lambda one: -one[1])[:1])
+        id, template_file = _chain_and_file(file)
+        fitting = (
+            _fitting(template_file, files_by_sequence) if id is None else {chains[id]: 1.0} if id in chains else {}
+        )
+        if _split(template_file)[1] is not None:
+            fitting = dict(sorted(fitting.items(), key=lambda item: -item[1])[:1])
         for sequence in fitting:
-            found[sequence].append(rest)
-    return found
+            files_by_sequence[sequence].append(template_file)
+    return files_by_sequence
 
 
 def check_fit(files: Sequence[str], used: Iterable[Sequence[str]], chain: str) -> None:
     """Raise UserError for a user's file that is used for no chain.  chain: an example of a chain, for the message."""
     assigned = {file for files in used for file in files}
     for file in files:
-        id, rest = _chain_and_file(file)
-        if rest not in assigned:
-            why = f"fewer than {LOW_IDENTITY:.0%} of the aligned residues are equal" if id is None else f"none is {id}"
+        id, template = _chain_and_file(file)
+        if template not in assigned:
+            reason = (
+                f"fewer than {LOW_IDENTITY:.0%} of the aligned residues are equal" if id is None else f"none is {id}"
+            )
             raise UserError(
-                f"{file}: fits no chain, as {why}. Leave it out, or say which chain it is for: {chain}={rest}"
+                f"{file}: fits no chain, as {reason}. Leave it out, or say which chain it is for: {chain}={template}"
             )
 
 
@@ -170,7 +174,7 @@ def _fitting(file: str, sequences: Iterable[str]) -> dict[str, float]:
             continue
         if outcome.identity >= LOW_IDENTITY:
             fitting[sequence] = outcome.identity * outcome.residues
-    if len(refused) == len(found := list(sequences)) and found:
+    if len(refused) == len(tried := list(sequences)) and tried:
         raise refused[0]
     return fitting
 
@@ -195,8 +199,8 @@ def check_template_file(file: str) -> None:
 
 def _chain_and_file(file: str) -> tuple[str | None, str]:
     """Split ID=FILE into chain and file; FILE, whose name may contain "=", has no chain."""
-    id, equals, rest = file.partition("=")
-    return (id, rest) if equals and not os.path.exists(_split(file)[0]) else (None, file)
+    id, equals, path = file.partition("=")
+    return (id, path) if equals and not os.path.exists(_split(file)[0]) else (None, file)
 
 
 def _split(file: str) -> tuple[str, str | None]:
@@ -212,7 +216,7 @@ def _hits_by_query(
 
     Files in a folder that belong to no query or to a refused name are skipped.
     """
-    only = queries[0] if len(queries) == 1 and not refused else None
+    only_query = queries[0] if len(queries) == 1 and not refused else None
     by_name = {name: query for query in queries for name in query.names}
     in_any_case = {name.lower(): query for name, query in by_name.items()}
     hits: dict[str, list[Hit]] = {}
@@ -222,7 +226,7 @@ def _hits_by_query(
             stem, folder = file.path.name.split(".")[0], file.path.absolute().parent.name
             by_folder = (in_any_case.get(name) for name in sorted(file.protein_names))
             matching = filter(None, (by_name.get(stem), by_name.get(folder), *by_folder))
-            query = only if only is not None and not path.is_dir() else next(matching, None)
+            query = only_query if only_query is not None and not path.is_dir() else next(matching, None)
             if query is not None:
                 hits.setdefault(query.names[0], []).extend(read_hits(file.path, query.sequence))
             elif not path.is_dir() and stem not in refused:
