@@ -56,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         with _answered():
             code = command.main(args=arguments, prog_name="warpfold", standalone_mode=False)
     except UserError as error:
-        then = f" {_sentence(resume_hint())}" if isinstance(error, DiskError) else ""
-        code = _complain(f"{error}{then}", error.exit_code)
+        hint = f" {_sentence(resume_hint())}" if isinstance(error, DiskError) else ""
+        code = _complain(f"{error}{hint}", error.exit_code)
     except click.UsageError as error:
         code = _complain(_misused(error), 2)
     except click.ClickException as error:
@@ -69,9 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except OSError as error:
         if error.filename is None and error.errno not in DISK_ERRORS:
             raise
-        cure = "Make room" if error.errno in NO_ROOM else "Check the disk"
-        then = f". {cure}. {_sentence(resume_hint())}" if error.errno in DISK_ERRORS else ""
-        code = _complain(f"{error.filename or 'writing'}: {error.strerror}{then}", 1)
+        remedy = "Make room" if error.errno in NO_ROOM else "Check the disk"
+        hint = f". {remedy}. {_sentence(resume_hint())}" if error.errno in DISK_ERRORS else ""
+        code = _complain(f"{error.filename or 'writing'}: {error.strerror}{hint}", 1)
     except (StoppedByUser, KeyboardInterrupt, typer.Abort) as stop:
         print(f"stopped; {resume_hint()}", file=sys.stderr)
         code = stop.code if isinstance(stop, StoppedByUser) else 130
@@ -115,23 +115,23 @@ def _answered() -> Iterator[None]:
         os.write(2, message if os.isatty(2) else b"stopping\n")
         raise KeyboardInterrupt
 
-    before = signal.getsignal(signal.SIGINT)
-    ours = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
-    if ours:
+    old_handler = signal.getsignal(signal.SIGINT)
+    is_default = old_handler is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    if is_default:
         signal.signal(signal.SIGINT, answer)
     try:
         yield
     finally:
-        if ours:
-            signal.signal(signal.SIGINT, before)
+        if is_default:
+            signal.signal(signal.SIGINT, old_handler)
 
 
 def _check_not_empty(arguments: Sequence[str]) -> None:
     """Raise UserError for an empty argument, which as a path would mean the current folder."""
-    for before, argument in zip(["", *arguments], arguments):
+    for previous, argument in zip(["", *arguments], arguments):
         if not argument.strip() or re.fullmatch(r"--[\w.-]+=\s*", argument):
-            where = argument.strip() or before or "the first argument"
-            raise UserError(f"{where}: the value is empty. Pass a value, or leave the option out.")
+            option = argument.strip() or previous or "the first argument"
+            raise UserError(f"{option}: the value is empty. Pass a value, or leave the option out.")
 
 
 def _leave(code: int) -> NoReturn:
@@ -157,17 +157,21 @@ def _sentence(text: str) -> str:
 
 def _misused(error: click.UsageError) -> str:  # type: ignore[name-defined]  # a module that is found when it runs
     """Describe a usage error in one sentence: the problem, the values of the option, and the --help to read."""
-    says, name = error.format_message().rstrip("."), GIVEN[0] if GIVEN else ""
+    problem, name = error.format_message().rstrip("."), GIVEN[0] if GIVEN else ""
     option = getattr(error, "option_name", "")
-    if name == "predict" and "requires" not in says and option in INSTEAD:
+    if name == "predict" and "requires" not in problem and option in INSTEAD:
         return f"{option}: not an option of predict. Use {INSTEAD[option]}. See warpfold predict --help."
     command = getattr(typer.main.get_command(app), "commands", {}).get(name)
-    if "Missing option '--params'" in says:
-        return f"{says}. Download some with `warpfold params fetch`, or train a small model with `warpfold demo`."
+    if "Missing option '--params'" in problem:
+        return f"{problem}. Download some with `warpfold params fetch`, or train a small model with `warpfold demo`."
     if command is None or error.ctx is not None:
-        return f"{says}. See {error.ctx.command_path if error.ctx else 'warpfold'} --help."
-    takes = "".join(f": {one.help.rstrip('.')}" for one in command.params if option in one.opts and "requires" in says)
-    return f"{says}{takes}. See warpfold {name} --help."
+        return f"{problem}. See {error.ctx.command_path if error.ctx else 'warpfold'} --help."
+    required = "".join(
+        f": {parameter.help.rstrip('.')}"
+        for parameter in command.params
+        if option in parameter.opts and "requires" in problem
+    )
+    return f"{problem}{required}. See warpfold {name} --help."
 
 
 def _version(wanted: bool) -> None:

@@ -100,18 +100,20 @@ def measured(
     from warpfold import settings as toml
     from warpfold.cost.example import bench_of, shortened
 
-    given = bench_of(toml.load(settings, changes), settings, blocks)
-    chosen = {name: value for name, value in sizes.items() if value is not None}
-    full = replace(given, sizes=replace(given.sizes, **chosen), recycles=recycles)
+    bench = bench_of(toml.load(settings, changes), settings, blocks)
+    chosen_sizes = {name: value for name, value in sizes.items() if value is not None}
+    requested = replace(bench, sizes=replace(bench.sizes, **chosen_sizes), recycles=recycles)
     if not on_cpu:
-        return full
-    limited = {name: min(most, getattr(full.sizes, name)) for name, most in ON_CPU.items() if name not in chosen}
-    model = full.model if blocks else shortened(full.model, BLOCKS_ON_CPU)
-    small = replace(full, model=model, sizes=replace(full.sizes, **limited))
-    if small != full:
-        most = ", ".join(f"{count} {name}" for name, count in ON_CPU.items())
-        log.warning("%s", f"on a CPU, unless options say otherwise, at most: {most}, {BLOCKS_ON_CPU} blocks")
-    return small
+        return requested
+    limited = {
+        name: min(limit, getattr(requested.sizes, name)) for name, limit in ON_CPU.items() if name not in chosen_sizes
+    }
+    model = requested.model if blocks else shortened(requested.model, BLOCKS_ON_CPU)
+    reduced = replace(requested, model=model, sizes=replace(requested.sizes, **limited))
+    if reduced != requested:
+        limits_text = ", ".join(f"{count} {name}" for name, count in ON_CPU.items())
+        log.warning("%s", f"on a CPU, unless options say otherwise, at most: {limits_text}, {BLOCKS_ON_CPU} blocks")
+    return reduced
 
 
 def timed_device(name: str | None) -> str:
@@ -204,12 +206,12 @@ def bench_in_shell(
     elif block or step:
         if has_op_options:
             raise UserError("--block, --step: they exclude --op, --shapes, --quick, --unchecked and --plot")
-        where = timed_device(device)
+        device_name = timed_device(device)
         changes = [*(change or ()), *(f"plan.precision={name}" for name in dtype or ())]
-        source, on_cpu = settings or ("tiny" if where == "cpu" else "monomer"), step and where == "cpu"
+        source, on_cpu = settings or ("tiny" if device_name == "cpu" else "monomer"), step and device_name == "cpu"
         with log_plans():
-            given = measured(source, changes, sizes, blocks, recycles, on_cpu)
-        answer = _models(given, where, block, step, ways, repeats, csv, rows)
+            bench = measured(source, changes, sizes, blocks, recycles, on_cpu)
+        answer = _models(bench, device_name, block, step, ways, repeats, csv, rows)
     elif has_model_options:
         raise UserError("--settings, --set and the sizes of an example: they belong to --block and --step")
     elif not op:
@@ -240,21 +242,21 @@ def _operations(
     from warpfold.check import checks, sizes
     from warpfold.parallel.plan import resolve_precision
 
-    ops, where = chosen("--op", op, BENCHED), torch.device(timed_device(device))
-    dtypes = chosen("--dtype", dtype or [resolve_precision("auto", where)], checks.DTYPES)
+    ops, torch_device = chosen("--op", op, BENCHED), torch.device(timed_device(device))
+    dtypes = chosen("--dtype", dtype or [resolve_precision("auto", torch_device)], checks.DTYPES)
     names = chosen("--ways", ways, [way.name for op in ops for way in peers.WAYS[op]])
-    wanted = parts(shapes)
+    wanted_shapes = parts(shapes)
     # Report a wrong name before the checks begin.
     for name in ops:
-        sizes.shapes(name, wanted)
-    wrong = [] if unchecked else checks.failures(checks.odd(ops), where)
-    for verdict in wrong:
+        sizes.shapes(name, wanted_shapes)
+    failed_verdicts = [] if unchecked else checks.failures(checks.odd(ops), torch_device)
+    for verdict in failed_verdicts:
         warn(f"red: {verdict.says()}")
-    if wrong:
+    if failed_verdicts:
         raise typer.Exit(1)
-    more: dict[str, Any] = {"ways": names, "quick": quick, "repeats": repeats or 0}
+    options: dict[str, Any] = {"ways": names, "quick": quick, "repeats": repeats or 0}
     with progress_bar(narrate=True) as progress, row_file(rows) as sink:
-        report = bench_ops.bench(ops, where, dtypes, wanted, progress=progress, sink=sink, **more)
+        report = bench_ops.bench(ops, torch_device, dtypes, wanted_shapes, progress=progress, sink=sink, **options)
     if csv is not None:
         bench_ops.write_csv(report, csv)
     if plot is not None:
@@ -296,14 +298,14 @@ def _models(
     from warpfold.bench import model as bench_model
     from warpfold.bench import ops as bench_ops
 
-    more: dict[str, Any] = {"ways": chosen("--ways", ways, [way.name for way in bench_model.WAYS])}
+    options: dict[str, Any] = {"ways": chosen("--ways", ways, [way.name for way in bench_model.WAYS])}
     benches = [bench_model.bench_block] * block + [bench_model.bench_step] * step
     with progress_bar(narrate=True) as progress, row_file(rows) as sink:
-        more |= {"repeats": repeats or 0, "progress": progress, "sink": sink}
-        reports = [run(given, torch.device(device), **more) for run in benches]
+        options |= {"repeats": repeats or 0, "progress": progress, "sink": sink}
+        reports = [run(given, torch.device(device), **options) for run in benches]
     if csv is not None:
-        every = {**reports[0], "rows": [row for report in reports for row in report["rows"]]}
-        bench_ops.write_csv(every, csv, bench_model.COLUMNS)
+        combined = {**reports[0], "rows": [row for report in reports for row in report["rows"]]}
+        bench_ops.write_csv(combined, csv, bench_model.COLUMNS)
 
     def text() -> "Iterator[str | Table]":
         """Yield the printed lines and tables."""
@@ -336,15 +338,15 @@ def _user_model(
     from warpfold.bench import model as bench_model
     from warpfold.bench import ops as bench_ops
 
-    where = torch.device(timed_device(device))
+    torch_device = torch.device(timed_device(device))
     with progress_bar(narrate=True) as progress:
-        before, call = bench_model.user_model(model, inputs, where)
+        original, call = bench_model.user_model(model, inputs, torch_device)
         # `accelerate` prints its table, which is printed below instead.
         with contextlib.redirect_stdout(io.StringIO()):
-            after = accelerate(copy.deepcopy(before), only=parts(only) or None, memory=memory)
-        more: dict[str, Any] = {"repeats": repeats or 0, "progress": progress}
-        report = bench_model.bench_accelerated(model, before, after, call, where, **more)
-    swaps = acceleration(after)
+            accelerated = accelerate(copy.deepcopy(original), only=parts(only) or None, memory=memory)
+        options: dict[str, Any] = {"repeats": repeats or 0, "progress": progress}
+        report = bench_model.bench_accelerated(model, original, accelerated, call, torch_device, **options)
+    swaps = acceleration(accelerated)
     report["table"] = str(swaps)
     report["swapped"] = {name: kind.operation for kind in swaps.swapped for name in kind.names}
     if csv is not None:
@@ -394,8 +396,8 @@ def data(
     if out is not None:
         write_atomically(out, json.dumps(report, indent=1) + "\n")
     lines, last = [], ""
-    for part, what, figure in rows(report):
-        lines.append((part if part != last else "", what, figure))
+    for part, quantity, figure in rows(report):
+        lines.append((part if part != last else "", quantity, figure))
         last = part
     return Answer(report, [table(("", "", "figure"), lines), report["feeding"]["verdict"]])
 
@@ -439,17 +441,22 @@ def tune(
         tasks = choose_kernels(tasks, parts(kernel)) if kernel else tasks
         return {
             "launches": [
-                {"kernel": t.kernel, "key": list(t.key), "place": str(t.workload), "candidates": len(t.candidates)}
-                for t in tasks
+                {
+                    "kernel": task.kernel,
+                    "key": list(task.key),
+                    "place": str(task.workload),
+                    "candidates": len(task.candidates),
+                }
+                for task in tasks
             ]
         }
-    where, folder = torch.device(timed_device(device)), path_or_none("out", out) or home()
+    torch_device, folder = torch.device(timed_device(device)), path_or_none("out", out) or home()
     with row_file(log_file) as sink:
-        results = tune_on(where, ops, quick, folder, tell, parts(kernel), sink)
+        results = tune_on(torch_device, ops, quick, folder, tell, parts(kernel), sink)
     entries = choose(results)
     launches = report(results, entries)
-    table_file = write(folder, head(where), entries, whole=not kernel)
-    return {"table": str(table_file), **head(where), "launches": launches}
+    table_file = write(folder, head(torch_device), entries, whole=not kernel)
+    return {"table": str(table_file), **head(torch_device), "launches": launches}
 
 
 @command(
@@ -462,18 +469,21 @@ def tune_in_shell(given: dict[str, Any]) -> Answer:
     the package's default. Runs are bitwise equal only with the same table.
     """
     with progress_bar(narrate=True) as progress:
-        found = tune(**given, progress=progress)
+        tuned = tune(**given, progress=progress)
     if given["dry_run"]:
-        tasks = found["launches"]
-        lines = [f"{t['kernel']} {tuple(t['key'])}: {t['candidates']} candidates ({t['place']})" for t in tasks]
-        return Answer(found, [*lines, f"{sum(t['candidates'] for t in tasks)} trials; nothing was run"])
+        tasks = tuned["launches"]
+        lines = [
+            f"{task['kernel']} {tuple(task['key'])}: {task['candidates']} candidates ({task['place']})"
+            for task in tasks
+        ]
+        return Answer(tuned, [*lines, f"{sum(task['candidates'] for task in tasks)} trials; nothing was run"])
     rows = []
-    for row in found["launches"]:
+    for row in tuned["launches"]:
         key = " ".join(map(str, row["key"]))
         numbers = (f"{row['microseconds']:.1f}", f"{row['slowest']:.1f}", str(row["timed"]), str(len(row["out"])))
         rows.append((row["kernel"], key, *numbers, row["launch"]))
-    shown = table(("kernel", "key", "us", "slowest us", "timed", "out", "launch"), rows)
-    return Answer(found, [shown, f"wrote {found['table']}"])
+    launch_table = table(("kernel", "key", "us", "slowest us", "timed", "out", "launch"), rows)
+    return Answer(tuned, [launch_table, f"wrote {tuned['table']}"])
 
 
 @checked()
@@ -509,12 +519,14 @@ def profile(
     folder = path_or_none("out", out)
     check_outputs(folder)
     sizes = {"residues": residues, "sequences": sequences, "extra": extra, "templates": templates}
-    where, changes = torch.device(timed_device(device)), changes_of("set", set)
-    bench = measured(str(path("settings", settings)), changes, sizes, blocks, recycles, on_cpu=where.type == "cpu")
+    torch_device, changes = torch.device(timed_device(device)), changes_of("set", set)
+    bench = measured(
+        str(path("settings", settings)), changes, sizes, blocks, recycles, on_cpu=torch_device.type == "cpu"
+    )
     if folder is not None:
         folder.mkdir()
     trace = None if folder is None else folder / "trace.json.gz"
-    figures = profile_model(bench, where, trace, training=not forward, progress=progress_of(progress))
+    figures = profile_model(bench, torch_device, trace, training=not forward, progress=progress_of(progress))
     if folder is not None:
         write_atomically(folder / "profile.json", json.dumps(figures, indent=1, allow_nan=False) + "\n")
     return figures

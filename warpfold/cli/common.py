@@ -54,7 +54,7 @@ class Commands(TyperGroup):
     """
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        return super().resolve_command(ctx, two if (two := two_words(args))[0] in self.commands else args)
+        return super().resolve_command(ctx, words if (words := two_words(args))[0] in self.commands else args)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -72,8 +72,10 @@ class Lists(TyperCommand):
     """A command whose list options take several values after one name: `--msa a.a3m b.a3m`, as a shell expands *."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        lists = {name for parameter in self.params if getattr(parameter, "multiple", False) for name in parameter.opts}
-        return super().parse_args(ctx, repeat_names(args, lists))
+        list_options = {
+            name for parameter in self.params if getattr(parameter, "multiple", False) for name in parameter.opts
+        }
+        return super().parse_args(ctx, repeat_names(args, list_options))
 
 
 def repeat_names(arguments: Sequence[str], lists: set[str]) -> list[str]:
@@ -147,7 +149,7 @@ def logged(name: str, level: int, format: str = "%(message)s", propagate: bool =
     """Print the messages of a logger of the package to stderr, within the context."""
     log, handler = logging.getLogger(name), logging.StreamHandler()
     handler.setFormatter(logging.Formatter(format, "%H:%M:%S"))
-    before = log.level, log.propagate
+    old_state = log.level, log.propagate
     log.addHandler(handler)
     log.setLevel(level)
     log.propagate = propagate
@@ -155,8 +157,8 @@ def logged(name: str, level: int, format: str = "%(message)s", propagate: bool =
         yield
     finally:
         log.removeHandler(handler)
-        log.setLevel(before[0])
-        log.propagate = before[1]
+        log.setLevel(old_state[0])
+        log.propagate = old_state[1]
 
 
 def log_plans(rank: int = 0) -> "ExitStack":
@@ -219,36 +221,39 @@ def command(
     def decorate(shell: Shell) -> Shell:
         """Register the command and return the function unchanged."""
         signature = inspect.signature(shell)
-        options = [one for one in getattr(function, "declared", ()) if declaration(one.annotation)[1]]
-        own = list(signature.parameters.values())[function is not None :]
+        options = [parameter for parameter in getattr(function, "declared", ()) if declaration(parameter.annotation)[1]]
+        own_parameters = list(signature.parameters.values())[function is not None :]
         shared: dict[str, Any] = {"as_json": AsJson, "quiet": Quiet, "verbose": Verbose}
-        answers = signature.return_annotation is Answer
-        if not answers:
+        builds_answer = signature.return_annotation is Answer
+        if not builds_answer:
             del shared["as_json"]
         keyword = inspect.Parameter.KEYWORD_ONLY
         added = [inspect.Parameter(name, keyword, default=False, annotation=hint) for name, hint in shared.items()]
-        parameters = [_parameter(one.name, one.annotation, one.default) for one in (*options, *own, *added)]
+        parameters = [
+            _parameter(parameter.name, parameter.annotation, parameter.default)
+            for parameter in (*options, *own_parameters, *added)
+        ]
 
         def run(*, quiet: bool, verbose: bool, **values: Any) -> None:
             """Run the command and print its answer."""
             from warpfold.check.versions import newer_than_tested
 
-            values = {name: one.value if isinstance(one, Enum) else one for name, one in values.items()}
+            values = {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
             with configure_output(quiet, verbose, as_json := bool(values.get("as_json"))):
                 if (newer := newer_than_tested()) and ProcessInfo.from_environment(os.environ).rank == 0:
                     warn(f"warning: {newer}")
-                if answers:
+                if builds_answer:
                     del values["as_json"]
-                given = {one.name: values.pop(one.name) for one in options}
-                answer = shell(*([] if function is None else [given]), **values)
-                if answers:
+                option_values = {option.name: values.pop(option.name) for option in options}
+                answer = shell(*([] if function is None else [option_values]), **values)
+                if builds_answer:
                     show(answer, as_json)
                     raise typer.Exit(int(answer.code))
 
         run.__name__ = shell.__name__.removesuffix("_in_shell")
         run.__doc__ = shell.__doc__
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         if continues:
             CONTINUE.add(more.get("name", run.__name__))
         register(epilog=example, **({"cls": Lists} if register == app.command else {}) | more)(run)
@@ -266,16 +271,16 @@ def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
     names = option.names or (("--out", "-o") if name == "out" else ())
     if not names and shell is bool:
         names = (f"--{name.replace('_', '-')}",)  # without --no-NAME
-    about: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
+    typer_options: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
     if option.path == "local" or (option.path is None and "Path" in str(shell)):
-        about["callback"] = _local(name)
+        typer_options["callback"] = _local(name)
     if option.panel is None:
-        declared = typer.Argument(**about, show_default=option.show_default)
+        declared = typer.Argument(**typer_options, show_default=option.show_default)
     else:
-        about |= {"min": option.min, "max": option.max, "show_default": option.show_default}
+        typer_options |= {"min": option.min, "max": option.max, "show_default": option.show_default}
         if option.above is not None:  # typer has no such bound
-            about["callback"] = _more_than(name, option.above)
-        declared = typer.Option(*names, rich_help_panel=option.panel, **about)
+            typer_options["callback"] = _more_than(name, option.above)
+        declared = typer.Option(*names, rich_help_panel=option.panel, **typer_options)
     if default is not inspect.Parameter.empty and isinstance(shell, type) and issubclass(shell, Enum):
         default = shell(default)
     annotation = Annotated[shell, declared]
@@ -362,7 +367,7 @@ def resume_hint() -> str:
         return "the same command continues"
     if not CONTINUE & {GIVEN[0], two_words(GIVEN)[0]}:
         return f"to start again: {shlex.join(['warpfold', *GIVEN])}"
-    return f"the same command continues: {shlex.join(['warpfold', *(one for one in GIVEN if one != '--force')])}"
+    return f"the same command continues: {shlex.join(['warpfold', *(word for word in GIVEN if word != '--force')])}"
 
 
 @contextmanager
@@ -373,11 +378,11 @@ def on_sigterm(error: BaseException) -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         raise error
 
-    before = signal.signal(signal.SIGTERM, end)
+    old_handler = signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, old_handler)
 
 
 def warn(text: str) -> None:

@@ -82,6 +82,6 @@ def sample(
 def sample_in_shell(given: dict[str, Any]) -> Answer:
     """Make sample proteins with alignments, to try a pipeline or a cluster without downloading anything."""
     with progress_bar() as progress:
-        made = sample(**given, progress=progress)
+        report = sample(**given, progress=progress)
     dimers = f" and {given['dimers']} dimers" if given["dimers"] else ""
-    return Answer(made, [f"{given['proteins']} proteins{dimers} in {given['out']}"])
+    return Answer(report, [f"{given['proteins']} proteins{dimers} in {given['out']}"])

@@ -65,10 +65,10 @@ def design(
     changes = arguments.changes_of("set", set)
     if target is not None:
         changes = [*changes, f"target={target}"]
-    chosen = load_design(Path(settings), changes)
+    design_settings = load_design(Path(settings), changes)
     predictor = load(params, device, precision=precision, memory=memory, chain_gap=chain_gap)
     tell = arguments.progress_of(progress)
-    return run_design(predictor, chosen, Path(out), starts, seed, sha256(Path(params)), force, tell)
+    return run_design(predictor, design_settings, Path(out), starts, seed, sha256(Path(params)), force, tell)
 
 
 @command(
@@ -93,8 +93,8 @@ def design_in_shell(given: dict[str, Any]) -> Answer:
 
 def _text(summary: dict[str, Any], out: Path) -> "Iterator[str | Table]":
     rows = [
-        [one["name"], f"{one['loss']:.4f}", f"{one['mean_plddt']:.1f}", ", ".join(one["designed"].values())]
-        for one in summary["designs"][:SHOWN]
+        [entry["name"], f"{entry['loss']:.4f}", f"{entry['mean_plddt']:.1f}", ", ".join(entry["designed"].values())]
+        for entry in summary["designs"][:SHOWN]
     ]
     yield table(("design", "loss", "pLDDT", "designed"), rows)
     yield f"Check {out / 'designs.fasta'} with warpfold predict and other parameters. Report: {out / 'report.html'}"

@@ -89,9 +89,9 @@ def distill(
     if store.exists() and not (store / "sources.json").is_file():
         raise UserError(f"{store}: exists already. Remove it, or choose another name.")
     summary = run(request, progress)
-    found: dict[str, Any] = {"predictions": str(folder), "failures": summary["failures"], "store": None}
+    answer: dict[str, Any] = {"predictions": str(folder), "failures": summary["failures"], "store": None}
     if summary["status"] == "running":
-        return found
+        return answer
     if not summary["predictions"]:
         raise UserError(f"{folder}: none of the sequences was folded. See its summary.json for the reasons.")
     report = pack(
@@ -103,24 +103,26 @@ def distill(
         progress=progress,
         **{field.name: values[field.name] for field in fields(ExampleOptions)},
     )
-    return {**found, "store": report.to_json(), "summary": report.summary()}
+    return {**answer, "store": report.to_json(), "summary": report.summary()}
 
 
 def _alignments(given: Request, folder: Path) -> list[Path]:
     """List the files and folders of the alignments with which the sequences were folded."""
     from warpfold.data.formats.input_files import ALIGNMENTS, find
 
-    every = [*paths("msa", given.msa), Path(given.msa_cache or folder / "alignments")]
-    every += [Path(one) for one in queries("query", given.query) if not isinstance(one, str) or "\n" not in one]
-    found = []
-    for one in every:
+    candidates = [*paths("msa", given.msa), Path(given.msa_cache or folder / "alignments")]
+    candidates += [
+        Path(query) for query in queries("query", given.query) if not isinstance(query, str) or "\n" not in query
+    ]
+    alignment_paths = []
+    for path in candidates:
         try:
-            is_one = one.is_dir() or (one.is_file() and one.name.removesuffix(".gz").endswith(ALIGNMENTS))
-            if is_one and find([one], ALIGNMENTS, "alignments"):
-                found.append(one)
+            is_alignment = path.is_dir() or (path.is_file() and path.name.removesuffix(".gz").endswith(ALIGNMENTS))
+            if is_alignment and find([path], ALIGNMENTS, "alignments"):
+                alignment_paths.append(path)
         except (OSError, UserError):  # a sequence itself, too long to be a name; a folder without alignments
             continue
-    return found
+    return alignment_paths
 
 
 @command(
@@ -134,10 +136,10 @@ def distill_in_shell(given: dict[str, Any]) -> Answer:
         raise UserError("distill: runs without torchrun. Pass --workers, or --shard for several machines.")
     # As `pack` does: files that are being read must not be blamed for the death of the process.
     with on_sigterm(StoppedByUser(143)), progress_bar(remaining=False) as bar, log_plans():
-        found = distill(**given, progress=bar)
-    for failure in found["failures"]:
+        report = distill(**given, progress=bar)
+    for failure in report["failures"]:
         warn(f"failed {failure['name']}: {failure['error']}")
-    return Answer(found, _lines(found, given["out"]), int(bool(found["failures"])))
+    return Answer(report, _lines(report, given["out"]), int(bool(report["failures"])))
 
 
 def _lines(found: dict[str, Any], out: Path) -> Iterator[str]:

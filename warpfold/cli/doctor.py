@@ -56,13 +56,13 @@ class WithoutFile(Lists):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments. Raises UserError for a file among them."""
         ctx.allow_extra_args = True
-        rest = super().parse_args(ctx, args)
-        if rest:
+        unparsed = super().parse_args(ctx, args)
+        if unparsed:
             raise UserError(
-                f"{rest[0]}: the doctor reads no file. Measure a cluster with doctor --cluster --out FILE, and pass "
-                "the file to plan and train: --cluster FILE."
+                f"{unparsed[0]}: the doctor reads no file. Measure a cluster with doctor --cluster --out FILE, and "
+                "pass the file to plan and train: --cluster FILE."
             )
-        return rest
+        return unparsed
 
 
 @checked(**{"from": "start"})
@@ -112,20 +112,22 @@ def doctor(
     from warpfold.parallel.team import team_of
 
     tell, processes = progress_of(progress), team_of(team)
-    where = torch.device(device_of(device, processes.process))
+    torch_device = torch.device(device_of(device, processes.process))
     if replay is not None:
         from warpfold.training.replay import replay as recompute
 
-        return asdict(recompute(Path(replay), start, where, processes, tell))
+        return asdict(recompute(Path(replay), start, torch_device, processes, tell))
     if cluster:
-        return check_cluster(processes, where, folder, link, out, lambda so_far, what: tell(0, 1, what)).as_json()
+        return check_cluster(
+            processes, torch_device, folder, link, out, lambda so_far, what: tell(0, 1, what)
+        ).as_json()
     if kernels:
-        return check_kernels(where, settings, dtype or (), path_or_none("rows", rows), tell)[0]
+        return check_kernels(torch_device, settings, dtype or (), path_or_none("rows", rows), tell)[0]
     from warpfold.bench.doctor import of_machine
     from warpfold.check.versions import describe_versions
     from warpfold.cost.machine import describe
 
-    return {"machine": describe(where), "verdict": [*of_machine(where), describe_versions()]}
+    return {"machine": describe(torch_device), "verdict": [*of_machine(torch_device), describe_versions()]}
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -189,10 +191,10 @@ def check_cluster(
         raise UserError(reason)
     if team.is_rank_zero:
         check_outputs(path_or_none("out", out))
-    found = examine_cluster(team, where, os.environ, path_or_none("folder", folder), link, report)
+    examined = examine_cluster(team, where, os.environ, path_or_none("folder", folder), link, report)
     if team.is_rank_zero:
-        save_links(found, out)
-    return found
+        save_links(examined, out)
+    return examined
 
 
 def save_links(examined: "Examined", out: PathLike | None) -> None:
@@ -221,14 +223,14 @@ def doctor_in_shell(given: dict[str, Any], as_json: AsJson = False) -> None:
         return
     import torch
 
-    where = torch.device(device_of(given["device"]))
+    torch_device = torch.device(device_of(given["device"]))
     with progress_bar() as progress:
-        kernels = check_kernels(where, given["settings"], given["dtype"] or (), given["rows"], progress)
+        kernels = check_kernels(torch_device, given["settings"], given["dtype"] or (), given["rows"], progress)
     report, findings, memory = kernels
     for finding in findings:
         if finding.verdict.red:
             warn(f"red: {finding.verdict.says()}")
-    text: list[str | Table] = [*_facts(report["machine"]), *_findings(findings, where.type, report["settings"])]
+    text: list[str | Table] = [*_facts(report["machine"]), *_findings(findings, torch_device.type, report["settings"])]
     text += [*([] if memory is None else [memory.says()]), *_colored(report["verdict"])]
     show(Answer(report, text), as_json)
     raise typer.Exit(int(bool(report["red"])))
@@ -243,11 +245,11 @@ def _replay_in_shell(given: dict[str, Any], as_json: bool) -> NoReturn:
     bar = progress_bar(every=30.0) if process.rank == 0 else nullcontext(no_progress)
     with distributed_context(process, None, device_of(given["device"], process)) as team:
         with bar as progress:
-            found = Replay(**doctor(**given, progress=progress, team=team))
+            replayed = Replay(**doctor(**given, progress=progress, team=team))
         # Print before any rank exits, because torchrun ends all ranks when one exits with 1.
         if team.is_rank_zero:
-            show(Answer(asdict(found), replay_report(found)), as_json)
-    raise typer.Exit(0 if found.interval is None else 1)
+            show(Answer(asdict(replayed), replay_report(replayed)), as_json)
+    raise typer.Exit(0 if replayed.interval is None else 1)
 
 
 def _cluster_in_shell(given: dict[str, Any], as_json: bool) -> NoReturn:
@@ -260,16 +262,18 @@ def _cluster_in_shell(given: dict[str, Any], as_json: bool) -> NoReturn:
     from warpfold.parallel.team import TeamError, distributed_context
 
     began, process = time.monotonic(), this_process()
-    where = torch.device(device_of(given["device"], process))
+    torch_device = torch.device(device_of(given["device"], process))
     # Report a wrong option before the ranks wait for each other.
     if given["link"] is not None:
         network(given["link"], process.ranks_per_node)
     if process.rank == 0:
         check_outputs(given["out"])
     # A guess until the nodes report their ranks.
-    each = process.ranks_per_node
-    nodes = [list(range(process.ranks))[start : start + each] for start in range(0, process.ranks, each)]
-    latest = [Examined(nodes, where.type)]
+    count_per_node = process.ranks_per_node
+    nodes = [
+        list(range(process.ranks))[start : start + count_per_node] for start in range(0, process.ranks, count_per_node)
+    ]
+    latest = [Examined(nodes, torch_device.type)]
 
     def report(so_far: Examined, what: str) -> None:
         latest[:] = [so_far]
@@ -282,35 +286,37 @@ def _cluster_in_shell(given: dict[str, Any], as_json: bool) -> NoReturn:
         "ended, whose log has the reason; Slurm when the time is over"
     )
     try:
-        with on_sigterm(ended), distributed_context(process, None, where, LIMIT, LIMIT) as team:
-            found = check_cluster(team, where, given["folder"], given["link"], given["out"], report)
+        with on_sigterm(ended), distributed_context(process, None, torch_device, LIMIT, LIMIT) as team:
+            examined = check_cluster(team, torch_device, given["folder"], given["link"], given["out"], report)
             # Print before the other ranks may exit, because torchrun ends all ranks when one exits with 1.
             if team.is_rank_zero:
-                show(cluster_report(found, given["out"]), as_json)
+                show(cluster_report(examined, given["out"]), as_json)
     except TeamError as error:
         if process.rank == 0:
-            cure = "check the logs of that process and its node (dmesg), or leave the node out"
-            lost = ClusterFinding("ranks", "all ranks answer", "wrong", str(error), cure)
-            so_far = replace(latest[0], findings=[*latest[0].findings, lost], seconds=time.monotonic() - began)
+            remedy = "check the logs of that process and its node (dmesg), or leave the node out"
+            rank_finding = ClusterFinding("ranks", "all ranks answer", "wrong", str(error), remedy)
+            so_far = replace(latest[0], findings=[*latest[0].findings, rank_finding], seconds=time.monotonic() - began)
             save_links(so_far, given["out"])
             show(cluster_report(so_far, given["out"]), as_json)
         raise
-    raise typer.Exit(1 if found.wrong else 0)
+    raise typer.Exit(1 if examined.wrong else 0)
 
 
 def replay_report(found: "Replay") -> list[str]:
     """Format the result of a replay in a few lines."""
     compared = f"{found.equal} digest{'s' * (found.equal > 1)}"
-    left_out = [typer.style(f"not compared: {found.left_out}", fg=YELLOW)] if found.left_out else []
+    left_out_lines = [typer.style(f"not compared: {found.left_out}", fg=YELLOW)] if found.left_out else []
     if found.interval is None:
-        return [typer.style(f"all {compared} equal, steps {found.start} to {found.last}", fg=GREEN), *left_out]
-    equal, different = found.interval
-    lines = [f"{compared} equal, steps {found.start} to {equal}"]
-    if equal == different:
-        what = f"step {different}: the state that the run continued from is not the state that it had saved"
-        return [*lines, typer.style(what, fg=RED), *left_out]
-    where = f"step {different}" if different == equal + 1 else f"steps {equal + 1} to {different}"
-    lines.append(typer.style(f"{where}: the digest after step {different} differs", fg=RED))
+        return [typer.style(f"all {compared} equal, steps {found.start} to {found.last}", fg=GREEN), *left_out_lines]
+    equal_step, different_step = found.interval
+    lines = [f"{compared} equal, steps {found.start} to {equal_step}"]
+    if equal_step == different_step:
+        problem = f"step {different_step}: the state that the run continued from is not the state that it had saved"
+        return [*lines, typer.style(problem, fg=RED), *left_out_lines]
+    steps_text = (
+        f"step {different_step}" if different_step == equal_step + 1 else f"steps {equal_step + 1} to {different_step}"
+    )
+    lines.append(typer.style(f"{steps_text}: the digest after step {different_step} differs", fg=RED))
     if found.parted is None:
         lines.append("a second recomputation has the digests of the first: this machine repeats its work")
     else:
@@ -318,7 +324,7 @@ def replay_report(found: "Replay") -> list[str]:
             f"a second recomputation differs from the first in step {found.parted}: this machine is not reproducible, "
             "and the run may be correct. Check the machine with warpfold doctor --kernels"
         )
-    return [*lines, *left_out]
+    return [*lines, *left_out_lines]
 
 
 def _facts(machine: dict[str, str]) -> list[str]:
@@ -327,7 +333,7 @@ def _facts(machine: dict[str, str]) -> list[str]:
 
 
 def _colored(sentences: list[str]) -> list[str]:
-    return ["", *(typer.style(one, fg=COLORS.get(one.partition(":")[0])) for one in sentences)]
+    return ["", *(typer.style(sentence, fg=COLORS.get(sentence.partition(":")[0])) for sentence in sentences)]
 
 
 def _findings(findings: "list[Finding]", kind: str, source: str) -> "Iterator[str | Table]":
@@ -338,7 +344,7 @@ def _findings(findings: "list[Finding]", kind: str, source: str) -> "Iterator[st
         yield "\nNo GPU is checked: these are the CPU's fast paths."
     yield f"\nSizes of {source}. Errors to fp64, ours / the definition's. Speeds are rough, from a few passes.\n"
     yield table(HEADS, rows_of(findings), lambda row: "bold red" if row[-1] == "RED" else "")
-    if any(f.verdict.case.full_rows for f in findings):
+    if any(finding.verdict.case.full_rows for finding in findings):
         yield "if rows were reduced, speeds are those of the reduced case"
 
 
@@ -354,12 +360,12 @@ def cluster_report(examined: "Examined", out: Path | None) -> Answer:
             if finding.outcome == "not checked":
                 missing.setdefault(finding.says, []).append(finding.check)
                 continue
-            cure = f"  -> {finding.cure}" if finding.cure else ""
+            remedy = f"  -> {finding.cure}" if finding.cure else ""
             outcome = f"{finding.outcome.upper() if finding.outcome == 'wrong' else finding.outcome:5}"
             outcome = typer.style(outcome, fg=COLORS.get(finding.outcome))
-            yield f"{outcome} {finding.topic}: {finding.check}: {finding.says}{cure}"
-        for why, checks in missing.items():
-            yield f"not checked: {', '.join(checks)}: {why}"
+            yield f"{outcome} {finding.topic}: {finding.check}: {finding.says}{remedy}"
+        for reason, checks in missing.items():
+            yield f"not checked: {', '.join(checks)}: {reason}"
         outcomes = [finding.outcome for finding in examined.findings]
         counts = [f"{outcomes.count(outcome)} {outcome}" for outcome in SEVERITY]
         yield f"\n{', '.join(counts)}; {examined.seconds:.0f} s"

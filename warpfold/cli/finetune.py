@@ -96,7 +96,7 @@ def finetune(
         databases = [f"{name}={file}" for name, file in search.items()]
     else:
         databases = [str(file) for file in arguments.paths("search", search)]
-    where = device_of(device)
+    device_name = device_of(device)
     options = finetuning.FinetuneOptions(
         structures=arguments.paths("structures", structures),
         init=Path(init),
@@ -112,12 +112,14 @@ def finetune(
         changes=arguments.changes_of("set", set),
         seed=seed,
         workers=workers,
-        processes=processes or (torch.cuda.device_count() if where == "cuda" else 1),
+        processes=processes or (torch.cuda.device_count() if device_name == "cuda" else 1),
         memory=None if memory is None else arguments.parse_memory(memory),
     )
     tell = arguments.progress_of(progress)
-    said = shlex.join(["warpfold", *sys.argv[1:]]) if sys.argv[1:2] == ["finetune"] else ""
-    return finetuning.finetune(options, Path(out), force=force, device=where, command=said, progress=tell)
+    typed_command = shlex.join(["warpfold", *sys.argv[1:]]) if sys.argv[1:2] == ["finetune"] else ""
+    return finetuning.finetune(
+        options, Path(out), force=force, device=device_name, command=typed_command, progress=tell
+    )
 
 
 @command(

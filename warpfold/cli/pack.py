@@ -111,9 +111,9 @@ def pack_in_shell(
 
     modes = {f"--{name}": given[name] for name in ("structures", "predicted", "merge")}
     modes |= {"--verify": verify, "--info": info}
-    chosen = [name for name, value in modes.items() if value]
-    if len(chosen) != 1:
-        raise UserError(f"pack: {' and '.join(chosen) or 'no mode'} given. Pass one of {', '.join(modes)}.")
+    chosen_modes = [name for name, value in modes.items() if value]
+    if len(chosen_modes) != 1:
+        raise UserError(f"pack: {' and '.join(chosen_modes) or 'no mode'} given. Pass one of {', '.join(modes)}.")
     if verify is not None:
         return _verify(verify)
     if info is not None:
@@ -129,7 +129,7 @@ def pack_in_shell(
 def _lines(report: "PackReport", out: Path, part: JobPart | None) -> Iterator[str]:
     """Yield the output: lines about single entries, warnings, and a summary."""
     lines = [f"dropped {entry.name or entry.file}: {entry.reason}" for entry in report.dropped]
-    lines += [f"unused {file}: {why}" for file, why in (report.unused | report.unused_hits).items()]
+    lines += [f"unused {file}: {reason}" for file, reason in (report.unused | report.unused_hits).items()]
     # Names may contain line ends.
     yield from (" ".join(line.split()) for line in lines[:MAX_LINES])
     if len(lines) > MAX_LINES:
@@ -143,8 +143,8 @@ def _lines(report: "PackReport", out: Path, part: JobPart | None) -> Iterator[st
         yield f"{part_path(out, part)}: part {part}, {report.summary()}"
         yield f"when all parts are finished: warpfold pack --merge {out.with_name(pattern)} --out {out}"
     else:
-        before = "was finished before, from the same inputs and options: " if report.finished_before else ""
-        yield f"{out}: {before}{report.summary()}"
+        prefix = "was finished before, from the same inputs and options: " if report.finished_before else ""
+        yield f"{out}: {prefix}{report.summary()}"
 
 
 def _verify(given: Path) -> Answer:

@@ -109,42 +109,45 @@ def plan(
     from warpfold.prediction.plan_report import plan_report, with_sizes
     from warpfold.training.config import load_settings
 
-    picture = None if figure is None else Path(figure)
-    check_outputs(picture=picture)
+    figure_path = None if figure is None else Path(figure)
+    check_outputs(picture=figure_path)
     arguments.path("target", target)
     source = os.fspath(target)
     is_query = source == "-" or is_sequence(source) or (Path(source).exists() and Path(source).suffix != ".toml")
-    given = load_settings("monomer" if is_query else source, arguments.changes_of("set", set))
+    settings = load_settings("monomer" if is_query else source, arguments.changes_of("set", set))
     lengths, alignments = residues or [], arguments.paths("msa", msa)
     model = None if params is None else Path(params)
-    targets = _targets(given, source if is_query else None, lengths, model, alignments, recycles)
+    targets = _targets(settings, source if is_query else None, lengths, model, alignments, recycles)
     if design:
         if not (is_query or lengths):
             raise UserError("--design: it needs a sequence. Pass a query, or its length with --residues.")
-        alone = {} if alignments else {"sequences": 1, "extra": 1, "templates": 0}
-        targets = [type(one)(one.name, replace(with_sizes(one.job, **alone), gradient="last")) for one in targets]
+        bare_sizes = {} if alignments else {"sequences": 1, "extra": 1, "templates": 0}
+        targets = [
+            type(planned)(planned.name, replace(with_sizes(planned.job, **bare_sizes), gradient="last"))
+            for planned in targets
+        ]
     changed = {"sequences": max_msa, "extra": max_extra, "templates": templates}
     targets = [type(target)(target.name, with_sizes(target.job, **changed)) for target in targets]
 
-    machine, joined = machine_and_cluster(device, devices, memory, node, link, cluster)
+    machine, joined_cluster = machine_and_cluster(device, devices, memory, node, link, cluster)
     trains = not is_query and not lengths
     for name, value in {"--node": node, "--link": link, "--cluster": cluster, "--price": price}.items():
-        if value is not None and not (trains and joined is not None):
+        if value is not None and not (trains and joined_cluster is not None):
             raise UserError(f"{name}: it is for training on several devices. Omit it, or pass --devices.")
-    fixed, sync = given.fixed_on_ranks(CHOSEN_IN_TRAINING) if trains else (given.fixed(CHOSEN), {})
+    fixed_settings, sync = settings.fixed_on_ranks(CHOSEN_IN_TRAINING) if trains else (settings.fixed(CHOSEN), {})
     if not trains:
         # Presets fix keys for training. Only those that the user has set apply to predictions.
-        fixed = {key: value for key, value in fixed.items() if key in given.own}
-    fixed |= {} if precision is None else {"precision": precision}
-    if not trains and fixed.get("precision", "auto") == "auto":
-        fixed["precision"] = machine.prediction_precision
-    for caveat in caveats(fixed.get("precision", "fp32"), machine.kind) if machine.here else ():
+        fixed_settings = {key: value for key, value in fixed_settings.items() if key in settings.own}
+    fixed_settings |= {} if precision is None else {"precision": precision}
+    if not trains and fixed_settings.get("precision", "auto") == "auto":
+        fixed_settings["precision"] = machine.prediction_precision
+    for caveat in caveats(fixed_settings.get("precision", "fp32"), machine.kind) if machine.here else ():
         log.warning("%s", caveat)
-    report = plan_report(targets, machine, fixed, sync, joined, price, progress_of(progress))
-    if picture is not None and (course := report["largest"]["course"]):
+    report = plan_report(targets, machine, fixed_settings, sync, joined_cluster, price, progress_of(progress))
+    if figure_path is not None and (course := report["largest"]["course"]):
         from warpfold.report.figures import draw_memory
 
-        write_atomically(picture, draw_memory(course, report["free"], picture.suffix[1:]))
+        write_atomically(figure_path, draw_memory(course, report["free"], figure_path.suffix[1:]))
     return report
 
 
@@ -201,8 +204,8 @@ def _targets(
         # AlphaFold2's sizes at inference.
         sample = type(sample)()
     if lengths:
-        jobs = {n: folding(model, full_sizes(n, model, sample), recycles) for n in lengths}
-        return [PlanTarget(f"{n} residues", job) for n, job in jobs.items()]
+        jobs = {length: folding(model, full_sizes(length, model, sample), recycles) for length in lengths}
+        return [PlanTarget(f"{length} residues", job) for length, job in jobs.items()]
     if query is not None:
         return targets_of_queries(query, msa, model, sample, recycles)
     job = training_job(config)
@@ -248,11 +251,11 @@ def _text(report: dict[str, Any]) -> "Iterator[str | Table]":
     yield f"\nplans of {step} ({sizes}{rates}):"
     yield table(*_table(largest), lambda row: "bold" if row[0] else "dim" if row[-1] != "fits" else "")
     if largest["at_peak"]:
-        (chosen,) = (one for one in largest["plans"] if one["chosen"])
-        owners = {**largest["at_peak"], "margin": chosen["bytes"] - sum(largest["at_peak"].values())}
+        (chosen_plan,) = (plan for plan in largest["plans"] if plan["chosen"])
+        owners = {**largest["at_peak"], "margin": chosen_plan["bytes"] - sum(largest["at_peak"].values())}
         most = sorted(owners.items(), key=lambda item: -item[1])
-        shown = [f"{name} {in_gb(size)}" for name, size in most if size > 0.01 * chosen["bytes"]]
-        yield f"at its peak: {', '.join(shown)}"
+        largest_owners = [f"{name} {in_gb(size)}" for name, size in most if size > 0.01 * chosen_plan["bytes"]]
+        yield f"at its peak: {', '.join(largest_owners)}"
     if largest["longest"]:
         yield "\nthe longest protein that fits, with as many rows and templates:"
         for title, most in largest["longest"].items():
@@ -269,28 +272,28 @@ def _table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     from warpfold.cost.planner import in_words, sent
 
     plans = report["plans"]
-    priced = any(one["cost_per_million"] is not None for one in plans)
+    priced = any(plan["cost_per_million"] is not None for plan in plans)
     cost = "cost_per_million" if priced else "device_hours_per_million"
     cost_head = "cost of a million" if priced else "device-hours of a million"
-    speeds = [one["examples_per_second"] for one in plans]
+    speeds = [plan["examples_per_second"] for plan in plans]
     columns = {
-        "memory": [None if one["bytes"] is None else in_gb(one["bytes"]) for one in plans],
-        "off device": [in_gb(one["host_bytes"]) if one["host_bytes"] else None for one in plans],
+        "memory": [None if plan["bytes"] is None else in_gb(plan["bytes"]) for plan in plans],
+        "off device": [in_gb(plan["host_bytes"]) if plan["host_bytes"] else None for plan in plans],
         "a step" if report["training"] else "time": [
-            None if one["seconds"] is None else in_words(one["seconds"]) for one in plans
+            None if plan["seconds"] is None else in_words(plan["seconds"]) for plan in plans
         ],
         "examples/s": [None if speed is None else f"{speed:.3g}" for speed in speeds],
         "efficiency": [
-            f"{100 * one['efficiency']:.0f} %" if one["efficiency"] and one["sent_bytes"] else None for one in plans
+            f"{100 * plan['efficiency']:.0f} %" if plan["efficiency"] and plan["sent_bytes"] else None for plan in plans
         ],
-        "sent by a rank": [sent(one["sent_bytes"]) if one["sent_bytes"] else None for one in plans],
-        cost_head: [None if one[cost] is None else f"{one[cost]:,.0f}" for one in plans],
+        "sent by a rank": [sent(plan["sent_bytes"]) if plan["sent_bytes"] else None for plan in plans],
+        cost_head: [None if plan[cost] is None else f"{plan[cost]:,.0f}" for plan in plans],
     }
-    shown = {head: cells for head, cells in columns.items() if any(cells)}
+    shown_columns = {head: cells for head, cells in columns.items() if any(cells)}
     rows = []
-    for number, one in enumerate(plans):
-        fits = "fits" if not one["lacks"] else "too large" if "on disk" not in one["lacks"] else "disk too small"
-        fits = "" if one["bytes"] is None else fits
-        cells = [cells[number] or "" for cells in shown.values()]
-        rows.append(["->" if one["chosen"] else "", one["title"], *cells, fits])
-    return ["", "plan", *shown, ""], rows
+    for number, plan in enumerate(plans):
+        verdict = "fits" if not plan["lacks"] else "too large" if "on disk" not in plan["lacks"] else "disk too small"
+        verdict = "" if plan["bytes"] is None else verdict
+        cells = [cells[number] or "" for cells in shown_columns.values()]
+        rows.append(["->" if plan["chosen"] else "", plan["title"], *cells, verdict])
+    return ["", "plan", *shown_columns, ""], rows

@@ -179,9 +179,9 @@ def relax_predictions(request: Request, summary: dict[str, Any], progress: Progr
     out = request.folder
     report = relax_paths([out], device_of(request.device), request.relax, progress=progress)
     written = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-    failed = [{"name": one["name"], "error": f"relaxation: {one['error']}"} for one in report["failures"]]
-    for one in failed:
-        append_line(out / LOG, f"failed {one['name']}: {one['error']}")
+    failed = [{"name": failure["name"], "error": f"relaxation: {failure['error']}"} for failure in report["failures"]]
+    for failure in failed:
+        append_line(out / LOG, f"failed {failure['name']}: {failure['error']}")
     return written | {"failures": [*written["failures"], *failed]}
 
 
@@ -196,20 +196,24 @@ class Predict(Lists):
         words = []
         for index, word in enumerate(args):
             name, equals, value = word.partition("=")
-            *before, last = ALIASES.get(name, (name,))
-            words += [*before, last + equals + value]
+            *first_options, last = ALIASES.get(name, (name,))
+            words += [*first_options, last + equals + value]
             if words[-1] == "--representations" and not "".join(args[index + 1 : index + 2]).endswith(".store"):
                 words.append("npz")
         return super().parse_args(ctx, words)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help of the essential options."""
-        every = self.params
-        self.params = [one for one in every if one.name in ESSENTIAL or one.param_type_name == "argument"]
+        all_parameters = self.params
+        self.params = [
+            parameter
+            for parameter in all_parameters
+            if parameter.name in ESSENTIAL or parameter.param_type_name == "argument"
+        ]
         try:
             super().format_help(ctx, formatter)
         finally:
-            self.params = every
+            self.params = all_parameters
 
     def full_help(self, ctx: Any) -> str:
         """Return the help of all options as plain text, which never cuts the name of an option."""
@@ -271,8 +275,8 @@ def predict_in_shell(
         summary = predict.run(request, progress_of(progress), team)
     if team.is_rank_zero:
         if summary["status"] == "running":  # other parts are being folded, or have not begun
-            then = f", then `warpfold relax {out}`" if request.relax != "none" else ""
-            warn(f"part {request.part} is done; the last part writes {out / 'summary.json'}{then}")
+            hint = f", then `warpfold relax {out}`" if request.relax != "none" else ""
+            warn(f"part {request.part} is done; the last part writes {out / 'summary.json'}{hint}")
         with progress_bar() as progress:  # the other processes have ended
             summary = complete(request, summary, progress)
         print_fallbacks(summary["refused"])
@@ -283,11 +287,13 @@ def predict_in_shell(
         if len(warnings) > MAX_WARNINGS:
             warn(f"and {len(warnings) - MAX_WARNINGS} more warnings, in {out / 'summary.json'}")
         for failure in summary["failures"]:
-            where = f" ({failure['model']}, seed {failure['seed']})" if "model" in failure else ""
-            warn(f"failed {failure['name']}{where}: {failure['error']}")
+            model_text = f" ({failure['model']}, seed {failure['seed']})" if "model" in failure else ""
+            warn(f"failed {failure['name']}{model_text}: {failure['error']}")
     # A protein whose template hits all lack their structure files is a failure too.
-    lacks = any(not one["templates"] and one.get("templates_missing", 0) > 0 for one in summary["predictions"])
-    raise typer.Exit(1 if summary["failures"] or lacks else 0)
+    lacks_templates = any(
+        not entry["templates"] and entry.get("templates_missing", 0) > 0 for entry in summary["predictions"]
+    )
+    raise typer.Exit(1 if summary["failures"] or lacks_templates else 0)
 
 
 def _lines(summary: dict[str, Any], request: Request) -> Iterator[str]:
@@ -303,8 +309,8 @@ def _lines(summary: dict[str, Any], request: Request) -> Iterator[str]:
         scores += [f"{title} {score:.2f}" for title, score in tm_scores if score is not None]
         if entry["templates"]:
             scores.append(f"templates {', '.join(entry['templates'])}")
-        where = "not kept" if entry.get("dropped") else out / entry["folder"]
-        yield f"{entry['name']}{sizes}{rank}: {', '.join(scores)}, {where}"
+        location = "not kept" if entry.get("dropped") else out / entry["folder"]
+        yield f"{entry['name']}{sizes}{rank}: {', '.join(scores)}, {location}"
         if "relaxed" in entry:
             yield relaxed_line(f"{entry['name']} relaxed", entry["relaxed"])
     if summary["status"] != "running":
@@ -343,7 +349,8 @@ def relax_in_shell(given: dict[str, Any]) -> Answer:
     with progress_bar() as progress:
         report = relax(**given, progress=progress)
     lines = (
-        f"{relaxed_line(one['name'], one)}{', kept' if one['kept'] else ''}, {one['path']}" for one in report["relaxed"]
+        f"{relaxed_line(entry['name'], entry)}{', kept' if entry['kept'] else ''}, {entry['path']}"
+        for entry in report["relaxed"]
     )
     for failure in report["failures"]:
         warn(f"failed {failure['name']}: {failure['error']}")
@@ -352,7 +359,7 @@ def relax_in_shell(given: dict[str, Any]) -> Answer:
 
 def relaxed_line(name: str, report: dict[str, Any]) -> str:
     """Describe the relaxation of a structure in a line."""
-    before, after = (report[f"violations_{when}"]["residues"] for when in ("before", "after"))
+    before, after = (report[f"violations_{moment}"]["residues"] for moment in ("before", "after"))
     mirrored = f", D residues {report['mirrored']}" if report["mirrored"] else ""
     return (
         f"{name}: residues with violations {before} → {after}, energy {_energy(report['energy_before'])} → "

@@ -61,11 +61,11 @@ def score(
     from warpfold.scoring import score as scoring
 
     named = _named_chains(chains)
-    ours, theirs = (
-        arguments.path(what, given) if not hasattr(given, "structure") else given.structure()
-        for what, given in (("predicted", predicted), ("reference", reference))
+    predicted_source, reference_source = (
+        arguments.path(argument_name, value) if not hasattr(value, "structure") else value.structure()
+        for argument_name, value in (("predicted", predicted), ("reference", reference))
     )
-    return scoring.score_files(ours, theirs, named, assembly, allow_unplaced)
+    return scoring.score_files(predicted_source, reference_source, named, assembly, allow_unplaced)
 
 
 def _named_chains(chains: str | Mapping[str, str] | None) -> Mapping[str, str] | None:
@@ -92,11 +92,11 @@ def score_in_shell(given: dict[str, Any]) -> Answer:
     """Compare a structure with its reference: lDDT, GDT, TM-score, RMSD, and for complexes DockQ and other scores."""
     from warpfold.scoring.score_complex import HEADS
 
-    found = score(**given)
-    text: list[Any] = [f"{what:18s} {value}" for what, value in found.rows()]
-    if found.complex and found.complex.interfaces:
-        text += ["", table(HEADS, found.complex.table())]
-    return Answer(found.to_dict(), text)
+    result = score(**given)
+    text: list[Any] = [f"{name:18s} {value}" for name, value in result.rows()]
+    if result.complex and result.complex.interfaces:
+        text += ["", table(HEADS, result.complex.table())]
+    return Answer(result.to_dict(), text)
 
 
 @checked()
@@ -125,12 +125,12 @@ def golden(
 def golden_in_shell(given: dict[str, Any]) -> Answer:
     """Compare WarpFold with numbers of DeepMind's official code, array by array; in a clone."""
     with progress_bar() as progress:
-        found = golden(**given, progress=progress)
+        cases = golden(**given, progress=progress)
     # `golden` has put the clone on the path of imports.
     from tests.golden.run import PASS, as_data, summary, table
 
-    data = {"cases": as_data(found), "summary": summary(found)}
-    return Answer(data, [table(found), summary(found)], any(one.verdict != PASS for one in found))
+    data = {"cases": as_data(cases), "summary": summary(cases)}
+    return Answer(data, [table(cases), summary(cases)], any(case.verdict != PASS for case in cases))
 
 
 REPORT, PAGE, TABLE = "evaluation.json", "report.html", "targets.csv"
@@ -208,20 +208,20 @@ def evaluate(
     )
     if running:
         return running
-    found = evaluating.report(sets, Path(truth), targets, seed)
+    report = evaluating.report(sets, Path(truth), targets, seed)
     rows = table_of(evaluating.table_rows(sets))
     if folder is not None:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        write_report(folder / PAGE, evaluation_page(sets, found))
+        write_report(folder / PAGE, evaluation_page(sets, report))
         write_atomically(folder / TABLE, rows)
-        write_atomically(folder / REPORT, json.dumps(found, indent=1, allow_nan=False) + "\n")
+        write_atomically(folder / REPORT, json.dumps(report, indent=1, allow_nan=False) + "\n")
     if table_file is not None:
         update_file(table_file, rows.encode())
     if suite_file is not None:
         name = f"{sets[0].name} of {Path(truth).resolve().name}"
         write_atomically(suite_file, evaluating.as_suite(sets[0], name))
-    return found
+    return report
 
 
 @command(
@@ -239,20 +239,27 @@ def evaluate_in_shell(given: dict[str, Any]) -> Answer:
     from warpfold.evaluation.page import warnings_of
 
     with progress_bar() as progress:
-        found = evaluate(**given, progress=progress)
-    if found.get("status") == "running":
-        for failure in found["failures"]:
+        report = evaluate(**given, progress=progress)
+    if report.get("status") == "running":
+        for failure in report["failures"]:
             warn(f"failed {failure['target']}: {failure['error']}")
-        said = f"part {found['part']}: scored {found['predictions'] - len(found['failures'])} of {found['predictions']}"
-        return Answer(found, [f"{said}; {listed(found['left'])} are not done"], int(bool(found["failures"])))
-    for one in found["sets"]:
-        for failure in one["failures"]:
+        progress_text = (
+            f"part {report['part']}: scored {report['predictions'] - len(report['failures'])} of "
+            f"{report['predictions']}"
+        )
+        return Answer(
+            report, [f"{progress_text}; {listed(report['left'])} are not done"], int(bool(report["failures"]))
+        )
+    for prediction_set in report["sets"]:
+        for failure in prediction_set["failures"]:
             warn(f"failed {failure['target']}: {failure['error']}")
-    for warning in warnings_of(found["sets"]):
+    for warning in warnings_of(report["sets"]):
         warn(f"warning: {warning}")
-    failed = any(one["failures"] for one in found["sets"])
-    failed = failed or (found["suite"] is not None and any(one["without_prediction"] for one in found["sets"]))
-    return Answer(found, _text(found, given["out"]), int(failed))
+    failed = any(prediction_set["failures"] for prediction_set in report["sets"])
+    failed = failed or (
+        report["suite"] is not None and any(prediction_set["without_prediction"] for prediction_set in report["sets"])
+    )
+    return Answer(report, _text(report, given["out"]), int(failed))
 
 
 def _text(found: dict[str, Any], out: Path | None) -> "Iterator[str | Table]":
@@ -260,25 +267,27 @@ def _text(found: dict[str, Any], out: Path | None) -> "Iterator[str | Table]":
     from warpfold.evaluation.tables import METRICS
     from warpfold.scoring.intervals import MIN_CLUSTERS
 
-    for one in found["sets"]:
-        yield f"{one['name']}: {one['layout']}, {one['targets']} targets scored"
+    for result in found["sets"]:
+        yield f"{result['name']}: {result['layout']}, {result['targets']} targets scored"
         rows = []
         for metric in METRICS:
-            if own := one["means"].get(metric.key):
+            if numbers := result["means"].get(metric.key):
                 span = (
-                    "-" if own["interval"] is None else " to ".join(f"{x:.{metric.digits}f}" for x in own["interval"])
+                    "-"
+                    if numbers["interval"] is None
+                    else " to ".join(f"{bound:.{metric.digits}f}" for bound in numbers["interval"])
                 )
-                mean, median = (f"{own[key]:.{metric.digits}f}" for key in ("mean", "median"))
-                rows.append([metric.name, mean, span, median, str(own["targets"])])
+                mean, median = (f"{numbers[key]:.{metric.digits}f}" for key in ("mean", "median"))
+                rows.append([metric.name, mean, span, median, str(numbers["targets"])])
         yield table(("score", "mean", "95% interval", "median", "targets"), rows)
-        for kind, own in one["calibration"].items():
+        for kind, numbers in result["calibration"].items():
             name, unit = ("pLDDT", "") if kind == "plddt" else ("PAE", " Å")
-            yield f"{name}: calibration error {own['error']:.1f}{unit}, bias {own['bias']:+.1f}{unit}"
+            yield f"{name}: calibration error {numbers['error']:.1f}{unit}, bias {numbers['bias']:+.1f}{unit}"
         yield ""
-    for one in found["comparisons"]:
-        yield f"{one['a']} against {one['b']}, {one['common']} targets that both have:"
+    for result in found["comparisons"]:
+        yield f"{result['a']} against {result['b']}, {result['common']} targets that both have:"
         for metric in METRICS:
-            if paired := one["metrics"].get(metric.key):
+            if paired := result["metrics"].get(metric.key):
                 span = f"no verdict ({paired['clusters']} clusters, fewer than {MIN_CLUSTERS})"
                 if paired["interval"] is not None:
                     low, high = paired["interval"]

@@ -89,7 +89,7 @@ def search(
         from warpfold.data.search.fetch import search_by_server
         from warpfold.prediction.request import server_of
 
-        local = {
+        local_options = {
             "database": database,
             "template-database": template_database,
             "iterations": iterations,
@@ -98,7 +98,7 @@ def search(
             "cluster": cluster,
             "shard": shard,
         }
-        for name in (name for name, value in local.items() if value):
+        for name in (name for name, value in local_options.items() if value):
             raise UserError(f"--{name}: has no effect with --msa-server. Remove one of them.")
         server = server_of(msa_server, cache, folder / "cache")
         assert server is not None
@@ -156,6 +156,6 @@ def search_in_shell(given: dict[str, Any]) -> Answer:
     if without_hits:
         warn(f"warning: no hit in any database, an alignment of one row: {listed(without_hits)}")
     for failure in report["failures"]:
-        where = f" in {failure['database']}" if "database" in failure else ""
-        warn(f"failed {failure['name']}{where}: {failure['error']}")
+        database_text = f" in {failure['database']}" if "database" in failure else ""
+        warn(f"failed {failure['name']}{database_text}: {failure['error']}")
     return Answer(report, lines, bool(report["failures"]))

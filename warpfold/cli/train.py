@@ -88,15 +88,15 @@ def train(
 
     team = team_of(team)
     changes = [*arguments.changes_of("set", set), *(['plan.kernels="strict"'] if strict else [])]
-    given = load_settings(settings, changes)
-    where, folder, start = device_of(device), Path(out), arguments.path_or_none("init", init)
+    loaded_settings = load_settings(settings, changes)
+    device_name, folder, start = device_of(device), Path(out), arguments.path_or_none("init", init)
     limit = None if memory is None else arguments.parse_memory(memory)
     watchers = as_watchers(watch)
-    stores = sources_of(data, given.config().model.multimer is not None)
-    joined = None if cluster is None else read_cluster(Path(cluster))
-    first = given.config()
+    stores = sources_of(data, loaded_settings.config().model.multimer is not None)
+    measured_cluster = None if cluster is None else read_cluster(Path(cluster))
+    first = loaded_settings.config()
     if start is not None or first.train.moments:  # before minutes of planning, by one process: files may be large
-        wrong = ""
+        problem = ""
         if team.is_rank_zero:
             try:
                 if start is not None:
@@ -104,26 +104,26 @@ def train(
                 if first.train.moments and RunFolder(folder, writes=False).latest() is None:
                     check_moments(first.optim.name, start)
             except UserError as error:
-                wrong = str(error)
-        if wrong := team.broadcast(wrong, "the parameters to start from"):
-            raise UserError(wrong)
-    config, said = plan_training(given, folder, where, limit, team, joined)
-    team.remesh(config.plan, idle=given.auto)
+                problem = str(error)
+        if problem := team.broadcast(problem, "the parameters to start from"):
+            raise UserError(problem)
+    config, plan_text = plan_training(loaded_settings, folder, device_name, limit, team, measured_cluster)
+    team.remesh(config.plan, idle=loaded_settings.auto)
     log = logging.getLogger("warpfold.plan")
     if team.process.is_idle:
         log.warning("rank %d: the plan has no use for this process; it waits until the run ends", team.process.rank)
         with StopSignals():  # the others end the run
             return training.Summary(**team.wait_idle(), params=RunFolder(folder, writes=False).params)
-    if said and team.is_rank_zero:
-        log.info("plan: %s", said)
-    if team.is_rank_zero and (graphs := graphs_in_words(config.plan, where)):
+    if plan_text and team.is_rank_zero:
+        log.info("plan: %s", plan_text)
+    if team.is_rank_zero and (graphs := graphs_in_words(config.plan, device_name)):
         log.info("graphs: %s", graphs)
-    for caveat in caveats(config.plan.precision, where) if team.is_rank_zero else ():
+    for caveat in caveats(config.plan.precision, device_name) if team.is_rank_zero else ():
         log.warning("%s", caveat)
-    typed = shlex.join(["warpfold", *sys.argv[1:]]) if sys.argv[1:2] == ["train"] else ""
+    typed_command = shlex.join(["warpfold", *sys.argv[1:]]) if sys.argv[1:2] == ["train"] else ""
     order = arguments.path_or_none("replay", replay)
-    more: dict[str, Any] = {"device": where, "watch": watchers, "team": team, "command": typed}
-    return training.train(config, stores, folder, init=start, replay=order, **more)
+    options: dict[str, Any] = {"device": device_name, "watch": watchers, "team": team, "command": typed_command}
+    return training.train(config, stores, folder, init=start, replay=order, **options)
 
 
 def sources_of(data: StoreLike | Sequence[StoreLike], assemblies: bool = False) -> "list[Source]":
@@ -135,25 +135,27 @@ def sources_of(data: StoreLike | Sequence[StoreLike], assemblies: bool = False) 
     from warpfold.data.load.order import Source
     from warpfold.data.store.store import Store
 
-    several: Sequence[Any] = data if arguments.is_list(data) else [data]  # type: ignore[assignment]
-    if not several:
+    store_arguments: Sequence[Any] = data if arguments.is_list(data) else [data]  # type: ignore[assignment]
+    if not store_arguments:
         raise UserError("data: is empty. Name a store that `warpfold pack` made.")
-    found = []
-    for one in several:
-        if isinstance(one, Source):
-            found.append(one)
+    sources = []
+    for store_argument in store_arguments:
+        if isinstance(store_argument, Source):
+            sources.append(store_argument)
             continue
         weight = "1"
-        if not isinstance(one, Store):
-            folder, equals, weight = str(arguments.path("data", one, store=True)).rpartition("=")
-            if not equals or Path(one).exists():
-                folder, weight = str(one), "1"
+        if not isinstance(store_argument, Store):
+            folder, equals, weight = str(arguments.path("data", store_argument, store=True)).rpartition("=")
+            if not equals or Path(store_argument).exists():
+                folder, weight = str(store_argument), "1"
         try:
-            store = one if isinstance(one, Store) else Store(folder)
-            found.append(Source(store, weight=float(weight), assemblies=assemblies))
+            store = store_argument if isinstance(store_argument, Store) else Store(folder)
+            sources.append(Source(store, weight=float(weight), assemblies=assemblies))
         except ValueError:
-            raise UserError(f"--data {one}: {weight!r} is not a number. Pass STORE or STORE=WEIGHT.") from None
-    return found
+            raise UserError(
+                f"--data {store_argument}: {weight!r} is not a number. Pass STORE or STORE=WEIGHT."
+            ) from None
+    return sources
 
 
 @command(train, continues=True, example="Example:  warpfold train tiny --data store --out run --set train.steps=500")
@@ -174,31 +176,34 @@ def train_in_shell(
     from warpfold.training.config import load_settings
     from warpfold.training.watching import training_progress
 
-    chosen = {"plan.data": examples, "plan.axial": axial, "plan.branch": branch}
-    changes = [*(given.pop("set") or []), *(f"{key}={value}" for key, value in chosen.items() if value is not None)]
+    plan_options = {"plan.data": examples, "plan.axial": axial, "plan.branch": branch}
+    changes = [
+        *(given.pop("set") or []),
+        *(f"{key}={value}" for key, value in plan_options.items() if value is not None),
+    ]
     changes += ['plan.kernels="strict"'] if given.pop("strict") else []
     settings, process = load_settings(given.pop("settings"), changes), this_process()
-    config, where = settings.config(), device_of(given.pop("device"), process)
+    config, device_name = settings.config(), device_of(given.pop("device"), process)
     if config.train.wandb == "offline":  # W&B reads it when it begins
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     bar = training_progress(config.train.steps, every=config.train.report_every) if process.rank == 0 else nullcontext()
-    join = distributed_context(process, None, where, config.plan.time_limit, config.plan.start_limit)
+    join = distributed_context(process, None, device_name, config.plan.time_limit, config.plan.start_limit)
     with join as team, bar as watcher, log_plans(process.rank):
-        found = train(settings, device=where, watch=watcher, team=team, **given)
+        run_summary = train(settings, device=device_name, watch=watcher, team=team, **given)
     if team.is_rank_zero:
-        if found.quarantined:
-            names, reasons = listed(found.quarantined, 3), given["out"] / "quarantine.jsonl"
-            warn(f"entries that could not be used: {len(found.quarantined)} ({names}); {reasons} has the reasons")
-        print_fallbacks(found.refused)
-        for reason, count in found.unrecorded.items():
+        if run_summary.quarantined:
+            names, reasons = listed(run_summary.quarantined, 3), given["out"] / "quarantine.jsonl"
+            warn(f"entries that could not be used: {len(run_summary.quarantined)} ({names}); {reasons} has the reasons")
+        print_fallbacks(run_summary.refused)
+        for reason, count in run_summary.unrecorded.items():
             warn(f"slower than necessary: no {reason}, {count} times")
-        if found.rerecorded:
-            warn(f"slower than necessary: CUDA graphs were recorded again {found.rerecorded} times")
-        if not found.finished and not as_json:
-            warn(f"stopped after {found.steps} steps; {resume_hint()}")
-        ended = [f"{found.steps} steps; parameters: {found.params}"] if found.finished else []
-        show(Answer({**asdict(found), "params": str(found.params)}, ended), as_json)
-    raise typer.Exit(0 if found.finished or found.signal == signal.SIGTERM else 130)
+        if run_summary.rerecorded:
+            warn(f"slower than necessary: CUDA graphs were recorded again {run_summary.rerecorded} times")
+        if not run_summary.finished and not as_json:
+            warn(f"stopped after {run_summary.steps} steps; {resume_hint()}")
+        ended = [f"{run_summary.steps} steps; parameters: {run_summary.params}"] if run_summary.finished else []
+        show(Answer({**asdict(run_summary), "params": str(run_summary.params)}, ended), as_json)
+    raise typer.Exit(0 if run_summary.finished or run_summary.signal == signal.SIGTERM else 130)
 
 
 @checked()
@@ -238,6 +243,6 @@ def validate_in_shell(given: dict[str, Any]) -> Answer:
     def tell(row: dict[str, object]) -> None:
         warn(f"step {row['step']}: held-out lDDT-Cα {row['lddt_ca']:.3f}, loss {row['loss']:.3f}")
 
-    where = device_of(given.pop("device"), this_process())
+    device_name = device_of(given.pop("device"), this_process())
     with log_plans():
-        return Answer(validate(**given, device=where, watch=tell), [])
+        return Answer(validate(**given, device=device_name, watch=tell), [])
