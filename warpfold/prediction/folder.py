@@ -138,8 +138,10 @@ class PredictionFolder:
                 write_summary(self.out, self.new)
             name = f"part-{self.part.number}-of-{self.part.count}.lock"
             self._lock = _locked(self.out / RECORDS / name, at_work(self.out, self.part))
-            named = {} if self.tables is None else {"tables": sorted({*earlier.get("tables", []), *self.tables.names})}
-            if same and earlier != (running := earlier | {"status": "running"} | named):
+            table_fields = (
+                {} if self.tables is None else {"tables": sorted({*earlier.get("tables", []), *self.tables.names})}
+            )
+            if same and earlier != (running := earlier | {"status": "running"} | table_fields):
                 write_summary(self.out, running)
             completed = self._completed()
         lost_keys = set()
@@ -559,8 +561,8 @@ _COLUMNS = ("name", "model", "seed", "length", "mean_plddt")  # of the store's i
 
 def is_stored(entry: Entry) -> bool:
     """Return whether the representations of a prediction are in the store, or will be."""
-    removed = entry.get("thinned") or entry.get("dropped")
-    return not removed and bool("representations" in entry["files"] or entry.get("stored"))
+    is_removed = entry.get("thinned") or entry.get("dropped")
+    return not is_removed and bool("representations" in entry["files"] or entry.get("stored"))
 
 
 def as_stored(entry: Entry) -> Entry:
@@ -622,10 +624,10 @@ def copy_by_rank(out: Path, entries: Sequence[Entry]) -> list[Entry]:
         folder, source, copies = Path(file_name(entry["name"])), out / entry["folder"], {}
         contents = {kind: (source / name).read_bytes() for kind, name in entry["files"].items() if kind in endings}
         if entry["files"] and (reference := best.setdefault(entry["name"], entry)) is not entry:
-            motion = outputs.superposition(out, entry, reference)
+            superposition = outputs.superposition(out, entry, reference)
             for kind in contents.keys() & {"mmcif", "pdb"}:
                 try:
-                    contents[kind] = move_atoms(contents[kind].decode(), *motion).encode()
+                    contents[kind] = move_atoms(contents[kind].decode(), *superposition).encode()
                 except UserError:  # the columns of PDB are too narrow
                     del contents[kind]
         for kind, content in contents.items():

@@ -96,9 +96,9 @@ def in_groups(
     The result depends on the arguments alone, so that shards and continued runs form the same groups.
     """
     groups: list[Group] = []
-    for _, of_model in groupby(items, lambda item: item.model.name):
+    for _, model_items in groupby(items, lambda item: item.model.name):
         group: Group = ()
-        for item in sorted(of_model, key=lambda item: -item.cost):
+        for item in sorted(model_items, key=lambda item: -item.cost):
             folds_alone = recycling.may_end_early(item.model.config, recycles)
             if group and not folds_alone and _fits(item, group, batch, SHARED_PASS_SIZE.get(device.split(":")[0], 0)):
                 group = (*group, item)
@@ -178,8 +178,12 @@ class Clock:
     def summary(self) -> dict[str, float]:
         """Return the seconds, and the fraction of them in which the device waited."""
         waiting_seconds, total_seconds = self.features + self.files, self.computing + self.features + self.files
-        named = {"computing": self.computing, "waiting_for_features": self.features, "waiting_for_files": self.files}
-        return {name: round(seconds, 3) for name, seconds in named.items()} | {
+        seconds_by_name = {
+            "computing": self.computing,
+            "waiting_for_features": self.features,
+            "waiting_for_files": self.files,
+        }
+        return {name: round(seconds, 3) for name, seconds in seconds_by_name.items()} | {
             "waiting": round(waiting_seconds / total_seconds, 4) if total_seconds else 0.0
         }
 

@@ -134,8 +134,8 @@ class Prediction:
 
     def page(self) -> str:
         """Return a report of this prediction as one self-contained page: structure, pLDDT, PAE."""
-        doubts = (notice.record() for notice in confidence_notices(self.plddt, self.ptm, self.iptm))
-        warnings = [Warned(record["text"]) for record in (*self.details.get("warnings", ()), *doubts)]
+        notices = (notice.record() for notice in confidence_notices(self.plddt, self.ptm, self.iptm))
+        warnings = [Warned(record["text"]) for record in (*self.details.get("warnings", ()), *notices)]
         return render(ReportPage(self.name, "Folded by WarpFold.", targets=[self._target()], warnings=warnings))
 
     def _target(self) -> Target:
@@ -174,8 +174,8 @@ class Prediction:
     @property
     def ranking_confidence(self) -> float:
         """Compute the score that ranks predictions: 0.8 ipTM + 0.2 pTM of a complex, 0 to 1, or the mean pLDDT."""
-        tm = () if self.iptm is None or self.ptm is None else (torch.tensor(self.ptm), torch.tensor(self.iptm))
-        return float(confidence.ranking_confidence(torch.from_numpy(self.plddt), *tm))
+        tm_scores = () if self.iptm is None or self.ptm is None else (torch.tensor(self.ptm), torch.tensor(self.iptm))
+        return float(confidence.ranking_confidence(torch.from_numpy(self.plddt), *tm_scores))
 
     @property
     def spans(self) -> dict[str, slice]:
@@ -235,10 +235,10 @@ class Prediction:
 
     def confidences(self) -> dict[str, float | None]:
         """Return the scores of the whole prediction, rounded as in files; ipTM is None for a single chain."""
-        tm = {name: getattr(self, name) for name in ("ptm", "iptm")}
+        tm_scores = {name: getattr(self, name) for name in ("ptm", "iptm")}
         return {
             "mean_plddt": round(self.mean_plddt, 2),
-            **{name: None if score is None else round(score, 4) for name, score in tm.items()},
+            **{name: None if score is None else round(score, 4) for name, score in tm_scores.items()},
             "ranking_confidence": round(self.ranking_confidence, 6),
         }
 
@@ -331,9 +331,9 @@ class Prediction:
                 record = self.record(stored_pair)
                 head = _RECORD.pack(record.header, record.crc)
                 (draft / names["representations"]).write_bytes(head + record.data)
-            written = {kind: name for kind, name in names.items() if (draft / name).exists()}
+            written_files = {kind: name for kind, name in names.items() if (draft / name).exists()}
             _move_into(draft, folder, names)
-        return written
+        return written_files
 
 
 def read_record(path: Path) -> Packed:
@@ -365,7 +365,7 @@ def write_prediction(
     if prediction.asym_id is not None or given is not None:
         chains["scores"] = prediction.design_scores(fixed, given)
     geometry = check_geometry(prediction.positions, prediction.mask, prediction.asym_id)
-    doubts = confidence_notices(prediction.plddt, prediction.ptm, prediction.iptm)
+    doubt_notices = confidence_notices(prediction.plddt, prediction.ptm, prediction.iptm)
     folder = f"{file_name(prediction.name)}/{below}".rstrip("/")
     head, scores = {"name": prediction.name, "folder": folder}, prediction.confidences()
     results = {
@@ -391,7 +391,7 @@ def write_prediction(
         *(notice.record() for notice in notices),
         *detail_warnings,
         *(notice.record() for notice in _input_notices(prediction, files)),
-        *(notice.record() for notice in (*geometry.notices(), *doubts)),
+        *(notice.record() for notice in (*geometry.notices(), *doubt_notices)),
     ]
     entry = {**head, "files": files, "checksums": checksums_of(out / folder, files), **results, "warnings": warnings}
     return entry if keeps_files else drop_prediction(out, entry)
@@ -630,9 +630,9 @@ def superposition(out: Path, entry: Mapping[str, Any], target: Mapping[str, Any]
             positions.append(arrays["positions"][:, ATOM_ORDER["CA"]])
             plddt.append(arrays["plddt"])
             has_ca = arrays["mask"][:, ATOM_ORDER["CA"]] > 0
-    confident = has_ca & (np.minimum(*plddt) >= CONFIDENT)
+    is_confident = has_ca & (np.minimum(*plddt) >= CONFIDENT)
     mobile, fixed = positions
-    return superpose(mobile, fixed, confident if confident.sum() >= 3 else has_ca)
+    return superpose(mobile, fixed, is_confident if is_confident.sum() >= 3 else has_ca)
 
 
 def refuse_links(out: Path, folder: str) -> None:
@@ -670,18 +670,18 @@ def thin_prediction(folder: Path, protein: str, files: Mapping[str, str]) -> dic
 
 def _check_free(folder: Path, names: Mapping[str, str], overwrite: bool) -> None:
     """Raise UserError unless the names are free in the folder, or belong to a prediction that may be replaced."""
-    taken = [folder / name for name in names.values() if os.path.lexists(folder / name)]
-    if not taken:
+    occupied = [folder / name for name in names.values() if os.path.lexists(folder / name)]
+    if not occupied:
         return
     if not overwrite:
         raise UserError(
-            f"{taken[0]}: exists already. Fold with another name=, save into another folder, or replace it with "
+            f"{occupied[0]}: exists already. Fold with another name=, save into another folder, or replace it with "
             "overwrite=True."
         )
-    links = [path for path in taken if path.is_symlink() or not path.is_file()]
+    links = [path for path in occupied if path.is_symlink() or not path.is_file()]
     if links or not _is_prediction(folder / names["arrays"]):
         raise UserError(
-            f"{(links or taken)[0]}: does not belong to a prediction and is left alone. Save into another "
+            f"{(links or occupied)[0]}: does not belong to a prediction and is left alone. Save into another "
             "folder, or fold with another name=."
         )
 

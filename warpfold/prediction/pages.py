@@ -135,10 +135,10 @@ def _archived(out: Path, entry: Mapping[str, Any]) -> dict[str, Path]:
 def _sizes(entry: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the numbers of residues, chains and alignment rows of a prediction, with their names."""
     counts = {"residue": entry["length"], "chain": len(entry.get("chains", "A"))}
-    named = [(name + "s" * (count != 1), f"{count:,}") for name, count in counts.items()]
+    labelled_counts = [(name + "s" * (count != 1), f"{count:,}") for name, count in counts.items()]
     depth, given_depth = entry["msa_depth"], entry.get("msa_given", entry["msa_depth"])
     rows = f"{depth:,}" if depth == given_depth else f"{depth:,} of {given_depth:,}"
-    return [*named, ("alignment row" if rows == "1" else "alignment rows", rows)]
+    return [*labelled_counts, ("alignment row" if rows == "1" else "alignment rows", rows)]
 
 
 def headline(entry: Mapping[str, Any]) -> str:
@@ -157,8 +157,11 @@ def warnings_of(summary: Mapping[str, Any]) -> list[Warned]:
     Warnings about the run come first, then those about the input (of failed proteins too), and those about each
     protein's best prediction.  The terminal and the report show these warnings.
     """
-    named = [*summary["input_warnings"].items(), *((entry["name"], entry["warnings"]) for entry in _best(summary))]
-    notices = [(name, of_record(record)) for name, records in named for record in records]
+    records_by_query = [
+        *summary["input_warnings"].items(),
+        *((entry["name"], entry["warnings"]) for entry in _best(summary)),
+    ]
+    notices = [(name, of_record(record)) for name, records in records_by_query for record in records]
     return [*(Warned(record["text"]) for record in summary.get("warnings", ())), *each_kind_once(notices)]
 
 
@@ -229,12 +232,14 @@ def _seconds(entries: Sequence[Mapping[str, Any]], processes: Sequence[Mapping[s
         else ""
     )
     names = {"computing": "computing", "waiting_for_features": "for features", "waiting_for_files": "for files"}
-    total = {key: sum(process.get(key, 0.0) for process in processes) for key in names}
-    if loop := sum(total.values()):
-        waits = ", ".join(f"{total[key]:.1f} s {name}" for key, name in names.items() if key != "computing")
-        share = 1 - total["computing"] / loop
-        text += f"Of {loop:.0f} s in the last runs' loops the model computed {total['computing']:.0f} s "
-        text += f"and waited {share:.1%}: {waits}."
+    seconds_by_kind = {key: sum(process.get(key, 0.0) for process in processes) for key in names}
+    if loop_seconds := sum(seconds_by_kind.values()):
+        waits = ", ".join(f"{seconds_by_kind[key]:.1f} s {name}" for key, name in names.items() if key != "computing")
+        waiting_share = 1 - seconds_by_kind["computing"] / loop_seconds
+        text += (
+            f"Of {loop_seconds:.0f} s in the last runs' loops the model computed {seconds_by_kind['computing']:.0f} s "
+        )
+        text += f"and waited {waiting_share:.1%}: {waits}."
     figure = figures.draw_seconds(residues, {"model": seconds["model"], "features": seconds["features"]})
     return Section("Time", text, [(figure, "Each dot is a prediction; features are made while another one computes.")])
 

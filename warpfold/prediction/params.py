@@ -75,8 +75,8 @@ def families_in(folder: Path) -> dict[str, list[Path]]:
     files = [path for path in sorted(folder.iterdir()) if path.suffix in ENDINGS and not path.name.startswith(".")]
     families: dict[str, list[Path]] = {}
     for path in files:
-        named = _OFFICIAL.fullmatch(path.stem)
-        families.setdefault(named["family"] or "" if named else "own", []).append(path)
+        match = _OFFICIAL.fullmatch(path.stem)
+        families.setdefault(match["family"] or "" if match else "own", []).append(path)
     return families
 
 

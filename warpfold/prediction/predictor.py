@@ -236,8 +236,8 @@ class Predictor:
 
     def _fetching(self, server: request.MsaServer, cache: request.MsaCache) -> FetchAlignments | None:
         """Return a function that fetches alignments from the server of this call or of `load`; None without one."""
-        named = request.server_of(server, cache, Path("alignments")) or self.msa_server
-        return None if named is None else fetching(named, self.check)
+        alignment_server = request.server_of(server, cache, Path("alignments")) or self.msa_server
+        return None if alignment_server is None else fetching(alignment_server, self.check)
 
     def with_templates(
         self,
@@ -631,8 +631,8 @@ class Predictor:
 
     @property
     def _tolerance(self) -> float | None:
-        default = self.model.config.recycle_tolerance
-        return default if self.recycling.tolerance is None else self.recycling.tolerance
+        default_tolerance = self.model.config.recycle_tolerance
+        return default_tolerance if self.recycling.tolerance is None else self.recycling.tolerance
 
     @contextmanager
     def _running(self, plan: Plan, prepared: Prepared) -> Iterator[None]:

@@ -188,9 +188,9 @@ def read_given(
         if record.name not in results:
             try:
                 # The chain of a single protein is A, whatever its file calls it.
-                named = replace(record, ids=("A",)) if len(record.ids) == 1 else record
+                query_record = replace(record, ids=("A",)) if len(record.ids) == 1 else record
                 make = chain_of_pairs if pairs else make_query
-                results[record.name] = make(named, alignments, examples)
+                results[record.name] = make(query_record, alignments, examples)
             except UserError as error:
                 results[record.name] = error
     notices = unused_msa_notices(alignments)
@@ -214,10 +214,10 @@ def make_query(
         return Query(given.name, given.ids, given.sequences, chains, notices=noted(notes), structure=given.structure)
     (sequence,), notices = given.sequences, noted(given.notes)
     all_alignments = [*given.alignments, *(alignments.of(sequence) if alignments else ())]
-    used = [alignment for alignment in all_alignments if alignment.stands_alone] or all_alignments
-    example = from_sequence(sequence, used or [Alignment.of_query(sequence, given.name)], given.name)
+    used_alignments = [alignment for alignment in all_alignments if alignment.stands_alone] or all_alignments
+    example = from_sequence(sequence, used_alignments or [Alignment.of_query(sequence, given.name)], given.name)
     if unused := sum(len(alignment) - 1 for alignment in all_alignments) - sum(
-        len(alignment) - 1 for alignment in used
+        len(alignment) - 1 for alignment in used_alignments
     ):
         notices.append(Notice("pairing_rows", {"rows": unused}))
     if not all_alignments or example.depth == 1:
@@ -245,14 +245,14 @@ def chain_of_pairs(
 def pair_names(names: Sequence[str]) -> dict[tuple[int, int], str]:
     """Name each pair of chains, and of each chain with itself: ONE_and_OTHER, or by their numbers."""
     pairs: dict[tuple[int, int], str] = {}
-    taken: set[str] = set()
+    taken_names: set[str] = set()
     for i, j in combinations_with_replacement(range(len(names)), 2):
         name = f"{names[i]}_and_{names[j]}"
         # The name may be too long for a file, or ambiguous: a_and_b with c, a with b_and_c.
-        if name != file_name(name) or name.lower() in taken:
+        if name != file_name(name) or name.lower() in taken_names:
             name = f"pair_{i + 1}_and_{j + 1}"
         pairs[i, j] = name
-        taken.add(name.lower())
+        taken_names.add(name.lower())
     return pairs
 
 
@@ -337,11 +337,11 @@ def _template_queries(query: Query, files: Sequence[str], is_only: bool) -> list
     chains = dict(zip(query.ids, query.sequences))
     by_sequence = files_of_chains(files, chains)
     template_queries = []
-    for sequence, searched in search_names(query.name, chains).items():
+    for sequence, search_name in search_names(query.name, chains).items():
         ids = tuple(id for id, other in chains.items() if other == sequence)
         # In the only query, a file may be named after a chain alone.
         chain_names = (*ids, *map(file_name, ids)) if is_only else ()
-        names = (*chain_names, *(f"{query.name}_{id}" for id in ids), searched)
+        names = (*chain_names, *(f"{query.name}_{id}" for id in ids), search_name)
         template_queries.append(TemplateQuery(sequence, names, tuple(by_sequence[sequence]), ids))
     return template_queries
 
@@ -370,9 +370,12 @@ def with_guess(query: Query, given: GuessLike, fixed: Sequence[str] = ()) -> Que
     if unknown := [id for id in fixed if id not in sequences]:
         raise UserError(f"{query.name}: has no chain {unknown[0]} to be fixed. Choose from {', '.join(query.ids)}.")
     guess = as_guess(given, query.name, sequences)
-    guessed = dict(zip(guess.names, guess.sequences))
+    guess_sequences = dict(zip(guess.names, guess.sequences))
     differences = [
-        f"{id} {number}" for id in fixed for number, (a, b) in enumerate(zip(guessed[id], sequences[id]), 1) if a != b
+        f"{id} {number}"
+        for id in fixed
+        for number, (a, b) in enumerate(zip(guess_sequences[id], sequences[id]), 1)
+        if a != b
     ]
     for kind, residues in (("guess_gaps", guess.without_beta(sequences)), ("fixed_differs", differences)):
         if residues:
@@ -388,14 +391,14 @@ def with_guesses(
     Errors: UserError for a folder without structures.
     """
     files = None if given is None or given == SELF else GuessFiles(arguments.path("initial_guess", given))
-    guessed: dict[str, Query | UserError] = {}
+    guessed_queries: dict[str, Query | UserError] = {}
     for name, query in found.items():
         try:
             guess = given if files is None or isinstance(query, UserError) else files.of(name)
-            guessed[name] = query if isinstance(query, UserError) else with_guess(query, guess, fixed)
+            guessed_queries[name] = query if isinstance(query, UserError) else with_guess(query, guess, fixed)
         except UserError as error:
-            guessed[name] = error
-    return guessed
+            guessed_queries[name] = error
+    return guessed_queries
 
 
 def query_of(
@@ -447,11 +450,11 @@ def _chains(sequence: Any, name: str) -> dict[str, str]:
         raise WrongArgument(f"sequence = {shown(sequence)}: {problem}")
     if not sequence:
         raise UserError(f"{name}: sequence = {shown(sequence)}: has no chains. Pass at least one.")
-    named = sequence if isinstance(sequence, Mapping) else dict(zip(chain_ids(len(sequence)), sequence))
-    for id, letters in named.items():
+    letters_by_id = sequence if isinstance(sequence, Mapping) else dict(zip(chain_ids(len(sequence)), sequence))
+    for id, letters in letters_by_id.items():
         if not isinstance(letters, str) or not isinstance(id, str):
             raise WrongArgument(f"{name}: chain {id} = {shown(letters)}: a text is needed")
-    return {id: letters.upper() for id, letters in named.items()}
+    return {id: letters.upper() for id, letters in letters_by_id.items()}
 
 
 def _alignments_of_chains(chains: Mapping[str, str], given: Any, name: str, notices: list[Notice]) -> list[Alignment]:
@@ -562,7 +565,7 @@ def each_given(
     from warpfold.data.search.server import ServerGone
 
     results: dict[str, Query | UserError] = {}
-    named: Mapping[str, Any] = {}
+    sequences_by_name: Mapping[str, Any] = {}
     if (files := _files_of(sequences)) is not None:
         read = read_given(files, paths("alignments", alignments), together, fetch, check, fixed)
         for notice in read.notices:
@@ -572,18 +575,24 @@ def each_given(
         if not isinstance(sequences, Mapping) and not is_list(sequences):
             raise WrongArgument(f"sequences = {shown(sequences)}: a list, name -> sequence, or a file is needed")
         numbered = not isinstance(sequences, Mapping)
-        named = {f"query_{number}": sequence for number, sequence in enumerate(sequences, 1)} if numbered else sequences
-        if wrong_names := [name for name in named if not isinstance(name, str) or not name]:
+        sequences_by_name = (
+            {f"query_{number}": sequence for number, sequence in enumerate(sequences, 1)} if numbered else sequences
+        )
+        if wrong_names := [name for name in sequences_by_name if not isinstance(name, str) or not name]:
             raise WrongArgument(f"sequences: the name {shown(wrong_names[0])}: a text is needed")
-        aligned = _each("alignments", alignments, list(named))
-    templates_by_name = _each("templates", templates, [*(results or named)])
+        aligned = _each("alignments", alignments, list(sequences_by_name))
+    templates_by_name = _each("templates", templates, [*(results or sequences_by_name)])
     by_name = isinstance(guesses, Mapping) or is_list(guesses)
-    each_guess = _each("initial_guess", guesses if by_name else None, [*templates_by_name])
+    guesses_by_name = _each("initial_guess", guesses if by_name else None, [*templates_by_name])
     for name in templates_by_name:
         try:
-            query = results[name] if name in results else query_of(named[name], aligned[name], name, fetch, fixed)
+            query = (
+                results[name]
+                if name in results
+                else query_of(sequences_by_name[name], aligned[name], name, fetch, fixed)
+            )
             if not isinstance(query, UserError):
-                query = with_guess(complete(query, templates_by_name[name]), each_guess[name], fixed)
+                query = with_guess(complete(query, templates_by_name[name]), guesses_by_name[name], fixed)
             results[name] = query
         except (WrongArgument, ServerGone, StorageError):
             raise

@@ -61,14 +61,14 @@ class ReadOut:
         single, activations, msa = trunk.single[:length], structure.single[:length], trunk.msa[:sequences]
         logits: dict[str, np.ndarray | None] = {}
         with model.computing():
-            of_plddt = model.plddt(activations)
-            plddt = confidence.plddt(of_plddt)
+            plddt_logits = model.plddt(activations)
+            plddt = confidence.plddt(plddt_logits)
             errors = None
             if model.pae is not None:
                 errors = confidence.predicted_errors(model.pae, trunk.pair, model.execution, asym_id, length)
             distances = self._distances(trunk.pair, length, options)
             if options.logits:
-                logits = {"plddt": _numpy(of_plddt), "resolved": _numpy(model.resolved(single))}
+                logits = {"plddt": _numpy(plddt_logits), "resolved": _numpy(model.resolved(single))}
                 logits["masked_msa"] = self._whole(model.masked_msa(msa), -2, padded, length)
                 logits["distogram"] = distances.pop("logits")
                 if model.pae is not None:
@@ -109,8 +109,8 @@ class ReadOut:
             if model.pae is not None:
                 asym_id = self._asym_id(prepared)
                 errors = confidence.predicted_errors(model.pae, recycled.pair, model.execution, asym_id, length)
-        tm = (None, None) if errors is None else (errors.ptm, errors.iptm)
-        return PassStructure(_numpy(recycled.positions[:length]), _numpy(plddt), *tm)
+        tm_scores = (None, None) if errors is None else (errors.ptm, errors.iptm)
+        return PassStructure(_numpy(recycled.positions[:length]), _numpy(plddt), *tm_scores)
 
     def _asym_id(self, prepared: Prepared) -> Tensor | None:
         """Return the chain of each residue of a complex, from 1; None for a single chain."""
@@ -133,7 +133,7 @@ class ReadOut:
         if not (options.distogram or options.logits):
             return {}
         shape, padded = (z.shape[-3], length, self.model.config.heads.distogram_bins), z.shape[-2]
-        edges, of_contacts = distogram_breaks(shape[-1]), torch.empty(shape[:-1], dtype=torch.float16)
+        edges, contacts = distogram_breaks(shape[-1]), torch.empty(shape[:-1], dtype=torch.float16)
         raw = _in_file(shape, torch.float32, "logits") if options.logits else None
         distogram = _in_file(shape, torch.float16, "--distogram") if options.distogram else None
         for rows, with_padding in self.model.distogram.in_slices(z):
@@ -143,11 +143,11 @@ class ReadOut:
             if distogram is not None:
                 probabilities = logits.softmax(-1)
                 distogram[rows] = probabilities.to("cpu", torch.float16)
-                of_contacts[rows] = confidence.contact_probabilities(probabilities, edges).to("cpu", torch.float16)
+                contacts[rows] = confidence.contact_probabilities(probabilities, edges).to("cpu", torch.float16)
         distances: dict[str, Any] = {} if raw is None else {"logits": self._gathered(raw, padded, length, "logits")}
         if distogram is not None:
             distances["distogram"] = self._gathered(distogram, padded, length, "--distogram")
-            distances["contacts"] = self._whole(of_contacts, -2, padded, length, torch.float16)
+            distances["contacts"] = self._whole(contacts, -2, padded, length, torch.float16)
             distances["distogram_edges"] = edges.numpy()
         return distances
 

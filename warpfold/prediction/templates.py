@@ -101,8 +101,8 @@ def find_templates(
         parts, outcomes = [] if templates is None else [templates], [*user_outcomes]
         if library is not None and (offered_hits := hits.get(query.names[0])):
             limit = most - len(query.files)
-            searched, rejected = templates_from_hits(query.sequence, offered_hits, library, newest, limit=limit)
-            parts += [] if searched is None else [searched]
+            hit_templates, rejected = templates_from_hits(query.sequence, offered_hits, library, newest, limit=limit)
+            parts += [] if hit_templates is None else [hit_templates]
             outcomes += rejected
         results.append((concatenate_templates(parts), outcomes))
     return results
@@ -115,15 +115,18 @@ def template_notices(outcomes: Sequence[TemplateOutcome], sources: TemplateSourc
     """
     if not outcomes:
         return [Notice("no_hits")] if sources.hits else []
-    used, missing = sum(outcome.used for outcome in outcomes), [outcome for outcome in outcomes if outcome.missing]
+    used_count, missing = (
+        sum(outcome.used for outcome in outcomes),
+        [outcome for outcome in outcomes if outcome.missing],
+    )
     notices = []
     if missing:
         entries = list(dict.fromkeys((outcome.name.rpartition("_")[0] or outcome.name).lower() for outcome in missing))
-        values: dict[str, Value] = {"used": used, "offered": len(outcomes), "missing": len(missing)}
+        values: dict[str, Value] = {"used": used_count, "offered": len(outcomes), "missing": len(missing)}
         values |= {"folder": str(sources.structures), "detail": shorten_list(entries)}
         notices.append(Notice("templates_missing", values))
     refusals = count_refusals([outcome for outcome in outcomes if not outcome.missing])
-    if not used and refusals:
+    if not used_count and refusals:
         reasons = "; ".join(f"{count} x {reason}" for reason, count in refusals.items())
         notices.append(Notice("templates_refused", {"offered": len(outcomes), "why": reasons}))
     return notices
@@ -199,8 +202,8 @@ def check_template_file(file: str) -> None:
 
 def _chain_and_file(file: str) -> tuple[str | None, str]:
     """Split ID=FILE into chain and file; FILE, whose name may contain "=", has no chain."""
-    id, equals, path = file.partition("=")
-    return (id, path) if equals and not os.path.exists(_split(file)[0]) else (None, file)
+    id, separator, path = file.partition("=")
+    return (id, path) if separator and not os.path.exists(_split(file)[0]) else (None, file)
 
 
 def _split(file: str) -> tuple[str, str | None]:
