@@ -391,8 +391,8 @@ def data(
 
     check_outputs(out)
     with progress_bar() as progress, tempfile.TemporaryDirectory() as scratch:
-        opened = SlowStore(store, Emulation.of(storage, Path(scratch) / "link")) if storage else Store(store)
-        report = bench_data(opened, sources, entries, progress, gpus, cores, STEP if step is None else step)
+        opened_store = SlowStore(store, Emulation.of(storage, Path(scratch) / "link")) if storage else Store(store)
+        report = bench_data(opened_store, sources, entries, progress, gpus, cores, STEP if step is None else step)
     if out is not None:
         write_atomically(out, json.dumps(report, indent=1) + "\n")
     lines, last = [], ""

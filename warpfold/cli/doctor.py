@@ -132,19 +132,19 @@ def doctor(
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise UserError for options of the doctor that exclude each other."""
-    of_kernels = any(options[name] for name in ("settings", "dtype", "rows"))
+    has_kernel_options = any(options[name] for name in ("settings", "dtype", "rows"))
     if options["start"] is not None and options["replay"] is None:
         raise UserError("--from: belongs to --replay. Add --replay RUN.")
     if options["replay"] is not None and (options["cluster"] or options["kernels"]):
         raise UserError("--replay: goes without --kernels and --cluster. Use one of them at a time.")
     if options["cluster"]:
-        if options["kernels"] or of_kernels:
+        if options["kernels"] or has_kernel_options:
             raise UserError(
                 "--cluster: it excludes --kernels, --settings, --dtype and --rows. Check the operations in one process."
             )
     elif any(options[name] for name in ("folder", "link", "out")):
         raise UserError("--folder, --link, --out: they belong to --cluster. Add --cluster.")
-    if of_kernels and not options["kernels"]:
+    if has_kernel_options and not options["kernels"]:
         raise UserError("--settings, --dtype, --rows: they belong to --kernels. Add --kernels.")
 
 
@@ -281,12 +281,12 @@ def _cluster_in_shell(given: dict[str, Any], as_json: bool) -> NoReturn:
             warn(f"checking {what} ...")
 
     # On SIGTERM, report the findings so far.
-    ended = TeamError(
+    team_error = TeamError(
         f"rank {process.rank} was asked to end (SIGTERM): torchrun does so when another rank of the node has "
         "ended, whose log has the reason; Slurm when the time is over"
     )
     try:
-        with on_sigterm(ended), distributed_context(process, None, torch_device, LIMIT, LIMIT) as team:
+        with on_sigterm(team_error), distributed_context(process, None, torch_device, LIMIT, LIMIT) as team:
             examined = check_cluster(team, torch_device, given["folder"], given["link"], given["out"], report)
             # Print before the other ranks may exit, because torchrun ends all ranks when one exits with 1.
             if team.is_rank_zero:

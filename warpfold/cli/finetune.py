@@ -89,8 +89,8 @@ def finetune(
 
     if not 0.3 <= split_identity <= 1:
         raise UserError(f"--split-identity {split_identity}: is out of range. Give a share from 0.3 to 1")
-    general = None if rehearse is None else sources_of([rehearse])[0]
-    if general is not None and not general.weight < 1:
+    rehearsal_source = None if rehearse is None else sources_of([rehearse])[0]
+    if rehearsal_source is not None and not rehearsal_source.weight < 1:
         raise UserError(f"--rehearse {rehearse}: expected STORE=SHARE, with a share above 0 and below 1")
     if isinstance(search, Mapping):
         databases = [f"{name}={file}" for name, file in search.items()]
@@ -102,7 +102,7 @@ def finetune(
         init=Path(init),
         msas=arguments.paths("msas", msas),
         search=databases,
-        rehearse=general,
+        rehearse=rehearsal_source,
         split=arguments.path_or_none("split", split),
         one_family=one_family,
         split_identity=split_identity,

@@ -144,10 +144,10 @@ def plan(
     for caveat in caveats(fixed_settings.get("precision", "fp32"), machine.kind) if machine.here else ():
         log.warning("%s", caveat)
     report = plan_report(targets, machine, fixed_settings, sync, joined_cluster, price, progress_of(progress))
-    if figure_path is not None and (course := report["largest"]["course"]):
+    if figure_path is not None and (memory_course := report["largest"]["course"]):
         from warpfold.report.figures import draw_memory
 
-        write_atomically(figure_path, draw_memory(course, report["free"], figure_path.suffix[1:]))
+        write_atomically(figure_path, draw_memory(memory_course, report["free"], figure_path.suffix[1:]))
     return report
 
 
@@ -247,8 +247,8 @@ def _text(report: dict[str, Any]) -> "Iterator[str | Table]":
     sizes = ", ".join(f"{size:,} {name}" for name, size in largest["sizes"].items())
     count = largest["examples"]
     step = f"a step of {count} example{'s' * (count > 1)}" if largest["training"] else largest["name"]
-    rates = f"; {largest['rates']} rates" if largest.get("rates") else ""
-    yield f"\nplans of {step} ({sizes}{rates}):"
+    rates_text = f"; {largest['rates']} rates" if largest.get("rates") else ""
+    yield f"\nplans of {step} ({sizes}{rates_text}):"
     yield table(*_table(largest), lambda row: "bold" if row[0] else "dim" if row[-1] != "fits" else "")
     if largest["at_peak"]:
         (chosen_plan,) = (plan for plan in largest["plans"] if plan["chosen"])

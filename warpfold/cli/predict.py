@@ -178,11 +178,11 @@ def relax_predictions(request: Request, summary: dict[str, Any], progress: Progr
 
     out = request.folder
     report = relax_paths([out], device_of(request.device), request.relax, progress=progress)
-    written = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    saved_summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     failed = [{"name": failure["name"], "error": f"relaxation: {failure['error']}"} for failure in report["failures"]]
     for failure in failed:
         append_line(out / LOG, f"failed {failure['name']}: {failure['error']}")
-    return written | {"failures": [*written["failures"], *failed]}
+    return saved_summary | {"failures": [*saved_summary["failures"], *failed]}
 
 
 class Predict(Lists):
@@ -195,9 +195,9 @@ class Predict(Lists):
         """Replace ColabFold's names by ours, and add the value of a bare --representations."""
         words = []
         for index, word in enumerate(args):
-            name, equals, value = word.partition("=")
+            name, separator, value = word.partition("=")
             *first_options, last = ALIASES.get(name, (name,))
-            words += [*first_options, last + equals + value]
+            words += [*first_options, last + separator + value]
             if words[-1] == "--representations" and not "".join(args[index + 1 : index + 2]).endswith(".store"):
                 words.append("npz")
         return super().parse_args(ctx, words)

@@ -60,20 +60,20 @@ def score(
     """
     from warpfold.scoring import score as scoring
 
-    named = _named_chains(chains)
+    named_chains = _named_chains(chains)
     predicted_source, reference_source = (
         arguments.path(argument_name, value) if not hasattr(value, "structure") else value.structure()
         for argument_name, value in (("predicted", predicted), ("reference", reference))
     )
-    return scoring.score_files(predicted_source, reference_source, named, assembly, allow_unplaced)
+    return scoring.score_files(predicted_source, reference_source, named_chains, assembly, allow_unplaced)
 
 
 def _named_chains(chains: str | Mapping[str, str] | None) -> Mapping[str, str] | None:
     """Parse the user's pairs of chains. Errors: UserError for anything else."""
-    named = chain_pairs(chains) if isinstance(chains, str) else chains
-    if named is not None and not isinstance(named, Mapping):
-        raise UserError(f'chains = {arguments.shown(named)}: expected pairs, {{"A": "B"}} or "A:B"')
-    return named
+    pairs = chain_pairs(chains) if isinstance(chains, str) else chains
+    if pairs is not None and not isinstance(pairs, Mapping):
+        raise UserError(f'chains = {arguments.shown(pairs)}: expected pairs, {{"A": "B"}} or "A:B"')
+    return pairs
 
 
 def chain_pairs(text: str) -> dict[str, str]:
@@ -81,10 +81,10 @@ def chain_pairs(text: str) -> dict[str, str]:
     pairs = [pair.split(":") for pair in text.split(",")]
     if any(len(pair) != 2 or not all(pair) for pair in pairs):
         raise UserError(f"--chains {text}: expected pairs of predicted:reference, for example A:B,B:C")
-    named = dict(pairs)
-    if len(named) < len(pairs):
+    reference_by_predicted = dict(pairs)
+    if len(reference_by_predicted) < len(pairs):
         raise UserError(f"--chains {text}: names a predicted chain twice. Name each once.")
-    return named
+    return reference_by_predicted
 
 
 @command(score, example="Example:  warpfold score predicted.cif 1ubq.cif.gz")

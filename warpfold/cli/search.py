@@ -84,7 +84,7 @@ def search(
     """
     if out is None:
         raise UserError("search: --out is missing. Pass a folder for the results.")
-    named, folder, tell = arguments.queries("queries", queries), Path(out), arguments.progress_of(progress)
+    query_inputs, folder, tell = arguments.queries("queries", queries), Path(out), arguments.progress_of(progress)
     if msa_server is not None:
         from warpfold.data.search.fetch import search_by_server
         from warpfold.prediction.request import server_of
@@ -102,7 +102,7 @@ def search(
             raise UserError(f"--{name}: has no effect with --msa-server. Remove one of them.")
         server = server_of(msa_server, cache, folder / "cache")
         assert server is not None
-        return search_by_server(named, server, folder, tell)
+        return search_by_server(query_inputs, server, folder, tell)
     if not database:
         raise UserError("search: --database is missing. Pass a local database, or a server with --msa-server.")
     from warpfold.data.search import search as searching
@@ -117,7 +117,7 @@ def search(
         databases = [str(file) for file in arguments.paths("database", database)]
     settings = {"iterations": iterations, "e_value": e_value}
     return searching.search(
-        named,
+        query_inputs,
         [Database.parse(text, rows) for text in databases],
         folder,
         searching.ENGINES[engine](**{key: value for key, value in settings.items() if value is not None}),

@@ -145,8 +145,8 @@ def sources_of(data: StoreLike | Sequence[StoreLike], assemblies: bool = False) 
             continue
         weight = "1"
         if not isinstance(store_argument, Store):
-            folder, equals, weight = str(arguments.path("data", store_argument, store=True)).rpartition("=")
-            if not equals or Path(store_argument).exists():
+            folder, separator, weight = str(arguments.path("data", store_argument, store=True)).rpartition("=")
+            if not separator or Path(store_argument).exists():
                 folder, weight = str(store_argument), "1"
         try:
             store = store_argument if isinstance(store_argument, Store) else Store(folder)
@@ -201,8 +201,8 @@ def train_in_shell(
             warn(f"slower than necessary: CUDA graphs were recorded again {run_summary.rerecorded} times")
         if not run_summary.finished and not as_json:
             warn(f"stopped after {run_summary.steps} steps; {resume_hint()}")
-        ended = [f"{run_summary.steps} steps; parameters: {run_summary.params}"] if run_summary.finished else []
-        show(Answer({**asdict(run_summary), "params": str(run_summary.params)}, ended), as_json)
+        lines = [f"{run_summary.steps} steps; parameters: {run_summary.params}"] if run_summary.finished else []
+        show(Answer({**asdict(run_summary), "params": str(run_summary.params)}, lines), as_json)
     raise typer.Exit(0 if run_summary.finished or run_summary.signal == signal.SIGTERM else 130)
 
 
