@@ -486,8 +486,8 @@ def _needed(function: Callable[[Operands], Any], t: Operands) -> Any:
     results = function(t)
     if getattr(t, "kept", True):
         return results
-    out, *others = results
-    return out, *(out.new_empty(0) for _ in others)
+    out, *extra_outputs = results
+    return out, *(out.new_empty(0) for _ in extra_outputs)
 
 
 @functools.cache
@@ -898,7 +898,7 @@ class register:
         several = " " in self.results
         at = 0 if expand is None else parameters.index(next(iter(expand.types)))
         same = self.same_dtype.split()
-        first, *others = [parameters.index(name) for name in same] or [0]
+        first, *other_indexes = [parameters.index(name) for name in same] or [0]
         differ = f"{', '.join(same[:-1])} and {''.join(same[-1:])} differ in dtype"
 
         def call_with(compute: Callable[..., Any], arguments: Any, *last: Any) -> Any:
@@ -929,7 +929,7 @@ class register:
             reason = unsupported_device(shapes.select(arguments))
             if reason is not None:
                 return reason
-            for i in others:
+            for i in other_indexes:
                 if arguments[i].dtype != arguments[first].dtype:
                     return differ
             return None if unsupported is None else unsupported(arguments)

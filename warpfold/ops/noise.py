@@ -187,8 +187,8 @@ class Noise(nn.Module):
     def factors(self, shape: Sequence[int], rate: float, stream: int, like: Tensor) -> Factors:
         """Make dropout factors of `shape` in the dtype of `like`: 0 with probability `rate`, else 1 / (1 - rate)."""
         if not self.seeded:
-            kept = torch.rand(*shape, device=like.device) >= rate
-            return kept.to(like.dtype) / (1 - rate)
+            is_kept = torch.rand(*shape, device=like.device) >= rate
+            return is_kept.to(like.dtype) / (1 - rate)
         if self.key.dim() == 1:
             return _contiguous(self.key, stream, rate, like.dtype, shape)
         if shape[0] not in (1, len(self.key)):

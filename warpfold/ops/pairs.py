@@ -18,10 +18,13 @@ LEAST = 1e-4
 
 
 def _unsupported(t: Any) -> str | None:
-    others = [x for x in t[2:] if isinstance(x, Tensor)]
-    if any(x.requires_grad for x in others):
+    truth_and_masks = [x for x in t[2:] if isinstance(x, Tensor)]
+    if any(x.requires_grad for x in truth_and_masks):
         return "the truth and masks have no gradient"
-    if t.frames.shape[:-3] != t.points.shape[:-2] or [x.dim() for x in others] != [3, 2, 1, 1, 2][: len(others)]:
+    if (
+        t.frames.shape[:-3] != t.points.shape[:-2]
+        or [x.dim() for x in truth_and_masks] != [3, 2, 1, 1, 2][: len(truth_and_masks)]
+    ):
         return "the truth and masks have no leading axes"
     return None
 

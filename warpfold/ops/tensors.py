@@ -42,8 +42,8 @@ def in_blocks(of_rows: Callable[[slice], tuple[Tensor, ...]], rows: int, columns
 
 def take_rows(table: Tensor, index: Tensor) -> Tensor:
     """Return table[index] with a deterministic gradient on every device: table [K, c], index int64 [*] -> [*, c]."""
-    taken: Tensor = _TakeRows.apply(table, index)
-    return taken
+    selected: Tensor = _TakeRows.apply(table, index)
+    return selected
 
 
 class _TakeRows(torch.autograd.Function):
@@ -70,10 +70,10 @@ def sums_by_row(x: Tensor, index: Tensor, rows: int) -> Tensor:
 
     This multiplies by blocks of a one-hot matrix, because index_add_ on a GPU has no fixed order or sorts the indices.
     """
-    every = torch.arange(rows, device=x.device)[:, None]
+    row_numbers = torch.arange(rows, device=x.device)[:, None]
     sums = x.new_zeros(rows, x.shape[-1], dtype=accumulation_dtype(x))
     for part, at in zip(x.split(max(ONES // rows, 1)), index.split(max(ONES // rows, 1))):
-        sums.addmm_((at == every).to(sums.dtype), part.to(sums.dtype))
+        sums.addmm_((at == row_numbers).to(sums.dtype), part.to(sums.dtype))
     return sums
 
 

@@ -240,17 +240,17 @@ def gated_attention(t: Operands) -> tuple[Tensor, ...]:
                 results += xs
         put(yb, results)
         if t.kept:
-            for into, values in zip(saved_here[1:], (mean, scale, o, lse)):
-                into.copy_(values.view(into.shape))
+            for target, values in zip(saved_here[1:], (mean, scale, o, lse)):
+                target.copy_(values.view(target.shape))
 
     def project_bias(example: tuple[int, ...], bias: Tensor, part: slice) -> None:
         """Project some queries of the bias [h, K, K]."""
         xs, first = rows(x[(*example, part)]), 4 * params.inner
         normed, _, _ = torch.native_layer_norm(xs, x.shape[-1:], params.norm_weight, params.norm_bias, t.eps)
-        made = torch.mm(params.weight[first:], normed.t())
+        projected = torch.mm(params.weight[first:], normed.t())
         if params.gate_bias is not None and len(params.gate_bias) > first:
-            made[: len(params.gate_bias) - first] += params.gate_bias[first:, None]
-        bias[:, part] = made.view(params.heads, -1, x.shape[-2])
+            projected[: len(params.gate_bias) - first] += params.gate_bias[first:, None]
+        bias[:, part] = projected.view(params.heads, -1, x.shape[-2])
 
     for example in examples(x):
         parts = list(row_slices(x.shape[-3], x.shape[-2], FORWARD))
@@ -277,7 +277,7 @@ def gated_attention_backward(t: Operands) -> tuple[Tensor, ...]:
     f = drawn_factors(t.grad, t)
     params, dx, length = _Parameters(t), empty_like(t.x), t.x.shape[-2]
     makes_bias, dbias = params.makes_bias, empty_bias(t.bias, t.bias_wanted, t.x)
-    wanted = (params.heads, length, length) if makes_bias or t.bias_wanted else (0,)
+    wanted_shape = (params.heads, length, length) if makes_bias or t.bias_wanted else (0,)
 
     def zeros(bias: tuple[int, ...] = (0,)) -> _Sums:
         weight, out_weight = params.weight.shape, params.out_weight.shape
@@ -319,7 +319,7 @@ def gated_attention_backward(t: Operands) -> tuple[Tensor, ...]:
         bias = t.own[example] if makes_bias else None if t.bias is None else t.bias[example]
         heads = _HeadsBackward(_Keys(t.mask[example], bias, t.lse.dtype), params, length)
         parts = ((example, heads, part) for part in row_slices(t.x.shape[-3], length, BACKWARD))
-        of_rows = summed(through_rows, parts, lambda: zeros(wanted))
+        of_rows = summed(through_rows, parts, lambda: zeros(wanted_shape))
         # The gradient of the bias belongs to one example.
         add_sums(sums[:-1], of_rows[:-1])
         if makes_bias:

@@ -114,8 +114,8 @@ def _indices(shape: list[int], size: int) -> Iterator[tuple[int | slice, ...]]:
         yield ()
     elif inner > size:
         for i in range(shape[0]):
-            for rest in _indices(shape[1:], size):
-                yield (i, *rest)
+            for inner_indices in _indices(shape[1:], size):
+                yield (i, *inner_indices)
     else:
         step = max(1, size // inner)
         for start in range(0, shape[0], step):

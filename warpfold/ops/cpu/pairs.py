@@ -50,11 +50,11 @@ def aligned_errors_backward(t: Operands) -> tuple[Tensor, Tensor]:
         t.grad.reshape(-1, 2).to(acc), *_each(frames, points), *gradients
     ):
         axes, columns, origins = _joined(_operands(example_frames, x, 1), true)
-        moved = example_frames[:, :, 3] - origins[:, :3, 0].repeat_interleave(GROUP, 0)[: len(example_frames)]
+        frame_offsets = example_frames[:, :, 3] - origins[:, :3, 0].repeat_interleave(GROUP, 0)[: len(example_frames)]
         inverse = example_frames[:, :, :3].mT * frame_mask[:, None, None]
         for groups, rows in uniform_loop(_blocks(len(example_frames), len(x))):
-            seen = columns - origins[groups]
-            products = axes[groups] @ seen
+            relative_columns = columns - origins[groups]
+            products = axes[groups] @ relative_columns
             apart = _of_frames(products, rows)
             squares = _squares(apart, t.softening)
             distance = squares.clamp(min=LEAST**2).sqrt_()
@@ -68,9 +68,9 @@ def aligned_errors_backward(t: Operands) -> tuple[Tensor, Tensor]:
             apart *= slope[:, None]
             dx += (inverse[rows].flatten(0, 1).T @ apart.flatten(0, 1)).T
             # The gradient of [R^T, -R^T (t - o)].
-            daxes = _of_frames(products @ (seen[:, :4] * point_mask).mT, rows)
+            daxes = _of_frames(products @ (relative_columns[:, :4] * point_mask).mT, rows)
             dstart = daxes[..., 3]
-            dexample_frames[rows, :, :3] = daxes[..., :3].mT - moved[rows, :, None] * dstart[:, None, :]
+            dexample_frames[rows, :, :3] = daxes[..., :3].mT - frame_offsets[rows, :, None] * dstart[:, None, :]
             dexample_frames[rows, :, 3] = -(example_frames[rows, :, :3] * dstart[:, None, :]).sum(-1)
         dexample_frames *= frame_mask[:, None, None]
         dx *= point_mask[:, None]
@@ -87,11 +87,11 @@ def _operands(frames: Tensor, points: Tensor, sign: int) -> tuple[Tensor, Tensor
     middle = torch.arange(GROUP // 2, last + 1 + GROUP // 2, GROUP, device=frames.device).clamp(max=last)
     inverse, translation = frames[..., :3].mT, frames[..., 3]
     origin = translation[middle]
-    moved = translation - origin.repeat_interleave(GROUP, 0)[: last + 1]
-    axes = sign * torch.cat([inverse, -(inverse * moved[:, None]).sum(-1, keepdim=True)], -1)
-    every = torch.nn.functional.pad(axes, (0, 0, 0, 0, 0, len(middle) * GROUP - last - 1))
+    offsets = translation - origin.repeat_interleave(GROUP, 0)[: last + 1]
+    axes = sign * torch.cat([inverse, -(inverse * offsets[:, None]).sum(-1, keepdim=True)], -1)
+    padded_axes = torch.nn.functional.pad(axes, (0, 0, 0, 0, 0, len(middle) * GROUP - last - 1))
     columns = torch.cat([points.T, points.new_ones(1, len(points))])
-    return every.view(len(middle), GROUP * 3, 4), columns, torch.nn.functional.pad(origin, (0, 1))[..., None]
+    return padded_axes.view(len(middle), GROUP * 3, 4), columns, torch.nn.functional.pad(origin, (0, 1))[..., None]
 
 
 def _joined(ours: tuple[Tensor, ...], true: tuple[Tensor, ...]) -> list[Tensor]:

@@ -36,11 +36,11 @@ log = logging.getLogger("warpfold")
 
 def in_threads(compute: Callable[..., None], parts: Iterable[Sequence[Any]]) -> None:
     """Call `compute` with each part, in any order; each call writes to its own memory."""
-    every = list(parts)
-    if (threads := _threads(len(every))) > 1:
-        _divide(lambda part: compute(*part), every, threads)
+    every_part = list(parts)
+    if (threads := _threads(len(every_part))) > 1:
+        _divide(lambda part: compute(*part), every_part, threads)
         return
-    for part in uniform_loop(every):
+    for part in uniform_loop(every_part):
         compute(*part)
 
 
@@ -50,21 +50,21 @@ def summed(compute: Callable[..., None], parts: Iterable[Sequence[Any]], zeros: 
     zeros: makes sums that are zero.  The order of additions depends on the numbers of parts and threads only, not on
     the speed of threads, so runs repeat bit for bit.
     """
-    every, sums = list(parts), zeros()
-    if (threads := _threads(len(every))) == 1:
-        for part in uniform_loop(every):
+    every_part, sums = list(parts), zeros()
+    if (threads := _threads(len(every_part))) == 1:
+        for part in uniform_loop(every_part):
             compute(sums, *part)
         return sums
-    size = -(-len(every) // (threads if sum(map(torch.numel, sums)) > LARGE else max(threads, SHARES)))
-    groups = [sums, *(zeros() for _ in range(size, len(every), size))]
+    size = -(-len(every_part) // (threads if sum(map(torch.numel, sums)) > LARGE else max(threads, SHARES)))
+    groups = [sums, *(zeros() for _ in range(size, len(every_part), size))]
 
     def add(number: int) -> None:
-        for part in every[number * size : (number + 1) * size]:
+        for part in every_part[number * size : (number + 1) * size]:
             compute(groups[number], *part)
 
     _divide(add, range(len(groups)), threads)
-    for others in groups[1:]:
-        add_sums(sums, others)
+    for other_sums in groups[1:]:
+        add_sums(sums, other_sums)
     return sums
 
 
@@ -88,13 +88,13 @@ def _divide(compute: Callable[[T], None], parts: Sequence[T], threads: int) -> N
     This thread is one of them, and each thread takes its next part itself.  If this thread distributed the parts, it
     would wake up for each, on a core that another thread uses (docs/explanation/kernels.md).
     """
-    inference, left = torch.is_inference_mode_enabled(), deque(range(len(parts)))
+    inference, left_numbers = torch.is_inference_mode_enabled(), deque(range(len(parts)))
 
     def taken() -> Iterator[int]:
         """Take parts until none are left, and yield their numbers in ascending order."""
         with contextlib.suppress(IndexError):
             while True:
-                yield left.popleft()
+                yield left_numbers.popleft()
 
     def run() -> None:
         """Compute parts until none are left."""
@@ -105,7 +105,7 @@ def _divide(compute: Callable[[T], None], parts: Sequence[T], threads: int) -> N
                     compute(parts[number])
         finally:
             # After an error no thread starts another part.
-            left.clear()
+            left_numbers.clear()
 
     running = [_pool(threads - 1).submit(run) for _ in range(threads - 1)]
     before = _set_threads()
@@ -120,7 +120,7 @@ def _divide(compute: Callable[[T], None], parts: Sequence[T], threads: int) -> N
                     next_part = next(part_numbers, None)
     finally:
         _set_threads(before)
-        left.clear()
+        left_numbers.clear()
         # Cancel tasks that have not started because the pool is busy with another operation.
         running = [task for task in running if not task.cancel()]
         wait(running)

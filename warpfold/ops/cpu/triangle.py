@@ -68,7 +68,7 @@ def triangle_multiplication(t: Operands) -> tuple[Tensor, ...]:
     x = t.x
     params, out_params = _Input(t, (0, 1) if t.b is None else (0,)), _Output(t)
     f, out = drawn_factors(x, t), empty_like(x)
-    made, product = [empty_factor(x, params.hidden) for _ in params.which], empty_product(x, params.hidden)
+    made_factors, product = [empty_factor(x, params.hidden) for _ in params.which], empty_product(x, params.hidden)
     mean, scale, out_mean, out_scale = (*empty_statistics(x), *empty_statistics(x))
 
     def output(block: Block) -> None:
@@ -91,10 +91,10 @@ def triangle_multiplication(t: Operands) -> tuple[Tensor, ...]:
             dx.add_(xs)
         put(out[block], dx)
 
-    _write_factors(t, params, made, mean, scale)
-    a, b = made if t.b is None else (made[0], t.b)
-    left, right, into = (a, b.mT, product) if t.outgoing else (b.mT, a, product)
-    multiply((right.mT, left.mT, into.mT) if is_narrow(x) else (left, right, into))
+    _write_factors(t, params, made_factors, mean, scale)
+    a, b = made_factors if t.b is None else (made_factors[0], t.b)
+    left, right, destination = (a, b.mT, product) if t.outgoing else (b.mT, a, product)
+    multiply((right.mT, left.mT, destination.mT) if is_narrow(x) else (left, right, destination))
     in_threads(output, zip(row_blocks(x, POSITIONS)))
     own_b = b if t.b is None else x.new_empty(0)
     return out, a, own_b, product, mean, scale, out_mean, out_scale
