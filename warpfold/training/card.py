@@ -72,8 +72,10 @@ def run_card(
         ("licence", LICENCE if init else "what the structures allow: it started from no other parameters"),
     ]
     for source in sources:
-        where = f"`{source.store.path.name}`, {len(source.keys)} entries, {source.weight / total:.0%} of the examples"
-        rows_of_facts += [("data", f"{where}, checksum of `store.json` `{source.store.checksum}`")]
+        source_text = (
+            f"`{source.store.path.name}`, {len(source.keys)} entries, {source.weight / total:.0%} of the examples"
+        )
+        rows_of_facts += [("data", f"{source_text}, checksum of `store.json` `{source.store.checksum}`")]
     processor = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else str(device)
     seconds = sum(len(row["examples"]) / row["samples_per_second"] for row in steps)
     waiting = math.fsum(row["waiting"] for row in steps) / max(1, len(steps))

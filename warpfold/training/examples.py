@@ -66,14 +66,14 @@ def hold_out(data: Store | Sequence[Source], config: RunConfig) -> tuple[list[So
     on chains.  If a source selects keys, other entries are not trained on.
     """
     assemblies, test = config.model.multimer is not None, set(config.train.test)
-    first, *others = [Source(data, assemblies=assemblies)] if isinstance(data, Store) else data
-    if unknown := sorted(key for key in test if not any(key in source.keys for source in (first, *others))):
+    first, *other_sources = [Source(data, assemblies=assemblies)] if isinstance(data, Store) else data
+    if unknown := sorted(key for key in test if not any(key in source.keys for source in (first, *other_sources))):
         raise UserError(f"train.test: {listed(unknown, 3)} is in none of the stores")
     kinds = (entry_keys(first.store, assemblies=kind) for kind in (False, True))
-    restricted = not any(np.array_equal(first.keys.rows, every.rows) for every in kinds)
+    restricted = not any(np.array_equal(first.keys.rows, kind_keys.rows) for kind_keys in kinds)
     training, held_out = split(first.store, config, first.keys if restricted else None)
-    others = [Source(source.store, source.keys.without(test), source.weight) for source in others]
-    return [Source(first.store, training, first.weight), *others], held_out
+    other_sources = [Source(source.store, source.keys.without(test), source.weight) for source in other_sources]
+    return [Source(first.store, training, first.weight), *other_sources], held_out
 
 
 def without_relatives(
@@ -125,34 +125,36 @@ def split(store: Store, config: RunConfig, keys: Keys | None = None) -> tuple[Ke
     keys: the entries to train on, of which a share is held out; None for all of the store.
     """
     chosen, assemblies, test = config.train.validation, config.model.multimer is not None, set(config.train.test)
-    every = entry_keys(store, assemblies)
-    entries = (every if keys is None else keys).without(test)
-    held: Sequence[str]
+    all_keys = entry_keys(store, assemblies)
+    entries = (all_keys if keys is None else keys).without(test)
+    held_out: Sequence[str]
     if isinstance(chosen, str):
         training, other = entries, Store(chosen)
-        held = entry_keys(other, assemblies)
+        held_out = entry_keys(other, assemblies)
     elif isinstance(chosen, float):
         other = store
         parts = split_keys(store, math.ceil(chosen * len(entries)), config.train.seed, assemblies, keys)
-        training, held = (part.without(test) for part in parts)
+        training, held_out = (part.without(test) for part in parts)
     else:
         if unknown := [key for key in chosen if key not in store]:
             raise UserError(f"train.validation: {unknown[0]} is not in {store.path}")
         if both := sorted(test & set(chosen)):
             raise UserError(f"train.validation and train.test both name {both[0]}. Remove it from one of them.")
-        if not assemblies and (wrong := [key for key in chosen if key not in every]):
+        if not assemblies and (wrong := [key for key in chosen if key not in all_keys]):
             raise UserError(f"train.validation: {wrong[0]} is an assembly. Name chains, or train a multimer.")
-        other, held = store, list(chosen)
+        other, held_out = store, list(chosen)
         training = entries.without(chosen)
-    drawn = keyed_rng(config.train.seed, "validation").permutation(len(held)).tolist()
+    drawn = keyed_rng(config.train.seed, "validation").permutation(len(held_out)).tolist()
     if isinstance(chosen, float | str):
-        counts, chains = Source(other, held).members() if held else (np.empty(0, np.int64), np.empty(0, np.int64))
+        counts, chains = (
+            Source(other, held_out).members() if held_out else (np.empty(0, np.int64), np.empty(0, np.int64))
+        )
         each = np.split(other.column("cluster").values[chains], np.cumsum(counts)[:-1])
         first: dict[frozenset[int], int] = {}
         for i in drawn:
             first.setdefault(frozenset(each[i].tolist()), i)
         drawn = list(first.values())
-    return training, [(other, held[i]) for i in sorted(drawn[: config.train.validation_examples])]
+    return training, [(other, held_out[i]) for i in sorted(drawn[: config.train.validation_examples])]
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,8 @@ class Ledger:
 
     def take_unshared(self) -> list[tuple[str, int, str]]:
         """Return the entries recorded since the last call: name, index, reason."""
-        taken, self._unshared = self._unshared, []
-        return taken
+        unshared, self._unshared = self._unshared, []
+        return unshared
 
 
 def _read_order(path: Path, data: str, place: int) -> Iterator[tuple[int, Draw]]:

@@ -461,9 +461,9 @@ def _choose_keys(
         fixed = {"sizes": config.plan.sizes, **fixed}
     try:
         if machine.devices > 1:
-            plans, there = candidates(job, machine, fixed, sync), one_node(machine.devices)
+            plans, node = candidates(job, machine, fixed, sync), one_node(machine.devices)
             is_open = len(plans) > 1 or (plans[0].recompute is not None and "keep_blocks" not in fixed)
-            is_open = is_open or any(variants(job, plans[0], there, fixed, sync))
+            is_open = is_open or any(variants(job, plans[0], node, fixed, sync))
             on_one_node = cluster is None and team.process.ranks_per_node == machine.devices
             if is_open and on_one_node and is_evident(job, plans[0], machine):
                 # An evident plan depends on the speed of neither the links nor the devices.  Rank 0 alone estimates

@@ -57,8 +57,8 @@ def train_here(
     first = ProcessInfo(ranks=ranks, ranks_per_node=ranks, address="127.0.0.1", port=free_port())
     job = _Job(config, [(source.store, source.keys.rows, source.weight) for source in sources], out, init, device)
     context = multiprocessing.get_context("spawn")
-    others = [replace(first, rank=rank, local_rank=rank) for rank in range(1, ranks)]
-    processes = [context.Process(target=job.run, args=(info,), daemon=True) for info in others]
+    other_infos = [replace(first, rank=rank, local_rank=rank) for rank in range(1, ranks)]
+    processes = [context.Process(target=job.run, args=(info,), daemon=True) for info in other_infos]
     for process in processes:
         process.start()
     try:

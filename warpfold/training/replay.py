@@ -119,19 +119,19 @@ def replay(run: Path, start: int | None, device: torch.device, team: Team, tell:
     Errors: UserError for a folder without digests, and for other ranks, devices, versions, data or checkpoints.
     """
     config, logged = settings_of(run), read_log(run)
-    kept = StepFolders(run / "checkpoints").steps()
-    start = choose_start(run, start, kept, logged)
+    checkpoint_steps = StepFolders(run / "checkpoints").steps()
+    start = choose_start(run, start, checkpoint_steps, logged)
     setup, index = logged.setup_after(start)
     assemblies = config.model.multimer is not None
     sources = [Source(Store(path), weight=weight, assemblies=assemblies) for path, weight in setup["stores"]]
     init = None if setup["init"] is None else Path(setup["init"])
-    here = describe_setup(config, sources, init, device, team)
-    if difference := setup_difference(run, setup, here):
+    present_setup = describe_setup(config, sources, init, device, team)
+    if difference := setup_difference(run, setup, present_setup):
         raise UserError(f"{run}: {difference}")
     # A digest depends on the number of ranks, so those of other sessions cannot be compared.
     digests, left_out = logged.digests[index:], ""
     for step, later, at in logged.setups:
-        if at > index and (difference := setup_difference(run, later, here)):
+        if at > index and (difference := setup_difference(run, later, present_setup)):
             digests, left_out = logged.digests[index:at], f"steps after {step}: {difference}"
             break
     last = max(step for step, _ in digests)
@@ -140,7 +140,9 @@ def replay(run: Path, start: int | None, device: torch.device, team: Team, tell:
         raise UserError(f"{run}: the log has no digest after step {start}. Choose an earlier checkpoint with --from.")
     # Each part of the replay is one call of `train`.  A part ends where a session of the run began, since the plan may
     # have changed there, and at checkpoints, so that a long replay does not go on for long after a difference.
-    ends = sorted({step for step in (*kept, *(step for step, *_ in logged.setups), last) if start < step <= last})
+    ends = sorted(
+        {step for step in (*checkpoint_steps, *(step for step, *_ in logged.setups), last) if start < step <= last}
+    )
     folder, computed = run / ".replay", dict[int, str]()
 
     def compute(begin: int, end: int) -> dict[int, str]:
@@ -165,8 +167,8 @@ def replay(run: Path, start: int | None, device: torch.device, team: Team, tell:
     equal, before, different, parted = 0, start, -1, None
     with ExitStack() as stack:
         if team.is_rank_zero:
-            taken = UserError(f"{run}: another replay of this run goes on. Wait for its end.")
-            stack.enter_context(wait_for_lock(run / ".replay-lock", taken))
+            busy_error = UserError(f"{run}: another replay of this run goes on. Wait for its end.")
+            stack.enter_context(wait_for_lock(run / ".replay-lock", busy_error))
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
         begin_folder(folder, run, start, config, fingerprint_origin(sources, init, team), team)
         for begin, end in zip([start, *ends], ends):

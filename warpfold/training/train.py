@@ -244,7 +244,7 @@ def train(
             saves = step == train_config.steps or stop or rounds or not step % train_config.save_every
             # Every checkpoint has a digest in the log, so that a replay can start from it.
             # Collective: the digest covers the state of all ranks.
-            if (every := train_config.digest_every) and (saves or not step % every):
+            if (interval := train_config.digest_every) and (saves or not step % interval):
                 log({"kind": "digest", "step": step, "digest": state_digest(optimizer, team)})
             if saves:
                 # Collective: a checkpoint holds the shards of all ranks.  A thread writes it during the next steps.
@@ -296,7 +296,7 @@ def claim(run: RunFolder, config: RunConfig, origin: Mapping[str, str], team: Te
     Errors: UserError if the folder holds a run with other settings, with the keys that differ, or if the ranks differ
     in settings, data or the last checkpoint that they see.
     """
-    wanted = fixed_settings(settings.to_dict(config))
+    expected = fixed_settings(settings.to_dict(config))
     if team.is_rank_zero:
         text = run.settings_text()
         try:
@@ -306,15 +306,15 @@ def claim(run: RunFolder, config: RunConfig, origin: Mapping[str, str], team: Te
             raise UserError(
                 f"{run.path / 'settings.toml'}: damaged ({error}). Restore it, or choose another --out."
             ) from error
-        if text is not None and (differing := settings.differences(wanted, there)):
+        if text is not None and (differing := settings.differences(expected, there)):
             changed_keys = listed(differing, between="; ")
             raise UserError(
                 f"{run.path}: holds a run with other settings ({changed_keys}). Choose another --out, or its settings."
             )
         run.write_settings(settings.to_toml(config))
     # A rank on another machine may have other data, or a folder that is not the one of rank 0.
-    seen = {**origin, "settings": fingerprint(repr(wanted).encode()), "last checkpoint": run.latest()}
-    seen_by_ranks = team.if_different(seen, "the beginning of the run")
+    observed = {**origin, "settings": fingerprint(repr(expected).encode()), "last checkpoint": run.latest()}
+    seen_by_ranks = team.if_different(observed, "the beginning of the run")
     for rank, there in enumerate(seen_by_ranks):
         if differing := [name for name, value in there.items() if value != seen_by_ranks[0][name]]:
             raise UserError(
@@ -434,9 +434,11 @@ def next_examples(samples: Iterator[Sample], count: int, timer: StepTimer, team:
 def read_results(on_device: Sequence[DeviceResult], copied: Snapshot) -> list[ExampleResult]:
     """Wait until the results of this rank's examples are on the host, and convert them to plain numbers."""
     results = []
-    for there, (*losses, norm, lddt_ca, overflowed, length) in zip(on_device, copied.wait()["numbers"].tolist()):
-        terms = dict(zip(there.losses, losses))
-        loss, example = terms.pop(""), there.example
+    for device_result, (*losses, norm, lddt_ca, overflowed, length) in zip(
+        on_device, copied.wait()["numbers"].tolist()
+    ):
+        terms = dict(zip(device_result.losses, losses))
+        loss, example = terms.pop(""), device_result.example
         numbers = int(length), loss, norm, lddt_ca, terms, example.index
         results.append(ExampleResult(example.name, *numbers, overflowed=bool(overflowed)))
     return results
@@ -459,7 +461,7 @@ def save_failures(
     The first of the ranks that share an example saves it, and the UserError reaches all of them.
     """
     size = config.plan.batch
-    for number, (example, result) in enumerate(zip((there.example for there in on_device), results)):
+    for number, (example, result) in enumerate(zip((device_result.example for device_result in on_device), results)):
         if result.finite:
             continue
         # The gradients of the examples of one batch cannot be told apart, so all of them are named.
@@ -532,21 +534,21 @@ def gather_results(
         ledger.take_unshared()
     if longest > NAME_BYTES or any_not_finite:
         objects = team.all_gather_object([asdict(result) for result in results], f"all results of step {step}")
-        every = [ExampleResult(**example) for rank in team.of_example_leaders(objects) for example in rank]
+        all_results = [ExampleResult(**example) for rank in team.of_example_leaders(objects) for example in rank]
     elif not len(messages):
-        every = results
+        all_results = results
     else:
-        every = []
+        all_results = []
         # Ranks that share an example send the same message.
         for row in messages[:: team.mesh.model.size].contiguous().numpy():
             count, numbers, name_bytes = int(row[0]), row[1 : 1 + room * width], row[1 + room * width :].tobytes()
-            for i, (length, index, loss, norm, lddt_ca, overflowed, *rest) in enumerate(
+            for i, (length, index, loss, norm, lddt_ca, overflowed, *term_losses) in enumerate(
                 numbers.reshape(room, width)[:count].tolist()
             ):
                 key = name_bytes[i * NAME_BYTES : (i + 1) * NAME_BYTES].rstrip(b"\0").decode()
-                values = int(length), loss, norm, lddt_ca, dict(zip(terms, rest)), int(index)
-                every.append(ExampleResult(key, *values, overflowed=bool(overflowed)))
-    return sorted(every, key=lambda example: example.index), int(received)
+                values = int(length), loss, norm, lddt_ca, dict(zip(terms, term_losses)), int(index)
+                all_results.append(ExampleResult(key, *values, overflowed=bool(overflowed)))
+    return sorted(all_results, key=lambda example: example.index), int(received)
 
 
 def step_row(step: int, results: Sequence[ExampleResult], rate: float, recycles: int, timer: StepTimer) -> Row:
@@ -643,8 +645,8 @@ def save(
         data = settings.to_dict(config.data)
         run.replace_file("params.safetensors", lambda path: save_params(path, model, data, params.wait()))
         if small := adapters.wait():
-            about = {"finetune": json.dumps(settings.to_dict(config.finetune))}
-            run.replace_file("adapters.safetensors", lambda path: save_file(small, path, about))
+            adapter_metadata = {"finetune": json.dumps(settings.to_dict(config.finetune))}
+            run.replace_file("adapters.safetensors", lambda path: save_file(small, path, adapter_metadata))
         run.save(Checkpoint(step, tensors.wait(), {"loader": asdict(used), **notes}), config.train.keep)
 
     if team.is_rank_zero:

@@ -74,20 +74,20 @@ def validate(
     log_precision("auto", precision, device)
     packed = PackedWeights(model, DTYPES[config.plan.precision])
     judge = Judge(model, config, device, lambda _: None)
-    taken = UserError(f"{run}: another `warpfold validate` is writing there. End it first.")
+    busy_error = UserError(f"{run}: another `warpfold validate` is writing there. End it first.")
     new_rows: list[Row] = []
-    with wait_for_lock(run / ".validate-lock", taken), closing(AppendedFile(run / LOG)) as log:
+    with wait_for_lock(run / ".validate-lock", busy_error), closing(AppendedFile(run / LOG)) as log:
         try:
             rows = [json.loads(line) for line in (run / LOG).read_text(encoding="utf-8").splitlines()]
             best = max((float(row["lddt_ca"]) for row in rows if _is_whole(row)), default=-1.0)
-            done = {int(row["step"]) for row in rows}
+            evaluated_steps = {int(row["step"]) for row in rows}
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{run / LOG}: damaged ({error}). Remove it, and its steps are evaluated again.") from None
         for watcher in watchers:
-            watcher.on_begin(max(done, default=0))
+            watcher.on_begin(max(evaluated_steps, default=0))
         while True:
-            for step in (step for step in folders.steps() if step not in done):
-                done.add(step)
+            for step in (step for step in folders.steps() if step not in evaluated_steps):
+                evaluated_steps.add(step)
                 try:
                     checkpoint = folders.load(step)
                 except DamagedCheckpoint as error:
@@ -113,7 +113,7 @@ def validate(
                 new_rows.append(row)
                 for watcher in watchers:
                     watcher.on_metrics(row)
-            if not follow or max(done, default=0) >= config.train.steps:
+            if not follow or max(evaluated_steps, default=0) >= config.train.steps:
                 break
             # A run may end before its last step (`train.patience`).
             lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -121,7 +121,7 @@ def validate(
                 break
             time.sleep(POLL_SECONDS)
         for watcher in watchers:
-            watcher.on_end(max(done, default=0) >= config.train.steps)
+            watcher.on_end(max(evaluated_steps, default=0) >= config.train.steps)
     return new_rows
 
 

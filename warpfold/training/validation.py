@@ -166,11 +166,11 @@ class Validation:
         gathered = self.team.all_gather_object([own_scores, self.signals.received], "validation")
         seconds = time.perf_counter() - began
         self._validating += seconds
-        every = {key: scores for rank_scores, _ in gathered for key, scores in rank_scores.items()}
+        all_scores = {key: scores for rank_scores, _ in gathered for key, scores in rank_scores.items()}
         keys = [key for _, key in self.held_out[: rounds * self.team.process.ranks]]
-        if every.keys() >= set(keys):
+        if all_scores.keys() >= set(keys):
             total = {"of": len(self.held_out)} if len(keys) < len(self.held_out) else {}
-            self.log({**validation_row(step, keys, every), **total, "seconds": round(seconds, 3)})
+            self.log({**validation_row(step, keys, all_scores), **total, "seconds": round(seconds, 3)})
         return max(received for _, received in gathered)
 
     def _fold_share(self, step: int, rounds: int, began: float) -> tuple[int, dict[str, Scores]]:
@@ -186,13 +186,13 @@ class Validation:
             if self.signals.received:
                 raise _Stopped
 
-        judge, left = Judge(self.model, self.config, device, stop_on_signal), self.left(step)
+        judge, seconds_left = Judge(self.model, self.config, device, stop_on_signal), self.left(step)
         is_time_known = bool(self._round)
         features = held_out_features(self.held_out[rank::ranks], self.config)
         done = 0
         # Collective: all ranks stop after the same round if any of them has received a signal.
         while done < rounds and not self.team.largest(self.signals.received, "stopping or going on"):
-            self.log.phase("validating", done * ranks, min(rounds * ranks, len(self.held_out)), left)
+            self.log.phase("validating", done * ranks, min(rounds * ranks, len(self.held_out)), seconds_left)
             if done * ranks + rank < len(self.held_out):
                 example = next(features)
                 with suppress(_Stopped):
@@ -212,8 +212,8 @@ class Validation:
         if self.timer.count < 2:
             return None
         training = (train.steps - step) * self.timer.mean
-        every = train.validate_every or train.steps
-        validating = self.rounds * self._round * (-(-train.steps // every) - step // every)
+        interval = train.validate_every or train.steps
+        validating = self.rounds * self._round * (-(-train.steps // interval) - step // interval)
         if train.validation_share < 1:
             now, ratio = self.spending, train.validation_share / (1 - train.validation_share)
             validating = min(validating, max(ratio * (now.training + training) - now.validation, self._round))
@@ -248,17 +248,17 @@ class Judge:
         padded = pad_features(example.features, padded_shape(example.features, self._multiple))
         batch = to_tensors(padded, self.device)
         try:
-            chosen = self._planner.choose(sizes_of_batch(batch), config.recycles, config.ensemble)
+            fold_plan = self._planner.choose(sizes_of_batch(batch), config.recycles, config.ensemble)
             while True:
                 try:
-                    Execution(chosen.plan).bind(model)
+                    Execution(fold_plan.plan).bind(model)
                     with followed(model, (config.recycles + 1) * config.ensemble, self._check):
                         output = model(batch)
                     truth = with_truth(batch, output.structure.final_atom37)
                     loss, terms = total_loss(output, truth, self.loss, output.recycles * config.ensemble)
                     break
                 except (RuntimeError, MemoryError) as error:
-                    chosen = self._planner.after(chosen, error)
+                    fold_plan = self._planner.after(fold_plan, error)
                 # Outside the handler the traceback no longer holds tensors.
                 release_memory(self.device)
         except UserError as error:
@@ -332,8 +332,8 @@ def validation_row(step: int, keys: Sequence[str], scores: Mapping[str, Scores])
         used, whole = map(sum, zip(*sizes.values()))
         row |= {"cropped": len(cut), "residues": used, "whole_residues": whole, "cut": cut}
     left_out = {key: scores[key] for key in keys if key not in folded}
-    for key, why in left_out.items():
-        logger.warning("the validation after step %d leaves out %s: %s", step, key, why)
+    for key, reason in left_out.items():
+        logger.warning("the validation after step %d leaves out %s: %s", step, key, reason)
     return {**row, "of": len(keys), "left_out": left_out} if left_out else row
 
 

@@ -41,12 +41,12 @@ class TrainingProgress(Watcher):
             self._print(f"ends after step {row['step']}: {row['reason']}")
         elif row["kind"] == "validation":
             self.validation = row
-            where = "" if row["step"] == self.row.get("step", self.phase.step) else f" after step {row['step']}"
+            step_text = "" if row["step"] == self.row.get("step", self.phase.step) else f" after step {row['step']}"
             cut = ""
             if "cut" in row:
                 cut = f", {row['cropped']} cut, {row['residues']:,} of {row['whole_residues']:,} residues folded"
             total = row.get("of", len(row["examples"]))
-            self._print_line(f"validated {len(row['examples'])} of {total}{where}{cut}")
+            self._print_line(f"validated {len(row['examples'])} of {total}{step_text}{cut}")
         elif row["kind"] == "step":
             self.row = row
             if time.monotonic() - self._last_line >= self.every or not self._last_line:
