@@ -75,7 +75,7 @@ def chosen_settings(
     accumulate = min(initial, 16, max(1, len(split.training) // 8))
     count = steps or min(max(math.ceil(EPOCHS * len(split.training) / accumulate), MIN_STEPS), MAX_STEPS)
     rate = float(optim["learning_rate"]) * math.sqrt(accumulate / initial)
-    chosen: settings.Mapped = {
+    new_settings: settings.Mapped = {
         "optim": {
             "learning_rate": float(f"{rate:.2g}"),
             "accumulate": accumulate,
@@ -106,8 +106,8 @@ def chosen_settings(
         tuned["adapters"] = {"on": list(ADAPTED), "rank": adapters}
     elif set(trainable) <= {"structure", "heads"} and trainable:
         tuned |= {"draws": DRAWS, "trunk": "auto"}
-    chosen["finetune"] = tuned
-    return settings.merge(first, chosen)
+    new_settings["finetune"] = tuned
+    return settings.merge(first, new_settings)
 
 
 def planned(
@@ -120,9 +120,9 @@ def planned(
     """
     is_fixed = any(change.startswith("data.crop=") for change in changes)
     first_error: UserError | None = None
-    chosen = values["data"].get("crop")
-    shorter_crops = [crop for crop in CROPS if isinstance(chosen, int) and crop < chosen and not is_fixed]
-    for crop in (chosen, *shorter_crops):
+    first_crop = values["data"].get("crop")
+    shorter_crops = [crop for crop in CROPS if isinstance(first_crop, int) and crop < first_crop and not is_fixed]
+    for crop in (first_crop, *shorter_crops):
         candidate = values if crop is None else settings.merge(values, {"data": {"crop": crop}})
         loaded = load_settings(candidate, changes)
         try:
@@ -134,7 +134,7 @@ def planned(
             loaded.config()
             first_error = first_error or error
             continue
-        shorter = f"crops of {crop} residues, as {chosen} do not fit; " if first_error else ""
+        shorter = f"crops of {crop} residues, as {first_crop} do not fit; " if first_error else ""
         return config, shorter + summary
     assert first_error is not None
     raise first_error

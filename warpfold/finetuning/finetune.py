@@ -152,9 +152,9 @@ def finetune(
     packed = pack(options.structures, msas, out / "store", packing, workers=options.workers, progress=tell)
     store = Store(out / "store")
     if msas and not any(entry.alignments for entry in packed.chains):
-        why = listed(list(dict.fromkeys(packed.unused.values())), 2) or "no alignment was found"
+        note = listed(list(dict.fromkeys(packed.unused.values())), 2) or "no alignment was found"
         raise UserError(
-            f"{listed(list(map(str, msas)), 2)}: no alignment has the sequence of one of the structures ({why}); name "
+            f"{listed(list(map(str, msas)), 2)}: no alignment has the sequence of one of the structures ({note}); name "
             "the folder of theirs, or leave --msas out to train without"
         )
     limit, left_out = options.split_identity, dict[str, int]()
@@ -207,11 +207,11 @@ def finetune(
     if general is not None and forgotten:
         clusters["general"] = distinct_entries(general.store, forgotten, limit)
         folded["general"] = general.store
-    for kind, where in folded.items():
+    for kind, source_store in folded.items():
         keys = list(clusters[kind])
         remove_drafts(out / folder / file_name(key) for folder in ("before", "after") for key in keys)
         measured[kind] = []
-        for measurement in fold_before_after(where, keys, before, after, options.seed):
+        for measurement in fold_before_after(source_store, keys, before, after, options.seed):
             for folder, prediction in zip(("before", "after"), measurement.predictions):
                 entries.append(write_prediction(prediction, out / folder))
             measured[kind].append(measurement)
@@ -382,8 +382,8 @@ def _searched(options: FinetuneOptions, out: Path, tell: Progress) -> Path:
     fasta = out / "sequences.fasta"
     write_atomically(fasta, "".join(f">{name}\n{sequence}\n" for sequence, name in names.items()))
     databases = [Database.parse(text, {}) for text in options.search]
-    chosen = searching.SearchOptions(None, options.workers, None, None, None)
-    report = searching.search([fasta], databases, out / "alignments", None, None, chosen, tell)
+    search_options = searching.SearchOptions(None, options.workers, None, None, None)
+    report = searching.search([fasta], databases, out / "alignments", None, None, search_options, tell)
     for failure in report["failures"]:
         log.warning("no alignment of %s: %s", failure["name"], failure["error"])
     return out / "alignments"
@@ -402,18 +402,18 @@ def _rehearsal(
         return None, [], 0
     general, limit, threads = options.rehearse.store, options.split_identity, cores()
     source = Source(general, assemblies=assemblies)
-    held = min(GENERAL, max(1, len(source.keys) // 10))
-    drawn = split_keys(general, held, options.seed, assemblies)[1][:GENERAL]
-    seen = [(store, key) for key in (*split.training, *split.validation)]
-    related = set(related_entries(Source(general, drawn), seen, limit, threads).tolist())
+    held_count = min(GENERAL, max(1, len(source.keys) // 10))
+    drawn = split_keys(general, held_count, options.seed, assemblies)[1][:GENERAL]
+    trained_entries = [(store, key) for key in (*split.training, *split.validation)]
+    related = set(related_entries(Source(general, drawn), trained_entries, limit, threads).tolist())
     forgotten = [key for place, key in enumerate(drawn) if place not in related]
     judging = [*((store, key) for key in (*split.test, *split.validation)), *((general, key) for key in forgotten)]
     places = set(related_entries(source, judging, limit, threads).tolist())
-    kept = [place for place, key in enumerate(source.keys) if place not in places or key in forgotten]
-    if len(kept) == len(forgotten):
+    kept_places = [place for place, key in enumerate(source.keys) if place not in places or key in forgotten]
+    if len(kept_places) == len(forgotten):
         raise UserError(
             f"{general.path}: every entry is related to the test or the validation. Leave --rehearse out, or raise "
             "--split-identity"
         )
-    rehearsed = Source(general, source.keys.take(np.array(kept)), options.rehearse.weight)
-    return rehearsed, forgotten, len(source.keys) - len(kept)
+    rehearsed = Source(general, source.keys.take(np.array(kept_places)), options.rehearse.weight)
+    return rehearsed, forgotten, len(source.keys) - len(kept_places)

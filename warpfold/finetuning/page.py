@@ -19,10 +19,10 @@ PARTS = {"test": "the test, which training never saw", "general": "held-out entr
 def verdict(result: Mapping[str, Any]) -> str:
     """Describe whether the lDDT-Ca of the test set improved, or that training improved nothing."""
     if result["params"]["step"] == 0:
-        why = f" ({result['ended']})" if result["ended"] else ""
+        ending = f" ({result['ended']})" if result["ended"] else ""
         return (
             "Not better: the starting parameters were kept, as no validation was better than the one before training. "
-            f"Training ended after step {result['steps']:,}{why}. Try a lower learning rate (--set "
+            f"Training ended after step {result['steps']:,}{ending}. Try a lower learning rate (--set "
             f"optim.learning_rate={result['settings']['optim']['learning_rate'] / 4:.2g}), adapters (--adapters 8), "
             "or more structures."
         )
@@ -76,10 +76,10 @@ def table_of(scores: Mapping[str, Any], measures: Sequence[Measure]) -> ReportTa
     for measure in (candidate for candidate in measures if candidate.key in scores):
         comparison = scores[measure.key]
         low, high = comparison["interval"] or (None, None)
-        between = "-" if low is None else f"{low:+.3f} to {high:+.3f}"
+        interval = "-" if low is None else f"{low:+.3f} to {high:+.3f}"
         counts = f"{comparison['wins']} / {comparison['losses']} of {comparison['targets']}"
         means = [f"{comparison['before']:.3f}", f"{comparison['after']:.3f}", f"{comparison['difference']:+.3f}"]
-        rows.append([measure.label, *means, between, counts])
+        rows.append([measure.label, *means, interval, counts])
     return ReportTable(["mean of", "before", "after", "difference", "98.5 % interval", "better / worse"], rows)
 
 
@@ -94,10 +94,10 @@ def comparison_sections(result: Mapping[str, Any]) -> list[str]:
             "|---|---|---|---|---|---|",
         ]
         for name, score in scores.items():
-            between = "-" if score["interval"] is None else "{:+.4f} to {:+.4f}".format(*score["interval"])
+            interval = "-" if score["interval"] is None else "{:+.4f} to {:+.4f}".format(*score["interval"])
             lines.append(
                 f"| {name} | {score['before']:.4f} | {score['after']:.4f} | {score['difference']:+.4f} "
-                f"| {between} | {score['wins']} / {score['losses']} / {score['targets']} |"
+                f"| {interval} | {score['wins']} / {score['losses']} / {score['targets']} |"
             )
         lines.append("")
     return lines
