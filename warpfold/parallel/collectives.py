@@ -151,8 +151,8 @@ def all_gather(x: Tensor, axis: int, length: int, group: Group, name: str) -> Pe
     def shard(buffer: Tensor) -> Tensor:
         return buffer[: own_shape.numel()].view(own_shape)
 
-    there = _Collective("all_gather", name, gather, join)
-    return _begin(x, there, _Collective("reduce_scatter", name, reduce_scatter, shard))
+    gathering = _Collective("all_gather", name, gather, join)
+    return _begin(x, gathering, _Collective("reduce_scatter", name, reduce_scatter, shard))
 
 
 def all_to_all(x: Tensor, had: int, wanted: int, length: int, group: Group, name: str) -> Pending:
@@ -167,8 +167,8 @@ def all_to_all(x: Tensor, had: int, wanted: int, length: int, group: Group, name
         """Describe how a tensor whose shard has this shape, with `length` rows along `had`, is resharded."""
         had_sizes, wanted_sizes = shard_sizes(length, group.size), shard_sizes(shape[wanted], group.size)
         leave = [_with_size(shape, wanted, size).numel() for size in wanted_sizes]
-        kept = _with_size(shape, wanted, wanted_sizes[group.rank])
-        come = [_with_size(kept, had, size) for size in had_sizes]
+        kept_shape = _with_size(shape, wanted, wanted_sizes[group.rank])
+        come = [_with_size(kept_shape, had, size) for size in had_sizes]
 
         def start(x: Tensor) -> Started:
             sent = _flat_shards(x, wanted_sizes, wanted)
@@ -177,8 +177,8 @@ def all_to_all(x: Tensor, had: int, wanted: int, length: int, group: Group, name
         return _Collective("all_to_all", name, start, lambda buffer: _joined(buffer, come, had))
 
     own_size = shard_sizes(x.shape[wanted], group.size)[group.rank]
-    there = _with_size(_with_size(x.shape, had, length), wanted, own_size)
-    back = resharding(there, wanted, had, x.shape[wanted])
+    result_shape = _with_size(_with_size(x.shape, had, length), wanted, own_size)
+    back = resharding(result_shape, wanted, had, x.shape[wanted])
     return _begin(x, resharding(x.shape, had, wanted, length), back)
 
 
@@ -196,8 +196,8 @@ def sendrecv(x: Tensor, other: Sequence[int], group: Group, name: str) -> Pendin
             lambda buffer: buffer.view(other),
         )
 
-    there = torch.Size(other)
-    return _begin(x, swap(x.shape, there), swap(there, x.shape))
+    other_shape = torch.Size(other)
+    return _begin(x, swap(x.shape, other_shape), swap(other_shape, x.shape))
 
 
 @dataclass

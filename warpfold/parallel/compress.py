@@ -100,14 +100,14 @@ class Quantised(Compressor):
         """Send the codes to the owner of each piece, and the code of the mean to all ranks."""
         size, rank = self.wire.group.size, self.wire.group.rank
         residual = self.local["residual"].view(size, -1)
-        wanted = residual.add_(x.view(size, -1))
-        length = wanted.shape[1]
+        to_send = residual.add_(x.view(size, -1))
+        length = to_send.shape[1]
 
-        codes = encode(wanted, self.bits)
+        codes = encode(to_send, self.bits)
         received = torch.empty_like(codes)
         self.wire.all_to_all(received.view(-1), codes.view(-1)).wait()
         arrived = decode(received, self.bits, length, x.dtype)
-        arrived[rank] = wanted[rank]
+        arrived[rank] = to_send[rank]
         mean = arrived.mean(0)
 
         code = encode(mean[None], self.bits)
@@ -210,32 +210,32 @@ class TopK(Compressor):
         momentum.mul_(self.config.momentum).add_(x)
         residual.add_(momentum)
 
-        chosen = self.choose(residual).to(torch.int32)
-        values = residual[chosen]
-        momentum[chosen] = 0
-        residual[chosen] = 0
+        selected = self.choose(residual).to(torch.int32)
+        values = residual[selected]
+        momentum[selected] = 0
+        residual[selected] = 0
 
         size = self.wire.group.size
-        indices, numbers = chosen.new_empty(size * len(chosen)), values.new_empty(size * len(values))
-        works = self.wire.all_gather(indices, chosen), self.wire.all_gather(numbers, values)
+        indices, numbers = selected.new_empty(size * len(selected)), values.new_empty(size * len(values))
+        works = self.wire.all_gather(indices, selected), self.wire.all_gather(numbers, values)
         for work in works:
             work.wait()
         mean = torch.zeros_like(x)
         # The indices of one rank are distinct, so every rank adds in the order of ranks and gets the same bits.
-        for where, values in zip(indices.view(size, -1), numbers.view(size, -1)):
-            mean[where] += values
+        for rank_indices, values in zip(indices.view(size, -1), numbers.view(size, -1)):
+            mean[rank_indices] += values
         return mean.div_(size)
 
     def choose(self, x: Tensor) -> Tensor:
         """Find the indices of the largest elements of each parameter, at least one each; equally many on every rank."""
         density = self.density()
         # A shard may consist of padding alone.
-        chosen = [x.new_empty(0, dtype=torch.int64)]
+        selections = [x.new_empty(0, dtype=torch.int64)]
         for length, starts in self.groups.items():
-            where = starts[:, None] + torch.arange(length, device=x.device)
+            positions = starts[:, None] + torch.arange(length, device=x.device)
             count = min(length, max(1, round(density * length)))
-            chosen.append(where.gather(1, x[where].abs().topk(count, sorted=False).indices).flatten())
-        return torch.cat(chosen)
+            selections.append(positions.gather(1, x[positions].abs().topk(count, sorted=False).indices).flatten())
+        return torch.cat(selections)
 
 
 @dataclass(frozen=True)
@@ -288,13 +288,13 @@ class PowerSGD(Compressor):
         """Compute P Q^T for the matrices of the mean gradient, and the plain mean of everything else."""
         if not self.groups:
             return self.wire.mean(x)
-        wanted = x + self.local["residual"]
-        matrices = [torch.stack([wanted[b.where].view(shape) for b in bs]) for shape, bs in self.groups.items()]
+        to_send = x + self.local["residual"]
+        matrices = [torch.stack([to_send[b.where].view(shape) for b in bs]) for shape, bs in self.groups.items()]
 
         sent = [m @ q for m, q in zip(matrices, self._matrices(self.shared))]
-        rest = torch.cat([wanted[:0], *(wanted[part] for part in self.uncompressed)])
-        arrived = self.wire.mean(torch.cat([rest, *map(torch.flatten, sent)]))
-        rest, *flat = arrived.split([len(rest), *map(torch.numel, sent)])
+        uncompressed = torch.cat([to_send[:0], *(to_send[part] for part in self.uncompressed)])
+        arrived = self.wire.mean(torch.cat([uncompressed, *map(torch.flatten, sent)]))
+        uncompressed, *flat = arrived.split([len(uncompressed), *map(torch.numel, sent)])
         ps = [orthonormal(part.view_as(p)) for part, p in zip(flat, sent)]
 
         flat_q = self.wire.mean(torch.cat([(m.mT @ p).flatten() for m, p in zip(matrices, ps)]))
@@ -305,9 +305,9 @@ class PowerSGD(Compressor):
         directions = [torch.where(p.any(1, keepdim=True), q, first) for p, q, first in zip(ps, qs, drawn)]
         self.shared.copy_(torch.cat([q.flatten() for q in directions]))
 
-        error = self._joined([m - a for m, a in zip(matrices, applied)], torch.zeros_like(rest))
+        error = self._joined([m - a for m, a in zip(matrices, applied)], torch.zeros_like(uncompressed))
         self.local["residual"].copy_(error)
-        return self._joined(applied, rest)
+        return self._joined(applied, uncompressed)
 
     def _matrices(self, flat: Tensor) -> list[Tensor]:
         """Split the flat Q of all blocks into one tensor [blocks, columns, rank] per shape."""

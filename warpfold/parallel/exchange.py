@@ -93,8 +93,8 @@ class Layout:
                 place = self.places[name]
                 start, stop = max(place.start, begin), min(place.stop, begin + length)
                 if start < stop:
-                    where = slice(offset + start - begin, offset + stop - begin)
-                    segments.append(Segment(name, where, start - place.start, self.shapes[name]))
+                    span = slice(offset + start - begin, offset + stop - begin)
+                    segments.append(Segment(name, span, start - place.start, self.shapes[name]))
         return segments
 
 
@@ -328,7 +328,7 @@ def _seconds(exchange: Exchange, mesh: Mesh, total: Tensor, pieces: Sequence[sli
     if hidden and exchange.late_factors:
         float(owned[-1][0])
         begin = time.perf_counter()
-    finish([exchange.all_gather(piece, total[where]) for piece, where in zip(owned, pieces)])
+    finish([exchange.all_gather(piece, total[span]) for piece, span in zip(owned, pieces)])
     float(total[0])
     return time.perf_counter() - begin
 

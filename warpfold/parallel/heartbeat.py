@@ -200,22 +200,22 @@ class Heartbeat:
             answered = self._ask(read=True)
         if self._failure:
             return TeamError(self._failure)
-        here = f"rank {self._rank} waited for others at {name!r}"
+        waited = f"rank {self._rank} waited for others at {name!r}"
         if not answered:
-            return TeamError(f"{here}; {self._about_store()}")
-        return TeamError(f"{here}; {self._missing(SILENT) or f'all are there: {str(error).splitlines()[0]}'}")
+            return TeamError(f"{waited}; {self._about_store()}")
+        return TeamError(f"{waited}; {self._missing(SILENT) or f'all are there: {str(error).splitlines()[0]}'}")
 
     def explain(self, name: str, seconds: float) -> str:
         """Explain why this process has waited for so long, from its own memory and without contacting the store."""
         reason = self._failure
         if not reason:
-            here = f"rank {self._rank} waited for others at {name!r} for {seconds:.0f} s"
+            waited = f"rank {self._rank} waited for others at {name!r} for {seconds:.0f} s"
             if name == self._name:
                 reason = self._about_store()
             elif self._silent():
-                reason = f"{here}; {self._about_store()}"
+                reason = f"{waited}; {self._about_store()}"
             else:
-                reason = f"{here}; {missing}" if (missing := self._missing(SILENT)) else here
+                reason = f"{waited}; {missing}" if (missing := self._missing(SILENT)) else waited
         # Reported if the store answers after all.
         self._message = self._message or f"rank {self._rank} failed: {reason}"
         return reason
@@ -306,8 +306,8 @@ class Heartbeat:
     def _about_store(self) -> str:
         if self._gone:
             return f"the store where they meet is gone: {self._keeper} has ended"
-        others = [f"rank {r} at {position.name!r}" for r, (position, _) in enumerate(self._beats) if r != self._rank]
-        last = f"; last known: {'; '.join(others)}" if self._beats else ""
+        positions = [f"rank {r} at {position.name!r}" for r, (position, _) in enumerate(self._beats) if r != self._rank]
+        last = f"; last known: {'; '.join(positions)}" if self._beats else ""
         return (
             f"the store where they meet has not answered for {self._silent():.0f} s: {self._keeper}, which keeps it, "
             f"is dead or frozen{last}"
@@ -315,13 +315,15 @@ class Heartbeat:
 
     def _missing(self, silent: float) -> str:
         """Name the ranks that did not arrive where this process waits, or that were silent for `silent` seconds."""
-        now, here, missing = self._read_at, self._position(), []
-        for rank, (there, when) in enumerate(self._beats):
+        now, own_position, missing = self._read_at, self._position(), []
+        for rank, (position, when) in enumerate(self._beats):
             same_example = rank in self._sharing()
             if rank == self._rank:
                 continue
             if now - when > silent:
-                missing.append(f"rank {rank} is dead or frozen: last heard of {now - when:.0f} s ago at {there.name!r}")
-            elif there.counts(same_example) < here.counts(same_example):
-                missing.append(f"rank {rank} did not arrive: it is at {there.name!r}")
+                missing.append(
+                    f"rank {rank} is dead or frozen: last heard of {now - when:.0f} s ago at {position.name!r}"
+                )
+            elif position.counts(same_example) < own_position.counts(same_example):
+                missing.append(f"rank {rank} did not arrive: it is at {position.name!r}")
         return "; ".join(missing)

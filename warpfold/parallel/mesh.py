@@ -62,12 +62,14 @@ def coordinates(rank: int, data: int, axial: int, branch: int) -> tuple[int, int
 
 def check_grid(data: int, axial: int, branch: int, there: int) -> None:
     """Raise UserError unless `there` ranks fill the grid."""
-    wanted = data * axial * branch
-    if wanted != there:
-        how = f"with torchrun --nproc-per-node {wanted}" if wanted <= 8 else f"with torchrun, {wanted} processes in all"
+    needed = data * axial * branch
+    if needed != there:
+        start_command = (
+            f"with torchrun --nproc-per-node {needed}" if needed <= 8 else f"with torchrun, {needed} processes in all"
+        )
         raise UserError(
-            f"plan: data {data} x axial {axial} x branch {branch} needs {wanted} processes, there are {there}. "
-            f"Start it {'without torchrun' if wanted == 1 else how}, or change the plan."
+            f"plan: data {data} x axial {axial} x branch {branch} needs {needed} processes, there are {there}. "
+            f"Start it {'without torchrun' if needed == 1 else start_command}, or change the plan."
         )
 
 
@@ -83,14 +85,16 @@ def make_mesh(data: int = 1, axial: int = 1, branch: int = 1, limit: float = TIM
     Raises UserError if the ranks do not fill the grid.
     """
     sizes = data, axial, branch
-    there, used = dist.get_world_size() if dist.is_initialized() else 1, math.prod(sizes)
-    check_grid(*sizes, there - idle)
+    world_size, used = dist.get_world_size() if dist.is_initialized() else 1, math.prod(sizes)
+    check_grid(*sizes, world_size - idle)
     if not dist.is_initialized():
         return Mesh(limit=limit)
     if idle:
-        world = split("world", [range(used), range(used, there)], limit)
+        world = split("world", [range(used), range(used, world_size)], limit)
     else:
-        world = Group("world", dist.get_rank(), there, tuple(range(there)), dist.group.WORLD if there > 1 else None)
+        world = Group(
+            "world", dist.get_rank(), world_size, tuple(range(world_size)), dist.group.WORLD if world_size > 1 else None
+        )
         set_timeouts(dist.group.WORLD, limit)
         connect(world)
     # Which of the coordinates (data, axial, branch) vary within each group.
@@ -131,7 +135,7 @@ def split(name: str, members: Sequence[Sequence[int]], limit: float) -> Group:
         with waiting(f"making the groups of {name} ranks"):
             handles = [dist.new_group(list(ranks), timeout=timedelta(seconds=limit)) for ranks in members]
         handle = next(
-            (made for ranks, made in zip(members, handles) if ranks is own_ranks and len(own_ranks) > 1), None
+            (handle for ranks, handle in zip(members, handles) if ranks is own_ranks and len(own_ranks) > 1), None
         )
         set_timeouts(handle, limit)
     group = Group(name, list(own_ranks).index(rank), len(own_ranks), tuple(own_ranks), handle)

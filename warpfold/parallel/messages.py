@@ -42,8 +42,8 @@ def begin_gather(x: Tensor, group: Group, what: str, to_all: bool = True) -> Pen
         return PendingGather(x[None], x, Work(None, what))
     if not to_all:
         rows = x.new_empty(group.size if group.rank == 0 else 0, len(x))
-        into = list(rows) if group.rank == 0 else None
-        return PendingGather(rows, x, Work(dist.gather(x, into, group.ranks[0], group.handle, async_op=True), what))
+        row_list = list(rows) if group.rank == 0 else None
+        return PendingGather(rows, x, Work(dist.gather(x, row_list, group.ranks[0], group.handle, async_op=True), what))
     received = x.new_empty(group.size * len(x))
     work = Work(all_gather_flat(received, x, group=group.handle, async_op=True), what)
     return PendingGather(received.view(group.size, -1), x, work)

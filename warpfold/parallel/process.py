@@ -135,9 +135,11 @@ def torchrun_from_srun(variables: Mapping[str, str]) -> dict[str, str]:
         if sum(tasks) != int(variables[TASKS]) or local >= each:
             raise ValueError
     except (KeyError, ValueError, IndexError) as error:
-        why = f"{error.args[0]} is missing" if isinstance(error, KeyError) else "Slurm's other variables contradict it"
+        reason = (
+            f"{error.args[0]} is missing" if isinstance(error, KeyError) else "Slurm's other variables contradict it"
+        )
         raise UserError(
-            f"environment variable {TASKS}={variables[TASKS]}: {why}. Start with srun or torchrun; for a single "
+            f"environment variable {TASKS}={variables[TASKS]}: {reason}. Start with srun or torchrun; for a single "
             f"process: unset {TASKS}"
         ) from None
     if "SLURM_GTIDS" in variables and len(variables["SLURM_GTIDS"].split(",")) != each:

@@ -259,7 +259,7 @@ class Reducer:
         self._in_flight, self._clip_factors, self._clip_work = [], None, Work(None, "")
         if self.config.shard_state:
             return torch.cat(owned[::-1]), factor
-        finish([self.exchange.all_gather(piece, total[where]) for piece, where in zip(owned, self.pieces)])
+        finish([self.exchange.all_gather(piece, total[span]) for piece, span in zip(owned, self.pieces)])
         return total, factor
 
     # Shards
@@ -458,7 +458,7 @@ def check_replicas(weights: Tensor, layout: Layout, world: Group, when: str) -> 
 
 def checksums(flat: Tensor, places: Iterable[slice]) -> Tensor:
     """Compute a checksum of each part of a flat tensor, such as each parameter; int64 [parts]."""
-    return torch.cat([row_checksums(flat[None, where]) for where in places])
+    return torch.cat([row_checksums(flat[None, place]) for place in places])
 
 
 def row_checksums(rows: Tensor) -> Tensor:

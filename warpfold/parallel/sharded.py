@@ -313,7 +313,7 @@ def layout_plan(name: str, blocks: Sequence[Block], by_channels: bool, branch: G
             present[step.state] = present[step.state] if axis is None else axis
             axes.append(present[step.state])
     # The axis that later steps need; therefore the steps are visited in reverse.
-    wanted: dict[str, int | None] = {**ENTRY_AXES}
+    needed_axes: dict[str, int | None] = {**ENTRY_AXES}
     layouts = []
     for block in reversed(blocks):
         names = {module: key for key, module in block.named_modules()}
@@ -321,11 +321,11 @@ def layout_plan(name: str, blocks: Sequence[Block], by_channels: bool, branch: G
         away, steps = _remote_steps(block, branch), []
         for index, step in reversed(list(enumerate(block.steps))):
             axis, other_axis = _axes_read(step, by_channels)
-            next_axis, other_next = wanted[step.state], None
-            enters[step.state] = wanted[step.state] = None if index in away else axis
+            next_axis, other_next = needed_axes[step.state], None
+            enters[step.state] = needed_axes[step.state] = None if index in away else axis
             if step.other is not None and index not in away:
-                other_next = wanted[step.other]
-                enters[step.other] = wanted[step.other] = other_axis
+                other_next = needed_axes[step.other]
+                enters[step.other] = needed_axes[step.other] = other_axis
             label = names.get(step.layer, type(step.layer).__name__)
             steps.append(StepLayout(f"{name} {label}", axes.pop(), next_axis, other_next))
         layouts.append(BlockLayout(enters, tuple(reversed(steps)), independent_runs(block.steps)))
@@ -393,8 +393,8 @@ def unsupported_reason(plan: Plan, name: str, block: Block) -> str | None:
     steps = block.checked_steps()
     for layer, step in ((type(step.layer).__name__, step) for step in steps):
         if plan.axial > 1 and not can_be_cut(step.layer):
-            why = "overrides `forward`" if isinstance(step.layer, AxialUpdate) else "is not an AxialUpdate"
-            return f"{setting} = {size}: {layer} in {kind} {why}, so it cannot be sharded. Set {setting} = 1."
+            reason = "overrides `forward`" if isinstance(step.layer, AxialUpdate) else "is not an AxialUpdate"
+            return f"{setting} = {size}: {layer} in {kind} {reason}, so it cannot be sharded. Set {setting} = 1."
         if isinstance(step.layer, AxialUpdate) and step.layer.mask_of != step.layer.reads:
             return f"{setting} = {size}: {layer} in {kind} is masked by its other state. Set {setting} = 1."
     halves = any(len({steps[index].state for index in run}) > 1 for run in independent_runs(steps))
@@ -464,12 +464,12 @@ class ShardedStack:
         # In place, tensors are resharded in pieces of this many elements.
         chunk = self.plan.chunk if self.plan.in_place else None
         piece = None if chunk is None else slice_numbers(chunk, residues, self.channels or c_z)
-        held: Sharded = {}
+        sharded: Sharded = {}
         mask: dict[str, Mask] = {}
         for name, state, its_mask in zip(names, states, masks):
             lengths = {ROWS: state.shape[ROWS] if name == "m" else residues, COLS: residues}
-            held[name] = ShardedTensor(ENTRY_AXES[name], state, lengths, self.group, f"{self.name} {name}", piece)
-            self._check_shard(held[name], name, state)
+            sharded[name] = ShardedTensor(ENTRY_AXES[name], state, lengths, self.group, f"{self.name} {name}", piece)
+            self._check_shard(sharded[name], name, state)
             if name == "m":
                 # A mask has no channel axis, so its axes are shifted by one.
                 mask[name] = {axis: local_shard(its_mask, axis + 1, self.group) for axis in (ROWS, COLS)}
@@ -480,9 +480,9 @@ class ShardedStack:
         for index, (block, layout) in with_progress(list(enumerate(zip(self.blocks, self.layouts[by_channels])))):
             if self.mesh.branch.size > 1:
                 # Wait for the other branch's tensor outside of the checkpoint: a recomputation must not receive again.
-                for x in held.values():
+                for x in sharded.values():
                     x.local(x.available_axis)
-            enters = zip(held.values(), layout.enters.values())
+            enters = zip(sharded.values(), layout.enters.values())
             inputs = [x.detach_axis(x.available_axis if axis is None else axis) for x, axis in enters]
             run = partial(self._block, block, layout, by_channels, mask)
             if index < recomputed and torch.is_grad_enabled():
@@ -491,8 +491,8 @@ class ShardedStack:
                 new = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=preserves)
             else:
                 new = run(*inputs)
-            held = dict(zip(names, new))
-        outputs = tuple(x.local(ENTRY_AXES[name]) for name, x in held.items())
+            sharded = dict(zip(names, new))
+        outputs = tuple(x.local(ENTRY_AXES[name]) for name, x in sharded.items())
         # Nothing uses the m of the extra MSA stack. Tie it to z, so that both branch ranks join its gradient
         # collective.
         return tied(*outputs) if self.mesh.branch.size > 1 else outputs
@@ -514,11 +514,11 @@ class ShardedStack:
         """Run one block. Second shards of its input states live only while it runs."""
         # Autograd may recompute the block in another thread, which needs the same choice of kernels.
         with using(self.plan.kernels):
-            held = dict(zip(block.states, (x.detach_axis(x.available_axis) for x in states)))
+            sharded = dict(zip(block.states, (x.detach_axis(x.available_axis) for x in states)))
             steps = list(zip(block.steps, layout.steps))
             for run in with_progress(layout.runs):
-                held |= self._run_independent([steps[index] for index in run], by_channels, held, mask)
-            return tuple(held.values())
+                sharded |= self._run_independent([steps[index] for index in run], by_channels, sharded, mask)
+            return tuple(sharded.values())
 
     def _run_independent(
         self, steps: list[tuple[Step, StepLayout]], by_channels: bool, held: Sharded, mask: Mapping[str, Mask]
@@ -532,12 +532,12 @@ class ShardedStack:
         own_state, other_state = _states_by_rank(states, self.mesh.branch)
         (result,) = _interleave(self._chain(chains[own_state], by_channels, held, mask))
         axis, other_axis = (chains[state][-1][1].axis for state in (own_state, other_state))
-        theirs = held[other_state]
-        shape = theirs.whole_shape(theirs.local(theirs.available_axis))
-        shape[other_axis] = shard_sizes(theirs.lengths[other_axis], self.group.size)[self.group.rank]
+        other_tensor = held[other_state]
+        shape = other_tensor.whole_shape(other_tensor.local(other_tensor.available_axis))
+        shape[other_axis] = shard_sizes(other_tensor.lengths[other_axis], self.group.size)[self.group.rank]
         # The two branch ranks swap the states that they have computed.
-        received = sendrecv(result.local(axis), shape, self.mesh.branch, f"{theirs.name} of the other branch")
-        return {own_state: result, other_state: theirs.with_shard(other_axis, received)}
+        received = sendrecv(result.local(axis), shape, self.mesh.branch, f"{other_tensor.name} of the other branch")
+        return {own_state: result, other_state: other_tensor.with_shard(other_axis, received)}
 
     def _chain(
         self, steps: list[tuple[Step, StepLayout]], by_channels: bool, held: Sharded, mask: Mapping[str, Mask]
@@ -549,8 +549,8 @@ class ShardedStack:
             layer = step.layer
             if not can_be_cut(layer) or (self.plan.axial == 1 and self.plan.chunk is None):
                 # Every rank has full tensors here: one axial rank, two branches.
-                full, others = x.available_axis, () if other is None else (other.local(other.available_axis),)
-                x = self._leave(x, full, layer(x.local(full), mask[step.masked][full], *others), layout)
+                full, other_inputs = x.available_axis, () if other is None else (other.local(other.available_axis),)
+                x = self._leave(x, full, layer(x.local(full), mask[step.masked][full], *other_inputs), layout)
                 continue
             run = self.compiled.get(layer, layer)
             if by_channels and isinstance(layer, TriangleMultiplication):
@@ -587,15 +587,15 @@ class ShardedStack:
             # x may still be in flight: compute the update without the residual meanwhile.
             dx = layer.update(prepared, n_mask, shared, None, None)
         yield [x.future(axis)]
-        held = x.local(axis)
-        factors = self._factors(layer, x, held, axis)
+        shard = x.local(axis)
+        factors = self._factors(layer, x, shard, axis)
         if dx is not None:
-            new = residual(held, dx, factors)
+            new = residual(shard, dx, factors)
         elif self.plan.chunk is None:
-            new = layer.update(prepared, n_mask, shared, held, factors)
+            new = layer.update(prepared, n_mask, shared, shard, factors)
         else:
             axes, most = (axis, read_axis), self._slice_numbers(x)
-            new = update_in_slices(layer, held, held_read, n_mask, shared, factors, axes, most, self.plan.in_place)
+            new = update_in_slices(layer, shard, held_read, n_mask, shared, factors, axes, most, self.plan.in_place)
         return self._leave(x, axis, new, layout)
 
     def _slice_numbers(self, x: ShardedTensor) -> int:
@@ -607,13 +607,13 @@ class ShardedStack:
         self, layer: AxialUpdate, source: ShardedTensor, mask: Mask, axis: int, layout: StepLayout
     ) -> list[Pending]:
         """Compute `shared` from this rank's shard along `axis`, and start to gather each of its tensors."""
-        held, length, name = source.local(axis), source.lengths[axis], f"{layout.name} shared"
+        shard, length, name = source.local(axis), source.lengths[axis], f"{layout.name} shared"
         if source.piece is not None:
             return [Pending(t) for t in shared_in_pieces(layer, source, mask[axis], axis, name)]
         if self.plan.chunk is not None:
-            tensors = shared_in_slices(layer, held, mask[axis], axis, self._slice_numbers(source))
+            tensors = shared_in_slices(layer, shard, mask[axis], axis, self._slice_numbers(source))
         else:
-            tensors = layer.shared(held, mask[axis])
+            tensors = layer.shared(shard, mask[axis])
         join_axis = layer.join_axis(axis)
         pending = [all_gather(t, join_axis, length, self.group, f"{name} {i}") for i, t in enumerate(tensors)]
         if layout.other_next is not None:
@@ -628,14 +628,14 @@ class ShardedStack:
         """
         axis = x.available_axis
         yield [x.future(axis)]
-        held = x.local(axis)
-        factors = self._factors(layer, x, held, axis)
+        shard = x.local(axis)
+        factors = self._factors(layer, x, shard, axis)
         exchange = ChannelExchange(layer, axis, x.lengths[axis], self.group, layout.name)
         if x.piece is not None:
-            new = multiply_in_place(exchange, held, mask[axis], factors, x.rows(axis))
+            new = multiply_in_place(exchange, shard, mask[axis], factors, x.rows(axis))
         else:
-            right = exchange.right(held, mask[axis], x.lengths[axis])
-            new = yield from exchange.product(held, mask[axis], right, factors, x.lengths[axis])
+            right = exchange.right(shard, mask[axis], x.lengths[axis])
+            new = yield from exchange.product(shard, mask[axis], right, factors, x.lengths[axis])
         return self._leave(x, axis, new, layout)
 
     def _factors(self, layer: AxialUpdate, x: ShardedTensor, held: Tensor, axis: int) -> Factors | None:
@@ -693,8 +693,8 @@ def shared_in_pieces(layer: AxialUpdate, source: ShardedTensor, mask: Tensor, ax
     def begin(piece: Piece) -> list[Pending]:
         assert layer.shares is not None
         n_mask = mask_slice(layer, layer.shares, mask, axis, piece.local_rows)
-        made = layer.shared(piece.narrow(x, axis), n_mask)
-        return [all_gather(t, join_axis, piece.length, group, f"{name} {i}") for i, t in enumerate(made)]
+        tensors = layer.shared(piece.narrow(x, axis), n_mask)
+        return [all_gather(t, join_axis, piece.length, group, f"{name} {i}") for i, t in enumerate(tensors)]
 
     return join_pieces(begin, join_axis, length, rows, group)
 
@@ -721,8 +721,10 @@ def update_from_pieces(
     prepared = tuple(torch.cat(tensors, axis) for tensors in zip(*(layer.prepare(*read_rows(part)) for part in parts)))
 
     def begin(piece: Piece) -> tuple[Piece, list[Pending]]:
-        made = layer.shared(*read_rows(piece.local_rows))
-        return piece, [all_gather(t, join_axis, piece.length, group, f"{name} shared {i}") for i, t in enumerate(made)]
+        tensors = layer.shared(*read_rows(piece.local_rows))
+        return piece, [
+            all_gather(t, join_axis, piece.length, group, f"{name} shared {i}") for i, t in enumerate(tensors)
+        ]
 
     for piece, arriving in prefetch_one(map(begin, pieces(length, rows, group))):
         shared = [pending.wait().split(piece.sizes, join_axis) for pending in arriving]
@@ -805,9 +807,11 @@ def multiply_in_place(exchange: ChannelExchange, x: Tensor, mask: Tensor, factor
     # The `del` statements free a piece before the generator resumes and creates the next one.
     def begun() -> Iterator[tuple[Tensor, Generator[Sequence[Pending], None, Tensor]]]:
         """Yield each piece with its product, whose left factor is in flight."""
-        for start, size, every in cuts:
+        for start, size, whole_length in cuts:
             part, n_mask = narrow(along, start, size)
-            product = exchange.product(part, n_mask, Pending(right), cut_factors(factors, along, start, size), every)
+            product = exchange.product(
+                part, n_mask, Pending(right), cut_factors(factors, along, start, size), whole_length
+            )
             next(product)
             yield part, product
             del part, product

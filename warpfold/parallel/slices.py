@@ -104,18 +104,18 @@ def shared_in_slices(layer: AxialUpdate, source: Tensor, mask: Tensor, axis: int
     parts: list[Tensors] = []
     wholes: list[Tensor] = []
     for part, piece in with_progress(fetch_each(source, cuts, axis), len(cuts)):
-        made = layer.shared(piece, mask_slice(layer, layer.shares, mask, axis, part))
+        shared_tensors = layer.shared(piece, mask_slice(layer, layer.shares, mask, axis, part))
         if keeps:
-            parts.append(made)
+            parts.append(shared_tensors)
             continue
-        for index, new in enumerate(made):
+        for index, new in enumerate(shared_tensors):
             if len(wholes) == index:
                 shape = list(new.shape)
                 shape[joined] = source.shape[axis]
                 wholes.append(layer.empty_shared(new, shape))
             wholes[index].narrow(joined, part.start, part.stop - part.start).copy_(new)
         # Free this slice before the next one is computed.
-        del made, new, piece
+        del shared_tensors, new, piece
     return tuple(torch.cat(tensors, joined) for tensors in zip(*parts)) if keeps else tuple(wholes)
 
 

@@ -93,16 +93,18 @@ class Team:
         Raises UserError if the processes do not fill the plan's grid.
         """
         sizes, ranks = (plan.data, plan.axial, plan.branch), self.process.ranks
-        left = max(ranks - math.prod(sizes), 0) if idle else 0
-        check_grid(*sizes, ranks - left)
-        if left or sizes not in self._meshes:
+        idle_ranks = max(ranks - math.prod(sizes), 0) if idle else 0
+        check_grid(*sizes, ranks - idle_ranks)
+        if idle_ranks or sizes not in self._meshes:
             self._enter_global(f"the groups of {' x '.join(map(str, sizes))} ranks")
-            self._meshes[sizes] = make_mesh(*sizes, self.mesh.limit, left)
+            self._meshes[sizes] = make_mesh(*sizes, self.mesh.limit, idle_ranks)
         self.mesh = self._meshes[sizes]
-        if left:
-            used = ranks - left
+        if idle_ranks:
+            used = ranks - idle_ranks
             on_node = min(self.process.ranks_per_node, used)
-            self.process = replace(self.process, ranks=used, idle=self.process.idle + left, ranks_per_node=on_node)
+            self.process = replace(
+                self.process, ranks=used, idle=self.process.idle + idle_ranks, ranks_per_node=on_node
+            )
             self.relieve(used)
         return self.mesh
 
@@ -164,8 +166,8 @@ class Team:
         if self.is_example_leader:
             with waiting(f"a number of {what}"):
                 number = self._store.add(f"taken-{what}", 1) - 1
-        taken: int = self.all_gather_object_of_example(number, what)[0]
-        return taken
+        taken_number: int = self.all_gather_object_of_example(number, what)[0]
+        return taken_number
 
     def wait_for_all(self, what: str) -> None:
         """Wait without a time limit until all processes arrive, after work whose duration differs between them.
@@ -173,9 +175,9 @@ class Team:
         Raises TeamError if a process fails meanwhile.
         """
         self._record_progress(what)
-        round, here = divmod(self._store.add(f"here-{what}", 1) - 1, self.process.ranks)
+        round, arrival = divmod(self._store.add(f"here-{what}", 1) - 1, self.process.ranks)
         all_here, pause = f"all-here-{what}-{round}", POLL
-        if here == self.process.ranks - 1:
+        if arrival == self.process.ranks - 1:
             self._store.set(all_here, "")
         # A collective would time out, so the store is polled.
         while not self._store.check([all_here]):
@@ -255,8 +257,8 @@ class Team:
         group, dtype = self.mesh.axial, dtype or x.dtype
         if self.mesh.branch.rank > 0:
             return
-        others = [size for at, size in enumerate(x.shape) if at != axis % x.ndim]
-        rows = max(BROADCAST_BYTES // max(math.prod(others) * dtype.itemsize, 1), 1)
+        other_sizes = [size for at, size in enumerate(x.shape) if at != axis % x.ndim]
+        rows = max(BROADCAST_BYTES // max(math.prod(other_sizes) * dtype.itemsize, 1), 1)
         begin = 0
         for rank, size in enumerate(shard_sizes(length, group.size)):
             for start in range(0, max(size, rank == 0), rows):
@@ -398,11 +400,11 @@ def _initialise(process: ProcessInfo, plan: Plan, device: torch.device) -> dist.
         backend, own_gpu = "cpu:gloo,cuda:nccl", torch.device("cuda", torch.cuda.current_device())
     allow_connections(process.ranks)
     keeps = process.rank == 0 and not process.agent_keeps_store
-    where = f"{process.address}:{process.port}"
+    store_address = f"{process.address}:{process.port}"
     try:
-        with waiting(f"reaching the store at {where}"):
+        with waiting(f"reaching the store at {store_address}"):
             shared = dist.TCPStore(process.address, process.port, None, keeps, start_limit, wait_for_workers=False)
-        with waiting(f"the meeting at {where}"):
+        with waiting(f"the meeting at {store_address}"):
             node = platform.node()
             name = agree_on_name(shared, process.rank, process.ranks, plan.start_limit, node, process.on_node)
         shared.set_timeout(limit)
@@ -410,14 +412,14 @@ def _initialise(process: ProcessInfo, plan: Plan, device: torch.device) -> dist.
         with waiting(f"joining the {process.ranks} processes"):
             # With a device, NCCL connects at once, and later groups are split from this communicator.
             dist.init_process_group(backend, None, limit, process.ranks, process.rank, store, device_id=own_gpu)
-        with waiting(f"reaching the store at {where} again"):
+        with waiting(f"reaching the store at {store_address} again"):
             # The heartbeat's thread needs its own client, since a blocked request blocks its client.
             heartbeat_store = dist.TCPStore(process.address, process.port, None, False, limit)
     except RuntimeError as error:
-        why = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0]
         raise TeamError(
-            f"rank {process.rank}: the {process.ranks} processes did not meet at {where} within "
-            f"{plan.start_limit:g} s: {why}. Check why the missing ranks did not start, or increase the limit "
+            f"rank {process.rank}: the {process.ranks} processes did not meet at {store_address} within "
+            f"{plan.start_limit:g} s: {reason}. Check why the missing ranks did not start, or increase the limit "
             "(plan.start_limit, in training)."
         ) from error
     return dist.PrefixStore(f"warpfold-{name}-heartbeat", heartbeat_store)
@@ -508,10 +510,10 @@ def allow_connections(ranks: int) -> None:
     Two groups may connect all ranks. A lower hard limit is used instead, and `warpfold doctor --cluster` reports it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * ranks + SPARE_FILES
+    needed_files = 2 * ranks + SPARE_FILES
     if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+        needed_files = min(needed_files, hard)
+    if soft != resource.RLIM_INFINITY and soft < needed_files:
         # Some systems reject values below the limit that they report.
         with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed_files, hard))
