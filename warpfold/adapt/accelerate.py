@@ -112,8 +112,10 @@ def accelerate(
     if not report.swapped and not any(kind.speed for kind in kinds):
         reasons = [f"{kind.names[0] or 'the model'}: {kind.why}" for kind in report.left if kind.why != NO_OPERATION]
         packages = Counter(qualified_name(type(module)).partition(".")[0] for module in inner.modules())
-        why = "; ".join(dict.fromkeys(reasons[:3])) or f"no layer of {packages.most_common(1)[0][0]} that is known here"
-        nothing = f"accelerate: nothing to swap in this {type(inner).__name__}: {why}"
+        reason = (
+            "; ".join(dict.fromkeys(reasons[:3])) or f"no layer of {packages.most_common(1)[0][0]} that is known here"
+        )
+        nothing = f"accelerate: nothing to swap in this {type(inner).__name__}: {reason}"
         raise UserError("; ".join([nothing, *lookalikes(inner)]))
     for module, adapter, layer, execution in layers:
         swap(module, adapter, layer, execution)
@@ -249,7 +251,7 @@ def _kinds(model: nn.Module, options: _Options, tell: Callable[[str], None]) -> 
         for group in groups:
             adapter = find_adapter(group[0], adapters())[0]
             selected = [m for m in group if adapter is None or options.wants(names[m], adapter)]
-            others = [m for m in group if m not in selected]
+            unselected = [m for m in group if m not in selected]
             if selected:
                 if adapter is not None:
                     tell(f"{type(selected[0]).__name__} ({pattern([names[m] for m in selected])})")
@@ -258,10 +260,10 @@ def _kinds(model: nn.Module, options: _Options, tell: Callable[[str], None]) -> 
                 parameters = {p for module in selected for p in module.parameters(adapter is not None)}
                 yield replace(kind, parameters=sum(p.numel() for p in parameters)), adapter, selected
                 roots += [] if kind.operation or adapter is None else selected
-            if others:
-                left = LayerKind(tuple(names[m] for m in others), type(others[0]).__name__, why=NOT_ASKED)
-                yield left, adapter, others
-                roots += others
+            if unselected:
+                left_kind = LayerKind(tuple(names[m] for m in unselected), type(unselected[0]).__name__, why=NOT_ASKED)
+                yield left_kind, adapter, unselected
+                roots += unselected
         roots = [child for module in roots for child in module.children()]
 
 
@@ -272,12 +274,12 @@ def _groups(roots: Sequence[nn.Module]) -> list[list[nn.Module]]:
     adapter are swapped with it, so they are not visited.
     """
     groups: dict[tuple[object, ...], list[nn.Module]] = defaultdict(list)
-    stack, seen = list(reversed(roots)), set[nn.Module]()
+    stack, visited = list(reversed(roots)), set[nn.Module]()
     while stack:
         module = stack.pop()
-        if module in seen:
+        if module in visited:
             continue
-        seen.add(module)
+        visited.add(module)
         has_adapter = find_adapter(module, adapters())[0] is not None
         shapes = tuple(
             (key, tuple(p.shape), p.dtype, p.device) for key, p in module.named_parameters(recurse=has_adapter)
@@ -302,22 +304,22 @@ def _decide(module: nn.Module, names: tuple[str, ...], adapter: Adapter | None, 
     try:
         return _served(kind, module, adapter, options)
     except NotServed as error:
-        why = str(error)
+        reason = str(error)
     except AttributeError as error:
-        why = f"its submodules are not those that the adapter expects: {error}"
+        reason = f"its submodules are not those that the adapter expects: {error}"
     if options.strict:
-        raise UserError(f"accelerate: {names[0]} ({kind.class_name}) cannot be swapped: {why}; leave strict out")
-    return replace(kind, why=why)
+        raise UserError(f"accelerate: {names[0]} ({kind.class_name}) cannot be swapped: {reason}; leave strict out")
+    return replace(kind, why=reason)
 
 
 def _served(kind: LayerKind, module: nn.Module, adapter: Adapter, options: _Options) -> LayerKind:
     """Check the modules of a group with an adapter. Raises NotServed if they cannot be swapped."""
-    if why := find_adapter(module, adapters())[1]:
-        raise NotServed(why)
+    if reason := find_adapter(module, adapters())[1]:
+        raise NotServed(reason)
     adapter.build(module)
     parameters = [*module.parameters()]
-    if why := unsupported_device(parameters) if parameters else "it has no parameters":
-        raise NotServed(why)
+    if reason := unsupported_device(parameters) if parameters else "it has no parameters":
+        raise NotServed(reason)
     if options.verify is False:
         return replace(kind, operation=adapter.operation)
     comparison = compare(module, adapter, execution=options.execution(adapter, None))
@@ -335,8 +337,8 @@ def _served(kind: LayerKind, module: nn.Module, adapter: Adapter, options: _Opti
         # The user did not ask for a timing, so running out of memory in it is only a note (`_notes`).
         return replace(kind, operation=adapter.operation)
     kind = replace(kind, speed=speed)
-    if why := gain(speed, adapter.plain, options.trains):
-        return replace(kind, why=why)
+    if reason := gain(speed, adapter.plain, options.trains):
+        return replace(kind, why=reason)
     return replace(kind, operation=adapter.operation)
 
 
@@ -382,10 +384,12 @@ def lookalikes(model: nn.Module) -> list[str]:
         if count < 5:
             continue
         hidden, same = Counter(linear.out_features for linear in linears if linear.in_features == c).most_common(1)[0]
-        others = [linear.out_features for linear in linears if (linear.in_features, linear.out_features) != (c, hidden)]
-        if (c != hidden and others in ([c], [c, c])) or (c == hidden and not others):
+        other_widths = [
+            linear.out_features for linear in linears if (linear.in_features, linear.out_features) != (c, hidden)
+        ]
+        if (c != hidden and other_widths in ([c], [c, c])) or (c == hidden and not other_widths):
             kind = "a triangle product"
-        elif same >= 4 and min(others) < min(c, hidden):
+        elif same >= 4 and min(other_widths) < min(c, hidden):
             kind = "attention with a pair bias"
         else:
             continue
@@ -408,39 +412,39 @@ def check_model(model: nn.Module) -> None:
     """Raise UserError for a model that `accelerate` does not accept."""
     if not isinstance(model, nn.Module):
         raise UserError(f"accelerate: a {type(model).__name__} is no torch.nn.Module; give the model")
-    for kind, why in (
+    for kind, problem in (
         (torch.jit.ScriptModule, "is scripted; accelerate the Python module, before torch.jit.script"),
         (torch.fx.GraphModule, "is a traced graph; accelerate it before tracing"),
         (DataParallel, "is wrapped in DataParallel; accelerate what is inside, then wrap it"),
     ):
         if isinstance(model, kind):
-            raise UserError(f"accelerate: this model {why}")
+            raise UserError(f"accelerate: this model {problem}")
     for name, module in model.named_modules():
         if is_swapped(module):
             raise UserError("accelerate: this model is accelerated already; warpfold.restore(model) undoes it")
-        why = ""
+        problem = ""
         if is_compiled(module):
-            why = "is compiled; accelerate the model first, then torch.compile it"
+            problem = "is compiled; accelerate the model first, then torch.compile it"
         elif qualified_name(type(module)).startswith(QUANTISED):
-            why = "is quantised: it computes by operations of its own; accelerate it before"
+            problem = "is quantised: it computes by operations of its own; accelerate it before"
         elif {kind.__name__ for kind in type(module).__mro__} & set(SHARDED):
-            why = "is sharded (FSDP); accelerate the model first, then shard it"
-        if why:
-            raise UserError(f"accelerate: {name or type(module).__name__} {why}")
+            problem = "is sharded (FSDP); accelerate the model first, then shard it"
+        if problem:
+            raise UserError(f"accelerate: {name or type(module).__name__} {problem}")
     for name, p in model.named_parameters():
-        why = ""
+        problem = ""
         if nn.parameter.is_lazy(p):
-            why = "has no shape yet; run the model once before"
+            problem = "has no shape yet; run the model once before"
         elif type(p).__name__ == "DTensor":
-            why = "is sharded (DTensor); accelerate the model first, then shard it"
+            problem = "is sharded (DTensor); accelerate the model first, then shard it"
         elif p.device.type == "meta":
-            why = "has no memory (it is on meta); load the weights first"
+            problem = "has no memory (it is on meta); load the weights first"
         elif p.device.type not in DEVICES:
-            why = f"is on {p.device}; layers are swapped on {' and '.join(DEVICES)}"
+            problem = f"is on {p.device}; layers are swapped on {' and '.join(DEVICES)}"
         elif p.dtype not in DTYPES:
-            why = f"is {p.dtype}: a quantised model computes by operations of its own"
-        if why:
-            raise UserError(f"accelerate: {name} {why}")
+            problem = f"is {p.dtype}: a quantised model computes by operations of its own"
+        if problem:
+            raise UserError(f"accelerate: {name} {problem}")
 
 
 def unwrap_ddp(model: nn.Module) -> nn.Module:

@@ -116,13 +116,13 @@ class LayerAdapter(Adapter):
 
     def forward(self, layer: Any, *_: Any, **given: Any) -> Any:
         """Compute the update from arguments by their names. Raises NotServed for arguments in `refuses`."""
-        for name, why in self.refuses.items():
+        for name, reason in self.refuses.items():
             if given.get(name) is not None and given[name] is not False:
-                raise NotServed(why)
-        taken: dict[str, Any] = {ours: given.get(theirs) for ours, theirs in self.theirs.items()}
+                raise NotServed(reason)
+        our_arguments: dict[str, Any] = {ours: given.get(theirs) for ours, theirs in self.theirs.items()}
         if self.refuses_fp16:
-            refuse_fp16(taken["x"], everywhere=self.refuses_fp16 == "any")
-        return self.compute(layer, **taken)
+            refuse_fp16(our_arguments["x"], everywhere=self.refuses_fp16 == "any")
+        return self.compute(layer, **our_arguments)
 
     def compute(self, layer: Any, x: Tensor, mask: Any = None, other: Any = None, rows: Any = None) -> Any:
         """Compute the update of x, without x."""

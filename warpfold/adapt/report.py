@@ -84,9 +84,9 @@ class Acceleration:
         for kind in self.left:
             if kind.why != NO_OPERATION:
                 left.setdefault((kind.why, kind.class_name), []).extend(kind.names)
-        for (why, name), names in left.items():
+        for (reason, name), names in left.items():
             named_layers = f"{len(names)} {name} ({pattern(tuple(names))})"
-            lines += textwrap.wrap(f"left: {named_layers}: {why}", width, subsequent_indent="  ")
+            lines += textwrap.wrap(f"left: {named_layers}: {reason}", width, subsequent_indent="  ")
         unsupported = Counter[str]()
         for kind in self.left:
             unsupported[kind.class_name] += len(kind.names) if kind.why == NO_OPERATION else 0

@@ -77,8 +77,8 @@ class SlicedExecution(PlainExecution):
 
     def needed(self, x: Tensor, mask: Tensor, other: Tensor | None, residual: bool, rows: int | None) -> int:
         """Compute the peak bytes of a call, including the backward pass if gradients are enabled."""
-        like = (None if t is None else (t.shape, t.stride(), t.dtype) for t in (x, mask, other))
-        key = (*like, residual, rows, x.device.type, torch.is_grad_enabled())
+        layouts = (None if t is None else (t.shape, t.stride(), t.dtype) for t in (x, mask, other))
+        key = (*layouts, residual, rows, x.device.type, torch.is_grad_enabled())
         if key not in self._needs:
             assert self.twin is not None
             self._needs[key] = _record_peak(self.twin, x, mask, other, residual, rows)
