@@ -105,11 +105,11 @@ class PlainExecution:
 
     def block(self, block: "Block", states: Tensors, masks: Tensors) -> Tensors:
         """Run the steps of a block one after another; `states` and `masks` in the order of `block.states`."""
-        held, mask = dict(zip(block.states, states)), dict(zip(block.states, masks))
+        current_states, mask = dict(zip(block.states, states)), dict(zip(block.states, masks))
         for step in block.checked_steps():
-            others = () if step.other is None else (held[step.other],)
-            held[step.state] = step.layer(held[step.state], mask[step.masked], *others)
-        return tuple(held.values())
+            other_inputs = () if step.other is None else (current_states[step.other],)
+            current_states[step.state] = step.layer(current_states[step.state], mask[step.masked], *other_inputs)
+        return tuple(current_states.values())
 
     def layer(
         self,

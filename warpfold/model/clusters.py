@@ -55,11 +55,11 @@ def cluster_features(batch: Batch, dtype: torch.dtype = torch.float32) -> Batch:
         if "soft_alignment" in batch:
             as_drawn = (masked == _rows(batch["alignment"], centres))[..., None]
             codes = torch.where(as_drawn, _soft_rows(batch, centres), codes)
-        seen = codes * own_mask[..., None]
-        total, removed, weight = _sums(batch, mask, deletions.to(codes.dtype), seen, own_mask.to(codes.dtype))
+        masked_codes = codes * own_mask[..., None]
+        total, removed, weight = _sums(batch, mask, deletions.to(codes.dtype), masked_codes, own_mask.to(codes.dtype))
         members = weight[..., None] + 1
         mean = (removed + own_deletions) / members
-        profile = (total + seen) / members[..., None]
+        profile = (total + masked_codes) / members[..., None]
         channels = [codes, *_deletion_channels(own_deletions), profile, _deletion_value(mean)[..., None]]
         has_deletion, value = _deletion_channels(_rows(deletions, extra))
         soft = {"soft_extra": _soft_rows(batch, extra)} if "soft_alignment" in batch else {}
@@ -93,7 +93,7 @@ def _sums(
     rows, soft, centres = batch["alignment"], batch.get("soft_alignment"), batch["centre_rows"]
     *lead, count, length, classes = codes.shape
     # A centre joins no cluster. Row 0, the query, is always a centre, so NO_ROW (negative) may be clamped to it.
-    others = torch.ones_like(mask[..., 0]).scatter(-1, centres.clamp(min=0), 0.0)
+    non_centres = torch.ones_like(mask[..., 0]).scatter(-1, centres.clamp(min=0), 0.0)
     compared = codes[..., :GAP].flatten(-2).detach()
     total = codes.new_zeros(*lead, count, length * classes)
     removed, weight = codes.new_zeros(*lead, count, length), codes.new_zeros(*lead, count)
@@ -108,7 +108,7 @@ def _sums(
             x = torch.cat((soft_rows, x[..., soft_rows.shape[-3] :, :, :]), -3)
         agreement = x[..., :GAP].flatten(-2).detach() @ compared.mT
         agreement = agreement.masked_fill(centres[..., None, :] == NO_ROW, -math.inf)
-        a = torch.softmax(1e3 * agreement, -1) * (block_mask @ present.mT) * others[..., block, None]
+        a = torch.softmax(1e3 * agreement, -1) * (block_mask @ present.mT) * non_centres[..., block, None]
         total += a.mT @ x.flatten(-2)
         removed += a.mT @ (block_mask * deletions[..., block, :])
         weight += a.sum(-2)

@@ -172,8 +172,8 @@ class RecyclingEmbedder(Executable):
 
         z: [*, rows, r, c_z], the same rows of the previous pass; beta: [*, r, 3], all residues.
         """
-        here = self.residues.local_shard(beta, -2)[..., rows, :]
-        bins = distance_bins(beta, self.min_bin, self.max_bin, self.bins, here)
+        row_positions = self.residues.local_shard(beta, -2)[..., rows, :]
+        bins = distance_bins(beta, self.min_bin, self.max_bin, self.bins, row_positions)
         weight, bias = self.distance.weight.T, self.distance.bias
         # Row 0 is for a distance without a bin.
         table = torch.cat((bias[None], weight + bias)).to(z.dtype)

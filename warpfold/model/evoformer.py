@@ -95,8 +95,8 @@ class AttentionUpdate(AxialUpdate):
     def gather_weights(self, dtype: torch.dtype, variant: bool) -> AttentionWeights:
         """Gather the layer's parameters; variant: with the projection that makes the bias from x."""
         norm, attention = self.norm, self.attention
-        into = joined(dtype, *(self.projections if variant else attention.projections))
-        return AttentionWeights(norm.weight, norm.bias, *into, *joined(dtype, attention.out), attention.heads)
+        in_weights = joined(dtype, *(self.projections if variant else attention.projections))
+        return AttentionWeights(norm.weight, norm.bias, *in_weights, *joined(dtype, attention.out), attention.heads)
 
     def join_axis(self, cut: int) -> int:
         keys = (cut == ROWS) == (self.by_column != self.bias_transposed)
@@ -302,8 +302,8 @@ class OuterProductMean(AxialUpdate):
 
     def gather_weights(self, dtype: torch.dtype, variant: bool) -> OuterProductWeights:
         """Gather the layer's parameters."""
-        norm, into, out_of = self.norm, joined(dtype, *self.projections), joined(dtype, self.out)
-        return OuterProductWeights(norm.weight, norm.bias, *into, *out_of)
+        norm, in_weights, out_weights = self.norm, joined(dtype, *self.projections), joined(dtype, self.out)
+        return OuterProductWeights(norm.weight, norm.bias, *in_weights, *out_weights)
 
     def shared(self, source: Tensor, mask: Tensor) -> Tensors:
         mask = mask[..., None].to(source.dtype)
@@ -418,9 +418,9 @@ class TriangleMultiplication(AxialUpdate):
         """Gather the layer's parameters."""
         # Each look-up of a module is a Python call, which matters where the host limits the speed.
         norm, norm_out = self.norm, self.norm_out
-        into, out_of = joined(dtype, *self.projections), joined(dtype, self.out)
+        in_weights, out_weights = joined(dtype, *self.projections), joined(dtype, self.out)
         norms_out = norm_out.weight, norm_out.bias
-        return TriangleWeights(norm.weight, norm.bias, *into, *norms_out, *out_of, self.fused)
+        return TriangleWeights(norm.weight, norm.bias, *in_weights, *norms_out, *out_weights, self.fused)
 
     def join_axis(self, cut: int) -> int:
         # The factors have no channel axis at the end.

@@ -59,11 +59,11 @@ def frame_aligned_point_error(
 
     The error is invariant under rigid motions of the prediction and of the truth, but not under reflections.
     """
-    seen, true = (upcast_half(x.to_matrix()) for x in (frames, true_frames))
+    predicted, true = (upcast_half(x.to_matrix()) for x in (frames, true_frames))
     points, true_points = upcast_half(points), upcast_half(true_points)
-    frame_mask, point_mask = frame_mask.to(seen.dtype), point_mask.to(seen.dtype)
+    frame_mask, point_mask = frame_mask.to(predicted.dtype), point_mask.to(predicted.dtype)
     cap = math.inf if clamp is None else clamp
-    sums = aligned_errors(seen, points, true, true_points, frame_mask, point_mask, pair_mask, cap, softening)
+    sums = aligned_errors(predicted, points, true, true_points, frame_mask, point_mask, pair_mask, cap, softening)
     capped, whole = sums.unbind(-1)
     total = clamped * capped + (1 - clamped) * whole
     if pair_mask is None:
@@ -304,10 +304,10 @@ def backbone_losses(frames: Rigid, batch: Mapping[str, Tensor], config: LossConf
     if "asym_id" not in batch:
         return {"fape": backbone_fape(frames, true, mask, config.fape_clamp, clamped, softening=softening)}
     same = batch["asym_id"][:, None] == batch["asym_id"][None, :]
-    between = config.interface_clamp, clamped, config.interface_scale, softening, ~same
+    interface_options = config.interface_clamp, clamped, config.interface_scale, softening, ~same
     return {
         "fape": backbone_fape(frames, true, mask, config.fape_clamp, clamped, softening=softening, pair_mask=same),
-        "interface_fape": backbone_fape(frames, true, mask, *between),
+        "interface_fape": backbone_fape(frames, true, mask, *interface_options),
     }
 
 
@@ -334,11 +334,11 @@ def renamed_sidechain_fape(
     true_frames = torch.where(
         truth.swapped[:, None, None], batch["rigidgroups_alt_gt_frames"], batch["rigidgroups_gt_frames"]
     )
-    seen, true = (
+    predicted, true = (
         Rigid(x.rotation.flatten(0, 1), x.translation.flatten(0, 1)) for x in (frames, Rigid.from_flat12(true_frames))
     )
     return frame_aligned_point_error(
-        seen,
+        predicted,
         atom14.flatten(0, 1),
         true,
         truth.positions.flatten(0, 1),
@@ -447,8 +447,8 @@ def lddt(
     true_distance, distance = (
         torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist") for x in (true_points, points)
     )
-    others = 1 - torch.eye(mask.shape[-1], dtype=mask.dtype, device=mask.device)
-    scored = (true_distance < cutoff) * mask[..., :, None] * mask[..., None, :] * others
+    off_diagonal = 1 - torch.eye(mask.shape[-1], dtype=mask.dtype, device=mask.device)
+    scored = (true_distance < cutoff) * mask[..., :, None] * mask[..., None, :] * off_diagonal
     error = (true_distance - distance).abs()
     preserved = (4 - torch.bucketize(error, _on_device(_tolerances, 4, error.device).to(error), right=True)) / 4
     axes = (-1,) if per_residue else (-2, -1)

@@ -43,7 +43,7 @@ def with_truth(batch: Mapping[str, Tensor], atoms: Tensor) -> Batch:
     if COPIES not in batch:
         return dict(batch)
     positions, mask = batch[COPIES], batch["copy_atom_mask"]
-    others = {name: x for name, x in batch.items() if name not in (COPIES, "copy_atom_mask")}
+    other_features = {name: x for name, x in batch.items() if name not in (COPIES, "copy_atom_mask")}
     copy = torch.zeros_like(batch["asym_id"])
     if len(positions) > 1:
         arguments = atoms[:, CA], positions[:, :, CA], mask[:, :, CA], batch["asym_id"], batch["entity_id"]
@@ -52,7 +52,7 @@ def with_truth(batch: Mapping[str, Tensor], atoms: Tensor) -> Batch:
     residues = torch.arange(len(copy), device=copy.device)
     positions, mask = positions[copy, residues], mask[copy, residues]
     labels = structure_labels(batch["aatype"], positions, mask)
-    return {**others, "all_atom_positions": positions, "all_atom_mask": mask, **labels}
+    return {**other_features, "all_atom_positions": positions, "all_atom_mask": mask, **labels}
 
 
 def nearest_copies(points: Tensor, copies: Tensor, mask: Tensor, asym_id: Tensor, entity_id: Tensor) -> Tensor:
@@ -101,12 +101,12 @@ class Moments:
         products = (p[..., :, None] * copies[..., None, :]).flatten(-2)
         squares = (p.square() + copies.square()).sum(-1, keepdim=True)
         per_residue = torch.cat([p, copies, products, squares], -1) * mask[..., None]
-        seen = member @ mask.T
-        means = torch.einsum("kn,cnf->kcf", member, per_residue) / seen.clamp(min=1)[..., None]
+        resolved_counts = member @ mask.T
+        means = torch.einsum("kn,cnf->kcf", member, per_residue) / resolved_counts.clamp(min=1)[..., None]
         point, copy, product, square = means.split((3, 3, 9, 1), -1)
         covariance = product.unflatten(-1, (3, 3)) - point[..., :, None] * copy[..., None, :]
         spread = square[..., 0] - point.square().sum(-1) - copy.square().sum(-1)
-        return Moments(member.sum(-1), seen, point, copy, covariance, spread)
+        return Moments(member.sum(-1), resolved_counts, point, copy, covariance, spread)
 
     def superpose(self, chain: Tensor, copy: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the motions that superpose chains on copies (indices [A]): rotations [A, 3, 3], translations [A, 3].
@@ -121,9 +121,9 @@ class Moments:
 
     def squared_distances(self, rotation: Tensor, translation: Tensor) -> Tensor:
         """Compute the mean squared distance [A, K, C] of each moved chain from each copy, square angstrom."""
-        moved = torch.einsum("axy,kcy->akcx", rotation, self.point) + translation[:, None, None]
+        moved_points = torch.einsum("axy,kcy->akcx", rotation, self.point) + translation[:, None, None]
         overlap = torch.einsum("ayx,kcxy->akc", rotation, self.covariance)
-        return (self.spread - 2 * overlap).clamp(min=0) + (moved - self.copy).square().sum(-1)
+        return (self.spread - 2 * overlap).clamp(min=0) + (moved_points - self.copy).square().sum(-1)
 
 
 def _assign(moments: Moments, entities: Tensor) -> Tensor:
@@ -139,10 +139,10 @@ def _assign(moments: Moments, entities: Tensor) -> Tensor:
     for entity in entities.unique():
         rows = (entities == entity).nonzero()[:, 0]
         # Resolved copies first, and of the others no more than the chains need.
-        seen = (moments.seen[rows] > 0).any(0)
-        copies = (~seen).int().argsort(stable=True)[: max(len(rows), int(seen.sum()))]
-        chosen, sums = _cheapest(cost[:, rows][..., copies])
-        assignment[:, rows] = copies[chosen]
+        is_resolved = (moments.seen[rows] > 0).any(0)
+        copies = (~is_resolved).int().argsort(stable=True)[: max(len(rows), int(is_resolved.sum()))]
+        best_copies, sums = _cheapest(cost[:, rows][..., copies])
+        assignment[:, rows] = copies[best_copies]
         total += sums
     return assignment[total.argmin()]
 
@@ -157,8 +157,8 @@ def _anchors(moments: Moments, entities: Tensor) -> tuple[Tensor, Tensor]:
     fixed = fixed if fixed.any() else moments.seen > 0
 
     def rank(entity: Tensor) -> tuple[int, float]:
-        seen = moments.seen[entities == entity]
-        return int((seen > 0).any(0).sum()), -float(seen.max())
+        resolved_counts = moments.seen[entities == entity]
+        return int((resolved_counts > 0).any(0).sum()), -float(resolved_counts.max())
 
     candidates = entities[fixed.any(-1)].unique()
     if not len(candidates):

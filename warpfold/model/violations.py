@@ -112,13 +112,13 @@ def find_violations(
     atom_mask = atom_mask.to(atoms.dtype)
     connections = connection_violations(atoms, atom_mask, aatype, residue_index, tolerance_factor, asym_id, bonds)
     clashes = clash_violations(atoms, atom_mask, aatype, residue_index, asym_id, overlap_tolerance, every_pair)
-    within = within_residue_violations(atoms, atom_mask, aatype, tolerance_factor, overlap_tolerance)
+    within_residue = within_residue_violations(atoms, atom_mask, aatype, tolerance_factor, overlap_tolerance)
     return Violations(
         connections,
         clashes,
-        within,
+        within_residue,
         per_residue_mask=torch.stack(
-            [connections.per_residue_mask, clashes.per_atom_mask.amax(-1), within.per_atom_mask.amax(-1)]
+            [connections.per_residue_mask, clashes.per_atom_mask.amax(-1), within_residue.per_atom_mask.amax(-1)]
         ).amax(0),
         atoms=atom_mask.sum(),
     )

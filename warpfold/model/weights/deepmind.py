@@ -151,8 +151,8 @@ class Outputs:
     def shape(self) -> tuple[int, ...]:
         """The shape of the array's outputs."""
         sizes = [*self.axes[:-1], len(range(self.axes[-1])[self.start : self.stop])]
-        first, *others = (sizes[axis] for axis in self.order)
-        return first, int(np.prod(others))
+        first, *other_sizes = (sizes[axis] for axis in self.order)
+        return first, int(np.prod(other_sizes))
 
     def view(self, x: torch.Tensor) -> torch.Tensor:
         """Return a view of x [..., outputs] with the array's axes of outputs."""
@@ -203,31 +203,33 @@ def arrays(module: nn.Module, scope: str = "", name: str = "") -> Iterator[Array
         # It has no weights.
         if isinstance(child, Noise):
             continue
-        ours = f"{name}.{child_name}" if name else child_name
+        our_name = f"{name}.{child_name}" if name else child_name
         if isinstance(child, nn.ModuleList) and child_name == "blocks":
             for index, block in enumerate(child):
-                for a in arrays(block, scope, f"{ours}.{index}"):
+                for a in arrays(block, scope, f"{our_name}.{index}"):
                     yield replace(a, block=index, blocks=len(child))
             continue
         if isinstance(module, InvariantPointAttention) and child_name in (split := _point_attention(module)):
             assert isinstance(child, Linear)
-            for theirs, outputs in split[child_name]:
-                inner, shape = _join(scope, theirs), (child.in_features, *outputs.shape)
-                yield Array(f"{ours}.weight", f"{inner}//weights", shape, outputs=outputs)
+            for their_name, outputs in split[child_name]:
+                inner, shape = _join(scope, their_name), (child.in_features, *outputs.shape)
+                yield Array(f"{our_name}.weight", f"{inner}//weights", shape, outputs=outputs)
                 if child.bias is not None:
-                    yield Array(f"{ours}.bias", f"{inner}//bias", outputs.shape, outputs=outputs)
+                    yield Array(f"{our_name}.bias", f"{inner}//bias", outputs.shape, outputs=outputs)
             continue
-        theirs = _scopes(module)[child_name]
+        their_name = _scopes(module)[child_name]
         # Haiku numbers repeated layers: name, name_1, name_2.
         if isinstance(child, nn.ModuleList):
             for index, layer in enumerate(child):
                 assert isinstance(layer, Linear)
-                numbered = theirs.format(index) if "{}" in theirs else f"{theirs}_{index}" if index else theirs
-                yield from _leaf(module, child_name, layer, scope, numbered, f"{ours}.{index}")
+                numbered = (
+                    their_name.format(index) if "{}" in their_name else f"{their_name}_{index}" if index else their_name
+                )
+                yield from _leaf(module, child_name, layer, scope, numbered, f"{our_name}.{index}")
         elif isinstance(child, Linear | LayerNorm):
-            yield from _leaf(module, child_name, child, scope, theirs, ours)
+            yield from _leaf(module, child_name, child, scope, their_name, our_name)
         else:
-            yield from arrays(child, _join(scope, theirs), ours)
+            yield from arrays(child, _join(scope, their_name), our_name)
     for key, _ in module.named_parameters(recurse=False):
         yield Array(f"{name}.{key}" if name else key, f"{scope}//{key}", tuple(getattr(module, key).shape))
 

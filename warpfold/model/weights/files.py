@@ -118,9 +118,9 @@ def without_memory(config: ModelConfig, source: str) -> AlphaFold:
             return AlphaFold(config)
     # torch raises TypeError for sizes beyond 64 bits.
     except (RuntimeError, ValueError, ArithmeticError, TypeError) as error:
-        why = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise UserError(
-            f"{source}: settings that make no model ({why}); correct them, or fetch the file again"
+            f"{source}: settings that make no model ({reason}); correct them, or fetch the file again"
         ) from None
 
 
@@ -195,7 +195,7 @@ def _openfold_config(weights: Mapping[str, Tensor], source: str) -> ModelConfig:
 
 def _by_our_names(model: AlphaFold, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename OpenFold's tensors to our names. A tensor that we lack keeps its name."""
-    names = {openfold.openfold_name(ours): ours for ours in model.state_dict()}
+    names = {openfold.openfold_name(our_name): our_name for our_name in model.state_dict()}
     return {names.get(name, name): tensor for name, tensor in weights.items()}
 
 
@@ -290,5 +290,5 @@ def _opened_npz(path: Path) -> Iterator[Any]:
             yield file
     except DAMAGED_ARRAYS as error:
         # For other formats NumPy's message suggests unsafe loading, so it is replaced.
-        why = "no archive of arrays" if isinstance(error, ValueError) else error
-        raise UserError(f"{path}: not a readable .npz ({why}); fetch it again, or name another file") from error
+        reason = "no archive of arrays" if isinstance(error, ValueError) else error
+        raise UserError(f"{path}: not a readable .npz ({reason}); fetch it again, or name another file") from error

@@ -61,9 +61,9 @@ def _pair_names(ours: str) -> dict[str, str]:
     """Map the names of a pair stack's layers."""
     swapped = {name: _TRIANGLE[_SWAPPED.get(name, name)] for name in _TRIANGLE}
     names = _under(f"{ours}outgoing", "tri_mul_out", _TRIANGLE) | _under(f"{ours}incoming", "tri_mul_in", swapped)
-    for side, theirs in (("starting", "tri_att_start"), ("ending", "tri_att_end")):
-        names |= _under(ours + side, theirs, {"norm": "layer_norm", "bias": "linear"})
-        names |= _under(f"{ours}{side}.attention", f"{theirs}.mha", _ATTENTION)
+    for side, their_name in (("starting", "tri_att_start"), ("ending", "tri_att_end")):
+        names |= _under(ours + side, their_name, {"norm": "layer_norm", "bias": "linear"})
+        names |= _under(f"{ours}{side}.attention", f"{their_name}.mha", _ATTENTION)
     return names | _under(f"{ours}transition", "pair_transition", _TRANSITION)
 
 
@@ -142,8 +142,8 @@ def openfold_name(ours: str) -> str:
     if ours in NAMES:
         return NAMES[ours]
     if block := re.fullmatch(r"(.+)\.blocks\.(\d+)\.(.+)", module):
-        theirs, names = STACKS[block[1]]
-        return f"{theirs}.blocks.{block[2]}.{names[block[3]]}.{kind}"
+        their_name, names = STACKS[block[1]]
+        return f"{their_name}.blocks.{block[2]}.{names[block[3]]}.{kind}"
     if layer := re.fullmatch(rf"{re.escape(_SIDECHAIN)}\.resblock([12])\.(\d+)", module):
         return f"structure_module.angle_resnet.layers.{layer[2]}.linear_{layer[1]}.{kind}"
     return f"{NAMES[module]}.{kind}"
