@@ -217,10 +217,10 @@ def reading(store: Store) -> dict[str, float]:
             record.fetch(dict.fromkeys(record.arrays))
             size += sum(record.read(name).nbytes for name in record.arrays)
             count += 1
-            if (taken := time.perf_counter() - began) > READING_SECONDS:
+            if (elapsed := time.perf_counter() - began) > READING_SECONDS:
                 break
-        rates[f"{state}, records per second"] = round(count / taken, 1)
-        rates[f"{state}, MB/s unpacked"] = round(size / taken / 1e6, 1)
+        rates[f"{state}, records per second"] = round(count / elapsed, 1)
+        rates[f"{state}, MB/s unpacked"] = round(size / elapsed / 1e6, 1)
     return rates
 
 

@@ -156,15 +156,18 @@ def feeding(store: Store, config: SampleConfig, entries: int, gpus: int, cores: 
                 sizes.append(sum(map(len, watched.answers)))
     finally:
         store.storage = watched.storage
-    storage, unpacking, rest = map(statistics.fmean, zip(*parts))
-    supply = Feeding(storage, unpacking, rest, statistics.fmean(sizes), rate, gpus, cores, step)
+    storage, unpacking, features = map(statistics.fmean, zip(*parts))
+    supply = Feeding(storage, unpacking, features, statistics.fmean(sizes), rate, gpus, cores, step)
     named = zip(("storage, ms", "decompression, ms", "features, ms"), zip(*parts))
     return {
         "reads of an example": {"mean": round(statistics.fmean(reads), 1), "most": max(reads)},
         "bytes of an example": {"mean, MB": round(supply.size / 1e6, 3), "median, MB": statistics.median(sizes) / 1e6},
         **{
-            name: {"mean": round(1e3 * statistics.fmean(every), 2), "median": round(1e3 * statistics.median(every), 2)}
-            for name, every in named
+            name: {
+                "mean": round(1e3 * statistics.fmean(durations), 2),
+                "median": round(1e3 * statistics.median(durations), 2),
+            }
+            for name, durations in named
         },
         "bandwidth, MB/s": round(rate / 1e6, 1),
         "examples per second": round(supply.given, 1),

@@ -103,14 +103,14 @@ def tuning_tasks(workloads: Iterable[Workload], quick: bool = False) -> list[Tun
     quick: of layers with equal sizes (such as starting and ending node) only the first.
     """
     tasks: dict[tuple[str, Key], list[TuningTask]] = {}
-    seen: set[Any] = set()
+    covered: set[Any] = set()
     for workload in workloads:
         case = workload.case
         sizes = (case.rows, case.length, case.keys, case.heads, case.width, case.channels, case.outputs, case.bias)
         for kernel, key in dict.fromkeys((launch.kernel.name, launch.key) for launch in launches_of(workload)):
-            if not (quick and (kernel, key, workload.dtype, sizes) in seen):
+            if not (quick and (kernel, key, workload.dtype, sizes) in covered):
                 tasks.setdefault((kernel, key), []).append(TuningTask(workload, kernel, key))
-            seen.add((kernel, key, workload.dtype, sizes))
+            covered.add((kernel, key, workload.dtype, sizes))
     return [task for group in tasks.values() for task in group]
 
 
@@ -286,9 +286,9 @@ class IsolatedBench:
                 f"{task.kernel} {task.key}: its candidates end a process together, but no candidate does so alone. "
                 "Check the device with: warpfold doctor --kernels"
             )
-        rest = tuple(candidate for candidate in task.candidates if candidate not in out)
-        seconds, others = self.process(self.trial, replace(whole, candidates=rest)) if rest else ({}, {})
-        return seconds, out | others
+        remaining = tuple(candidate for candidate in task.candidates if candidate not in out)
+        seconds, trial_out = self.process(self.trial, replace(whole, candidates=remaining)) if remaining else ({}, {})
+        return seconds, out | trial_out
 
 
 def with_room(case: OpCase) -> OpCase:

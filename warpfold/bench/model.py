@@ -104,7 +104,7 @@ def _openfold(sizes: BlockSizes, precision: Precision, device: torch.device) -> 
 
     The arguments of the constructor differ between releases, and unknown ones are left out.
     """
-    made = importlib.import_module(OPENFOLD).EvoformerBlock
+    block_class = importlib.import_module(OPENFOLD).EvoformerBlock
     config, pair = sizes.config, sizes.config.pair
     arguments = {
         "c_m": sizes.c_m,
@@ -124,8 +124,8 @@ def _openfold(sizes: BlockSizes, precision: Precision, device: torch.device) -> 
         "inf": 1e9,
         "eps": 1e-10,
     }
-    accepted = inspect.signature(made).parameters
-    module = made(**{name: value for name, value in arguments.items() if name in accepted}).to(device).train()
+    accepted = inspect.signature(block_class).parameters
+    module = block_class(**{name: value for name, value in arguments.items() if name in accepted}).to(device).train()
     block, dtype = RandomBlock(sizes, Plan(precision=precision), device), DTYPES[precision]
     msa_mask, pair_mask = (mask.to(dtype) for mask in block.masks)
 
@@ -134,8 +134,8 @@ def _openfold(sizes: BlockSizes, precision: Precision, device: torch.device) -> 
             m, z = module(block.m, block.z, msa_mask=msa_mask, pair_mask=pair_mask)
         return m, z
 
-    wanted = [block.m, block.z, *(p for p in module.parameters() if p.requires_grad)]
-    return Subject("openfold", forward, wanted, block.grads)
+    with_gradient = [block.m, block.z, *(p for p in module.parameters() if p.requires_grad)]
+    return Subject("openfold", forward, with_gradient, block.grads)
 
 
 KEPT: dict[str, Any] = {"kernels": "fast", "recompute": None, "keep_blocks": 0}
@@ -218,7 +218,9 @@ def bench_block(
     counts: dict[str, dict[str, int]] = {}
     for way, kernels in COUNTED.items() if kind != "cuda" else ():
         by_pass = block_launches(given.block, precision, kernels)
-        counts[way] = {which: sum(by_pass[part].total for part in parts) for which, (parts, _) in PASSES.items()}
+        counts[way] = {
+            pass_name: sum(by_pass[part].total for part in parts) for pass_name, (parts, _) in PASSES.items()
+        }
     # Refusals of the counting, which imitates a GPU, are excluded.
     before = refusals()
     chosen = _chosen("block", ways, device)
@@ -237,12 +239,12 @@ def bench_block(
             add({"way": name, "note": note})
             continue
         late = f"in {times[name].late} of {times[name].repeats} runs the device waited for the host"
-        for which, (parts, run) in PASSES.items():
-            row = {"way": name, "pass": which, **_row(times, name, parts, run, flops[which], top.flops)}
-            row |= {"note": late if times[name].late else "", "launches": counts.get(name, {}).get(which)}
+        for pass_name, (parts, run) in PASSES.items():
+            row = {"way": name, "pass": pass_name, **_row(times, name, parts, run, flops[pass_name], top.flops)}
+            row |= {"note": late if times[name].late else "", "launches": counts.get(name, {}).get(pass_name)}
             if kind == "cuda":
                 timed = subjects[name].runs
-                if which == "backward":
+                if pass_name == "backward":
                     timed["both"]["training"]()
                 runs = [run for run_parts in timed.values() for part, run in run_parts.items() if part in parts]
                 row |= _launches(lambda: [run() for run in runs], device)  # noqa: B023, it is called here
@@ -323,12 +325,12 @@ def block_flops(sizes: BlockSizes) -> dict[str, int]:
     """Count the floating point operations of the products in a block's definition."""
     with torch.device("meta"):
         block = RandomBlock(sizes, Plan(kernels="definition"), "meta")
-        wanted = block.wanted
+        with_gradient = block.wanted
         with FlopCounterMode(display=False) as counter:
             out = block.forward()
         forward = counter.get_total_flops()
         with FlopCounterMode(display=False) as counter:
-            torch.autograd.grad(out, wanted, block.grads)
+            torch.autograd.grad(out, with_gradient, block.grads)
         backward = counter.get_total_flops()
     return {"forward": forward, "training": forward, "backward": backward, "both": forward + backward}
 
@@ -446,10 +448,10 @@ def bench_accelerated(
     times = measure(ways, device, repeats or ACCELERATED_REPEATS[device.type], ACCELERATED_BUDGET[device.type])
     failed = "; ".join(f"{way}: {way_times.failed}" for way, way_times in times.items() if way_times.failed)
     rows: list[Row] = []
-    for which in ("forward", "both"):
-        parts, run = PASSES[which]
-        row: Row = {"model": name, "pass": which, "note": failed}
-        if which == "both" and not ways[0].wanted:
+    for pass_name in ("forward", "both"):
+        parts, run = PASSES[pass_name]
+        row: Row = {"model": name, "pass": pass_name, "note": failed}
+        if pass_name == "both" and not ways[0].wanted:
             rows.append(row | {"note": "no parameter requires a gradient"})
             continue
         for way, way_times in times.items():

@@ -145,9 +145,9 @@ def _cuequivariance(given: OpInputs) -> Subject:
     package: Any = importlib.import_module("cuequivariance_torch")
     q, k, v = (_dense(_tensor(t).transpose(-2, -3)[None]) for t in given.args[:3])
     mask, bias = map(_tensor, given.args[3:5])
-    b, kept = _dense(bias[None]), (mask != 0)[None, :, None, None, :]
+    b, keep_mask = _dense(bias[None]), (mask != 0)[None, :, None, None, :]
     grad = given.grad.transpose(-2, -3)[None].contiguous()
-    return Subject("cuequivariance", lambda: package.triangle_attention(q, k, v, b, kept), [q, k, v, b], grad)
+    return Subject("cuequivariance", lambda: package.triangle_attention(q, k, v, b, keep_mask), [q, k, v, b], grad)
 
 
 def _cuequivariance_product(given: OpInputs) -> Subject:

@@ -224,10 +224,10 @@ HEADS = ("layer", "operation", "pass", "calls", "ms", "share")
 
 def table_rows(profile: Mapping[str, Any], longest: int) -> list[list[str]]:
     """Format the rows of the printed table: the longest ones, and the sum of the others."""
-    rows, others = profile["rows"][:longest], profile["rows"][longest:]
+    rows, other_rows = profile["rows"][:longest], profile["rows"][longest:]
     lines = [[row["layer"], row["op"], row["pass"], f"{row['calls']:,}", f"{row['ms']:,.4g}", f"{row['share']:.1%}"]
              for row in rows]  # fmt: skip
-    if others:
-        ms, share = (sum(row[name] for row in others) for name in ("ms", "share"))
-        lines.append([f"{len(others)} more", "", "", "", f"{ms:,.4g}", f"{share:.1%}"])
+    if other_rows:
+        ms, share = (sum(row[name] for row in other_rows) for name in ("ms", "share"))
+        lines.append([f"{len(other_rows)} more", "", "", "", f"{ms:,.4g}", f"{share:.1%}"])
     return lines

@@ -47,17 +47,17 @@ class Subject:
     @property
     def runs(self) -> Runs:
         """A forward pass without gradients; a forward pass that saves tensors ("training") and its backward pass."""
-        held: list[Tensor | tuple[Tensor, ...]] = []
+        outputs: list[Tensor | tuple[Tensor, ...]] = []
 
         def forward() -> None:
             with torch.no_grad():
                 self.forward()
 
         def training() -> None:
-            held.append(self.forward())
+            outputs.append(self.forward())
 
         def backward() -> None:
-            torch.autograd.grad(held.pop(), self.wanted, self.grad)
+            torch.autograd.grad(outputs.pop(), self.wanted, self.grad)
 
         return {"forward": {"forward": forward}, "both": {"training": training, "backward": backward}}
 
@@ -85,8 +85,8 @@ def subject(name: str, run: Callable[[], Any], wanted: Sequence[Tensor]) -> Subj
     """
 
     def forward() -> tuple[Tensor, ...]:
-        every = not torch.is_grad_enabled()
-        return tuple(x for x in tensors_of(run()) if x.is_floating_point() and (every or x.requires_grad))
+        takes_all = not torch.is_grad_enabled()
+        return tuple(x for x in tensors_of(run()) if x.is_floating_point() and (takes_all or x.requires_grad))
 
     outputs = forward()
     gradients = torch.autograd.grad([x.sum() for x in outputs], wanted, allow_unused=True) if outputs else []
