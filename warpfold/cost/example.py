@@ -315,10 +315,10 @@ class Job:
         if not self.finetune.freezes:
             return blocks
         names = [name.split(".") for name in trained_parts(self.model, self.finetune).names]
-        within = [parts for parts in names if parts[0] not in (*BEHIND_TRUNK, "single")]
-        if not all(parts[:2] == ["evoformer", "blocks"] for parts in within):
+        trunk_parts = [parts for parts in names if parts[0] not in (*BEHIND_TRUNK, "single")]
+        if not all(parts[:2] == ["evoformer", "blocks"] for parts in trunk_parts):
             return blocks
-        return blocks - min((int(parts[2]) for parts in within), default=blocks)
+        return blocks - min((int(parts[2]) for parts in trunk_parts), default=blocks)
 
     def keeps_trunk(self, plan: Plan) -> bool:
         """Whether the trunk's outputs are read from a cache instead of computed, after each draw was computed once."""

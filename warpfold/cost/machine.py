@@ -82,9 +82,9 @@ def this_machine(device: torch.device | str, loaded: bool = False, memory: int |
     kind = kind_of(device.type)
     free = free_memory(device)
     host = int(HOST_SHARE * host_memory()) if kind == "cuda" else shutil.disk_usage(tempfile.gettempdir()).free
-    how = "free now" if memory is None or free <= memory else "given"
+    memory_source = "free now" if memory is None or free <= memory else "given"
     return Machine(kind=kind, free=free if memory is None else min(free, memory), host=host, loaded=loaded,
-                   name=name(device), how=how, here=True)  # fmt: skip
+                   name=name(device), how=memory_source, here=True)  # fmt: skip
 
 
 def planned_machine(device: str | None, memory: int | None, devices: int) -> Machine:
@@ -99,11 +99,19 @@ def planned_machine(device: str | None, memory: int | None, devices: int) -> Mac
     here_now = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if here_now.get(device.partition(":")[0], False):
         try:
-            here = this_machine(device)
+            present = this_machine(device)
         except (RuntimeError, AssertionError) as error:
             raise UserError(f"--device {device}: {str(error).splitlines()[0]}. Pass another device, or cpu.") from error
-        free, how = (here.free, here.how) if memory is None else (memory, "given")
-        return Machine(kind=here.kind, free=free, devices=devices, host=here.host, name=here.name, how=how, here=True)
+        free, memory_source = (present.free, present.how) if memory is None else (memory, "given")
+        return Machine(
+            kind=present.kind,
+            free=free,
+            devices=devices,
+            host=present.host,
+            name=present.name,
+            how=memory_source,
+            here=True,
+        )
     if device.startswith(("cuda", "mps")):
         if memory is None:
             raise UserError(f"--device {device}: this machine has none. Pass the memory of the device: --memory 24GB.")
@@ -115,8 +123,10 @@ def planned_machine(device: str | None, memory: int | None, devices: int) -> Mac
             f"--device {device}: not known. Pass cpu, cuda or one of {', '.join(SHEETS)}; for another GPU, pass "
             "--device cuda --memory 24GB."
         )
-    how = "data sheet" if memory is None else "given"
-    return Machine(kind="cuda", free=memory or int(SHEETS[sheet].memory), devices=devices, name=sheet, how=how)
+    memory_source = "data sheet" if memory is None else "given"
+    return Machine(
+        kind="cuda", free=memory or int(SHEETS[sheet].memory), devices=devices, name=sheet, how=memory_source
+    )
 
 
 def planned_cluster(machine: Machine, per_node: int | None = None, link: str | None = None) -> Cluster:
@@ -124,12 +134,12 @@ def planned_cluster(machine: Machine, per_node: int | None = None, link: str | N
 
     link: between nodes, as in `network`. Raises UserError for an unknown link.
     """
-    within = LINKS["gloo" if machine.kind == "cpu" else "NVLink 4"]
+    link_within = LINKS["gloo" if machine.kind == "cpu" else "NVLink 4"]
     if sheet_of(machine.name):
-        within = of_gpu(machine.name).link
+        link_within = of_gpu(machine.name).link
     each = min(per_node or NODE, machine.devices)
-    between = network(link or BETWEEN, each)
-    return Cluster(ranks=machine.devices, per_node=each, within=within, between=between, device=machine.name)
+    link_between = network(link or BETWEEN, each)
+    return Cluster(ranks=machine.devices, per_node=each, within=link_within, between=link_between, device=machine.name)
 
 
 def in_gb(size: float) -> str:
@@ -153,8 +163,8 @@ def describe(device: torch.device) -> dict[str, str]:
     facts["triton"] = version("triton")
     facts["python"] = platform.python_version()
     if device.type == "cuda":
-        table, why = table_for(device)
-        facts["launches"] = f"{table.path.name} ({why})"
+        table, reason = table_for(device)
+        facts["launches"] = f"{table.path.name} ({reason})"
     return facts
 
 

@@ -67,14 +67,14 @@ class _MeasuredOps(Mapping[RateKey, Rate]):
 
     def __getitem__(self, key: RateKey) -> Rate:
         if key not in self.rates:
-            op, which, dtype = key
+            op, pass_name, dtype = key
             if dtype not in self.loops:
                 self.loops[dtype] = self._timed((TORCH, "forward", dtype), USUAL)
             loops = self.loops[dtype]
             if op == TORCH:
                 # A torch call in a model takes ten times as long as in an isolated loop, because of views, Python and
                 # autograd around it.
-                self.rates[key] = replace(loops, call=self[OUTSIDE, which, torch.float32].call)
+                self.rates[key] = replace(loops, call=self[OUTSIDE, pass_name, torch.float32].call)
             else:
                 # The expected rate is that of torch's own operations, unless it is far below the usual one.
                 pairs = zip(astuple(loops)[1:5], astuple(USUAL)[1:5])
@@ -86,11 +86,11 @@ class _MeasuredOps(Mapping[RateKey, Rate]):
         return isinstance(key, tuple) and key[0] in MEASURED
 
     def _timed(self, key: RateKey, usual: Rate) -> Rate:
-        op, which, dtype = key
-        self.tell(f"how fast this device is: {op}, {which}, {str(dtype).removeprefix('torch.')}")
-        with torch.inference_mode(False), torch.set_grad_enabled(which != "forward"):
+        op, pass_name, dtype = key
+        self.tell(f"how fast this device is: {op}, {pass_name}, {str(dtype).removeprefix('torch.')}")
+        with torch.inference_mode(False), torch.set_grad_enabled(pass_name != "forward"):
             timer = _Timer(self.device, self.clock)
-            return replace(fitted(list(timer.points(op, which, dtype)), usual), spread=timer.spread)
+            return replace(fitted(list(timer.points(op, pass_name, dtype)), usual), spread=timer.spread)
 
     def __iter__(self) -> Iterator[RateKey]:
         return iter(self.rates)
@@ -180,9 +180,9 @@ class _Timer:
             for case in _cases(op, which != "forward", 1 if self.device.type == "cpu" else 30):
                 profile = PROFILES[op]
                 args, _ = profile.drawn(case, RandomTensors(dtype, self.device))
-                wanted = [t for t in args if isinstance(t, torch.Tensor) and t.requires_grad]
+                inputs = [t for t in args if isinstance(t, torch.Tensor) and t.requires_grad]
                 cost = profile.cost(case, which != "backward", dtype.itemsize)
-                yield cost, self._pass(which, partial(profile.op, *args), wanted), 1
+                yield cost, self._pass(which, partial(profile.op, *args), inputs), 1
 
     def _pass(self, which: PassName, run: Callable[[], torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
         if which != "backward":
@@ -211,8 +211,8 @@ class _Timer:
                 output = model(batch, 0)
                 return total_loss(output, with_truth(batch, output.structure.final_atom37), loss)[0]
 
-            wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            backward = partial(torch.autograd.grad, forward(), wanted, retain_graph=True, allow_unused=True)
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            backward = partial(torch.autograd.grad, forward(), trained, retain_graph=True, allow_unused=True)
             yield cost, self.seconds(forward if which == "training" else backward), calls
 
     def _of_torch(self, dtype: torch.dtype) -> Iterator[Point]:
@@ -234,9 +234,9 @@ class _Timer:
         low as half of it if ranks share cores.
         """
         self._once(run)
-        taken, busy = zip(*(self._once(run) for _ in range(RUNS)))
+        durations, busy = zip(*(self._once(run) for _ in range(RUNS)))
         self.variances.append(statistics.variance(busy) / max(statistics.mean(busy), 1e-9) ** 2)
-        return statistics.median(taken)
+        return statistics.median(durations)
 
     def _once(self, run: Callable[[], object]) -> tuple[float, float]:
         """Run a function; returns its seconds, and the seconds for which the device was busy with it."""
@@ -246,8 +246,8 @@ class _Timer:
         start, busy = self.clock(), self.busy()
         run()
         finish(self.device)
-        busy, taken = self.busy() - busy, self.clock() - start
-        return taken, taken if self.device.type == "cuda" else busy
+        busy, duration = self.busy() - busy, self.clock() - start
+        return duration, duration if self.device.type == "cuda" else busy
 
     @cached_property
     def others(self) -> torch.Tensor:

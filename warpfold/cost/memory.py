@@ -95,12 +95,12 @@ def _estimate_memory(job: Job, plan: Plan, device: Device) -> MemoryEstimate:
     at_peak, course = _timeline(run, {"weights": weights.held, "features": features})
     if job.gradient == "all":
         # Only one pass was recorded, but every pass saves tensors.
-        for held in (at_peak, *(held for _, held in course)):
-            held["kept"] = held.get("kept", 0) * (job.recycles + 1)
+        for owner_bytes in (at_peak, *(owner_bytes for _, owner_bytes in course)):
+            owner_bytes["kept"] = owner_bytes.get("kept", 0) * (job.recycles + 1)
     for name, peak in (("loading", weights.loading), ("update", weights.update)):
         moment = {"weights": weights.held, "features": features if name == "update" else 0, name: peak - weights.held}
         course.insert(0 if name == "loading" else len(course), (name, moment))
-        at_peak = max(at_peak, moment, key=lambda held: sum(held.values()))
+        at_peak = max(at_peak, moment, key=lambda owner_bytes: sum(owner_bytes.values()))
     host = run.host_peak
     if plan.offload and plan.in_place:
         # z in host memory, which has no memory on "meta" (warpfold/host.py). An ensemble also has a recycled copy and a
@@ -111,7 +111,7 @@ def _estimate_memory(job: Job, plan: Plan, device: Device) -> MemoryEstimate:
         peak=sum(at_peak.values()),
         weights=weights.held,
         features=features,
-        at_peak={name: held for name, held in at_peak.items() if held},
+        at_peak={name: owner_bytes for name, owner_bytes in at_peak.items() if owner_bytes},
         course=course,
         host=host,
     )
@@ -123,9 +123,9 @@ def _timeline(run: Run, always: dict[str, int]) -> tuple[dict[str, int], list[tu
     changes: dict[str, list[int]] = defaultdict(lambda: [0] * (last + 1))
     for piece in run.pieces:
         if not piece.host:
-            held = changes[run.watch.owner_of(piece)]
-            held[piece.born] += piece.bytes
-            held[last if piece.died is None else piece.died] -= piece.bytes
+            byte_changes = changes[run.watch.owner_of(piece)]
+            byte_changes[piece.born] += piece.bytes
+            byte_changes[last if piece.died is None else piece.died] -= piece.bytes
     # The saved tensors of blocks that were not run start when the block that represents them has ended, and end when
     # its first saved tensor is released.
     since = run.watch.backward_from
@@ -133,16 +133,16 @@ def _timeline(run: Run, always: dict[str, int]) -> tuple[dict[str, int], list[tu
         ended = run.watch.begun.get((block[0], block[1] + 1))
         if since is None or ended is None:
             continue
-        made = [p for p in run.pieces if p.place.block == block and p.born <= ended and not p.place.backward]
-        if saved := [(p.died, p.bytes) for p in made if p.died is not None and p.died > since and not p.host]:
-            kept = (count - 1) * sum(size for _, size in saved)
-            changes["kept"][ended] += kept
-            changes["kept"][min(died for died, _ in saved)] -= kept
-    owners = {name: list(accumulate(held)) for name, held in changes.items()}
+        block_pieces = [p for p in run.pieces if p.place.block == block and p.born <= ended and not p.place.backward]
+        if saved := [(p.died, p.bytes) for p in block_pieces if p.died is not None and p.died > since and not p.host]:
+            kept_bytes = (count - 1) * sum(size for _, size in saved)
+            changes["kept"][ended] += kept_bytes
+            changes["kept"][min(died for died, _ in saved)] -= kept_bytes
+    owners = {name: list(accumulate(byte_changes)) for name, byte_changes in changes.items()}
     total = [sum(at) for at in zip(*owners.values())] if owners else [0] * (last + 1)
 
     def at(moment: int) -> dict[str, int]:
-        return always | {name: held[moment] for name, held in owners.items() if held[moment]}
+        return always | {name: byte_changes[moment] for name, byte_changes in owners.items() if byte_changes[moment]}
 
     begun = [*run.course, (last, "")]
     spans = [(start, stop, name) for (start, name), (stop, _) in pairwise(begun) if stop > start]

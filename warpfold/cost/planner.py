@@ -264,8 +264,8 @@ def grids(job: Job, cluster: Cluster, fixed: Mapping[str, Any]) -> Iterator[tupl
     if not job.training:
         branch = fixed.get("branch", 1)
         for axial in range(1, ranks // branch + 1):
-            data, rest = divmod(ranks, axial * branch)
-            if rest == 0 and fixed.get("axial", axial) == axial and fixed.get("data", data) == data:
+            data, idle = divmod(ranks, axial * branch)
+            if idle == 0 and fixed.get("axial", axial) == axial and fixed.get("data", data) == data:
                 yield data, axial, branch
         if fixed.get("axial", 1) * branch > ranks:
             # The user has asked for more ranks than there are.
@@ -305,7 +305,7 @@ def _prediction_ways(job: Job, machine: Machine) -> Iterator[dict[str, Any]]:
 
 def _training_ways(data: int, fixed: Mapping[str, Any], sync: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield keys for training: no recomputation; recomputed layers or blocks; sharded state; offloaded tensors."""
-    seen: list[dict[str, Any]] = []
+    yielded: list[dict[str, Any]] = []
     for kind, shard, offload in (
         *((None, False, False), ("layer", False, False), ("block", False, False)),
         *(("block", True, False), ("layer", False, True), ("block", False, True)),
@@ -313,8 +313,8 @@ def _training_ways(data: int, fixed: Mapping[str, Any], sync: Mapping[str, Any])
         way = {"recompute": fixed.get("recompute", kind), "offload": fixed.get("offload", offload)}
         if shard and data > 1 and "shard_state" not in sync:
             way["sync"] = SyncConfig(**sync, shard_state=True)
-        if way not in seen:
-            seen.append(way)
+        if way not in yielded:
+            yielded.append(way)
             yield way
 
 
@@ -493,9 +493,9 @@ class _Search:
             candidate = Candidate(plan, memory, None, why_not_fit(memory, self.machine))
             may_keep = plan.recompute is not None and "keep_blocks" not in self.fixed and not plan.offload
             if may_keep and not candidate.reason:
-                kept = most_kept(self.job, self.machine, _memory_equivalent_plan(self.job, plan), self.tell)
-                if kept:
-                    more = replace(plan, keep_blocks=kept)
+                kept_blocks = most_kept(self.job, self.machine, _memory_equivalent_plan(self.job, plan), self.tell)
+                if kept_blocks:
+                    more = replace(plan, keep_blocks=kept_blocks)
                     self._add(Candidate(more, self._memory(more)))
                     if not self.every:
                         continue
@@ -638,8 +638,8 @@ def most_kept(job: Job, machine: Machine, plan: Plan, tell: Progress) -> int:
         return 0
     first, second = (needs(replace(plan, keep_blocks=count)) for count in (0, 1))
     block_bytes = with_margin(second.peak, machine.kind) - with_margin(first.peak, machine.kind)
-    left = machine.free - needed_bytes(first, machine)
-    most = min(blocks - 1, left // max(block_bytes, 1)) if left > 0 else 0
+    free_bytes = machine.free - needed_bytes(first, machine)
+    most = min(blocks - 1, free_bytes // max(block_bytes, 1)) if free_bytes > 0 else 0
     while most > 0 and why_not_fit(needs(replace(plan, keep_blocks=most)), machine):
         most -= max(1, most // 8)
     return max(0, most)
@@ -650,12 +650,12 @@ def most_kept(job: Job, machine: Machine, plan: Plan, tell: Progress) -> int:
 
 def round_up(job: Job) -> Job:
     """Round the sizes of a job up to one of few values, so that similar jobs share a memory estimate."""
-    up = {}
+    rounded = {}
     for name in ("residues", "sequences", "extra"):
         size = getattr(job.sizes, name)
         step = max(1, 2 ** max(0, size - 1).bit_length() // (2 * ROUNDED_SIZES))
-        up[name] = -(-size // step) * step
-    return replace(job, sizes=replace(job.sizes, **up))
+        rounded[name] = -(-size // step) * step
+    return replace(job, sizes=replace(job.sizes, **rounded))
 
 
 def estimate(job: Job, plan: Plan, machine: Machine, rounded: bool = True) -> MemoryEstimate:
@@ -693,8 +693,8 @@ def why_not_fit(memory: MemoryEstimate, machine: Machine) -> str:
     if needed > machine.free:
         return f"{needs} {in_gb(needed)}, {in_gb(machine.free)} are free"
     if machine.host is not None and memory.host > machine.host:
-        where = "on disk for temporary files" if machine.kind == "cpu" else "of host memory"
-        return f"{needs} {in_gb(memory.host)} {where}, {in_gb(machine.host)} are free"
+        memory_kind = "on disk for temporary files" if machine.kind == "cpu" else "of host memory"
+        return f"{needs} {in_gb(memory.host)} {memory_kind}, {in_gb(machine.host)} are free"
     return ""
 
 
@@ -728,11 +728,11 @@ def lower_bound(job: Job, plan: Plan) -> MemoryEstimate:
     row = sizes.residues * model.c_z * itemsize
     whole, shard = sizes.residues * row, math.ceil(sizes.residues / plan.axial) * row
     if job.training:
-        kept = 0 if plan.offload else plan.batch * job.backward_blocks * shard
-        return MemoryEstimate(peak=0 if plan.branch > 1 else kept, weights=0, features=0, at_least=True)
+        kept_bytes = 0 if plan.offload else plan.batch * job.backward_blocks * shard
+        return MemoryEstimate(peak=0 if plan.branch > 1 else kept_bytes, weights=0, features=0, at_least=True)
     away = plan.offload and plan.in_place
-    held = 0 if away or plan.branch > 1 else shard
-    return MemoryEstimate(peak=held, weights=0, features=0, host=whole if away else 0, at_least=True)
+    held_bytes = 0 if away or plan.branch > 1 else shard
+    return MemoryEstimate(peak=held_bytes, weights=0, features=0, host=whole if away else 0, at_least=True)
 
 
 def upper_bound(job: Job, plan: Plan) -> MemoryEstimate:
@@ -855,8 +855,8 @@ def describe_plan(plan: Plan, training: bool = False) -> str:
     default, sync = SyncConfig(), plan.sync
     words = [describe_grid(plan)] if ranks_of(plan) > 1 else []
     if plan.recompute:
-        kept = f", all but the last {plan.keep_blocks}" if plan.keep_blocks else ""
-        words.append(f"{plan.recompute}s recomputed{kept}")
+        exception = f", all but the last {plan.keep_blocks}" if plan.keep_blocks else ""
+        words.append(f"{plan.recompute}s recomputed{exception}")
     elif training and not plan.offload:
         words.append("everything kept")
     if plan.chunk is not None:
@@ -891,11 +891,11 @@ def sent(size: float) -> str:
 
 def joined(cluster: Cluster) -> str:
     """Describe the nodes and links of a cluster: "4 nodes of 8, 360 GB/s within and 40 GB/s between (given)"."""
-    within, between = (_rate(link.bandwidth) for link in (cluster.within, cluster.between))
+    inner, outer = (_rate(link.bandwidth) for link in (cluster.within, cluster.between))
     if cluster.nodes == 1:
-        return f"one node, {within} ({cluster.how})"
-    last = f", the last of {rest}" if (rest := cluster.ranks % cluster.per_node) else ""
-    return f"{cluster.nodes} nodes of {cluster.per_node}{last}, {within} within and {between} between ({cluster.how})"
+        return f"one node, {inner} ({cluster.how})"
+    last = f", the last of {last_ranks}" if (last_ranks := cluster.ranks % cluster.per_node) else ""
+    return f"{cluster.nodes} nodes of {cluster.per_node}{last}, {inner} within and {outer} between ({cluster.how})"
 
 
 def _rate(bandwidth: float) -> str:

@@ -64,15 +64,17 @@ def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     # Far larger than any cache.
     source = torch.ones(2**28 if cuda else 2**25, device=device)
     target = torch.empty_like(source)
-    moved = 2 * source.numel() * 4 / _seconds(lambda: target.copy_(source), device)
+    bytes_per_second = 2 * source.numel() * 4 / _seconds(lambda: target.copy_(source), device)
     measured = "matrix products and copies measured in this run"
     if cuda:
-        exps, how = _gpu_exps(device)
-        return Ceilings(flops, moved, exps, f"{measured}; {how}")
+        exps, exp_source = _gpu_exps(device)
+        return Ceilings(flops, bytes_per_second, exps, f"{measured}; {exp_source}")
     # Small enough for the cache.
     x = torch.rand(2**15 * torch.get_num_threads())
     y = torch.empty_like(x)
-    return Ceilings(flops, moved, x.numel() / _seconds(lambda: torch.exp(x, out=y), device), f"{measured}, exp too")
+    return Ceilings(
+        flops, bytes_per_second, x.numel() / _seconds(lambda: torch.exp(x, out=y), device), f"{measured}, exp too"
+    )
 
 
 def _gpu_exps(device: torch.device) -> tuple[float | None, str]:
@@ -85,8 +87,8 @@ def _gpu_exps(device: torch.device) -> tuple[float | None, str]:
         return None, "the rate of exponentials is not known, so they count as free"
     clock, source = (1e3 * reported, "as torch says") if reported else (SHEETS[sheet].clock, "by the data sheet")
     units = properties.multi_processor_count
-    how = f"exp modelled: {units} x {EXPS_PER_CLOCK} per clock at {clock / 1e9:.2f} GHz, {source}"
-    return units * EXPS_PER_CLOCK * clock, how
+    exp_source = f"exp modelled: {units} x {EXPS_PER_CLOCK} per clock at {clock / 1e9:.2f} GHz, {source}"
+    return units * EXPS_PER_CLOCK * clock, exp_source
 
 
 def finish(device: torch.device) -> None:
@@ -97,14 +99,14 @@ def finish(device: torch.device) -> None:
 
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 8) -> float:
     """Measure the shortest of several runs after two warm-up runs, since a ceiling assumes an undisturbed device."""
-    taken = []
+    durations = []
     for _ in range(repeats + 2):
         finish(device)
         start = time.perf_counter()
         run()
         finish(device)
-        taken.append(time.perf_counter() - start)
-    return min(taken[2:])
+        durations.append(time.perf_counter() - start)
+    return min(durations[2:])
 
 
 # forward: a forward pass without gradients. training: a forward pass that saves tensors. backward: the backward pass.

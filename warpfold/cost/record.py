@@ -144,13 +144,13 @@ def _few_blocks(job: Job, plan: Plan) -> tuple[ModelConfig, Plan, dict[tuple[str
         blocks = replace(config.evoformer, blocks=min(main, FOLDED_BLOCKS))
         return replace(config, evoformer=blocks, extra_blocks=min(extra, FOLDED_BLOCKS)), plan, {}
     main = min(main, max(1, job.backward_blocks))
-    kept = min(plan.keep_blocks, main)
-    again, whole = min(main - kept, BLOCKS), min(kept, BLOCKS)
+    kept_blocks = min(plan.keep_blocks, main)
+    again, whole = min(main - kept_blocks, BLOCKS), min(kept_blocks, BLOCKS)
     stands_for = {}
     for stack, first, run, all_ in (
         (EXTRA, 0, min(extra, BLOCKS), extra),
-        (MAIN, 0, again, main - kept),
-        (MAIN, again, whole, kept),
+        (MAIN, 0, again, main - kept_blocks),
+        (MAIN, again, whole, kept_blocks),
     ):
         if all_ > run:
             stands_for[stack, first + 1] = all_ - BLOCKS + 1
@@ -163,14 +163,14 @@ def _scaled_to_all_blocks(
     entries: Sequence[Entry], job: Job, plan: Plan, config: ModelConfig, few: Plan
 ) -> Iterator[Entry]:
     """Multiply the repetitions of the entries of few blocks, so that they represent all blocks."""
-    every, run = job.model.evoformer.blocks, config.evoformer.blocks
+    main_blocks, run = job.model.evoformer.blocks, config.evoformer.blocks
     recomputed = max(0, job.backward_blocks - plan.keep_blocks)
     main = {"recomputed": (recomputed, run - few.keep_blocks), "backward": (job.backward_blocks, run)}
     for entry in entries:
         if not isinstance(entry, Await) and entry.part:
             all_blocks, run_blocks = job.model.extra_blocks, config.extra_blocks
             if entry.part == MAIN:
-                all_blocks, run_blocks = main.get(entry.phase, (every, run))
+                all_blocks, run_blocks = main.get(entry.phase, (main_blocks, run))
             entry = replace(entry, times=entry.times * all_blocks / max(1, run_blocks))
         yield entry
 
@@ -241,9 +241,9 @@ def parameters_of(model: ModelConfig) -> tuple[dict[str, Tensor], set[str]]:
     stack have equal parameters, so only one block is created.
     """
     one_block_config = replace(model, evoformer=replace(model.evoformer, blocks=min(1, model.evoformer.blocks)),
-                  extra_blocks=min(1, model.extra_blocks))  # fmt: skip
-    made = make_model(one_block_config, "fp32")
-    named, (order, together) = dict(made.named_parameters()), packed_order(made)
+                               extra_blocks=min(1, model.extra_blocks))  # fmt: skip
+    built = make_model(one_block_config, "fp32")
+    named, (order, together) = dict(built.named_parameters()), packed_order(built)
     blocks = {MAIN: model.evoformer.blocks, EXTRA: model.extra_blocks}
     parameters, joined = dict[str, Tensor](), set[str]()
     for stack, group in groupby(order, part_of):
@@ -293,7 +293,7 @@ def record_optimizer(
             optimizer = Optimizer(module, optim, mesh, sync, per_node, dtype, scaling, plan.batch, graphs)
         # Adapters compute dense weights, which exist until the backward pass.
         dense = [module.get_submodule(name)._parameters["weight"] for name in adapted]
-        held, loading = recorder.now, max(recorder.now, recorder.restart() - less)
+        held_bytes, loading = recorder.now, max(recorder.now, recorder.restart() - less)
         # Each parameter's stack, and the fraction of the stack's gradients that exist when its own does.
         arrivals = dict[str, tuple[str, float]]()
         for stack, group in groupby(reversed(list(optimizer.packed.parameters if is_whole else parameters)), part_of):
@@ -314,7 +314,7 @@ def record_optimizer(
                     optimizer.update()
                 exchanges.append(GradientExchange(begun, collect, recorder.taken()))
         more = sum(x.nbytes for x in dense if x is not None)
-    return OptimizerRun(held + more, loading + more, recorder.restart() + more, tuple(exchanges))
+    return OptimizerRun(held_bytes + more, loading + more, recorder.restart() + more, tuple(exchanges))
 
 
 def needs_every_parameter(optim: OptimConfig | None, finetune: FinetuneConfig) -> bool:

@@ -278,10 +278,12 @@ class Recorder(DispatchMode):
             if kind is Kind.OUT:
                 return kwargs["out"], True
             # Allocate the results as before, without running the operation.
-            made = [torch.empty_strided(shape, stride, dtype=dtype, device=META) for shape, stride, dtype in layouts]
-            for tensor in made:
+            new_tensors = [
+                torch.empty_strided(shape, stride, dtype=dtype, device=META) for shape, stride, dtype in layouts
+            ]
+            for tensor in new_tensors:
                 self._allocated(tensor, func, False)
-            return made[0] if len(made) == 1 else tuple(made), True
+            return new_tensors[0] if len(new_tensors) == 1 else tuple(new_tensors), True
         operands = tensors_in(kwargs.values(), tensors_in(args, []))
         name, device = func._opname, kwargs.get("device")
         reads_meta, is_factory = bool(operands) and operands[0].is_meta, not operands and func in FACTORIES
@@ -301,17 +303,17 @@ class Recorder(DispatchMode):
             kwargs = {**kwargs, "device": META, "pin_memory": None}
         out = func(*args, **kwargs)
         storages = {t.untyped_storage()._cdata for t in operands}
-        made = [t for t in tensors_in((out,), []) if t.untyped_storage()._cdata not in storages]
-        for tensor in made:
+        new_tensors = [t for t in tensors_in((out,), []) if t.untyped_storage()._cdata not in storages]
+        for tensor in new_tensors:
             self._allocated(tensor, func, host or (self.host_apart and not tensor.is_meta))
         # An `out` that was resized has another key now, and may not be cached.
         repeats = key is not None and (
-            call_key(func, args, kwargs) == key if kind is Kind.OUT else _can_be_made_again(out, made)
+            call_key(func, args, kwargs) == key if kind is Kind.OUT else _can_be_made_again(out, new_tensors)
         )
         if repeats:
             if len(_layouts) >= MAX_LAYOUTS:
                 _layouts.clear()
-            _layouts[key] = [(tuple(t.shape), t.stride(), t.dtype) for t in made]
+            _layouts[key] = [(tuple(t.shape), t.stride(), t.dtype) for t in new_tensors]
         return out, False
 
     # Memory
@@ -320,8 +322,8 @@ class Recorder(DispatchMode):
     def at_peak(self) -> list[MemoryPiece]:
         """The memory pieces at the peak, largest first."""
         at = self._peak_moment
-        held = [piece for piece in self.pieces if piece.born <= at and (piece.died is None or at < piece.died)]
-        return sorted(held, key=lambda piece: -piece.bytes)
+        held_pieces = [piece for piece in self.pieces if piece.born <= at and (piece.died is None or at < piece.died)]
+        return sorted(held_pieces, key=lambda piece: -piece.bytes)
 
     def restart(self) -> int:
         """Return the peak so far, and start a new one at the present memory."""
@@ -411,11 +413,11 @@ class Recorder(DispatchMode):
                 sources.append((numbers[id(piece)], (tuple(t.shape), t.stride(), t.dtype)))
             else:
                 return None
-        left = {number for number, piece in enumerate(made) if piece.died is None}
+        left_numbers = {number for number, piece in enumerate(made) if piece.died is None}
         returned = [number for number, layout in sources if layout is not None]
         died = sum(piece.died is not None for piece in made)
         # The second condition fails if memory from before the call was released during it.
-        if sorted(returned) != sorted(left) or self.moment - begun != len(made) + died:
+        if sorted(returned) != sorted(left_numbers) or self.moment - begun != len(made) + died:
             return None
         pieces = [piece.shifted(-begun) for piece in made]
         one_place = len({p.place for p in pieces}) == 1
@@ -517,8 +519,8 @@ class Recorder(DispatchMode):
         dtype = next(_float(x) for x in arguments.values() if isinstance(x, Tensor))
         forward, with_gradient = not in_backward(), torch.is_grad_enabled()
         phase = self.phase if forward else "recomputed"
-        cost, which = call_cost(op, arguments, True), "training" if with_gradient else "forward"
-        entry = Operation(name_of(op), which, cost, dtype, 0, phase, self.part, dispatch.represented_iterations())  # type: ignore[arg-type]
+        cost, pass_name = call_cost(op, arguments, True), "training" if with_gradient else "forward"
+        entry = Operation(name_of(op), pass_name, cost, dtype, 0, phase, self.part, dispatch.represented_iterations())  # type: ignore[arg-type]
         keeps_graph = forward and with_gradient
         # Compute the cost of the backward pass now, because keeping the arguments would keep their memory alive.
         backward_cost = call_cost(op, arguments, False) if keeps_graph else cost

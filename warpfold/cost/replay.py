@@ -212,20 +212,20 @@ class _Timeline:
         if key not in self._operations:
             self._operations[key] = self.pace.seconds(entry), self.pace.spread(entry)
         each, spread = self._operations[key]
-        taken, launches = entry.times * each, entry.times * entry.launches
+        duration, launches = entry.times * each, entry.times * entry.launches
         launch = self.pace.launching(entry)
         begin = max(self.free, self.host + launch * min(1, entry.launches))
         self.host += launch * launches
         # The last of several kernels cannot end before it was launched.
-        end = max(begin + taken, self.host)
+        end = max(begin + duration, self.host)
         self.variance += entry.times * spread**2
         times = self.times
         times.launching += launch * launches
-        times.launch += end - self.free - taken
-        times.compute += taken
+        times.launch += end - self.free - duration
+        times.compute += duration
         times.kernels += launches
-        times.by_op[entry.op] = times.by_op.get(entry.op, 0.0) + taken
-        times.by_phase[entry.phase] = times.by_phase.get(entry.phase, 0.0) + taken
+        times.by_op[entry.op] = times.by_op.get(entry.op, 0.0) + duration
+        times.by_phase[entry.phase] = times.by_phase.get(entry.phase, 0.0) + duration
         self.free = end
 
     def begin(self, entry: Begin) -> None:
@@ -250,9 +250,9 @@ class _Timeline:
         key, cluster = (entry.kind, entry.group, entry.sent), self.pace.cluster
         if key not in self._collectives:
             plan = self.plan
-            where = place(cluster, plan.data, plan.axial, plan.branch, cast(GroupName, entry.group))
-            seconds = collective_seconds(cast(Kind, entry.kind), entry.sent, where, cluster)
-            self._collectives[key] = BETWEEN if where.nodes > 1 else WITHIN, seconds, where.ranks
+            placement = place(cluster, plan.data, plan.axial, plan.branch, cast(GroupName, entry.group))
+            seconds = collective_seconds(cast(Kind, entry.kind), entry.sent, placement, cluster)
+            self._collectives[key] = BETWEEN if placement.nodes > 1 else WITHIN, seconds, placement.ranks
         return self._collectives[key]
 
     def wait(self, number: int) -> None:

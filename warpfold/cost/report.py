@@ -104,10 +104,10 @@ def job_report(
     is a message with suggestions.
     Raises UserError for keys that do not fit the devices.
     """
-    about: dict[str, Any] = {"name": name, "sizes": vars(job.sizes), "training": job.learns}
-    about |= {"examples": examples_of(job), "longest": {}, "course": [], "at_peak": {}, "left_out": []}
+    report: dict[str, Any] = {"name": name, "sizes": vars(job.sizes), "training": job.learns}
+    report |= {"examples": examples_of(job), "longest": {}, "course": [], "at_peak": {}, "left_out": []}
     if cluster is not None:
-        about |= {"cluster": to_dict(cluster), "joined": joined(cluster)}
+        report |= {"cluster": to_dict(cluster), "joined": joined(cluster)}
     try:
         choice = choose(job, machine, fixed, sync, cluster, rates, machine.devices == 1, tell=within(tell, 0, 2))
     except NothingFitsError as error:
@@ -115,8 +115,8 @@ def job_report(
         only_bounds = all(candidate.memory is not None and candidate.memory.at_least for candidate in error.considered)
         # Otherwise the message already says what would fit.
         if not (job.training or only_bounds):
-            about["longest"] = longest_of(job, machine, fixed, within(tell, 1, 2))
-        return about | {"refused": str(error), "plans": rows}
+            report["longest"] = longest_of(job, machine, fixed, within(tell, 1, 2))
+        return report | {"refused": str(error), "plans": rows}
     except ValueError as error:
         raise UserError(f"{name}: {error}") from error
     plans = list(choice.considered)
@@ -124,7 +124,7 @@ def job_report(
         plans.sort(key=lambda candidate: (bool(candidate.reason), candidate.time.total if candidate.time else math.inf))
     shown = plans[:MAX_ROWS] if choice.chosen in plans[:MAX_ROWS] else [choice.chosen, *plans[: MAX_ROWS - 1]]
     time = choice.chosen.time
-    return about | {
+    return report | {
         "said": choice_in_words(choice),
         "rates": None if time is None else time.how,
         "seconds_by_part": {} if time is None else {part: round(s, 6) for part, s in time.by_part.items()},

@@ -155,10 +155,10 @@ class Watch:
                 owner_of_m = "extra" if top == "extra_stack" else "m"
                 result_owner = OWNERS.get(top) or (step.state if step.state != "m" else owner_of_m)
                 path = f"{name}.{index}.{type(step.layer).__name__}"
-                within = whole._replace(name=path, block=(name, index))
-                self._watch(step.layer, within, result_owner)
+                place = whole._replace(name=path, block=(name, index))
+                self._watch(step.layer, place, result_owner)
                 for method in SLICE_METHODS:
-                    self._wrap(step.layer, method, within._replace(owner=OWNERS.get(top, "slices")))
+                    self._wrap(step.layer, method, place._replace(owner=OWNERS.get(top, "slices")))
 
     def _repeat(self, stack: BlockStack) -> None:
         """Without gradients, run a stack once per layout of its arguments, because templates call it many times."""
