@@ -186,8 +186,8 @@ class _NormLinear(_LayerNorm):
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
         positions = case.rows * case.length
         through = 2 * positions * case.channels * case.outputs
-        moved = case.channels + case.outputs if forward else 2 * case.channels + case.outputs
-        return Cost(through * (1 if forward else 2), 0, positions * moved * itemsize)
+        moved_elements = case.channels + case.outputs if forward else 2 * case.channels + case.outputs
+        return Cost(through * (1 if forward else 2), 0, positions * moved_elements * itemsize)
 
     def example(self, kind: str, s: int, r: int) -> OpCase:
         return replace(super().example(kind, s, r), outputs=1024 if kind == "msa" else 516)
@@ -252,8 +252,8 @@ class _GatedLinearResidual(OpProfile):
         """
         positions = case.rows * case.length
         through = 2 * positions * case.channels * case.outputs
-        moved = 2 * case.channels + 2 * case.outputs if forward else case.channels + 4 * case.outputs
-        return Cost(through * (1 if forward else 2), positions * case.outputs, positions * moved * itemsize)
+        moved_elements = 2 * case.channels + 2 * case.outputs if forward else case.channels + 4 * case.outputs
+        return Cost(through * (1 if forward else 2), positions * case.outputs, positions * moved_elements * itemsize)
 
     def example(self, kind: str, s: int, r: int) -> OpCase:
         case, drawn = super().example(kind, s, r), kind == "dropout"
@@ -311,8 +311,8 @@ class _TriangleFactor(_LayerNorm):
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
         x, *norm = super().arguments(case, draw, masked)
         c, o = case.channels, 4 * case.outputs + case.channels
-        into = draw.parameter(o, c, scale=c**-0.5), draw.parameter(o)
-        return x, draw.mask(case, masked), *norm, *into, int(case.where == "columns"), False
+        in_parameters = draw.parameter(o, c, scale=c**-0.5), draw.parameter(o)
+        return x, draw.mask(case, masked), *norm, *in_parameters, int(case.where == "columns"), False
 
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
         """Count the projections of the factor and its gate; backward twice each, and once more for recomputation."""
@@ -349,8 +349,8 @@ class _OuterProduct(OpProfile):
         s, c, z = case.length, case.channels, case.outputs
         a, b = draw.normal(s, case.rows, c), draw.normal(s, case.attended, c)
         masks = (torch.ones(s, n, device=draw.device) for n in (case.rows, case.attended))
-        into = draw.parameter(z, c * c, scale=1 / c), draw.parameter(z)
-        return a, b, *into, *masks, draw.normal(case.rows, case.attended, z)
+        in_parameters = draw.parameter(z, c * c, scale=1 / c), draw.parameter(z)
+        return a, b, *in_parameters, *masks, draw.normal(case.rows, case.attended, z)
 
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
         """Count the product and its projection; backward three products (one recomputed) and two projections."""
@@ -410,14 +410,14 @@ class _TriangleMultiplication(OpProfile):
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
         """Draw x, the mask and the parameters, without biases if the case says so."""
         case = _square(case)
-        c, h, where = case.channels, case.outputs, case.where
-        x, o, biased = draw.positions(case, c), 4 * h + c, "without biases" not in where
-        into = draw.parameter(o, c, scale=c**-0.5), draw.parameter(o) if biased else None
-        out_of = draw.parameter(c, h, scale=h**-0.5), draw.parameter(c) if biased else None
+        c, h, description = case.channels, case.outputs, case.where
+        x, o, biased = draw.positions(case, c), 4 * h + c, "without biases" not in description
+        in_parameters = draw.parameter(o, c, scale=c**-0.5), draw.parameter(o) if biased else None
+        out_parameters = draw.parameter(c, h, scale=h**-0.5), draw.parameter(c) if biased else None
         norm, norm_out = ((draw.parameter(n, mean=1.0), draw.parameter(n)) for n in (c, h))
         factors = draw.factors(1, case.length, c, drawn=case.drawn) if case.dropped else None
-        of_layer = "fused" in where, "incoming" not in where, factors
-        return x, draw.mask(case, masked), None, *norm, *into, *norm_out, *out_of, *of_layer
+        of_layer = "fused" in description, "incoming" not in description, factors
+        return x, draw.mask(case, masked), None, *norm, *in_parameters, *norm_out, *out_parameters, *of_layer
 
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
         """Count the projections, the product of the factors and its projection; backward each twice, the first again.
@@ -426,8 +426,8 @@ class _TriangleMultiplication(OpProfile):
         """
         case = _square(case)
         positions, c, h = case.rows * case.length, case.channels, case.outputs
-        projections, rest = 2 * (4 * h + c) * c, 2 * h * (case.length + c)
-        flops = positions * (projections + rest if forward else 3 * projections + 2 * rest)
+        projections, other_flops = 2 * (4 * h + c) * c, 2 * h * (case.length + c)
+        flops = positions * (projections + other_flops if forward else 3 * projections + 2 * other_flops)
         return Cost(
             flops, positions * (2 * h + c), positions * (2 * c + 6 * h if forward else 3 * c + 9 * h) * itemsize
         )
@@ -462,17 +462,17 @@ class _OuterProductMean(OpProfile):
 
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
         c, h, p, n = case.channels, case.width, case.outputs, case.length
-        into = draw.parameter(c, mean=1.0), draw.parameter(c), draw.parameter(2 * h, c, scale=c**-0.5)
-        out_of = draw.parameter(2 * h), draw.parameter(p, h * h, scale=1 / h), draw.parameter(p)
-        return draw.positions(case, c), *into, *out_of, draw.mask(case, masked), draw.normal(n, n, p)
+        in_parameters = draw.parameter(c, mean=1.0), draw.parameter(c), draw.parameter(2 * h, c, scale=c**-0.5)
+        out_parameters = draw.parameter(2 * h), draw.parameter(p, h * h, scale=1 / h), draw.parameter(p)
+        return draw.positions(case, c), *in_parameters, *out_parameters, draw.mask(case, masked), draw.normal(n, n, p)
 
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
         """Count the projections and the products. m and z are read and written; backward m and the gradients."""
         products = PROFILES["outer_product"].cost(self._products(case), forward, itemsize)
         positions, pairs = case.rows * case.length, case.length**2
         flops = 4 * positions * case.channels * case.width * (1 if forward else 2)
-        moved = positions * case.channels * (1 if forward else 2) + (pairs * case.outputs if forward else 0)
-        return Cost(products.flops + flops, 0, products.bytes + moved * itemsize)
+        moved_elements = positions * case.channels * (1 if forward else 2) + (pairs * case.outputs if forward else 0)
+        return Cost(products.flops + flops, 0, products.bytes + moved_elements * itemsize)
 
     def _products(self, case: OpCase) -> OpCase:
         """Return the case of the outer product alone."""
@@ -519,10 +519,10 @@ class _GatedAttention(OpProfile):
             z = draw.positions(replace(case, rows=case.batches * case.length, transposed=False), h)
             bias = z.movedim(-1, -3).detach()
         norm = draw.positions(case, c), draw.parameter(c, mean=1.0), draw.parameter(c)
-        into = draw.parameter(4 * inner + (h if projects_bias else 0), c, scale=c**-0.5), draw.parameter(inner)
-        out_of = draw.parameter(c, inner, scale=inner**-0.5), draw.parameter(c)
+        in_parameters = draw.parameter(4 * inner + (h if projects_bias else 0), c, scale=c**-0.5), draw.parameter(inner)
+        out_parameters = draw.parameter(c, inner, scale=inner**-0.5), draw.parameter(c)
         factors = draw.factors(1, case.length, c, drawn=case.drawn) if case.dropped else None
-        return *norm, *into, *out_of, draw.mask(case, masked), bias, h, factors
+        return *norm, *in_parameters, *out_parameters, draw.mask(case, masked), bias, h, factors
 
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
         """Count the products of attention and projections, and the bytes of x, the result and the saved tensors.
@@ -532,8 +532,8 @@ class _GatedAttention(OpProfile):
         attended = attention_cost(case, forward, itemsize, case.heads)
         positions, inner = case.rows * case.length, case.heads * case.width
         through = 2 * positions * case.channels * 5 * inner * (1 if forward else 2)
-        moved = positions * ((2 if forward else 3) * case.channels + 5 * inner) * itemsize
-        return Cost(attended.flops + through, attended.exps + positions * inner, moved)
+        moved_bytes = positions * ((2 if forward else 3) * case.channels + 5 * inner) * itemsize
+        return Cost(attended.flops + through, attended.exps + positions * inner, moved_bytes)
 
     def example(self, kind: str, s: int, r: int) -> OpCase:
         if kind in ("row", "column"):

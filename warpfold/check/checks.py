@@ -182,8 +182,8 @@ def run(way: Callable[..., Tensor], given: OpInputs) -> list[Tensor]:
 def answer(way: Callable[..., Tensor], args: Sequence[Argument], grad: Tensor) -> list[Tensor]:
     """Compute the output of a function, and the gradient of every argument that requires one."""
     out = way(*args)
-    wanted = [t for t in args if isinstance(t, Tensor) and t.requires_grad]
-    return [out.detach(), *torch.autograd.grad(out, wanted, grad)]
+    inputs_with_gradient = [t for t in args if isinstance(t, Tensor) and t.requires_grad]
+    return [out.detach(), *torch.autograd.grad(out, inputs_with_gradient, grad)]
 
 
 def truth(

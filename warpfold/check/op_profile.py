@@ -166,8 +166,8 @@ class RandomTensors:
             noise = Noise().to(self.device)
             noise.seed(0)
             return noise.factors(shape, DROPPED, 0, torch.empty((), dtype=self.dtype, device=self.device))
-        kept = torch.rand(*shape, generator=self.generator, device=self.device) > DROPPED
-        return (kept / (1 - DROPPED)).to(self.dtype)
+        is_kept = torch.rand(*shape, generator=self.generator, device=self.device) > DROPPED
+        return (is_kept / (1 - DROPPED)).to(self.dtype)
 
     def positions(self, case: OpCase, channels: int) -> Tensor:
         """Draw [rows, length, channels] or [batches, rows, ...] in the memory layout of the layer's tensors.

@@ -17,8 +17,10 @@ def newer_than_tested() -> str | None:
 
     Does not import torch. Raises PackageNotFoundError if it is not installed.
     """
-    here = {"torch": version("torch"), "Python": platform.python_version()}
-    newer = [f"{name} {here[name]}" for name, (_, last) in TESTED.items() if _minor(here[name]) > _minor(last)]
+    installed = {"torch": version("torch"), "Python": platform.python_version()}
+    newer = [
+        f"{name} {installed[name]}" for name, (_, last) in TESTED.items() if _minor(installed[name]) > _minor(last)
+    ]
     if not newer:
         return None
     return (
