@@ -79,9 +79,9 @@ class GuessStructure(Mapping[str, Chain]):
     def without_beta(self, sequences: Mapping[str, str]) -> list[str]:
         """List the residues without CB (without CA where the query has glycine) as "A 12", counted from 1."""
         residues = []
-        for id, seen in zip(self.names, self.seen):
+        for id, is_observed in zip(self.names, self.seen):
             is_glycine = np.array([letter == "G" for letter in sequences[id]])
-            missing = np.flatnonzero(~np.where(is_glycine, seen[:, 0], seen[:, 1]))
+            missing = np.flatnonzero(~np.where(is_glycine, is_observed[:, 0], is_observed[:, 1]))
             residues += [f"{id} {i + 1}" for i in missing]
         return residues
 
@@ -98,10 +98,10 @@ def guess_from_structure(structure: Structure, data: bytes, path: Path | None, s
 
 def _make_guess(source: str, chains: Mapping[str, Chain], digest: str, held: bool) -> GuessStructure:
     """Make a guess from chains. held: keep the chains in memory instead of reading them from `source`."""
-    every = tuple(chains.values())
-    seen = tuple(chain.mask[:, [CA, CB]] > 0 for chain in every)
-    sequences = tuple(chain.sequence for chain in every)
-    return GuessStructure(source, tuple(chains), sequences, seen, digest, every if held else None)
+    all_chains = tuple(chains.values())
+    is_observed = tuple(chain.mask[:, [CA, CB]] > 0 for chain in all_chains)
+    sequences = tuple(chain.sequence for chain in all_chains)
+    return GuessStructure(source, tuple(chains), sequences, is_observed, digest, all_chains if held else None)
 
 
 def _place_chains(structure: Structure) -> dict[str, Chain]:
@@ -109,8 +109,8 @@ def _place_chains(structure: Structure) -> dict[str, Chain]:
     placed, chains = structure.assembly(), {}
     for id, (name, operator) in zip(placed.ids, placed.chains):
         chain = structure.chains[name]
-        moved = apply_operator(operator, chain.positions) * chain.mask[..., None]
-        chains[id] = replace(chain, positions=moved)
+        moved_positions = apply_operator(operator, chain.positions) * chain.mask[..., None]
+        chains[id] = replace(chain, positions=moved_positions)
     return chains
 
 
@@ -152,15 +152,15 @@ def as_guess(guess: GuessLike, name: str, sequences: Mapping[str, str]) -> Guess
                 f"initial_guess[{id!r}]: positions {list(positions.shape)} and mask {list(mask.shape)}; [N, 37, 3] and "
                 "[N, 37] are needed"
             )
-        seen = (mask > 0).astype(np.float32)
-        positions = np.where(seen[..., None] > 0, positions, 0.0).astype(np.float32)
+        observed = (mask > 0).astype(np.float32)
+        positions = np.where(observed[..., None] > 0, positions, 0.0).astype(np.float32)
         if not np.isfinite(positions).all():
             raise UserError(f"initial_guess[{id!r}]: has positions that are not finite. Mask these atoms.")
-        digest.update(positions.tobytes() + seen.tobytes())
+        digest.update(positions.tobytes() + observed.tobytes())
         numbers = tuple(str(i + 1) for i in range(n))
         sequence = sequences.get(id, "")
         sequence = sequence if len(sequence) == n else "X" * n
-        chains[id] = Chain(id, sequence, positions, seen, np.arange(n, dtype=np.int64), numbers)
+        chains[id] = Chain(id, sequence, positions, observed, np.arange(n, dtype=np.int64), numbers)
     return _make_guess("initial_guess", chains, digest.hexdigest(), held=True).fitted(name, sequences)
 
 

@@ -117,11 +117,11 @@ def parse_hhr(text: str, source: str = "<hhr>") -> list[Hit]:
         )
     hits = []
     for number, block in enumerate(blocks, 1):
-        where = f"{source}: hit {number}"
+        place = f"{source}: hit {number}"
         title = re.search(r"^>(\S+)[ \t]*(.*)$", block, re.MULTILINE)
         aligned, sum_probs = _ALIGNED.search(block), _SUM_PROBS.search(block)
         if title is None or aligned is None:
-            raise UserError(f"{where} has no name or no scores, so it is cut short. Make the file again.")
+            raise UserError(f"{place} has no name or no scores, so it is cut short. Make the file again.")
         segments: dict[str, list[str]] = {"Q": [], "T": []}
         first: dict[str, int] = {}
         for line in block.split("\n"):
@@ -136,7 +136,7 @@ def parse_hhr(text: str, source: str = "<hhr>") -> list[Hit]:
         both = letters["Q"] & letters["T"] if len(rows["Q"]) == len(rows["T"]) else np.zeros(0, bool)
         if both.sum() != int(aligned[1]) and not is_empty:
             raise UserError(
-                f"{where}, {title[1]}, announces {aligned[1]} aligned columns and has {both.sum()}, so it is cut short "
+                f"{place}, {title[1]}, announces {aligned[1]} aligned columns and has {both.sum()}, so it is cut short "
                 "or damaged. Make the file again."
             )
         index = {side: np.cumsum(is_letter)[both] - 1 for side, is_letter in letters.items()}

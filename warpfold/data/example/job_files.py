@@ -107,8 +107,8 @@ def read_jobs(data: bytes, ending: str, source: str, here: Path, name: str) -> l
         if not any(isinstance(job, dict) and "sequences" in job for job in jobs):
             description = "is an empty list" if content == [] else "is neither a job nor a list of jobs"
             if isinstance(content, dict):
-                others = [f"looks like {kind}" for key, kind in _OTHER_FILES.items() if key in content]
-                description = next(iter(others), "has no sequences, so it is not a job")
+                other_kinds = [f"looks like {kind}" for key, kind in _OTHER_FILES.items() if key in content]
+                description = next(iter(other_kinds), "has no sequences, so it is not a job")
             raise UserError(f"{source}: {description}. {_REMEDY}")
     except UserError as error:
         return [Complex(name, (), (), error=str(error))]
@@ -297,8 +297,8 @@ def _read_proteins(job: Mapping[str, Any], where: str) -> tuple[list[_Protein], 
             )
         if lower in _OTHERS:
             codes = next(filter(None, (_as_texts(entry.get(key)) for key in ("ccd", "ccdCodes", "ligand", "ion"))), [])
-            about = ": ".join(filter(None, (_join(ids), _join([code.removeprefix("CCD_") for code in codes]))))
-            unsupported.append(f"{_OTHERS[lower]} ({about})" if about else _OTHERS[lower])
+            details = ": ".join(filter(None, (_join(ids), _join([code.removeprefix("CCD_") for code in codes]))))
+            unsupported.append(f"{_OTHERS[lower]} ({details})" if details else _OTHERS[lower])
             continue
         _check_keys(entry, (*_PROTEIN_KEYS, *_MSAS, *_CHANGES), entry_name)
         sequence = entry.get("sequence")
@@ -320,8 +320,8 @@ def _read_proteins(job: Mapping[str, Any], where: str) -> tuple[list[_Protein], 
     if unsupported:
         remedy = "Remove it to fold only the proteins." if proteins else "Add a protein: the job has none."
         raise UserError(f"{where}: has {_join(unsupported)}, which AlphaFold2 cannot fold. {remedy}")
-    taken = {id for protein in proteins for id in protein.ids}
-    free = (id for id in chain_ids(len(taken) + sum(counts)) if id not in taken)
+    used_ids = {id for protein in proteins for id in protein.ids}
+    free = (id for id in chain_ids(len(used_ids) + sum(counts)) if id not in used_ids)
     all_ids = [protein.ids or tuple(itertools.islice(free, count)) for protein, count in zip(proteins, counts)]
     proteins = [replace(protein, ids=ids) for protein, ids in zip(proteins, all_ids)]
 

@@ -220,9 +220,9 @@ def read_query_files(sources: Given | Sequence[Given], as_one: bool = False) -> 
     for query in queries:
         # Some file systems ignore case.
         if (key := query.name.lower()) in source_of:
-            where = "twice" if source_of[key] == query.source else f"in {source_of[key]} too"
+            other_place = "twice" if source_of[key] == query.source else f"in {source_of[key]} too"
             raise UserError(
-                f"{query.source}: a record is called {query.name} {where}. Give each protein a unique name."
+                f"{query.source}: a record is called {query.name} {other_place}. Give each protein a unique name."
             )
         source_of[key] = query.source
     return QueryFiles(queries, hits, predicted)
@@ -244,14 +244,14 @@ def sequences_to_search(sources: Sequence[Given]) -> dict[str, str]:
     Raises the errors of `read_complexes`, and UserError for two sequences with one name.
     """
     sequence_of: dict[str, str] = {}
-    taken: set[str] = set()
+    used_names: set[str] = set()
     for query in read_complexes(sources):
         for sequence, name in search_names(query.name, dict(zip(query.ids, query.sequences))).items():
-            if name.lower() in taken:
+            if name.lower() in used_names:
                 raise UserError(
                     f"{query.source}: another sequence is called {name} too. Give each protein a unique name."
                 )
-            taken.add(name.lower())
+            used_names.add(name.lower())
             sequence_of[name] = sequence
     return sequence_of
 
@@ -371,12 +371,12 @@ def _read_file(file: InputFile, data: bytes, as_one: bool) -> list[Complex]:
     """Read the queries of a file. See `read_query_files`."""
     kind, path, source = _detect_format(file, data), file.path, file.name
     # Relative paths in the file start here.
-    here = Path() if path == STDIN else path.parent
+    base_folder = Path() if path == STDIN else path.parent
     name = "query" if path == STDIN else file_name(path.name.split(".")[0])
     if kind in TABLES:
         queries = _parse_table(data, source)
     elif kind in JOBS:
-        queries = read_jobs(data, kind, source, here, name)
+        queries = read_jobs(data, kind, source, base_folder, name)
     elif kind in STRUCTURES:
         structure = parse_structure(data, source)
         structure.check_placed(source)
@@ -401,7 +401,7 @@ def _read_file(file: InputFile, data: bytes, as_one: bool) -> list[Complex]:
         queries = [_parse_alignment(data, name if path == STDIN else file_name(file.protein), file)]
     else:
         bare = kind == ".seq" and not data.lstrip().startswith(b">")
-        queries = _parse_fasta(b">query\n" + data if bare else data, name, source, as_one, here)
+        queries = _parse_fasta(b">query\n" + data if bare else data, name, source, as_one, base_folder)
     return [replace(query, source=source) for query in queries]
 
 
@@ -474,11 +474,11 @@ def _name_records(headers: Sequence[str]) -> list[str]:
     for i, header in enumerate(headers):
         if match := _DESIGN.match(header):
             words[i] = f"{words[0] if match[1] else words[i]}_{match[2]}"
-    counts, seen = Counter(words), Counter[str]()
+    counts, occurrences = Counter(words), Counter[str]()
     for i, word in enumerate(words):
         if counts[word] > 1:
-            seen[word] += 1
-            words[i] = f"{word}_{seen[word]}"
+            occurrences[word] += 1
+            words[i] = f"{word}_{occurrences[word]}"
     return words
 
 

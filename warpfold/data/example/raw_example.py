@@ -393,13 +393,13 @@ def _stack(
     keys: uint64 [R] or None per alignment; equal rows with different keys are kept.
     """
 
-    # Digests limit the memory of `seen` to 16 bytes per row.
+    # Digests limit the memory of `digests` to 16 bytes per row.
     def digest(row: np.ndarray) -> bytes:
         return hashlib.blake2b(row.tobytes(), digest_size=16).digest()
 
     stacked = [(query[None], np.zeros((1, len(query)), np.uint16))]
     gaps = digest(np.full(len(query), GAP, np.uint8))
-    seen = {gaps, digest(query)}
+    digests = {gaps, digest(query)}
     is_kept = []
     for (rows, deletions), row_keys in zip(placed, keys):
         rows, deletions = rows[1:], deletions[1:]
@@ -408,8 +408,8 @@ def _stack(
             key = digest(row)
             if row_keys is not None and key != gaps:
                 key += row_keys[index + 1].tobytes()
-            is_new[index] = key not in seen
-            seen.add(key)
+            is_new[index] = key not in digests
+            digests.add(key)
         is_kept.append(is_new)
         stacked.append((rows[is_new], deletions[is_new]) if not is_new.all() else (rows, deletions))
     rows, deletions = (np.concatenate(arrays) for arrays in zip(*stacked))

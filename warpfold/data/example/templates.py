@@ -83,7 +83,7 @@ def templates_from_hits(
     """
     used: list[Templates] = []
     outcomes: list[TemplateOutcome] = []
-    seen: dict[bytes, str] = {}
+    used_sequences: dict[bytes, str] = {}
     for hit in sorted(hits, key=lambda hit: -(hit.sum_probs or 0.0)):
         if len(used) == limit:
             outcomes.append(_refused(hit, "enough better templates are used"))
@@ -104,10 +104,10 @@ def templates_from_hits(
         except UserError as error:
             outcomes.append(_refused(hit, str(error), missing=isinstance(error, MissingStructure)))
             continue
-        if hit.sum_probs is None and (twin := seen.get(template.aatype.tobytes())):
+        if hit.sum_probs is None and (twin := used_sequences.get(template.aatype.tobytes())):
             outcomes.append(_refused(hit, f"has the same aligned residues as {twin}"))
             continue
-        seen[template.aatype.tobytes()] = name
+        used_sequences[template.aatype.tobytes()] = name
         used.append(template)
         outcomes.append(_used(query, template, note, hit.sum_probs))
     return concatenate_templates(used), outcomes
@@ -161,16 +161,16 @@ def _locate_hit(hit: Hit, structure: Structure) -> tuple[Chain, np.ndarray, str]
     (Supp. 1.2.3).
     """
     named = [structure.chains[hit.chain]] if hit.chain in structure.chains else []
-    others = [chain for chain in structure.chains.values() if chain.id != hit.chain]
+    other_chains = [chain for chain in structure.chains.values() if chain.id != hit.chain]
     pattern = re.compile(hit.sequence.replace("X", "."))
-    for chain in [*named, *others]:
+    for chain in [*named, *other_chains]:
         # The sequence may be repeated in the chain, so the position given by the hit is tried first.
         match = pattern.match(chain.sequence, hit.start) or pattern.search(chain.sequence)
         if match:
             is_named = hit.chain in ("", chain.id)
             note = "" if is_named else f"of chain {chain.id}, which has the hit's sequence"
             return chain, np.arange(match.start(), match.end()), note
-    maps = [(chain, *column_map(chain.sequence, hit.sequence)) for chain in named or others]
+    maps = [(chain, *column_map(chain.sequence, hit.sequence)) for chain in named or other_chains]
     chain, residues, identity = max(maps, key=lambda candidate: candidate[2] * (candidate[1] >= 0).mean())
     aligned = (residues >= 0).mean()
     if min(identity, aligned) < MIN_IDENTITY:
@@ -191,9 +191,9 @@ def template_from_file(query: str, path: str | Path, chain: str | None = None) -
     structure = read_structure(path)
     structure.check_placed(str(path))
     if chain is not None and chain not in structure.chains:
-        why = structure.dropped.get(chain)
+        reason = structure.dropped.get(chain)
         raise UserError(
-            f"{path}: {f'chain {chain} cannot be used ({why})' if why else f'has no protein chain {chain}'}. "
+            f"{path}: {f'chain {chain} cannot be used ({reason})' if reason else f'has no protein chain {chain}'}. "
             f"Choose from {', '.join(structure.chains)}."
         )
     chains = structure.chains.values() if chain is None else [structure.chains[chain]]
@@ -202,9 +202,9 @@ def template_from_file(query: str, path: str | Path, chain: str | None = None) -
     def count_equal(mapped: tuple[Chain, tuple[np.ndarray, float]]) -> int:
         """Count the observed residues that equal the query's."""
         candidate, (residues, _) = mapped
-        seen = candidate.mask.max(axis=1) > 0
+        is_observed = candidate.mask.max(axis=1) > 0
         pairs = zip(residues.tolist(), query)
-        return sum(i >= 0 and candidate.sequence[i] == letter and bool(seen[i]) for i, letter in pairs)
+        return sum(i >= 0 and candidate.sequence[i] == letter and bool(is_observed[i]) for i, letter in pairs)
 
     best, (residues, identity) = max(maps, key=count_equal)
     entry = Path(path).name.removesuffix(".gz").rpartition(".")[0] or Path(path).name
@@ -230,9 +230,9 @@ def _make_template(
     residues.
     """
     ca = ATOM_ORDER["CA"]
-    seen = chain.mask[:, ca] > 0
+    has_ca = chain.mask[:, ca] > 0
     jumps = np.linalg.norm(np.diff(chain.positions[:, ca].astype(np.float64), axis=0), axis=-1)
-    jumps[~(seen[1:] & seen[:-1])] = 0.0
+    jumps[~(has_ca[1:] & has_ca[:-1])] = 0.0
     if jumps.max(initial=0.0) > MAX_CA_DISTANCE:
         i = int(jumps.argmax())
         raise UserError(

@@ -187,11 +187,11 @@ def delete_blocks(depth: int, config: SampleConfig, rng: np.random.Generator) ->
     """
     size = int(depth * config.block_fraction)
     count = int(rng.integers(0, config.blocks + 1)) if config.randomize_num_blocks else config.blocks
-    kept = np.ones(depth, bool)
+    is_kept = np.ones(depth, bool)
     for start in rng.integers(0, depth, count):
-        kept[start : start + size] = False
-    kept[0] = True
-    return np.flatnonzero(kept)
+        is_kept[start : start + size] = False
+    is_kept[0] = True
+    return np.flatnonzero(is_kept)
 
 
 def sample_with_query(rows: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
@@ -215,8 +215,8 @@ def thin_runs(rows: np.ndarray, count: int, rng: np.random.Generator) -> np.ndar
     ring = np.roll(rows[1:], int(rng.integers(len(rows) - 1)))
     runs = np.array_split(ring, -(-len(ring) // min(RUN_ROWS, max(count - 1, 1))))
     # The first runs are the longest.
-    kept = rng.choice(len(runs), (count - 1) // len(runs[0]), replace=False)
-    return np.concatenate([rows[:1], np.sort(np.concatenate([ring[:0], *(runs[index] for index in kept)]))])
+    kept_runs = rng.choice(len(runs), (count - 1) // len(runs[0]), replace=False)
+    return np.concatenate([rows[:1], np.sort(np.concatenate([ring[:0], *(runs[index] for index in kept_runs)]))])
 
 
 def row_budget(length: int, config: SampleConfig) -> int | None:
@@ -239,10 +239,10 @@ def predicted_cost(length: int, depth: int, config: SampleConfig, passes: int = 
     """
     if not train:
         return _predict_cost(length, depth, depth, passes, replace(config, crop=None))
-    kept = expected_rows(depth, config)
-    used = min(kept, row_budget(length, config) or kept)
+    kept_rows = expected_rows(depth, config)
+    used = min(kept_rows, row_budget(length, config) or kept_rows)
     # Unused rows are read too, because they are in the same blobs.
-    return _predict_cost(length, kept, used, passes, config)
+    return _predict_cost(length, kept_rows, used, passes, config)
 
 
 def predicted_assembly_cost(entities: Sequence[tuple[int, int]], config: SampleConfig) -> float:
@@ -278,5 +278,5 @@ def expected_rows(depth: int, config: SampleConfig) -> float:
     """
     share = int(depth * config.block_fraction) / depth
     counts = range(config.blocks + 1) if config.randomize_num_blocks else (config.blocks,)
-    kept = [(1 - share) ** (n + 1) + (1 - (1 - share) ** (n + 1)) / (n + 1) for n in counts]
-    return max(depth * sum(kept) / len(kept), 1.0)
+    kept_shares = [(1 - share) ** (n + 1) + (1 - (1 - share) ** (n + 1)) / (n + 1) for n in counts]
+    return max(depth * sum(kept_shares) / len(kept_shares), 1.0)

@@ -25,9 +25,9 @@ def crop_assembly(assembly: Assembly, config: SampleConfig, rng: np.random.Gener
     is_spatial = len(lengths) > 1 and rng.random() < config.spatial_fraction
     if is_spatial and (ca := read_ca(assembly)) is not None:
         chain = np.repeat(np.arange(len(lengths)), lengths)
-        kept = spatial_crop(*ca, chain, config.crop, config.interface_distance, rng)
-        if kept is not None:
-            return [np.flatnonzero(part) for part in np.split(kept, np.cumsum(lengths)[:-1])]
+        is_kept = spatial_crop(*ca, chain, config.crop, config.interface_distance, rng)
+        if is_kept is not None:
+            return [np.flatnonzero(part) for part in np.split(is_kept, np.cumsum(lengths)[:-1])]
     return contiguous_crop(lengths, config.crop, rng)
 
 
@@ -38,12 +38,12 @@ def fixed_crop(assembly: Assembly, size: int, distance: float) -> list[np.ndarra
     Without an interface, its first residues are used. distance: see `spatial_crop`.
     """
     lengths = [chain.length for chain in assembly.chains]
-    kept = np.arange(sum(lengths)) < size
+    is_kept = np.arange(sum(lengths)) < size
     if sum(lengths) > size and (ca := read_ca(assembly)) is not None:
         chain = np.repeat(np.arange(len(lengths)), lengths)
         near = spatial_crop(*ca, chain, size, distance, keyed_rng(0, assembly.name, "crop"))
-        kept = kept if near is None else near
-    return [np.flatnonzero(part) for part in np.split(kept, np.cumsum(lengths)[:-1])]
+        is_kept = is_kept if near is None else near
+    return [np.flatnonzero(part) for part in np.split(is_kept, np.cumsum(lengths)[:-1])]
 
 
 def read_ca(assembly: Assembly) -> tuple[np.ndarray, np.ndarray] | None:
@@ -97,9 +97,9 @@ def spatial_crop(
     if centre is None:
         return None
     distances = np.where(seen, np.linalg.norm(ca - ca[centre], axis=-1), np.inf)
-    kept = np.zeros(len(ca), bool)
-    kept[np.argsort(distances, kind="stable")[:size]] = True
-    return kept
+    is_kept = np.zeros(len(ca), bool)
+    is_kept[np.argsort(distances, kind="stable")[:size]] = True
+    return is_kept
 
 
 def draw_interface_residue(

@@ -175,13 +175,13 @@ def template_features(templates: Templates | None, length: int) -> Arrays:
         raise ValueError(f"templates of {templates.aatype.shape[1]} residues for an example of {length}")
     aatype, positions = templates.aatype.astype(np.int64), templates.positions
     mask = templates.mask.astype(np.float32)
-    codes, xyz, seen = (torch.from_numpy(array) for array in (aatype, positions, mask))
+    codes, xyz, atom_mask = (torch.from_numpy(array) for array in (aatype, positions, mask))
     return {
         "template_aatype": aatype,
         "template_all_atom_positions": positions,
         "template_all_atom_masks": mask,
         "template_pseudo_beta": atoms.pseudo_beta(codes, xyz).numpy(),
-        "template_pseudo_beta_mask": atoms.pseudo_beta_mask(codes, seen).numpy(),
+        "template_pseudo_beta_mask": atoms.pseudo_beta_mask(codes, atom_mask).numpy(),
         "template_mask": np.ones(len(templates), np.float32),
     }
 
@@ -407,8 +407,8 @@ def alignment_features(
         rng = keyed_rng(seed, *key, index, "clusters")
         # Row 0, the concatenated queries, is always a centre, as with `cluster_bias_mask` of the official code.
         centres = sample_with_query(np.arange(len(msa)), min(config.max_msa, len(msa)), rng)
-        others = all_but(centres, len(msa))
-        extra = np.sort(rng.choice(others, min(len(others), config.max_extra), replace=False))
+        other_rows = all_but(centres, len(msa))
+        extra = np.sort(rng.choice(other_rows, min(len(other_rows), config.max_extra), replace=False))
         masked, bert_mask = mask_msa(msa[centres], profile, config, keyed_rng(seed, *key, index, "mask"))
         # The gaps of an unpaired row in other entities are not a target of the masked-MSA loss.
         is_own = (owner[centres][:, None] == 0) | (owner[centres][:, None] == column)
@@ -464,8 +464,8 @@ def copy_features(assembly: Assembly, entities: Sequence[EntityCrop], length: in
             atoms = assembly.chains[chain].atoms(entity.residues, least)
             if atoms is None:
                 return {}
-            moved = place_chain(atoms[0], assembly.operators, chain) * atoms[1][..., None]
-            positions[copy, entity.columns], mask[copy, entity.columns] = moved[entity.place], atoms[1][entity.place]
+            placed = place_chain(atoms[0], assembly.operators, chain) * atoms[1][..., None]
+            positions[copy, entity.columns], mask[copy, entity.columns] = placed[entity.place], atoms[1][entity.place]
     return {
         "copy_atom_positions": positions,
         "copy_atom_mask": mask,

@@ -520,17 +520,17 @@ def _read_a3m_rows(data: bytes, source: str, query: str | None = None) -> tuple[
     predictions of secondary structure, precedes a row NAME and is named NAME_consensus, or precedes the expected query.
     """
     names, sequences = _split_records(data, source)
-    every = [(n, s) for n, s in zip(names, sequences) if not _PREDICTED_ROW.match(n)]
-    records = [record for record in every if not _CONSENSUS.match(record[0])]
+    unpredicted = [(n, s) for n, s in zip(names, sequences) if not _PREDICTED_ROW.match(n)]
+    records = [record for record in unpredicted if not _CONSENSUS.match(record[0])]
     # In HH-suite's files, the consensus follows predictions of secondary structure.
-    is_hhsuite = len(every) < len(names)
-    if every and not is_hhsuite and (not records or records[0] is not every[0]):
-        name, second = every[0][0].split()[0], records[0] if records else ("", b"")
+    is_hhsuite = len(unpredicted) < len(names)
+    if unpredicted and not is_hhsuite and (not records or records[0] is not unpredicted[0]):
+        name, second = unpredicted[0][0].split()[0], records[0] if records else ("", b"")
         is_annotation = bool(records) and name.lower() == f"{(second[0].split() or [''])[0]}_consensus".lower()
         expected = None if query is None else upper(query).encode()
         is_annotation |= second[1].translate(None, _GAPS).upper() == expected
-        if not is_annotation or every[0][1].upper() == expected:
-            records.insert(0, every[0])
+        if not is_annotation or unpredicted[0][1].upper() == expected:
+            records.insert(0, unpredicted[0])
     if not records:
         raise UserError(f"{source}: holds no sequence. Pass an alignment with at least the query's row.")
     return [name for name, _ in records], [sequence for _, sequence in records]
@@ -568,8 +568,10 @@ def _encode_rows(
         character = letters[at : at + 4].decode(errors="ignore")[:1]
         # Positions count characters, not bytes.
         at -= sum(byte & 0xC0 == 0x80 for byte in letters[starts[row] : at])
-        where = f"record {row + 1}, {_shorten(names[row])}, position {at - starts[row] + 1}"
-        problems[row] = f"{source}: {where} has {_quote(character)}, which is not an amino acid. Correct or remove it"
+        location = f"record {row + 1}, {_shorten(names[row])}, position {at - starts[row] + 1}"
+        problems[row] = (
+            f"{source}: {location} has {_quote(character)}, which is not an amino acid. Correct or remove it"
+        )
     return codes, starts, problems
 
 

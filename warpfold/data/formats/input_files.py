@@ -257,9 +257,11 @@ def find(paths: Sequence[Path], suffixes: Sequence[str], what: str) -> list[Inpu
     for path in map(Path, paths):
         if not path.exists():
             raise UserError(f"{path}: no such file or folder")
-        here = path.absolute().resolve() if path.name in ("", "..") else path.absolute()
-        for file in walk(here, endings) if path.is_dir() else [here]:
-            below = file.relative_to(here.parent) if path.is_dir() else PurePosixPath(here.parent.name, file.name)
+        absolute = path.absolute().resolve() if path.name in ("", "..") else path.absolute()
+        for file in walk(absolute, endings) if path.is_dir() else [absolute]:
+            below = (
+                file.relative_to(absolute.parent) if path.is_dir() else PurePosixPath(absolute.parent.name, file.name)
+            )
             status = file.stat()
             source = InputFile(_text(str(below)), file, status.st_size, status.st_mtime_ns)
             for member in _read_index(source, suffixes) if file.name.endswith(DATABASE) else [source]:
@@ -324,16 +326,16 @@ def walk(folder: Path, endings: Sequence[str]) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise UserError(f"{error.filename}: cannot be read ({error.strerror}). Check its permissions.") from None
 
-    seen: set[tuple[int, int]] = set()
-    for here, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
-        status = os.stat(here)
-        if (status.st_dev, status.st_ino) in seen:
+    visited: set[tuple[int, int]] = set()
+    for directory, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
+        status = os.stat(directory)
+        if (status.st_dev, status.st_ino) in visited:
             folders.clear()
             continue
-        seen.add((status.st_dev, status.st_ino))
+        visited.add((status.st_dev, status.st_ino))
         folders.sort()
         for name in sorted(files):
-            if name.lower().endswith((*endings, DATABASE)) and os.path.isfile(path := os.path.join(here, name)):
+            if name.lower().endswith((*endings, DATABASE)) and os.path.isfile(path := os.path.join(directory, name)):
                 yield Path(path)
 
 
@@ -354,8 +356,8 @@ class ChainAlignments:
 
     def joined(self, other: "ChainAlignments") -> "ChainAlignments":
         """Combine with another one, which is stacked below this one."""
-        every = {key: [*self.by_sequence.get(key, []), *rows] for key, rows in other.by_sequence.items()}
-        return ChainAlignments(self.by_sequence | every, [*self.unused, *other.unused], [*self.notes, *other.notes])
+        rows_of = {key: [*self.by_sequence.get(key, []), *rows] for key, rows in other.by_sequence.items()}
+        return ChainAlignments(self.by_sequence | rows_of, [*self.unused, *other.unused], [*self.notes, *other.notes])
 
 
 def read_chain_alignments(
@@ -381,8 +383,10 @@ def read_chain_alignments(
     ]
     for file, in_folder in sorted(files, key=lambda item: stacking_order(item[0].file)):
         data = file.read_bytes() if in_folder else read_file(file.path, pipe=True)
-        every = parse_chain_alignments(data, file.name, None if in_folder else only, row_by_row=file.serves_pairing)
-        matching = [alignment for alignment in every if alignment.query in by_row]
+        alignments = parse_chain_alignments(
+            data, file.name, None if in_folder else only, row_by_row=file.serves_pairing
+        )
+        matching = [alignment for alignment in alignments if alignment.query in by_row]
         if not matching and not in_folder and are_all:
             raise UserError(
                 f"{file.name}: its first row is not the sequence of any record in {queries}. Pass alignments of these."

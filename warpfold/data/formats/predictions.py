@@ -125,8 +125,10 @@ def read_pae(path: Path, seen: np.ndarray, limit: int = LARGEST) -> np.ndarray:
             # AlphaFold DB stored a flat list until 2022.
             pae = pae.reshape(-1, round(pae.size**0.5)) if "distance" in values else pae
     except (*DAMAGED_ARRAYS, KeyError, TypeError, IndexError, StopIteration, OverflowError) as error:
-        why = str(error) or "no matrix in it"
-        raise UserError(f"{path.name}: no PAE in a supported layout ({why}). Fetch it again, or remove it.") from None
+        reason = str(error) or "no matrix in it"
+        raise UserError(
+            f"{path.name}: no PAE in a supported layout ({reason}). Fetch it again, or remove it."
+        ) from None
     if pae.shape not in ((residues, residues), (seen.sum(), seen.sum())) or not np.isfinite(pae).all():
         shape = list(pae.shape)
         raise UserError(

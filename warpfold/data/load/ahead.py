@@ -121,10 +121,10 @@ class Ahead(Generic[P]):
                 workers.wait()
             if planned is None:
                 return None
-            made = workers.outcomes.pop(planned.place)
-        assert isinstance(made, Made)
+            outcome = workers.outcomes.pop(planned.place)
+        assert isinstance(outcome, Made)
         self._take(planned)
-        return planned, made
+        return planned, outcome
 
     def _take(self, planned: P) -> None:
         self._kinds.popleft()

@@ -207,8 +207,8 @@ class RunOrder:
         """Return the set of used examples at the end of a step. exchanged: the result of `exchanged` on every rank."""
         steps, remainder = divmod(self._count, self.schedule.share)
         assert not remainder, "in the middle of a step"
-        every = list(exchanged) or [self.exchanged()]
-        late, early = ([index for lists in every for index in lists[which]] for which in (0, 1))
+        exchanges = list(exchanged) or [self.exchanged()]
+        late, early = ([index for lists in exchanges for index in lists[which]] for which in (0, 1))
         return self.schedule.state(steps, late, early)
 
     def _redrawn(self, planned: PlannedExample) -> PlannedExample:

@@ -196,12 +196,12 @@ def split_keys(
     if assemblies:
         drawn = drawn[np.argsort(np.maximum(sizes[drawn] - held_out, 0), kind="stable")]
     held_before = np.cumsum(sizes[drawn]) - sizes[drawn]
-    held = np.isin(groups, drawn[held_before < held_out])
-    if held.all():
+    is_held_out = np.isin(groups, drawn[held_before < held_out])
+    if is_held_out.all():
         raise UserError(
             f"{store.path}: holding out {held_out} of {len(groups)} leaves no training entries. Hold out fewer."
         )
-    return source.keys.take(np.flatnonzero(~held)), source.keys.take(np.flatnonzero(held))
+    return source.keys.take(np.flatnonzero(~is_held_out)), source.keys.take(np.flatnonzero(is_held_out))
 
 
 def joined_clusters(source: Source) -> list[str]:

@@ -154,12 +154,12 @@ class Workers:
 
     def _start(self) -> _Worker:
         """Start a worker process."""
-        here, there = self._context.Pipe()
-        process = self._context.Process(target=_work, args=(_Environment(), there, self._make), daemon=True)
+        own_end, worker_end = self._context.Pipe()
+        process = self._context.Process(target=_work, args=(_Environment(), worker_end, self._make), daemon=True)
         with device.one_thread():
             process.start()
-        there.close()
-        return _Worker(process, here)
+        worker_end.close()
+        return _Worker(process, own_end)
 
     def _hand_out(self) -> None:
         """Send waiting jobs to idle processes."""
@@ -236,16 +236,16 @@ class Workers:
                 "a loader process could not start because of the error that it has printed; a script that uses workers "
                 "needs `if __name__ == '__main__':` around its main code"
             )
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        how += " (too little memory?)" if code == -signal.SIGKILL else ""
+        cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        cause += " (too little memory?)" if code == -signal.SIGKILL else ""
         if not worker.ready:
             self._failed_starts += 1
             if self._failed_starts > len(self._workers):
-                raise UserError(f"each loader process {how} when it started. Use fewer workers.")
+                raise UserError(f"each loader process {cause} when it started. Use fewer workers.")
         worker.pipe.close()
         with self.changed:
             self._workers[self._workers.index(worker)] = self._start()
-        return Failed(f"the process that made it {how}", killed=True)
+        return Failed(f"the process that made it {cause}", killed=True)
 
 
 class _Environment:

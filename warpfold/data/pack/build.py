@@ -149,8 +149,10 @@ def read_chains(job: tuple[InputFile, PackOptions, PredictedFile | None, bool]) 
                 structure, confidence = with_confidence(structure, file, predicted, options)
     except UserError as error:
         return ReadChains(None, [PackEntry(file.title, file.name, False, str(error))])
-    dropped = [PackEntry(f"{structure.id}_{name}", file.name, False, why) for name, why in structure.dropped.items()]
-    kept, reasons = {}, dict(structure.dropped)
+    dropped = [
+        PackEntry(f"{structure.id}_{name}", file.name, False, cause) for name, cause in structure.dropped.items()
+    ]
+    kept_chains, reasons = {}, dict(structure.dropped)
     for name, chain in structure.chains.items():
         scores = confidence.get(name, {})
         if reason := drop_reason(options, structure, chain, scores):
@@ -158,8 +160,8 @@ def read_chains(job: tuple[InputFile, PackOptions, PredictedFile | None, bool]) 
             entry = replace(_begin_entry(structure, name, file), reason=reason, length=len(chain.sequence))
             dropped.append(replace(entry, **scores))  # type: ignore[arg-type]  # numbers of `CONFIDENCES`
         else:
-            kept[name] = chain
-    return ReadChains(replace(structure, chains=kept, dropped=reasons), dropped, confidence)
+            kept_chains[name] = chain
+    return ReadChains(replace(structure, chains=kept_chains, dropped=reasons), dropped, confidence)
 
 
 def drop_reason(
@@ -286,8 +288,8 @@ def _read_alignments(source: InputFile, sequence: str, options: PackOptions) -> 
     """
     data = source.read_bytes(options.limit)
     if is_complex(data):
-        every = parse_chain_alignments(data, source.name)
-        return [chain for chain in every if check_map(*column_map(chain.query, sequence)) is None], []
+        alignments = parse_chain_alignments(data, source.name)
+        return [chain for chain in alignments if check_map(*column_map(chain.query, sequence)) is None], []
     alignment, notes = limit_as_alphafold(parse_alignment(data, source.name), source)
     return [alignment], notes
 
@@ -325,7 +327,7 @@ def _build_assemblies(job: BuildJob, built: BuiltChains) -> None:
     """Add the requested assemblies of the kept chains. Their entries list the omitted components."""
     structure, options = job.structure, job.options
     entry_of = {entry.name.removeprefix(f"{structure.id}_"): entry for entry in built.entries}
-    kept = {chain: entry_of[chain] for chain in structure.chains if entry_of[chain].kept}
+    kept_entries = {chain: entry_of[chain] for chain in structure.chains if entry_of[chain].kept}
     dropped = structure.dropped | {chain: entry.reason for chain, entry in entry_of.items() if not entry.kept}
     names = structure.assemblies.ids
     for name in names if options.all_assemblies else names[:1]:
@@ -333,11 +335,11 @@ def _build_assemblies(job: BuildJob, built: BuiltChains) -> None:
         entry = _begin_entry(structure, name, job.file, "-assembly")
         built.entries.append(entry)
         try:
-            placed = structure.assemblies.place(name, kept, dropped)
+            placed = structure.assemblies.place(name, kept_entries, dropped)
         except UserError as error:
             entry.reason = str(error)
             continue
-        chains = [kept[chain] for chain, _ in placed.chains]
+        chains = [kept_entries[chain] for chain, _ in placed.chains]
         entry.length = sum(chain.length for chain in chains)
         if not chains:
             entry.reason = "none of its chains is kept"

@@ -73,9 +73,9 @@ def merge_parts(
             reason = "its chains have alignments of their names" if is_kept else "no kept chain has this sequence"
             report.unused[name] = error or bad.get(name) or reason
     used = {name for chain in report.chains for name in chain.hits}
-    for name, why in parts[0].read(HIT_FILES).data:
+    for name, cause in parts[0].read(HIT_FILES).data:
         if name not in used or name in bad:
-            report.unused_hits[name] = why or bad.get(name, "no kept chain has this name")
+            report.unused_hits[name] = cause or bad.get(name, "no kept chain has this name")
     if not report.kept:
         return report
     chains = [entry for _, _, entries in outcomes for entry in entries if entry.kept and not entry.chains]

@@ -128,16 +128,16 @@ def find_inputs(
     structure_files = find(structures, STRUCTURES, "structures")
     aligned = find(msas, (*ALIGNMENTS, *HITS), "alignments") if msas else []
     alignments = [file for file in aligned if not file.is_hits]
-    taken = {file.identity for file in alignments}
-    all_hits = [file for file in find(hits, HITS, "template hits") if file.identity not in taken] if hits else []
-    taken |= {file.identity for file in all_hits}
+    identities = {file.identity for file in alignments}
+    all_hits = [file for file in find(hits, HITS, "template hits") if file.identity not in identities] if hits else []
+    identities |= {file.identity for file in all_hits}
     library = find(template_structures, STRUCTURES[:2], "structures of templates") if template_structures else []
     folders = [path if path.is_dir() else path.parent for path in map(Path, template_structures or structures)]
     return PackInputs(
         structures=structure_files,
         alignments=alignments,
         hits=all_hits,
-        unrequested=[file for file in aligned if file.identity not in taken],
+        unrequested=[file for file in aligned if file.identity not in identities],
         library=library,
         folders=tuple(dict.fromkeys(folder.absolute() for folder in folders)) if hits else (),
         clusters=clusters,
@@ -256,7 +256,7 @@ def _require_entries(report: PackReport, out: Path) -> PackReport:
     if report.kept:
         return report
     reasons = Counter(entry.reason for entry in report.dropped)
-    counted = Counter({why: count for why, count in reasons.items() if why not in (SAME, LATER)}) or reasons
+    counted = Counter({cause: count for cause, count in reasons.items() if cause not in (SAME, LATER)}) or reasons
     reason, _ = counted.most_common(1)[0]
     raise UserError(f"{out}: all {len(report.entries)} entries are dropped; the most frequent reason: {reason}")
 

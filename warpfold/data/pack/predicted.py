@@ -66,9 +66,9 @@ def find_predictions(files: Sequence[InputFile], min_kl: float) -> dict[str, Pre
         by_target.setdefault(named.target, []).append((order, file, prediction))
     predictions: dict[str, PredictedFile] = {}
     for candidates in by_target.values():
-        (_, best, first), *others = sorted(candidates, key=lambda candidate: (candidate[0], candidate[1].name))
+        (_, best, first), *other_files = sorted(candidates, key=lambda candidate: (candidate[0], candidate[1].name))
         predictions[best.name] = first
-        for _, file, other in others:
+        for _, file, other in other_files:
             predictions[file.name] = replace(other, why_not=other.why_not or SAME)
     packed = [prediction for prediction in predictions.values() if not prediction.why_not]
     distograms = [prediction.distogram for prediction in packed if prediction.distogram is not None]

@@ -157,7 +157,7 @@ class PackReport:
         """Yield a header and tab-separated lines for each entry and each unused file."""
         yield "\t".join(TABLE) + "\n"
         for entry in self.entries:
-            refused = "; ".join(f"{n} x {why.rstrip('.')}" for why, n in entry.templates_refused.items())
+            refused = "; ".join(f"{n} x {reason.rstrip('.')}" for reason, n in entry.templates_refused.items())
             other: dict[str, Any] = {"status": "kept" if entry.kept else "dropped", "templates_refused": refused}
             other |= {"masked": None} if entry.plddt is None else {}
             row = (other[name] if name in other else getattr(entry, name) for name in TABLE)
@@ -205,12 +205,12 @@ class PackReport:
         offered, missing = reasons.total(), sum(entry.templates_missing for entry in self.kept)
         if not offered:
             return "0 templates: the files contain no hits"
-        why = [f"{n} x {reason}" for reason, n in reasons.most_common() if not reason.startswith(NO_FILE)]
+        causes = [f"{n} x {reason}" for reason, n in reasons.most_common() if not reason.startswith(NO_FILE)]
         if missing:
             names = list(dict.fromkeys(name for entry in self.kept for name in entry.structures_missing))
             count = "" if missing == offered else "1 has " if missing == 1 else f"{missing} have "
-            why.insert(0, f"{count}no structure in the folders given ({_join_three(names)})")
-        return f"0 of {offered} templates used: {'; '.join(why)}"
+            causes.insert(0, f"{count}no structure in the folders given ({_join_three(names)})")
+        return f"0 of {offered} templates used: {'; '.join(causes)}"
 
 
 def _join_three(names: Sequence[str]) -> str:

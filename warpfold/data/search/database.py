@@ -197,8 +197,8 @@ def _drop_nucleic(chunk: bytes) -> bytes:
     if _NUCLEIC_RECORD not in chunk:
         return chunk
     records = chunk[1:].split(b"\n>")
-    kept = [record for record in records if _NUCLEIC_RECORD not in record.partition(b"\n")[0]]
-    return b"".join(b">" + record.rstrip() + b"\n" for record in kept)
+    proteins = [record for record in records if _NUCLEIC_RECORD not in record.partition(b"\n")[0]]
+    return b"".join(b">" + record.rstrip() + b"\n" for record in proteins)
 
 
 def _is_text(chunk: bytes) -> bool:

@@ -165,12 +165,12 @@ def fetch_alignments(
     """
     fetched = fetch(server, requests, progress)
     if fetched.failures:
-        (name, why), count = next(iter(fetched.failures.items())), len(fetched.failures)
+        (name, cause), count = next(iter(fetched.failures.items())), len(fetched.failures)
         also = "" if count == 1 else f" ({', '.join(list(fetched.failures)[1:4])}{' ...' if count > 4 else ''} too)"
         raise UserError(
-            f"{name}: {why}{also}. Pass alignments of these with --msa, remove them, or try again; other answers are "
+            f"{name}: {cause}{also}. Pass alignments of these with --msa, remove them, or try again; other answers are "
             f"kept in {server.cache}."
         )
-    every = [file for files in (*fetched.alignments.values(), *fetched.pairs.values()) for file in files]
+    files_of_all = [file for files in (*fetched.alignments.values(), *fetched.pairs.values()) for file in files]
     # The other files are template hits.
-    return [file for file in every if file.suffix == ".a3m"]
+    return [file for file in files_of_all if file.suffix == ".a3m"]

@@ -200,16 +200,16 @@ def _read_blocks(path: Path) -> Iterator["DigitalSequenceBlock[AA]"]:
 def _attempt(query: int, make: Callable[[], Made], failed: dict[int, UserError]) -> Made | None:
     """Call `make` and record a failure of the query. Returns None if the query has failed now or before."""
     try:
-        made = make()
+        result = make()
     except FAILURES as error:
         failed.setdefault(query, UserError(f"HMMER: {str(error) or type(error).__name__}"))
-    return None if query in failed else made
+    return None if query in failed else result
 
 
 def _build(makers: "Mapping[int, Callable[[], HMM[AA]]]", failed: dict[int, UserError]) -> "dict[int, HMM[AA]]":
     """Build the profiles of queries, and record failures."""
-    made = ((i, _attempt(i, make, failed)) for i, make in makers.items())
-    return {i: profile for i, profile in made if profile is not None}
+    profiles = ((i, _attempt(i, make, failed)) for i, make in makers.items())
+    return {i: profile for i, profile in profiles if profile is not None}
 
 
 @dataclass

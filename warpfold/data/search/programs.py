@@ -48,13 +48,13 @@ class MMseqs2(Engine):
     ) -> list[str | UserError]:
         """Return A3M rows; see `Engine`. Raises UserError with the last lines of output if the program fails."""
         with tempfile.TemporaryDirectory(prefix="warpfold-mmseqs-") as folder:
-            where = Path(folder)
+            work_folder = Path(folder)
             records = [(str(i), query.sequence) for i, query in enumerate(queries)]
-            (where / "queries.fasta").write_text(write_fasta(records), encoding="utf-8")
-            query, hits, msa, rows = (str(where / name) for name in ("query", "hits", "msa", "rows"))
+            (work_folder / "queries.fasta").write_text(write_fasta(records), encoding="utf-8")
+            query, hits, msa, rows = (str(work_folder / name) for name in ("query", "hits", "msa", "rows"))
             quiet, parallel = ["-v", "1"], ["--threads", str(threads)]
-            run_program(["mmseqs", "createdb", str(where / "queries.fasta"), query, *quiet])
-            search = ["mmseqs", "search", query, str(path), hits, str(where / "work"), "-a", "1"]
+            run_program(["mmseqs", "createdb", str(work_folder / "queries.fasta"), query, *quiet])
+            search = ["mmseqs", "search", query, str(path), hits, str(work_folder / "work"), "-a", "1"]
             search += ["--num-iterations", str(self.iterations), "-s", str(self.sensitivity)]
             search += ["-e", str(self.e_value), "--e-profile", str(self.e_value)]
             search += ["--max-seqs", str(max_rows or MMSEQS_ROWS)]

@@ -85,8 +85,8 @@ def cluster_sequences(
         # The others join each other, or found clusters.
         words = _WordIndex(unassigned)
         for number, sequence in enumerate(unassigned):
-            others = (unassigned[i] for i in words.nearest(sequence, number))
-            candidates = (other for other in others if representative[other] == other)
+            nearest = (unassigned[i] for i in words.nearest(sequence, number))
+            candidates = (other for other in nearest if representative[other] == other)
             representative[sequence] = _first_similar(candidates, sequence, min_identity) or sequence
         founders += [sequence for sequence in unassigned if representative[sequence] == sequence]
     return [first[representative[sequence]] for sequence in sequences]

@@ -118,26 +118,26 @@ def _align_locally(query: str, targets: Sequence[str]) -> list[np.ndarray]:
     """
     codes = residue_codes(query)
     longest = max(map(len, targets))
-    others = np.full((len(targets), longest), UNKNOWN, np.uint8)
-    for row, target in zip(others, targets):
+    other_codes = np.full((len(targets), longest), UNKNOWN, np.uint8)
+    for row, target in zip(other_codes, targets):
         row[: len(target)] = residue_codes(target)
     inside = np.arange(longest) < np.array([len(target) for target in targets])[:, None]
-    profile = _BLOSUM62[:, others]  # [21, targets, residues]
+    profile = _BLOSUM62[:, other_codes]  # [21, targets, residues]
     scores = np.zeros((len(codes) + 1, len(targets), longest + 1), np.int32)
     # The best score that ends in a gap of the target.
-    down = np.full((len(targets), longest), -(10**6), np.int32)
+    gap_scores = np.full((len(targets), longest), -(10**6), np.int32)
     ramp = GAP_EXTEND * np.arange(longest, dtype=np.int32)
     for i, code in enumerate(codes, 1):
-        above, here = scores[i - 1], scores[i][:, 1:]
-        np.maximum(down, above[:, 1:] - GAP_OPEN, out=down)
-        down -= GAP_EXTEND
-        np.maximum(above[:, :-1] + profile[code], down, out=here)
-        np.maximum(here, 0, out=here)
+        above, row_scores = scores[i - 1], scores[i][:, 1:]
+        np.maximum(gap_scores, above[:, 1:] - GAP_OPEN, out=gap_scores)
+        gap_scores -= GAP_EXTEND
+        np.maximum(above[:, :-1] + profile[code], gap_scores, out=row_scores)
+        np.maximum(row_scores, 0, out=row_scores)
         # A gap of the query that ends at column j starts at some k < j. The best k is a running maximum.
-        best = np.maximum.accumulate(here + ramp, axis=1)
-        np.maximum(here[:, 1:], best[:, :-1] - (ramp[1:] + GAP_OPEN), out=here[:, 1:])
-        here *= inside
-    return [_trace_back(scores[:, n], codes, others[n]) for n in range(len(targets))]
+        best = np.maximum.accumulate(row_scores + ramp, axis=1)
+        np.maximum(row_scores[:, 1:], best[:, :-1] - (ramp[1:] + GAP_OPEN), out=row_scores[:, 1:])
+        row_scores *= inside
+    return [_trace_back(scores[:, n], codes, other_codes[n]) for n in range(len(targets))]
 
 
 def _trace_back(scores: np.ndarray, query: np.ndarray, target: np.ndarray) -> np.ndarray:

@@ -231,8 +231,8 @@ def encode_index(
     for name, array in arrays.items():
         layout.append([name, array.dtype.newbyteorder("<").str, len(array), at])
         at += -(-array.nbytes // ALIGN) * ALIGN
-    about = {"records": len(keys), "shards": list(shards), "columns": kinds, "arrays": layout}
-    table = json.dumps(about, separators=(",", ":")).encode()
+    header = {"records": len(keys), "shards": list(shards), "columns": kinds, "arrays": layout}
+    table = json.dumps(header, separators=(",", ":")).encode()
     table += b" " * (-(HEAD.size + len(table)) % ALIGN)
     blocks = [HEAD.pack(MAGIC, INDEX_VERSION, len(table), HEAD.size + len(table) + at), table]
     for array in arrays.values():
@@ -255,15 +255,15 @@ class Index:
             raise NotImplementedError(str(version))
         if total != len(data):
             raise ValueError(f"{len(data)} bytes, {total} expected")
-        about = json.loads(bytes(data[HEAD.size : HEAD.size + size]))
+        header = json.loads(bytes(data[HEAD.size : HEAD.size + size]))
         begin = HEAD.size + size
-        arrays = {name: np.frombuffer(data, dtype, count, begin + at) for name, dtype, count, at in about["arrays"]}
-        self.shards: list[tuple[str, int]] = [(name, size) for name, size in about["shards"]]
+        arrays = {name: np.frombuffer(data, dtype, count, begin + at) for name, dtype, count, at in header["arrays"]}
+        self.shards: list[tuple[str, int]] = [(name, size) for name, size in header["shards"]]
         self.where: Arrays = {name: arrays[f"where.{name}"] for name in WHERE}
         self.texts = Texts(arrays["key.starts"], arrays["key.texts"])
         self._hashes, self._rows = arrays["hash.values"], arrays["hash.rows"]
         self.columns: dict[str, Column] = {}
-        for column, kind in about["columns"].items():
+        for column, kind in header["columns"].items():
             prefix = f"meta.{column}."
             names = [name for name in ("values", "begins", "keys", "starts", "texts") if prefix + name in arrays]
             self.columns[column] = Column(kind, {name: arrays[prefix + name] for name in names})

@@ -129,8 +129,8 @@ class StoreWriter:
             offset = self._file.tell()
             self._file.write(record.data)
         row = self._rows[key] = len(self._rows)
-        where = {"shard": len(self._shards), "offset": offset, "size": len(record.data)}
-        for name, value in (where | {"header": record.header, "crc": record.crc}).items():
+        location = {"shard": len(self._shards), "offset": offset, "size": len(record.data)}
+        for name, value in (location | {"header": record.header, "crc": record.crc}).items():
             self._where[name].append(value)
         for name, value in meta.items():
             self._meta.setdefault(name, []).append(value)
@@ -146,13 +146,13 @@ class StoreWriter:
         """
         if not self._rows:
             raise UserError(f"{self.path}: nothing to store")
-        where = {name: np.array(column, np.int64) for name, column in self._where.items()}
-        where["holder"] = np.full(len(self._rows), -1)
+        locations = {name: np.array(column, np.int64) for name, column in self._where.items()}
+        locations["holder"] = np.full(len(self._rows), -1)
         for row, key in self._holders.items():
-            where["holder"][row] = self._rows[key]
+            locations["holder"][row] = self._rows[key]
         with writing(self.path):
             self._end_shard()
-            index = encode_index(list(self._rows), where, self._meta, self._shards)
+            index = encode_index(list(self._rows), locations, self._meta, self._shards)
             top: dict[str, Any] = {"format": FORMAT, "version": VERSION, "records": len(self._rows)}
             top |= {"index": {"bytes": len(index), "blake2b": digest_of(index)}, "files": {}}
             write_atomically(self.folder / INDEX, index)
@@ -268,10 +268,10 @@ class Store:
         notes, arrays, shared = self._header(row, key)
         if shared:
             holder, holder_row = next(iter(shared.values())), int(self.index.where["holder"][row])
-            held = self._header(holder_row, holder)[1] if holder_row >= 0 else {}
-            if missing := [name for name in shared if name not in held]:
+            holder_arrays = self._header(holder_row, holder)[1] if holder_row >= 0 else {}
+            if missing := [name for name in shared if name not in holder_arrays]:
                 raise UserError(f"{self.path}: {key}: {missing[0]} is not in {holder}. Copy or pack the store again.")
-            arrays |= {name: held[name] for name in shared}
+            arrays |= {name: holder_arrays[name] for name in shared}
         return Record(self, key, notes, arrays)
 
     def packed(self, key: str) -> Packed:

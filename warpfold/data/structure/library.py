@@ -49,7 +49,9 @@ class Library:
     def _obsolete(self) -> dict[str, str | None]:
         """The replacement of each obsolete entry; None for an entry that was removed without a replacement."""
         replacement_of: dict[str, str | None] = {}
-        for path in (where / "obsolete.dat" for folder in self.folders for where in (folder, folder.absolute().parent)):
+        for path in (
+            parent / "obsolete.dat" for folder in self.folders for parent in (folder, folder.absolute().parent)
+        ):
             if path.is_file():
                 for line in read_file(path).decode(errors="replace").splitlines():
                     # A line looks like this: OBSLTE    26-SEP-06 2H33     2JM5 2OWI
@@ -75,8 +77,8 @@ class Library:
             return path
         if (new := self._obsolete.get(pdb_id)) and (path := self._find_file(new)):
             return path
-        where = ", ".join(map(str, self.folders))
-        raise MissingStructure(f"{where}: has no {pdb_id}.cif or {pdb_id}.cif.gz. Add it, or do without.")
+        folder_names = ", ".join(map(str, self.folders))
+        raise MissingStructure(f"{folder_names}: has no {pdb_id}.cif or {pdb_id}.cif.gz. Add it, or do without.")
 
     def _find_file(self, pdb_id: str) -> Path | None:
         # Listing a folder may take minutes, so the paths of PDB mirrors are tried first.
@@ -87,11 +89,11 @@ class Library:
                     return path
             if top not in self._listed:
                 files = self._listed[top] = {}
-                for here, folders, listed in os.walk(top):
+                for directory, folders, listed in os.walk(top):
                     folders.sort()
                     for name in sorted(listed):
                         if end := next((ending for ending in ENDINGS if name.lower().endswith(ending)), None):
-                            files.setdefault(normal_entry_id(name[: -len(end)].lower()), Path(here, name))
+                            files.setdefault(normal_entry_id(name[: -len(end)].lower()), Path(directory, name))
             if listed_path := self._listed[top].get(pdb_id):
                 return listed_path
         return None

@@ -488,13 +488,13 @@ def _list_unplaced(
     if not loose:
         return [], []
     keys = list(zip(asyms, numbers, codes, comps))
-    seen = {(key, atom) for key, atom in zip(keys, atoms) if atom in ("N", "C")}
+    observed = {(key, atom) for key, atom in zip(keys, atoms) if atom in ("N", "C")}
     kinds = {row.str(0): row.str(1) for row in reading.block.find("_entity.", ["id", "type"])}
     lost: dict[str, None] = {}
     ligands: dict[str, None] = {}
     for row in loose:
         key, asym = keys[row], asyms[row]
-        if not {(key, "N"), (key, "C")} <= seen or (asym in names and asym not in placed):
+        if not {(key, "N"), (key, "C")} <= observed or (asym in names and asym not in placed):
             continue
         called = f"{comps[row]} {numbers[row]}{'' if codes[row] in ABSENT else codes[row]}"
         called += "" if (chain := columns["auth_asym_id"][row]) in ABSENT else f" of chain {chain}"

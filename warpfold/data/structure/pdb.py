@@ -72,8 +72,8 @@ def read(data: bytes, source: str) -> Reading:
     notes += _note_renamed(chains, copies)
     # Each chain gets a unique name of one or two letters, as PDB files allow.
     letters = string.ascii_uppercase + string.digits + string.ascii_lowercase
-    taken = {chain.name for chain in chains if len(chain.name) <= 2}
-    free = (name for name in map("".join, itertools.product(letters, repeat=2)) if name not in taken)
+    taken_names = {chain.name for chain in chains if len(chain.name) <= 2}
+    free = (name for name in map("".join, itertools.product(letters, repeat=2)) if name not in taken_names)
     short_names = {chain.name: chain.name if len(chain.name) <= 2 else next(free) for chain in chains}
     structure = gemmi.read_pdb_string(_write_unambiguous(lines, counted[0][1][0], chains, short_names, notes))
     full_names = {short: name for name, short in short_names.items()}
@@ -151,8 +151,8 @@ def _read_residues(lines: Sequence[str], sections: Iterable[tuple[int, Sequence[
                 name = line[17:21].strip()
                 name = name if name in FORCE_FIELD_NAMES else line[17:20].strip()
                 chain = line[21:22].strip() if len(name) == 4 else line[20:22].strip()
-                where = (model, chain, line[72:76].strip(), _residue_key(line), name)
-                residues.append(Residue(*where, breaks, hetero=True))
+                identity = (model, chain, line[72:76].strip(), _residue_key(line), name)
+                residues.append(Residue(*identity, breaks, hetero=True))
                 breaks, before = False, columns
             if residues[-1].add_atom(row, atom, altloc, line.startswith("HETATM")):
                 residues[-1].atoms[atom] = np.array(xyz)
@@ -295,15 +295,15 @@ def _separate_mmcif(block: cif.Block) -> tuple[bool, list[str]]:
     for row in range(count):
         if not copies and order[model[row]] != 0:
             continue
-        where = (order[model[row]], text(chain[row]), text(segment[row]), keys[row], name[row])
+        identity = (order[model[row]], text(chain[row]), text(segment[row]), keys[row], name[row])
         location = text(altloc[row]) or " "
         last = residues[-1] if residues else None
         if (
             last is None
-            or where != (last.model, last.chain, last.segment, last.key, last.name)
+            or identity != (last.model, last.chain, last.segment, last.key, last.name)
             or location in last.altlocs.get(atom[row], "")
         ):
-            last = Residue(*where, breaks=False, hetero=True)
+            last = Residue(*identity, breaks=False, hetero=True)
             residues.append(last)
         if last.add_atom(row, atom[row], location, group[row] == "HETATM") and not is_placeholder(xyz[row]):
             last.atoms[atom[row]] = xyz[row]

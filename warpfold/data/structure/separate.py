@@ -171,16 +171,16 @@ def separate_chains(residues: Sequence[Residue], segments_are_chains: bool) -> l
     fragments: list[list[Residue]] = []
     current: SeparatedChain | None = None
     for residue in residues:
-        where = residue.model, residue.chain, residue.segment
+        location = residue.model, residue.chain, residue.segment
         is_continued = False
-        if current and not residue.breaks and where == (current.model, current.source, current.segment):
+        if current and not residue.breaks and location == (current.model, current.source, current.segment):
             before = current.residues[-1]
             altlocs = [*before.altlocs.values(), *residue.altlocs.values()]
             # Alternatives at one position (microheterogeneity).
             is_alternative = before.key == residue.key and not any(" " in text for text in altlocs)
             is_continued = is_alternative or current.has_room_for([residue])
         if not current or not is_continued:
-            current = SeparatedChain(*where)
+            current = SeparatedChain(*location)
             fragments.append(current.residues)
         current.add([residue])
     chains: list[SeparatedChain] = []
@@ -206,15 +206,17 @@ def separate_chains(residues: Sequence[Residue], segments_are_chains: bool) -> l
         if is_out_of_order:
             target.residues.sort(key=lambda residue: (not residue.is_polymer, residue.key))
     # The second A becomes A-2, and chains without a name get the next free letter.
-    taken = {chain.source for chain in chains}
+    source_names = {chain.source for chain in chains}
     used: set[str] = set()
-    letters = (letter for letter in map(chr, range(ord("A"), 0x10000)) if letter not in taken and letter.isalnum())
+    letters = (
+        letter for letter in map(chr, range(ord("A"), 0x10000)) if letter not in source_names and letter.isalnum()
+    )
     for chain in chains:
         if not chain.source:
             chain.name = next(letters)
             continue
         name, count = chain.source, 1
-        while name in used or (count > 1 and name in taken):
+        while name in used or (count > 1 and name in source_names):
             count += 1
             name = f"{chain.source}-{count}"
         chain.name = name
@@ -301,8 +303,10 @@ def models_are_copies(models: Sequence[Alphas]) -> bool:
         close = 0
         if occupied:
             for point, cell in zip(points, cells):
-                others = [x for shift in neighbours for x in occupied.get((*(cell + shift),), ())]
-                close += bool(others) and bool((np.linalg.norm(np.stack(others) - point, axis=-1) < SAME_PLACE).any())
+                neighbour_points = [x for shift in neighbours for x in occupied.get((*(cell + shift),), ())]
+                close += bool(neighbour_points) and bool(
+                    (np.linalg.norm(np.stack(neighbour_points) - point, axis=-1) < SAME_PLACE).any()
+                )
         if 20 * close > len(points):
             return False
         if model is not models[0] and model.keys() == models[0].keys():

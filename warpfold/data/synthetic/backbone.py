@@ -122,14 +122,14 @@ def is_compact(blueprint: Blueprint, atoms: Floats) -> bool:
     ca_ca, cb_cb = distances(ca, ca), distances(cb, cb)
     separation, bodies = separations(len(ca)), blueprint.bodies
     # Pairs next to a loop are always close.
-    between = across(bodies) & (separation >= 8)
+    is_across = across(bodies) & (separation >= 8)
     if (((ca_ca < MIN_CA_CA) | (cb_cb < MIN_CB_CB)) & (separation >= 3)).any():
         return False
-    if (between & ((ca_ca < MIN_CA_CA_ACROSS) | (cb_cb < MIN_CB_CB_ACROSS))).any():
+    if (is_across & ((ca_ca < MIN_CA_CA_ACROSS) | (cb_cb < MIN_CB_CB_ACROSS))).any():
         return False
     if np.sqrt(((ca - ca.mean(0)) ** 2).sum(-1).mean()) >= MAX_RADIUS * len(ca) ** RADIUS_POWER:
         return False
-    contact = between & (cb_cb < CONTACT)
+    contact = is_across & (cb_cb < CONTACT)
     numbers = np.unique(bodies[bodies >= 0])
     for body in numbers:
         least = MIN_TOUCHED[blueprint.elements[int(np.argmax(bodies == body))]]

@@ -134,12 +134,12 @@ def tie_sites(sites: Sites, count: int) -> Sites:
 
     A pair across the interface becomes a pair within the chain. A residue in contact with its own copy is in no pair.
     """
-    taken: set[int] = set()
+    tied: set[int] = set()
     pairs, couplings = [], []
     for (i, j), coupling in zip(sites.pairs, sites.couplings):
         pair = i % count, j % count
-        if pair[0] != pair[1] and taken.isdisjoint(pair):
-            taken.update(pair)
+        if pair[0] != pair[1] and tied.isdisjoint(pair):
+            tied.update(pair)
             pairs.append(pair)
             couplings.append(coupling)
     return Sites(sites.preferences[:count], sites.fixed[:count], pairs, couplings)

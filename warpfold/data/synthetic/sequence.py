@@ -79,8 +79,8 @@ def model_sites(blueprint: Blueprint, backbone: Floats, second: int | None = Non
     rank = np.ones(len(burial))
     rank[inside] = np.argsort(np.argsort(-burial[inside], kind="stable")) / len(inside)
     layers = ["c" if r < CORE else "b" if r < BOUNDARY else "s" for r in rank]
-    between = across(blueprint.bodies)
-    room = np.where(between, cb_cb, np.inf).min(1)
+    is_across = across(blueprint.bodies)
+    room = np.where(is_across, cb_cb, np.inf).min(1)
     rows = np.stack([_site_preferences(blueprint, i, layers[i], float(room[i])) for i in range(len(ca))])
     fixed = np.array([letters != "" for letters in blueprint.letters])
     strand_starts = [a == "E" and b != "E" for a, b in zip(blueprint.elements, "L" + blueprint.elements)]
@@ -91,7 +91,7 @@ def model_sites(blueprint: Blueprint, backbone: Floats, second: int | None = Non
         pairs = _pair_off(cb_cb, chain[:, None] != chain, busy, INTERFACE_REACH)
         touching = [i for pair in pairs for i in pair]
         rows[touching], busy[touching] = _parse_preferences(INTERFACE), True
-    pairs += _pair_off(cb_cb, between | across(strands), busy, PAIR_REACH)
+    pairs += _pair_off(cb_cb, is_across | across(strands), busy, PAIR_REACH)
     couplings = []
     for i, j in pairs:
         joint = rows[i][:, None] * rows[j][None, :] * _weigh_pair(rows[i] @ VOLUMES + rows[j] @ VOLUMES)
@@ -145,13 +145,13 @@ def _pair_off(cb_cb: Floats, allowed: Flags, busy: Flags, reach: float) -> list[
     """Pair residues in contact, nearest first. Each is in at most one pair; busy residues are in none."""
     allowed = allowed & (cb_cb < reach) & ~busy[:, None] & ~busy[None, :]
     first, second = np.nonzero(np.triu(allowed, 5))
-    taken: set[int] = set()
+    paired: set[int] = set()
     pairs = []
     for k in np.argsort(cb_cb[first, second], kind="stable"):
         pair = int(first[k]), int(second[k])
-        if taken.isdisjoint(pair):
+        if paired.isdisjoint(pair):
             pairs.append(pair)
-            taken.update(pair)
+            paired.update(pair)
     return pairs
 
 
