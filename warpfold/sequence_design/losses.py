@@ -244,8 +244,10 @@ class _Terms:
             for step in range(len(copies) if len(copies) > 1 else 0):
                 blocks = []
                 for i, residues in enumerate(copies):
-                    others = copies[(i + step) % len(copies)]
-                    blocks.append(((self.ca[residues][:, None] - self.ca[others]).square().sum(-1) + TINY).sqrt())
+                    other_residues = copies[(i + step) % len(copies)]
+                    blocks.append(
+                        ((self.ca[residues][:, None] - self.ca[other_residues]).square().sum(-1) + TINY).sqrt()
+                    )
                 distances = torch.stack(blocks)
                 losses.append((distances - distances.mean(0)).square().mean())
         return (torch.stack(losses).mean() + TINY).sqrt() / 10

@@ -110,9 +110,9 @@ def run_design(
     Errors: UserError if `out` holds other files or another run, and those of `Problem.of`.
     """
     problem = Problem.of(settings, predictor.model.config.heads.pae)
-    about = {"settings": to_dict(settings), "seed": seed, "params": params, "precision": predictor.precision}
-    about["target"] = sha256(Path(settings.target)) if settings.target else ""
-    about |= {} if predictor.chain_gap is None else {"chain_gap": predictor.chain_gap}
+    identity = {"settings": to_dict(settings), "seed": seed, "params": params, "precision": predictor.precision}
+    identity["target"] = sha256(Path(settings.target)) if settings.target else ""
+    identity |= {} if predictor.chain_gap is None else {"chain_gap": predictor.chain_gap}
     _refuse_others(out)
     with writing(out):
         for folder in (out, out / "starts", out / "designs"):
@@ -120,7 +120,7 @@ def run_design(
     with lock_file(
         out / "lock", UserError(f"{out}: another process is writing designs here. Wait for it, or use another folder.")
     ):
-        _identify(out, about, force)
+        _identify(out, identity, force)
         total = starts * settings.steps
         for number in range(1, starts + 1):
             name = f"design_{number:04}"
@@ -128,7 +128,7 @@ def run_design(
                 done = (number - 1) * settings.steps
                 _run_start(predictor, problem, settings, out, name, seed, done, total, progress)
         progress(total, total, "")
-        return _summarise(out, about, starts, problem)
+        return _summarise(out, identity, starts, problem)
 
 
 def _refuse_others(out: Path) -> None:

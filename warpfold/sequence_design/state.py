@@ -32,8 +32,8 @@ class StartState:
         """Write the state atomically."""
         arrays = {f"logits.{key}": x for key, x in self.logits.items()}
         arrays |= {f"logo.{step}": x for step, x in (self.logos or {}).items()}
-        about = {"step": self.step, "best": self.best, "letters": self.letters}
-        write_atomically(path, sealed_tensors(save(arrays, {"state": json.dumps(about)})))
+        notes = {"step": self.step, "best": self.best, "letters": self.letters}
+        write_atomically(path, sealed_tensors(save(arrays, {"state": json.dumps(notes)})))
 
     @classmethod
     def read(cls, path: Path) -> "StartState | None":
@@ -44,10 +44,10 @@ class StartState:
             check_tensors(path, always=True)
             with safe_open(path, framework="numpy") as file:
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-                about = json.loads(file.metadata()["state"])
+                notes = json.loads(file.metadata()["state"])
             logits = {name.removeprefix("logits."): x for name, x in arrays.items() if name.startswith("logits.")}
             logos = {int(name.removeprefix("logo.")): x for name, x in arrays.items() if name.startswith("logo.")}
-            return cls(logits=logits, logos=logos, **about)
+            return cls(logits=logits, logos=logos, **notes)
         except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
             raise UserError(f"{path}: damaged ({error}). Remove it to repeat this start.") from None
 
