@@ -149,18 +149,18 @@ class StepFolders:
             yield
         except (OSError, SafetensorError) as error:
             clean()
-            kept = "" if before is None else f"Step {before} is safe in {self.step_path(before)}"
-            raise cannot_write(path, error, remedy(error), kept) from error
+            safe_note = "" if before is None else f"Step {before} is safe in {self.step_path(before)}"
+            raise cannot_write(path, error, remedy(error), safe_note) from error
 
     def lock(self, folder: Path) -> TextIO:
         """Create a folder if needed, lock it against other runs, and remove partial checkpoints of a killed run.
 
         Errors: UserError if another run is writing there, or if the folder cannot be created.
         """
-        taken = UserError(f"{folder}: another run is writing there. Wait for it, or choose another {self.place}.")
+        busy_error = UserError(f"{folder}: another run is writing there. Wait for it, or choose another {self.place}.")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = wait_for_lock(folder / ".lock", taken)
+            lock = wait_for_lock(folder / ".lock", busy_error)
             self.checkpoints.mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(
@@ -323,8 +323,8 @@ class RunFolder(StepFolders):
         path, draft = self.path / name, self.path / f".partial-{name}"
 
         def clean() -> None:
-            for left in self.path.glob(f"{draft.name}*"):
-                left.unlink()
+            for draft_file in self.path.glob(f"{draft.name}*"):
+                draft_file.unlink()
 
         with self._whole(path, clean):
             write(draft)

@@ -119,13 +119,13 @@ def gradient_by_shares(
             recycled = Recycled(output.msa_first_row, output.pair, output.structure.final_atom37)
     gradient = cast(Tensor, leaf.grad)
     # Each process has the gradient through its shard of the model.  All of them need the sum.
-    first, *others = team.all_gather_of_example(gradient.flatten(), "the gradient by the sequence").wait()
+    first, *other_gradients = team.all_gather_of_example(gradient.flatten(), "the gradient by the sequence").wait()
     representations = Representations(output.msa, output.pair, output.single, output.msa_first_row)
     values = {name: float(x) for name, x in sums.items()}
     return SequenceGradient(
         loss=sum(values.values()),
         terms={name: value for name, value in values.items() if name},
-        by_shares=sum(others, first).view(gradient.shape),
+        by_shares=sum(other_gradients, first).view(gradient.shape),
         folded=LastPass(representations, output.structure, recycles),
     )
 

@@ -145,8 +145,8 @@ class Learner:
         arriving = self.team.all_gather_of_example(shares.flatten(), "the losses")
         loss = named[""].sum()
         self.optimizer.scaled(loss).backward()
-        first, *others = arriving.wait()
-        sums = sum(others, first).view(shares.shape)
+        first, *other_sums = arriving.wait()
+        sums = sum(other_sums, first).view(shares.shape)
         return {
             **{f"loss:{name}": x for name, x in zip(named, sums)},
             "loss": loss.detach(),
@@ -161,6 +161,6 @@ class Learner:
 
 def in_batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
     """Yield lists of `size` items; the last one may be shorter."""
-    left = iter(items)
-    while batch := list(islice(left, size)):
+    iterator = iter(items)
+    while batch := list(islice(iterator, size)):
         yield batch

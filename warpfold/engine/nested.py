@@ -53,7 +53,7 @@ class Flattening:
         if type(value) in (list, tuple, torch.Size):
             return ["list" if type(value) is list else "tuple", self._each(enumerate(value), where)]
         if type(value) in (dict, *DICT_TYPES.values()):
-            pairs = [[self.tree(key, where), self.tree(held, f"{where}[{key!r}]")] for key, held in value.items()]
+            pairs = [[self.tree(key, where), self.tree(item, f"{where}[{key!r}]")] for key, item in value.items()]
             return [type(value).__name__, pairs]
         if self.classes and (form := _parts(value)) is not None:
             cls = type(value)

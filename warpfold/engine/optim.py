@@ -56,8 +56,8 @@ class LossScale:
     def update(self, overflowed: Tensor) -> None:
         """Update the scale at the end of a step.  overflowed: whether a gradient of the step overflowed."""
         grown = self.steps + 1 >= SCALE_GROWTH_STEPS
-        up = torch.where(grown, (2 * self.scale).clamp(max=MAX_LOSS_SCALE), self.scale)
-        self.scale.copy_(torch.where(overflowed, (self.scale / 2).clamp(min=1), up))
+        grown_scale = torch.where(grown, (2 * self.scale).clamp(max=MAX_LOSS_SCALE), self.scale)
+        self.scale.copy_(torch.where(overflowed, (self.scale / 2).clamp(min=1), grown_scale))
         self.steps.copy_(torch.where(overflowed | grown, 0, self.steps + 1))
 
     def state(self) -> dict[str, Tensor]:
@@ -124,8 +124,8 @@ class OptimConfig:
         if self.name not in RULES:
             raise ValueError(f'name = "{self.name}" is not one of {", ".join(RULES)}')
         if self.weight_decay and not RULES[self.name].decays_weights:
-            others = [name for name, rule in RULES.items() if rule.decays_weights]
-            raise ValueError(f'name = "{self.name}" has no weight_decay. Use {" or ".join(others)}.')
+            decaying_rules = [name for name, rule in RULES.items() if rule.decays_weights]
+            raise ValueError(f'name = "{self.name}" has no weight_decay. Use {" or ".join(decaying_rules)}.')
         if self.clip == "step" and self.compression.method != "none":
             raise ValueError('compression needs clip = "example": the error that it carries over must be finite')
 
@@ -487,12 +487,12 @@ class Optimizer:
         self.rate.fill_(learning_rate(self.config, step))
         averaged = step + 1 - self.config.average_from  # weights, including this step's
         self.newest.fill_(1 / averaged if averaged > 0 else 1 - self.config.average_decay)
-        taken = self.update() if update is None else update()
+        is_taken = self.update() if update is None else update()
         self._prepare(self.most - self.share)
         # Collective: the ranks compare checksums of their weights.
         if self.sync.check_every and (step + 1) % self.sync.check_every == 0:
             check_replicas(self.weights, self.layout, self.mesh.world, f"after step {step + 1}")
-        return taken
+        return is_taken
 
     def update(self) -> Tensor:
         """Take a step at the rate in the tensor `rate`; return that rate, or 0 if nothing changed.

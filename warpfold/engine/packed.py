@@ -60,12 +60,13 @@ class PackedWeights:
         bucket_bytes, ranks: see `make_layout`.
         frozen: pack only the parameters that require no gradient.
         """
-        every = dict(model.named_parameters())
+        all_parameters = dict(model.named_parameters())
         order, together = packed_order(model)
         is_packed = {
-            name: every[name].requires_grad if trained else not (frozen and every[name].requires_grad) for name in order
+            name: all_parameters[name].requires_grad if trained else not (frozen and all_parameters[name].requires_grad)
+            for name in order
         }
-        self.parameters = {name: every[name] for name in order if is_packed[name]}
+        self.parameters = {name: all_parameters[name] for name in order if is_packed[name]}
         self.layout: Layout = make_layout(self.parameters, bucket_bytes, ranks, together)
         first = next(iter(self.parameters.values()))
         self.weights = torch.zeros(self.layout.size, device=first.device, dtype=first.dtype)
@@ -102,9 +103,11 @@ class PackedWeights:
         # The dictionary and key of each parameter, its address, and its view of `gradient`.
         self._holders = []
         for module in model.modules():
-            for key, held in module._parameters.items():
-                if held is not None and id(held) in self.names:
-                    self._holders.append((module._parameters, key, held, held.data_ptr(), self.places.get(id(held))))
+            for key, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) in self.names:
+                    self._holders.append(
+                        (module._parameters, key, parameter, parameter.data_ptr(), self.places.get(id(parameter)))
+                    )
             if isinstance(module, Linear) and any(id(p) in self.names for p in module._parameters.values()):
                 module.packed = self
             if isinstance(module, AxialUpdate) and any(id(p) in self.names for p in module.parameters()):
@@ -292,7 +295,7 @@ class PackedWeights:
             if len(places) < len(names) or any(a.stop != b.start for a, b in pairwise(places)):
                 return None
         weight, *bias = (self._leaf(dtype, parameters) for parameters in joined)
-        return [_Source(self, *where) for where in weights + biases], (weight, bias[0] if bias else None)
+        return [_Source(self, *fields) for fields in weights + biases], (weight, bias[0] if bias else None)
 
     # Leaves that are created in inference may be trained later.
     @torch.inference_mode(False)
@@ -304,16 +307,16 @@ class PackedWeights:
             if self.gradient is not None:
                 self._take_grad(parameters[0])
             return parameters[0]
-        where = slice(places[0].start, places[-1].stop)
+        span = slice(places[0].start, places[-1].stop)
         inner_shape = parameters[0].shape[1:]
         flat = self.compute if dtype == self.compute.dtype else self.weights
         # A view such as flat[where] would share its version counter with the whole buffer.
-        leaf = flat.new_empty(0).set_(flat[where].view(-1, *inner_shape))  # type: ignore[call-overload]
+        leaf = flat.new_empty(0).set_(flat[span].view(-1, *inner_shape))  # type: ignore[call-overload]
         if self.gradient is not None:
             leaf.requires_grad_()
             # Gradients of bf16 weights are accumulated in fp32.
             leaf.grad_dtype = self.gradient.dtype
-            self._receive(leaf, self.gradient[where].view(-1, *inner_shape))
+            self._receive(leaf, self.gradient[span].view(-1, *inner_shape))
             if self.watch is not None:
                 self.watch(names[0], leaf)
             self._take_grad(leaf)

@@ -186,8 +186,8 @@ class Ready:
             else:
                 chosen = self._on_way or self._take(wait=True)
                 assert chosen is not None
-                planned, upload, made = chosen
-                batch = read_batch(made, upload.wait() if upload is not None else None)
+                planned, upload, made_batch = chosen
+                batch = read_batch(made_batch, upload.wait() if upload is not None else None)
             self.order.hand_out(planned)
             self._plan_more()
             # The copy of the next batch to the device overlaps with the step on this one.
@@ -243,12 +243,12 @@ class Ready:
 
     def _take(self, wait: bool) -> tuple[Any, Upload | None, Made] | None:
         """Start copying the next batch to the device; None if none is ready (yet, unless `wait`)."""
-        taken = self._ahead.take(wait)
-        if taken is None:
+        ready_batch = self._ahead.take(wait)
+        if ready_batch is None:
             return None
-        planned, made = taken
+        planned, made_batch = ready_batch
         self.order.note(planned)
-        return planned, self._uploads.start(torch.as_tensor(made.buffer)) if self._moves else None, made
+        return planned, self._uploads.start(torch.as_tensor(made_batch.buffer)) if self._moves else None, made_batch
 
     def _make_here(self, planned: Any) -> tuple[Any, Any]:
         while True:

@@ -150,7 +150,7 @@ def read_batch(made: Made, on_device: Tensor | None) -> Any:
     Errors: those of the worker, with its traceback.
     """
     host = torch.as_tensor(made.buffer)
-    (name, dtype, shape, offset), *others = made.layout
+    (name, dtype, shape, offset), *leaves = made.layout
     tree = json.loads(view(host, dtype, shape, offset).numpy().tobytes())
     if name == FAILED:
         message, trace = tree
@@ -158,11 +158,11 @@ def read_batch(made: Made, on_device: Tensor | None) -> Any:
     buffer = host if on_device is None else on_device
 
     def tensor(number: int) -> Tensor:
-        _, dtype, shape, offset = others[number]
+        _, dtype, shape, offset = leaves[number]
         return view(buffer, dtype, shape, offset)
 
     def array(number: int) -> np.ndarray:
-        _, dtype, shape, offset = others[number]
+        _, dtype, shape, offset = leaves[number]
         return np.ndarray(shape, dtype, host.numpy(), offset)
 
     return unflatten(tree, tensor, array, classes=True)

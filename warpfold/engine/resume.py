@@ -143,18 +143,18 @@ class Checkpoints:
             names, tree = checkpoint.notes["tensors"], checkpoint.notes["state"]
             leaves = [checkpoint.tensors[name] for name in names]
             state = unflatten(tree, leaves.__getitem__, lambda number: leaves[number].numpy())
-            ranks, others = state["ranks"], state["more"]
+            ranks, saved_objects = state["ranks"], state["more"]
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise UserError(f"{path}: is no checkpoint of this kind ({error!r}). Choose another folder.") from error
         objects = {name: part for name, part in (more or {}).items() if _has_state(part)}
         main = _named(model, optimizer, scheduler)
         for name in (*main, *objects):
-            if name not in (state if name in main else others):
+            if name not in (state if name in main else saved_objects):
                 raise UserError(f"{path}: has no {name}. Leave it out, or choose another folder.")
         for name, part in main.items():
             part.load_state_dict(_restored(state[name]))
         for name, part in objects.items():
-            part.load_state_dict(_restored(others[name][1]))
+            part.load_state_dict(_restored(saved_objects[name][1]))
         # A loader and random numbers belong to a rank.  Additional ranks take the loader of the last one.
         group = world()
         rank_state = ranks[min(group.rank, len(ranks) - 1)]
@@ -172,7 +172,9 @@ class Checkpoints:
             if "cuda" in generators and torch.cuda.is_available():
                 torch.cuda.set_rng_state(generators["cuda"])
         self._last_step = checkpoint.step
-        return Resumed(checkpoint.step, {name: value for name, (has_state, value) in others.items() if not has_state})
+        return Resumed(
+            checkpoint.step, {name: value for name, (has_state, value) in saved_objects.items() if not has_state}
+        )
 
     def _load_on_all_ranks(self) -> Checkpoint | None:
         """Load the last intact checkpoint, the same one on every rank."""
