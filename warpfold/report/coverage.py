@@ -67,8 +67,8 @@ def coverage_of(rows: np.ndarray, assembly: Assembly) -> Coverage:
 
     The identity of a row is the share of identical residues among all residues of the chains that the row covers.
     """
-    there = entities_of(rows, assembly)
-    chains = there[:, assembly.entity_id - 1]
+    is_covered = entities_of(rows, assembly)
+    chains = is_covered[:, assembly.entity_id - 1]
     same = np.zeros(len(rows), np.int32)
     depth = np.zeros(rows.shape[1], np.int32)
     for start in range(0, len(rows), BLOCK):
@@ -76,9 +76,9 @@ def coverage_of(rows: np.ndarray, assembly: Assembly) -> Coverage:
         same[start : start + BLOCK] = (block == rows[0]).sum(1)
         depth += (block != GAP).sum(0, dtype=np.int32)
     identity = same / np.maximum(1, chains @ np.array([chain.length for chain in assembly.chains]))
-    section = np.where(there.sum(1) > 1, 1, 2 + there.argmax(1))
+    section = np.where(is_covered.sum(1) > 1, 1, 2 + is_covered.argmax(1))
     section[0] = 0
     order = np.lexsort((-identity, section))
-    taken = order[np.unique(np.linspace(0, len(rows) - 1, min(PICTURED, len(rows))).round().astype(int))]
-    percent = 1 + np.rint(100 * identity[taken]).astype(np.uint8)
-    return Coverage(depth, np.where(rows[taken] != GAP, percent[:, None], 0).astype(np.uint8), len(rows))
+    pictured = order[np.unique(np.linspace(0, len(rows) - 1, min(PICTURED, len(rows))).round().astype(int))]
+    percent = 1 + np.rint(100 * identity[pictured]).astype(np.uint8)
+    return Coverage(depth, np.where(rows[pictured] != GAP, percent[:, None], 0).astype(np.uint8), len(rows))

@@ -276,7 +276,7 @@ CATMULL_ROM = np.array([[0, 2, 0, 0], [-1, 0, 1, 0], [2, -5, 4, -1], [-1, 3, -3,
 def draw_prediction(target: Target) -> bytes:
     """Draw a structure coloured by pLDDT, its known structure in grey and its PAE, as a PNG on white."""
     figure = Figure(figsize=(7.4, 3.3), layout="constrained")
-    left = figure.add_subplot(1, 1 if target.pae is None else 2, 1)
+    structure_axes = figure.add_subplot(1, 1 if target.pae is None else 2, 1)
     center, turn = target.ca.mean(0), charts.facing(target.ca)
     ends = [span.stop - 1 for span in target.chains.values()]
     tubes = [
@@ -295,11 +295,11 @@ def draw_prediction(target: Target) -> bytes:
         strokes.append((depth - RIM, curve[:, :2], "white", width + 2.5))
     strokes.sort(key=lambda stroke: stroke[0])
     _, lines, colors, widths = zip(*strokes) if strokes else ((), (), (), ())
-    left.add_collection(LineCollection(lines, colors=colors, linewidths=widths, capstyle="round"))
-    left.margins(0.04)
-    left.autoscale()
-    left.set_aspect("equal")
-    left.set_axis_off()
+    structure_axes.add_collection(LineCollection(lines, colors=colors, linewidths=widths, capstyle="round"))
+    structure_axes.margins(0.04)
+    structure_axes.autoscale()
+    structure_axes.set_aspect("equal")
+    structure_axes.set_axis_off()
     keys = [Line2D([], [], color=color, linewidth=4, label=KEY[i]) for i, (_, color, _) in enumerate(charts.CLASSES)]
     if target.truth_ca is not None:
         keys.append(Line2D([], [], color=TRUTH, linewidth=2, label="truth"))
@@ -354,8 +354,8 @@ def draw_memory(course: Sequence[tuple[str, Mapping[str, int]]], free: int, form
     form: "svg" or "png".
     """
     figure, axes = _canvas(7.4, 3.6)
-    there = {name for _, owners in course for name, held in owners.items() if held}
-    names = [*(name for name in OWNER_COLORS if name in there), *sorted(there - set(OWNER_COLORS))]
+    used_owners = {name for _, owners in course for name, held_bytes in owners.items() if held_bytes}
+    names = [*(name for name in OWNER_COLORS if name in used_owners), *sorted(used_owners - set(OWNER_COLORS))]
     moments = np.arange(len(course) + 1)
     whole = max((sum(owners.values()) for _, owners in course), default=0)
     size, unit = (1e9, "GB") if whole >= 1e8 else (1e6, "MB")
@@ -419,12 +419,12 @@ def draw_pairs(names: Sequence[str], matrices: Mapping[str, np.ndarray]) -> str:
     """
     size = float(np.clip(0.12 * len(names), 3.0, 9.0))
     figure = Figure(figsize=((size + 1.2) * len(matrices), size + 0.9), layout="constrained")
-    every = max(1, -(-len(names) // 60))
+    label_step = max(1, -(-len(names) // 60))
     for number, (title, values) in enumerate(matrices.items()):
         axes = figure.add_subplot(1, len(matrices), number + 1)
         image = axes.imshow(values, cmap="cividis", vmin=0, vmax=1, interpolation="nearest")
-        axes.set_xticks(range(0, len(names), every), names[::every], rotation=90, fontsize=7)
-        axes.set_yticks(range(0, len(names), every), names[::every], fontsize=7)
+        axes.set_xticks(range(0, len(names), label_step), names[::label_step], rotation=90, fontsize=7)
+        axes.set_yticks(range(0, len(names), label_step), names[::label_step], fontsize=7)
         axes.set_title(title, fontsize=9.5)
         figure.colorbar(image, ax=axes, shrink=0.85)
     return _svg(figure, f"scores of each two of {len(names)} chains")

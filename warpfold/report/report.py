@@ -351,7 +351,7 @@ def _controls(target: Target, is_grouped: bool) -> str:
     exact = target.pae is not None and len(target.pae) <= charts.LARGEST
     offered = {"mmCIF": True, "PDB": target.has_pdb, "PAE": exact, "pLDDT": True, "FASTA": True, "picture": True}
     buttons = "".join(
-        f'<button type="button" name="{file}">{file}</button>' for file, there in offered.items() if there
+        f'<button type="button" name="{file}">{file}</button>' for file, is_offered in offered.items() if is_offered
     )
     return f"""<div class="key">{key}</div>
 <div class="controls" hidden>{switch}<label><input type="checkbox" name="sidechains"> side chains</label>
