@@ -221,11 +221,11 @@ def _superpose_pairs(predicted: Chains, reference: Chains, similar: Mapping[Pair
 def _complete(mapped: Assignment, terms: Mapping[Pair, float]) -> Assignment:
     """Complete a mapping greedily with the nearest pairs of unassigned chains."""
     mapped = dict(mapped)
-    taken = set(mapped.values())
+    mapped_chains = set(mapped.values())
     for p, r in sorted(terms, key=lambda key: -terms[key]):
-        if r not in mapped and p not in taken:
+        if r not in mapped and p not in mapped_chains:
             mapped[r] = p
-            taken.add(p)
+            mapped_chains.add(p)
     return mapped
 
 
@@ -243,9 +243,14 @@ def _grow(
     while True:
         pull: dict[str, int] = {}
         for (a, b), near in docking.native.items():
-            for here, there in ((a, b), (b, a)):
-                if here in mapped and there not in mapped and there not in skipped and there in options:
-                    pull[there] = pull.get(there, 0) + len(near.indices)
+            for mapped_chain, neighbour in ((a, b), (b, a)):
+                if (
+                    mapped_chain in mapped
+                    and neighbour not in mapped
+                    and neighbour not in skipped
+                    and neighbour in options
+                ):
+                    pull[neighbour] = pull.get(neighbour, 0) + len(near.indices)
         if not pull:
             return _complete(mapped, superposed[0].terms)
         r = max(pull, key=lambda name: pull[name])

@@ -239,8 +239,8 @@ def beta_contacts(positions: Array, mask: Array, a: slice, b: slice) -> tuple[Ar
         residues.append(observed)
         points.append(positions[span][observed, atom[observed]])
     # near_pairs excludes the limit itself, but here a distance of exactly 8 counts.
-    within = math.nextafter(PDOCKQ_CONTACT, math.inf)
-    pairs = [(i, j) for i, j, _ in metrics.near_pairs(points[0], points[1], within)]
+    limit = math.nextafter(PDOCKQ_CONTACT, math.inf)
+    pairs = [(i, j) for i, j, _ in metrics.near_pairs(points[0], points[1], limit)]
     m, n = (np.concatenate([np.zeros(0, np.int64), *(pair[side] for pair in pairs)]) for side in (0, 1))
     return residues[0][m], residues[1][n]
 

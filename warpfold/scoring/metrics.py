@@ -32,14 +32,14 @@ def lddt(predicted: Array, truth: Array, mask: Array, predicted_mask: Array | No
     predicted_mask: [N, A], the atoms of the prediction, default all; missing atoms count as wrong.
     Returns NaN if there are no pairs.
     """
-    kept, pairs = lddt_counts(predicted, truth, mask, predicted_mask)
-    return float(kept.sum() / pairs.sum()) if pairs.sum() else float("nan")
+    preserved, pairs = lddt_counts(predicted, truth, mask, predicted_mask)
+    return float(preserved.sum() / pairs.sum()) if pairs.sum() else float("nan")
 
 
 def lddt_per_residue(predicted: Array, truth: Array, mask: Array, predicted_mask: Array | None = None) -> Array:
     """Compute lDDT of each residue [N] over the pairs that contain it; NaN for a residue without pairs."""
-    kept, pairs = lddt_counts(predicted, truth, mask, predicted_mask)
-    return np.divide(kept, pairs, out=np.full(len(pairs), np.nan), where=pairs > 0)
+    preserved, pairs = lddt_counts(predicted, truth, mask, predicted_mask)
+    return np.divide(preserved, pairs, out=np.full(len(pairs), np.nan), where=pairs > 0)
 
 
 def lddt_counts(
@@ -63,7 +63,7 @@ def lddt_counts(
     truth, predicted = np.asarray(truth, np.float64), np.asarray(predicted, np.float64)
     first_predicted, second_predicted = predicted[first], predicted[second]
     first_present, second_present = present[first], present[second]
-    kept, pairs = np.zeros(len(mask)), np.zeros(len(mask))
+    preserved_counts, pairs = np.zeros(len(mask)), np.zeros(len(mask))
     for i, j, distance in near_pairs(truth[first], truth[second], LDDT_RADIUS):
         different = residue[i] != second_residue[j]
         i, j, distance = i[different], j[different], distance[different]
@@ -71,13 +71,13 @@ def lddt_counts(
         error = np.abs(predicted_distance - distance)
         preserved = np.mean([error < tolerance for tolerance in LDDT_TOLERANCES], axis=0)
         preserved *= first_present[i] & second_present[j]
-        kept += np.bincount(residue[i], preserved, minlength=len(mask))
+        preserved_counts += np.bincount(residue[i], preserved, minlength=len(mask))
         pairs += np.bincount(residue[i], minlength=len(mask))
-    return kept, pairs
+    return preserved_counts, pairs
 
 
 def near_pairs(a: Array, b: Array, within: float) -> Iterator[tuple[Array, Array, Array]]:
-    """Find all pairs of points of a [N, 3] and b [M, 3] nearer than `within`; yields indices i, j and distances.
+    """Find all pairs of points of a [N, 3] and b [M, 3] nearer than `limit`; yields indices i, j and distances.
 
     Works in blocks of a, so memory grows as M. A bounding box preselects the points of b for each block.
     """
@@ -108,8 +108,8 @@ def rename_symmetric(predicted: Array, truth: Array, mask: Array, predicted_mask
     flipped, flipped_mask = predicted[rows, swap], predicted_mask[rows, swap]
     scores = []
     for positions, present in ((predicted, predicted_mask), (flipped, flipped_mask)):
-        kept, _ = lddt_counts(positions, truth, mask, present, others=~ambiguous)
-        scores.append(kept)
+        preserved, _ = lddt_counts(positions, truth, mask, present, others=~ambiguous)
+        scores.append(preserved)
     better = (scores[1] > scores[0]) & (flipped_mask == predicted_mask).all(-1)
     return np.where(better[:, None, None], flipped, predicted)
 
@@ -139,8 +139,8 @@ def rmsd(predicted: Array, truth: Array) -> float:
     if not len(truth):
         return float("nan")
     rotation, translation = superpose(predicted, truth)
-    moved = np.asarray(predicted, np.float64) @ rotation.T + translation
-    return float(np.sqrt(np.mean(np.sum((moved - truth) ** 2, -1))))
+    superposed = np.asarray(predicted, np.float64) @ rotation.T + translation
+    return float(np.sqrt(np.mean(np.sum((superposed - truth) ** 2, -1))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,24 +203,24 @@ def _superpositions(predicted: Array, truth: Array, d0: float) -> Iterator[Array
         starts = np.unique(np.linspace(0, n - size, min(MAX_FRAGMENTS, n - size + 1)).astype(int))[:, None]
         chosen = (np.arange(n) >= starts) & (np.arange(n) < starts + size)
         # Sets of residues that were superposed before lead to nothing new.
-        seen: set[bytes] = set()
-        for within in [reach - 1] + [reach + 1] * 20:
+        seen_sets: set[bytes] = set()
+        for limit in [reach - 1] + [reach + 1] * 20:
             parts = []
             for block in np.array_split(chosen, -(-chosen.size // MAX_DISTANCES)):
                 rotation, translation = superpose(predicted[None], truth[None], block)
-                moved = predicted @ np.swapaxes(rotation, -1, -2) + translation[:, None]
-                squares = np.sum((moved - truth) ** 2, -1)
+                superposed = predicted @ np.swapaxes(rotation, -1, -2) + translation[:, None]
+                squares = np.sum((superposed - truth) ** 2, -1)
                 yield squares
-                # The residues nearer than `within`. The limit grows in steps of 0.5 until there are three.
+                # The residues nearer than `limit`. The limit grows in steps of 0.5 until there are three.
                 third = np.sqrt(np.partition(squares, min(2, n - 1), axis=-1)[:, min(2, n - 1)])
-                steps = np.maximum(0, np.floor((third - within) / 0.5) + 1)
-                parts.append(squares < ((within + 0.5 * steps) ** 2)[:, None])
+                steps = np.maximum(0, np.floor((third - limit) / 0.5) + 1)
+                parts.append(squares < ((limit + 0.5 * steps) ** 2)[:, None])
             chosen = np.concatenate(parts)
             rows = {bytes(row): i for i, row in enumerate(np.packbits(chosen, axis=-1))}
-            new = [i for row, i in rows.items() if row not in seen]
+            new = [i for row, i in rows.items() if row not in seen_sets]
             if not new:
                 break
-            seen |= rows.keys()
+            seen_sets |= rows.keys()
             chosen = chosen[new]
 
 
@@ -258,17 +258,17 @@ def align(a: str, b: str) -> Array:
         up = np.maximum(score - opens, up - extends)
         paired = np.concatenate([[0.0], score[:-1] + same])
         paired[0] = 0.0
-        here = np.maximum(paired, up)
-        here[0] = 0.0
+        without_gap_in_a = np.maximum(paired, up)
+        without_gap_in_a[0] = 0.0
         # A gap in a that ends at j and began after k costs o + e * (j - k - 1): a running maximum over k.
         o, e = (0.0, 0.0) if is_free else (GAP_OPENING, GAP_EXTENSION)
-        reached = here + e * columns
+        reached = without_gap_in_a + e * columns
         leader = np.maximum.accumulate(reached)
         origin = np.maximum.accumulate(np.where(reached >= leader, columns, 0))
         left = np.concatenate([[-np.inf], leader[:-1] - o - e * (columns[1:] - 1)])
-        steps[i] = np.where(left > here, 2, np.where(paired >= up, 0, 1))
+        steps[i] = np.where(left > without_gap_in_a, 2, np.where(paired >= up, 0, 1))
         left_from[i, 1:] = origin[:-1]
-        score = np.maximum(here, left)
+        score = np.maximum(without_gap_in_a, left)
     # Trace the best path from the last corner back to an edge.
     i, j, pairs = n, m, []
     while i > 0 and j > 0:

@@ -124,8 +124,8 @@ def assembled(structure: Structure) -> Structure:
     chains = {}
     for name, (chain_id, operator) in zip(assembly.ids, assembly.chains):
         chain = structure.chains[chain_id]
-        moved = apply_operator(operator, chain.positions) * chain.mask[..., None]
-        chains[name] = replace(chain, id=name, positions=moved)
+        moved_positions = apply_operator(operator, chain.positions) * chain.mask[..., None]
+        chains[name] = replace(chain, id=name, positions=moved_positions)
     return replace(structure, chains=chains)
 
 

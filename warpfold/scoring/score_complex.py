@@ -147,7 +147,7 @@ def interface_lddt(
     names = np.asarray(chain)
     counts = {}
     for a, b in itertools.combinations(dict.fromkeys(chain), 2):
-        kept, pairs = metrics.lddt_counts(
+        preserved, pairs = metrics.lddt_counts(
             predicted,
             truth,
             mask,
@@ -155,7 +155,7 @@ def interface_lddt(
             others=mask & (names == b)[:, None],
             ours=mask & (names == a)[:, None],
         )
-        counts[a, b] = np.array([kept.sum(), pairs.sum()])
+        counts[a, b] = np.array([preserved.sum(), pairs.sum()])
     return counts
 
 
