@@ -49,25 +49,25 @@ def try_folder(folder: Path, team: Team) -> list[Facts]:
 
 def _try(trial: Path, facts: Facts, team: Team) -> None:
     """Run the tests with all ranks. A rank records its errors instead of raising them, so that no other rank hangs."""
-    is_first, file, lock, held = team.is_rank_zero, trial / "file", trial / "lock", None
+    is_first, file, lock, lock_handle = team.is_rank_zero, trial / "file", trial / "lock", None
     if is_first:
         try:
             file.write_bytes(b"0" * FILE_BYTES)
-            held = os.open(lock, os.O_RDWR | os.O_CREAT)
-            facts["no locks"] = _lock(held)[1]
+            lock_handle = os.open(lock, os.O_RDWR | os.O_CREAT)
+            facts["no locks"] = _lock(lock_handle)[1]
         except OSError as problem:
             facts["error"] = str(problem.strerror)
     facts["no locks"] = team.broadcast(facts["no locks"], "a file and a lock")
     end = time.monotonic() + VISIBLE_SECONDS
     # A network file system may cache the absence of a file for some seconds.
-    while not (seen := file.exists() and lock.exists()) and time.monotonic() < end:
+    while not (is_visible := file.exists() and lock.exists()) and time.monotonic() < end:
         time.sleep(0.02)
-    facts["sees"] = seen
+    facts["sees"] = is_visible
     # Barrier: rank 0 replaces the file only after all ranks have looked for it.
     team.all_gather_object(None, "a file to be seen")
     try:
         end = time.monotonic() + REPLACE_SECONDS
-        while seen and time.monotonic() < end:
+        while is_visible and time.monotonic() < end:
             if is_first:
                 new = file.with_name("new")
                 new.write_bytes(str(facts["reads"] % 10).encode() * FILE_BYTES)
@@ -76,9 +76,9 @@ def _try(trial: Path, facts: Facts, team: Team) -> None:
                 facts["torn"] += _is_torn(file)
             facts["reads"] += 1
             time.sleep(0.003)
-        if seen:
+        if is_visible:
             facts["free"] = shutil.disk_usage(trial).free
-        if seen and not is_first and not facts["no locks"]:
+        if is_visible and not is_first and not facts["no locks"]:
             other = os.open(lock, os.O_RDWR)
             is_locked, facts["no locks"] = _lock(other)
             facts["excluded"] = None if facts["no locks"] else not is_locked
@@ -87,8 +87,8 @@ def _try(trial: Path, facts: Facts, team: Team) -> None:
         facts["error"] = str(problem.strerror)
     # Barrier: rank 0 holds the lock until all ranks have tried to get it.
     team.all_gather_object(None, "a lock to be tried")
-    if held is not None:
-        os.close(held)
+    if lock_handle is not None:
+        os.close(lock_handle)
 
 
 def _is_torn(file: Path) -> bool:

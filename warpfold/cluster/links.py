@@ -66,8 +66,8 @@ class MeasuredLinks:
     def pairs_of(self, where: Where) -> list[PairLink]:
         """Select the pairs within nodes, or between them."""
         node_of = {rank: number for number, node in enumerate(self.nodes) for rank in node}
-        within = where == "within"
-        return [pair for pair in self.pairs if (node_of[pair.first] == node_of[pair.second]) == within]
+        wants_within = where == "within"
+        return [pair for pair in self.pairs if (node_of[pair.first] == node_of[pair.second]) == wants_within]
 
     def cluster(self, name: str = "") -> Cluster | None:
         """Build the cluster for planning; returns None if the nodes differ in size. name: of the device.
@@ -78,11 +78,11 @@ class MeasuredLinks:
         if len(sizes) != 1 or not self.pairs:
             return None
         links: dict[Where, Link] = {}
-        if within := self.pairs_of("within"):
-            rate = statistics.median(pair.bandwidth for pair in within)
-            links["within"] = _rounded(within, min(rate, self.ring or rate))
-        if between := self.pairs_of("between"):
-            links["between"] = _rounded(between, min(self.node_bandwidths))
+        if pairs_within := self.pairs_of("within"):
+            rate = statistics.median(pair.bandwidth for pair in pairs_within)
+            links["within"] = _rounded(pairs_within, min(rate, self.ring or rate))
+        if pairs_between := self.pairs_of("between"):
+            links["between"] = _rounded(pairs_between, min(self.node_bandwidths))
         any_link = next(iter(links.values()))
         cluster = Cluster(
             ranks=sum(map(len, self.nodes)), per_node=sizes.pop(), call=0.0, device=name, how="measured",
@@ -131,20 +131,20 @@ def measure_links(nodes: Nodes, team: Team, device: torch.device, clock: Clock =
     # NCCL needs a collective of all ranks before point-to-point messages.
     with waiting("the links"):
         dist.all_reduce(torch.zeros(1, device=device), group=team.mesh.world.handle)
-    within = _measure_pairs([pair for node in nodes for pair in _fold(node)], team, device, clock)
+    pairs_within = _measure_pairs([pair for node in nodes for pair in _fold(node)], team, device, clock)
     facing = [pair for first, second in _fold(nodes) for pair in zip(first, second)]
-    between = _measure_pairs(facing, team, device, clock)
+    pairs_between = _measure_pairs(facing, team, device, clock)
     ring, node_bandwidths = None, list[float]()
-    if within:
-        ring = min(_measure_rings(nodes, within, team, device, clock).values())
-    if between:
+    if pairs_within:
+        ring = min(_measure_rings(nodes, pairs_within, team, device, clock).values())
+    if pairs_between:
         # The i-th ranks of all nodes form a ring, so that all ranks of a node share its link to the next node.
         rings = [[node[i] for node in nodes if i < len(node)] for i in range(max(map(len, nodes)))]
-        rates = _measure_rings(rings, between, team, device, clock)
+        rates = _measure_rings(rings, pairs_between, team, device, clock)
         node_rates = ([rates[rank] for rank in node if rank in rates] for node in nodes)
         node_bandwidths = [len(sent) * min(sent) for sent in node_rates]
     call = _measure_call(team, device, clock)
-    return MeasuredLinks(nodes, device.type, [*within, *between], ring, node_bandwidths, call)
+    return MeasuredLinks(nodes, device.type, [*pairs_within, *pairs_between], ring, node_bandwidths, call)
 
 
 def _fold(items: Sequence[T]) -> list[tuple[T, T]]:
@@ -172,8 +172,8 @@ def _measure_pairs(pairs: Sequence[Pair], team: Team, device: torch.device, cloc
                     _finish([dist.P2POp(exchange, message, second if rank == first else first)], device)
                 trips.append(clock() - begin)
         # The first message makes the connection and does not count.
-        every = team.all_gather_object(min(trips[1:], default=0.0), "the links that all ranks measured")
-        return [every[first] / 2 for first, _ in pairs]
+        times_by_rank = team.all_gather_object(min(trips[1:], default=0.0), "the links that all ranks measured")
+        return [times_by_rank[first] / 2 for first, _ in pairs]
 
     latencies = one_way(PING_BYTES, PINGS)
     # The time of medium messages determines the size of large ones, whose latency must be negligible.
@@ -207,9 +207,9 @@ def _measure_rings(
                 # The receive comes first, because gloo announces it only after earlier sends.
                 _finish([dist.P2POp(dist.irecv, received, before), dist.P2POp(dist.isend, sent, after)], device)
         seconds.append(clock() - begin)
-    every = team.all_gather_object(seconds[1:], "the time of messages of all ranks at once")
+    times_by_rank = team.all_gather_object(seconds[1:], "the time of messages of all ranks at once")
     # The result is the fastest repetition, whose time is that of the slowest rank, as in a collective.
-    fastest = min(zip(*every), key=max)
+    fastest = min(zip(*times_by_rank), key=max)
     return {rank: _rate(size, fastest[rank], latency) for rank in neighbours}
 
 

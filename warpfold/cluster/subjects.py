@@ -27,12 +27,12 @@ def subjects_of(facts: Sequence[Facts]) -> dict[str, list[Facts]]:
     on_node: dict[int, list[Facts]] = {}
     for x in facts:
         on_node.setdefault(x["node"], []).append(x)
-    first = {node: here[0] for node, here in on_node.items()}
+    first = {node: node_facts[0] for node, node_facts in on_node.items()}
     sharing = Counter((x["node"], x["gpu"]["address"]) for x in facts if x["gpu"])
     ranks = []
     for x in facts:
-        here, adapters = on_node[x["node"]], first[x["node"]]["adapters"]
-        cores = {core for other in here for core in other["cores"]}
+        node_facts, adapters = on_node[x["node"]], first[x["node"]]["adapters"]
+        cores = {core for other in node_facts for core in other["cores"]}
         names = [adapter["name"] for adapter in adapters]
         ranks.append({
             **x,
@@ -43,9 +43,9 @@ def subjects_of(facts: Sequence[Facts]) -> dict[str, list[Facts]]:
             "network cards words": ", ".join(x["cards"]) or "none",
             "visible": x["variables"].get("CUDA_VISIBLE_DEVICES", "not set"),
             "sharing": sharing[x["node"], x["gpu"]["address"]] if x["gpu"] else 1,
-            "threads of node": sum(other["threads"] for other in here),
+            "threads of node": sum(other["threads"] for other in node_facts),
             "cores of node": len(cores),
-            "threads wanted": max(1, len(cores) // len(here)),
+            "threads wanted": max(1, len(cores) // len(node_facts)),
             "files needed": FILES + FILES_PER_RANK * (len(facts) - 1),
             "locked words": in_gb(x["locked"] or 0),
             "shared words": in_gb(x["shared"]),
@@ -67,10 +67,10 @@ def subjects_of(facts: Sequence[Facts]) -> dict[str, list[Facts]]:
             label = f"{adapter['name']} ({adapter['pci']['address']}) at {x['host']}"
             is_up = "ACTIVE" in states
             adapters.append({**x, **adapter, **adapter["pci"], "label": label, "is up": is_up, "state": states[0]})
-    up = {adapter["name"] for adapter in adapters if adapter["is up"]}
+    active_names = {adapter["name"] for adapter in adapters if adapter["is up"]}
     for adapter in adapters:
         # An adapter that is down on all nodes is probably unused, unless all adapters are down.
-        adapter["is up elsewhere"] = not up or adapter["name"] in up
+        adapter["is up elsewhere"] = not active_names or adapter["name"] in active_names
     ports = [{**adapter, **port} for adapter in adapters for port in adapter["ports"] if port["state"] == "ACTIVE"]
     index = next((value for x in ranks if (value := x["variables"].get("NCCL_IB_GID_INDEX")) not in (None, "-1")), "")
     versions = [tuple(map(int, re.findall(r"\d+", x["software"]["NCCL"])[:2])) for x in gpus]
@@ -102,12 +102,12 @@ def subjects_of(facts: Sequence[Facts]) -> dict[str, list[Facts]]:
 
 def _distance(x: Facts, adapters: Sequence[Facts]) -> int:
     """Compute the distance between the GPU of a rank and the nearest adapter that is up and that NCCL may use."""
-    up = [a for a in adapters if any(port["state"] == "ACTIVE" for port in a["ports"])]
+    active = [a for a in adapters if any(port["state"] == "ACTIVE" for port in a["ports"])]
     if choice := x["variables"].get("NCCL_IB_HCA"):
-        names = selected(choice, [a["name"] for a in up])
-        up = [a for a in up if a["name"] in names]
+        names = selected(choice, [a["name"] for a in active])
+        active = [a for a in active if a["name"] in names]
     gpu, distances = x["gpu"], [UNKNOWN]
-    for adapter in up if gpu else []:
+    for adapter in active if gpu else []:
         pci = adapter["pci"]
         if any(ours == other for ours, other in zip(gpu["path"][:-1], pci["path"][:-1])):
             distances.append(SWITCH)
@@ -135,17 +135,17 @@ def link_subjects(links: MeasuredLinks, promised: Link | None, hosts: Sequence[s
     """Group the measured links. promised: expected link between nodes. hosts: of the nodes."""
     subjects: dict[str, list[Facts]] = {"pairs within": [], "pairs between": [], "linked nodes": []}
     kinds: tuple[Where, ...] = ("within", "between")
-    for where in kinds:
-        pairs = links.pairs_of(where)
+    for reach in kinds:
+        pairs = links.pairs_of(reach)
         median = statistics.median([pair.bandwidth for pair in pairs] or [0.0])
         late = statistics.median([pair.latency for pair in pairs] or [0.0])
-        subjects[f"pairs {where}"] = [
+        subjects[f"pairs {reach}"] = [
             {
                 "label": f"ranks {pair.first} and {pair.second}",
                 "rate": pair.bandwidth,
                 "median": median,
                 # Processes on the CPUs of one machine have no wire that could be broken.
-                "is wire": where == "between" or links.device != "cpu",
+                "is wire": reach == "between" or links.device != "cpu",
                 "words": f"{pair.bandwidth / 1e9:.3g} GB/s, the median is {median / 1e9:.3g} GB/s",
                 "median words": f"{median / 1e9:.3g} GB/s, latency {late * 1e6:.3g} µs (medians, pairs: {len(pairs)})",
             }
