@@ -219,7 +219,7 @@ def _add_train_identity(sets: Sequence[PredictionSet], train_sequences: Path | N
 
 def report(sets: Sequence[PredictionSet], truth: Path, suite: Suite | None, seed: int) -> dict[str, Any]:
     """Build the results for JSON (docs/howto/score.md): all sets, and the first set compared with each other set."""
-    first, *others = sets
+    first, *other_sets = sets
     return {
         "format": FORMAT,
         "truth": str(truth),
@@ -227,7 +227,7 @@ def report(sets: Sequence[PredictionSet], truth: Path, suite: Suite | None, seed
         "sets": [prediction_set.to_dict(seed) for prediction_set in sets],
         "comparisons": [
             {"a": first.name, "b": other.name, **tables.compare(first.by_target(), other.by_target())}
-            for other in others
+            for other in other_sets
         ],
         "definitions": DEFINITIONS,
         "seed": seed,

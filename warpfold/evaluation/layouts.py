@@ -88,9 +88,9 @@ def find_predictions(folder: Path, all_models: bool = False) -> Predictions:
         for file in files_of_target:
             by_rank.setdefault(file.rank, []).append(file)
         for rank in sorted(by_rank)[: None if all_models else 1]:
-            best, *others = sorted(by_rank[rank], key=lambda file: (file.order, str(file.path)))
-            if others and others[0].order == best.order:
-                both = " and ".join(os.path.relpath(file.path, folder) for file in (best, others[0]))
+            best, *other_files = sorted(by_rank[rank], key=lambda file: (file.order, str(file.path)))
+            if other_files and other_files[0].order == best.order:
+                both = " and ".join(os.path.relpath(file.path, folder) for file in (best, other_files[0]))
                 raise UserError(f"{folder}: {both} are both predictions of {best.target}. Keep one of them")
             selected.append(best)
     return Predictions(folder, selected, failures)

@@ -262,13 +262,13 @@ def _target(measured: Measured) -> Target | None:
     positions, predicted_mask, truth, *_ = paired.arrays
     both = predicted_mask[:, CA]
     rotation, translation = metrics.superpose(truth[both, CA], positions[both, CA])
-    moved = [
+    moved_chains = [
         replace(_select_residues(chain, chain.mask[:, CA] > 0), id=PDB_CHAINS[i % len(PDB_CHAINS)])
         for i, chain in enumerate(paired.reference.chains[name] for name in paired.chains.values())
     ]
-    moved = [
+    moved_chains = [
         replace(chain, positions=(chain.positions @ rotation.T + translation) * chain.mask[..., None])
-        for chain in moved
+        for chain in moved_chains
     ]
     row = measured.row
     numbers = [(metric.name, metric.show(row[metric.key])) for metric in METRICS if row[metric.key] is not None]
@@ -283,8 +283,8 @@ def _target(measured: Measured) -> Target | None:
         has_pdb=len(shown) <= len(PDB_CHAINS) and all(len(chain.id) == 1 for chain in shown),
         numbers=[("residues", str(len(confidence))), *numbers],
         warnings=row["notes"],
-        truth_mmcif=write_mmcif(f"{row['target']} truth", moved),
-        truth_ca=np.concatenate([chain.positions[:, CA] for chain in moved]).astype(np.float64),
+        truth_mmcif=write_mmcif(f"{row['target']} truth", moved_chains),
+        truth_ca=np.concatenate([chain.positions[:, CA] for chain in moved_chains]).astype(np.float64),
         lddt=np.concatenate([lddt[name][mask] for name, mask in has_ca.items()]),
         chains={c.id: slice(end - len(c.sequence), end) for c, end in zip(shown, ends)} if len(shown) > 1 else {},
     )

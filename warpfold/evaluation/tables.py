@@ -83,14 +83,16 @@ def groups(rows: Sequence[Row], by: str) -> list[dict[str, Any]]:
     _, limits = GROUPS[by]
     result = []
     for low, high in zip((None, *limits), (*limits, None)):
-        within = [
+        within_limits = [
             row
             for row in rows
             if row[by] is not None and (low is None or row[by] > low) and (high is None or row[by] <= high)
         ]
-        if within:
-            average = {metric.key: float(np.mean(v)) for metric in METRICS if (v := values_of(within, metric.key))}
-            result.append({"above": low, "to": high, "targets": len(within), "mean": average})
+        if within_limits:
+            average = {
+                metric.key: float(np.mean(v)) for metric in METRICS if (v := values_of(within_limits, metric.key))
+            }
+            result.append({"above": low, "to": high, "targets": len(within_limits), "mean": average})
     return result
 
 

@@ -134,8 +134,8 @@ class Truths:
         key = target_key(name)
         if truth := self.by_name.get(key):
             return truth
-        others = self._in_lower_case.get(key.lower(), [])
-        return others[0] if len(others) == 1 else None
+        candidates = self._in_lower_case.get(key.lower(), [])
+        return candidates[0] if len(candidates) == 1 else None
 
     def without(self, used: Sequence[Truth]) -> list[str]:
         """List the names of the structures that are not among the used ones."""
