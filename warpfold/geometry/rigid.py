@@ -208,5 +208,5 @@ def update_affine(affine: Tensor, update: Tensor, rotation: Tensor | None = None
     rotation = quaternion_to_rotation(quaternion) if rotation is None else rotation
     turned = quaternion_multiply(quaternion, torch.nn.functional.pad(vector, (1, 0), value=1.0))
     turned = turned / torch.linalg.vector_norm(turned, dim=-1, keepdim=True)
-    moved = translation + multiply(rotation, shift[..., None]).squeeze(-1)
-    return torch.cat([turned, moved], dim=-1)
+    new_translation = translation + multiply(rotation, shift[..., None]).squeeze(-1)
+    return torch.cat([turned, new_translation], dim=-1)
