@@ -106,8 +106,8 @@ def relax_chains(chains: Sequence[Chain], device: str = "cpu") -> tuple[list[Cha
     energy = amber.energy()
     if not np.isfinite(energy):
         raise FloatingPointError("the energy is not finite after the minimisation; the structure is too far from one")
-    moved = np.linalg.norm(relaxed.positions - residues.positions, axis=-1)
-    ca, heavy = moved[:, CA][residues.segment >= 0], moved[moving & ~built]
+    distances = np.linalg.norm(relaxed.positions - residues.positions, axis=-1)
+    ca, heavy = distances[:, CA][residues.segment >= 0], distances[moving & ~built]
     return split_chains(chains, relaxed), Relaxation(
         energy_before=round(energy_before, 1) if np.isfinite(energy_before) else None,
         energy_after=round(energy, 1),
@@ -198,10 +198,10 @@ def find_flaws(residues: ModelledResidues) -> Flaws:
     # Residue indices that differ by 1 mean a peptide bond.
     index = np.cumsum(np.append(0, np.where(bonded, 1, 2)))
     bonds = connection_violations(atoms, exists, aatype, torch.from_numpy(index)).per_residue_mask
-    within = within_residue_violations(atoms, exists, aatype).per_atom_mask.amax(-1)
+    within_residue = within_residue_violations(atoms, exists, aatype).per_atom_mask.amax(-1)
     clashes = np.zeros(len(mask), bool)
     clashes[find_clashes(residues.positions, mask, bonded).ravel()] = True
-    return Flaws(bonds.numpy() > 0, clashes, within.numpy() > 0)
+    return Flaws(bonds.numpy() > 0, clashes, within_residue.numpy() > 0)
 
 
 def _aatype(residues: ModelledResidues) -> np.ndarray:
