@@ -230,9 +230,9 @@ def _versions_on_dask(client: "Client") -> Iterator[tuple[str, object]]:
 
 def _check_versions(address: str, found: Iterable[tuple[str, object]]) -> None:
     """Raise UserError unless all of them run this version of WarpFold."""
-    for where, version in found:
+    for node, version in found:
         if version != __version__:
-            raise UserError(f"--cluster {address}: {where} has no WarpFold {__version__} ({version}); install it there")
+            raise UserError(f"--cluster {address}: {node} has no WarpFold {__version__} ({version}); install it there")
 
 
 def _reason(error: Exception) -> str:

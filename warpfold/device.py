@@ -424,19 +424,19 @@ class CUDARecorder:
         results are therefore copied. Other tensors that remain in the pool, such as a table that the function caches
         for later calls, are detected by comparing the addresses in use.
         """
-        current, held = torch.cuda.current_stream(self._device), self._held()
+        current, held_addresses = torch.cuda.current_stream(self._device), self._held()
         # The inputs were written on the current stream; below, the current stream reads the results.
         self._stream.wait_stream(current)
         with self._here():
             with torch.cuda.use_mem_pool(self._pool, self._device):
-                made = function()
-            results = {name: x.clone() for name, x in made.items()}
-            del made
+                outputs = function()
+            results = {name: x.clone() for name, x in outputs.items()}
+            del outputs
         current.wait_stream(self._stream)
         # The results were allocated on the recording stream, and must not be reused before `current` is done.
         for result in results.values():
             result.record_stream(current)
-        return results, not self._held() <= held
+        return results, not self._held() <= held_addresses
 
     def _held(self) -> set[int]:
         """Return the addresses of the blocks in the graphs' pool that tensors use."""
@@ -457,13 +457,13 @@ class CUDARecorder:
         """
         if self._first is None:
             self._first = self._capture(lambda: {"x": torch.zeros(1, device=self._device)})[1]
-        held = self._held()
+        held_addresses = self._held()
         results, replay = self._capture(function)
-        if not self._held() <= held:
+        if not self._held() <= held_addresses:
             # Garbage collection was disabled during the capture, so tensors in reference cycles are still there.
             gc.collect()
-            if left := self._held() - held:
-                raise RuntimeError(f"{len(left)} tensors that were made in the recording are still in use")
+            if leaked := self._held() - held_addresses:
+                raise RuntimeError(f"{len(leaked)} tensors that were made in the recording are still in use")
         return results, replay
 
     def _capture(self, function: Callable[[], Named]) -> tuple[Named, Callable[[], None]]:
@@ -471,13 +471,13 @@ class CUDARecorder:
         # The graph that is being captured.
         graph: torch.cuda.CUDAGraph | None = None
         # thread_local: threads of a loader may allocate memory during the capture.
-        how: dict[str, Any] = {"pool": self._pool.id, "capture_error_mode": "thread_local"}
+        options: dict[str, Any] = {"pool": self._pool.id, "capture_error_mode": "thread_local"}
 
         def begin() -> None:
             nonlocal graph
-            made = torch.cuda.CUDAGraph()
-            made.capture_begin(**how)
-            graph = made
+            new_graph = torch.cuda.CUDAGraph()
+            new_graph.capture_begin(**options)
+            graph = new_graph
 
         def end() -> None:
             nonlocal graph
@@ -651,9 +651,9 @@ class Graphs:
         _copy_all(placed, inputs)
 
         def call() -> Named:
-            made = function(placed)
-            results = self._place(made, "results")
-            _copy_all(results, made)
+            outputs = function(placed)
+            results = self._place(outputs, "results")
+            _copy_all(results, outputs)
             return results
 
         try:

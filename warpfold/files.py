@@ -169,10 +169,10 @@ def cannot_write(path: PurePath, error: Exception, cure: str = "", kept: str = "
     cure: the remedy for other errors, a sentence without a period.
     kept: a sentence about the data that are safe.
     """
-    number, why = error_number(error), (error.strerror if isinstance(error, OSError) else None) or str(error)
+    number, reason = error_number(error), (error.strerror if isinstance(error, OSError) else None) or str(error)
     if number in DISK_ERRORS:
         cure = "Make room" if number in NO_ROOM else "Check the disk"
-    text = "".join(f"{part}. " for part in (f"{path}: cannot be written: {why}", kept, cure) if part).rstrip()
+    text = "".join(f"{part}. " for part in (f"{path}: cannot be written: {reason}", kept, cure) if part).rstrip()
     return DiskError(text) if number in DISK_ERRORS else UserError(text)
 
 
@@ -443,12 +443,12 @@ def lock_folder(folder: Path, what: PurePath) -> TextIO:
     what: the path that error messages name.
     Errors: UserError if another process holds the lock or the folder cannot be written.
     """
-    path, taken = folder / "lock", UserError(f"{what}: another process is writing this store. Wait for it.")
+    path, busy_error = folder / "lock", UserError(f"{what}: another process is writing this store. Wait for it.")
     with writing(what):
         while True:
             folder.mkdir(parents=True, exist_ok=True)
             try:
-                file = lock_file(path, taken)
+                file = lock_file(path, busy_error)
             except FileNotFoundError:
                 # Another process has renamed or removed the folder. A dangling link, however, never works.
                 if path.is_symlink():
@@ -492,16 +492,16 @@ class DraftFolder:
     """
 
     def __init__(self, path: Path, is_own: Callable[[str], object]) -> None:
-        taken = UserError(f"{path}: exists already. Remove it, or choose another name.")
+        exists_error = UserError(f"{path}: exists already. Remove it, or choose another name.")
         if path.exists():
-            raise taken
+            raise exists_error
         self.path, self.folder, self._is_own = path, path.with_name(f"{path.name}.partial"), is_own
         refuse_foreign(self.folder, is_own)
         self._lock = lock_folder(self.folder, path)
         # Another process may have completed the folder in the meantime.
         if path.exists():
             self.remove()
-            raise taken
+            raise exists_error
 
     @property
     def is_open(self) -> bool:

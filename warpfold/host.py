@@ -87,19 +87,19 @@ class HostTensor(Tensor):
         tiles = self._across if axis == ROWS else self._down
         band = torch.empty((self._leading, tiles, edge, edge, self.shape[-1]), dtype=self.dtype, device=self.device)
         if read and self._segments:
-            there, here = self._pieces(band, number, axis)
-            torch._foreach_copy_(here, there, non_blocking=True)
+            host_ranges, device_ranges = self._pieces(band, number, axis)
+            torch._foreach_copy_(device_ranges, host_ranges, non_blocking=True)
         return band
 
     def _pieces(self, band: Tensor, number: int, axis: int) -> tuple[list[Tensor], list[Tensor]]:
         """List the contiguous ranges of a band in host memory, and the corresponding ranges on the device."""
-        here = band.view(self._leading, -1, self._slot)
+        device_slots = band.view(self._leading, -1, self._slot)
         if axis != ROWS:
             count = self._down * self._across
             slots = [slot for lead in range(self._leading)
                      for slot in self._slots[lead * count + number : (lead + 1) * count : self._across]]  # fmt: skip
-            return slots, list(here.flatten(0, 1).unbind())
-        there, parts, per = list[Tensor](), list[Tensor](), self._per_segment
+            return slots, list(device_slots.flatten(0, 1).unbind())
+        host_ranges, parts, per = list[Tensor](), list[Tensor](), self._per_segment
         for lead in range(self._leading):
             first = (lead * self._down + number) * self._across
             at, end = first, first + self._across
@@ -107,10 +107,10 @@ class HostTensor(Tensor):
             while at < end:
                 stop = min(end, (at // per + 1) * per)
                 inside = slice(at % per * self._slot, (at % per + stop - at) * self._slot)
-                there.append(self._segments[at // per][inside])
-                parts.append(here[lead, at - first : stop - first].flatten())
+                host_ranges.append(self._segments[at // per][inside])
+                parts.append(device_slots[lead, at - first : stop - first].flatten())
                 at = stop
-        return there, parts
+        return host_ranges, parts
 
     def _matching(
         self, band: Tensor, number: int, part: slice, block: Tensor, axis: int
@@ -121,17 +121,20 @@ class HostTensor(Tensor):
         if axis == ROWS:
             # [*, i, tiles, j, c]
             tiles = band[:, :, overlap.start - low : overlap.stop - low].transpose(1, 2)
-            here, along = block[:, overlap.start - part.start : overlap.stop - part.start], 2
+            block_part, along = block[:, overlap.start - part.start : overlap.stop - part.start], 2
         else:
             # [*, tiles, i, j, c]
             tiles = band[:, :, :, overlap.start - low : overlap.stop - low]
-            here, along = block[:, :, overlap.start - part.start : overlap.stop - part.start], 1
-        full, rest = divmod(here.shape[along], edge)
+            block_part, along = block[:, :, overlap.start - part.start : overlap.stop - part.start], 1
+        full, remainder = divmod(block_part.shape[along], edge)
         if full:
-            yield tiles.narrow(along, 0, full), here.narrow(along, 0, full * edge).unflatten(along, (full, edge))
-        if rest:
+            yield tiles.narrow(along, 0, full), block_part.narrow(along, 0, full * edge).unflatten(along, (full, edge))
+        if remainder:
             # The last tile is not full.
-            yield tiles.select(along, full).narrow(along, 0, rest), here.narrow(along, full * edge, rest)
+            yield (
+                tiles.select(along, full).narrow(along, 0, remainder),
+                block_part.narrow(along, full * edge, remainder),
+            )
 
     def _start(self, part: slice, axis: int) -> Upload:
         """Start to copy some rows or columns to the device."""
@@ -142,8 +145,10 @@ class HostTensor(Tensor):
             block = torch.empty(shape, dtype=self.dtype, device=self.device)
             for number in self._bands(part):
                 band = self._band(number, axis)
-                for tiles, here in self._matching(band, number, part, block.view(self._leading, *shape[-3:]), axis):
-                    here.copy_(tiles)
+                for tiles, block_part in self._matching(
+                    band, number, part, block.view(self._leading, *shape[-3:]), axis
+                ):
+                    block_part.copy_(tiles)
             return Upload(block, None if self._in is None else self._in.record_event())
 
     def _bands(self, part: slice) -> range:
@@ -168,11 +173,11 @@ class HostTensor(Tensor):
         self._settle()
         ahead: Upload | None = None
         for index, part in enumerate(parts):
-            here = (ahead or self._start(part, axis)).wait()
+            block = (ahead or self._start(part, axis)).wait()
             ahead = None
             if self._two and index + 1 < len(parts):
                 ahead = self._start(parts[index + 1], axis)
-            yield part, here
+            yield part, block
 
     def store(self, part: slice, new: Tensor, axis: int = ROWS) -> None:
         """Write some rows (or columns); on a GPU, asynchronously after the work on the current stream."""
@@ -186,11 +191,11 @@ class HostTensor(Tensor):
                 low, high = number * self._edge, min((number + 1) * self._edge, self.shape[axis])
                 # Read the band first if it is not overwritten completely.
                 band = self._band(number, axis, read=part.start > low or part.stop < high)
-                for tiles, here in self._matching(band, number, part, new, axis):
-                    tiles.copy_(here)
+                for tiles, block_part in self._matching(band, number, part, new, axis):
+                    tiles.copy_(block_part)
                 if self._two and self._segments:
-                    there, pieces = self._pieces(band, number, axis)
-                    torch._foreach_copy_(there, pieces, non_blocking=True)
+                    host_ranges, pieces = self._pieces(band, number, axis)
+                    torch._foreach_copy_(host_ranges, pieces, non_blocking=True)
         # The memory of `new` must not be reused before the copy is done.
         if self._out is not None:
             new.record_stream(self._out)
@@ -239,7 +244,7 @@ def store(x: Tensor, part: slice, new: Tensor, axis: int = ROWS) -> None:
     if isinstance(x, HostTensor):
         x.store(part, new, axis)
         return
-    there = fetch(x, part, axis)
-    same = new.untyped_storage()._cdata == there.untyped_storage()._cdata
-    if not (same and new.storage_offset() == there.storage_offset() and new.stride() == there.stride()):
-        there.copy_(new)
+    stored = fetch(x, part, axis)
+    same = new.untyped_storage()._cdata == stored.untyped_storage()._cdata
+    if not (same and new.storage_offset() == stored.storage_offset() and new.stride() == stored.stride()):
+        stored.copy_(new)

@@ -72,11 +72,11 @@ def layers(name: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) 
         stack = [] if base is None else layers(base)
         return [*stack, (None, values), *((None, _parse_override(override)) for override in overrides)]
     path = find(name)
-    seen: list[Path] = []
+    visited: list[Path] = []
     while True:
-        if path.resolve() in seen:
+        if path.resolve() in visited:
             raise UserError(f"{path}: its `base` leads back to itself; remove one of them")
-        seen.append(path.resolve())
+        visited.append(path.resolve())
         values = _read(path)
         base = values.pop("base", None)
         stack.insert(0, (path, values))
