@@ -694,8 +694,8 @@ def empty_like(x: Tensor) -> Tensor:
     torch.empty_like would make it row-major if x is expanded or a slice.
     """
     order = sorted(range(x.dim()), key=lambda axis: x.stride(axis), reverse=True)
-    back = [order.index(axis) for axis in range(x.dim())]
-    return x.new_empty([x.shape[axis] for axis in order]).permute(back)
+    inverse_order = [order.index(axis) for axis in range(x.dim())]
+    return x.new_empty([x.shape[axis] for axis in order]).permute(inverse_order)
 
 
 def laid_out_as(y: Tensor, x: Tensor) -> Tensor:
@@ -792,10 +792,12 @@ class register:
         like_first = (lambda t: None) if self.mutates else (lambda t: empty_like(getattr(t, first)))
         op = self._define(name, module, operands, len(results), self.empty or like_first)
         if gradients:
-            back, backward_operands = f"{name}_backward", self._operands(["grad", *self.keeps.split()], types)
+            backward_name, backward_operands = f"{name}_backward", self._operands(["grad", *self.keeps.split()], types)
             backward_operands = dict(sorted(backward_operands.items(), key=lambda need: _backward_order(*need)))
-            self._define(back, module, backward_operands, len(gradients), self.empty_gradients or self._empty_gradients)
-            save, differentiate = self._autograd(back, list(operands), backward_operands)
+            self._define(
+                backward_name, module, backward_operands, len(gradients), self.empty_gradients or self._empty_gradients
+            )
+            save, differentiate = self._autograd(backward_name, list(operands), backward_operands)
             op.register_autograd(differentiate, setup_context=save)
             return self._make_op(definition, direct_function(save, differentiate))
         return self._make_op(definition, None)

@@ -52,9 +52,9 @@ def empty_projected(x: Tensor, outputs: int) -> Tensor:
     words.
     """
     order = sorted(range(x.dim() - 1), key=lambda axis: x.stride(axis), reverse=True)
-    back = [order.index(axis) for axis in range(x.dim() - 1)]
+    inverse_order = [order.index(axis) for axis in range(x.dim() - 1)]
     whole = x.new_empty([*(x.shape[axis] for axis in order), padded(outputs)])
-    return whole.permute(*back, x.dim() - 1).narrow(-1, 0, outputs)
+    return whole.permute(*inverse_order, x.dim() - 1).narrow(-1, 0, outputs)
 
 
 def empty_linear(x: Tensor, outputs: int, planes: bool = False) -> Tensor:

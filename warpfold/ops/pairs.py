@@ -66,17 +66,19 @@ def aligned_errors(
         """Compute the sums over the pairs of some frames."""
         predicted, true = frames[..., rows, :, :], true_frames[..., rows, :, :]
         # Subtract t before the rotation. R^T x - R^T t would lose digits where the structure is far from the origin.
-        away, true_away = _from_origins(predicted, points), _from_origins(true, true_points)
-        squares = away[0].new_full((), softening**2)
+        local_points, true_local_points = _from_origins(predicted, points), _from_origins(true, true_points)
+        squares = local_points[0].new_full((), softening**2)
         # One axis of the local frames at a time takes a third of the memory.
         for k in range(3):
-            squares = squares + (_along(predicted[..., k], away) - _along(true[..., k], true_away)).square()
+            squares = (
+                squares + (_along(predicted[..., k], local_points) - _along(true[..., k], true_local_points)).square()
+            )
         distance = squares.clamp(min=LEAST**2).sqrt()
         weight = point_mask[..., None, :]
         if pair_mask is not None:
             weight = weight * pair_mask[rows]
-        each = [((x * weight).sum(-1) * frame_mask[..., rows]).sum(-1) for x in (distance.clamp(max=clamp), distance)]
-        return tuple(each)
+        sums = [((x * weight).sum(-1) * frame_mask[..., rows]).sum(-1) for x in (distance.clamp(max=clamp), distance)]
+        return tuple(sums)
 
     pairs = math.prod(frames.shape[:-3]) * points.shape[-2]
     blocks = in_blocks(sum_of_frames, frames.shape[-3], pairs)

@@ -207,7 +207,7 @@ def gated_attention(t: Operands) -> tuple[Tensor, ...]:
     def compute(example: tuple[int, ...], keys: _Keys, part: slice) -> None:
         """Compute some rows."""
         block: Block = (*example, part)
-        saved_here = [each[block] for each in saved[:-1]] if t.kept else []
+        saved_here = [tensor[block] for tensor in saved[:-1]] if t.kept else []
         xb, yb, fb = x[block], out[block], None if f is None else f[block]
         (n, k_len, c), i = xb.shape, params.inner
         xs = rows(xb)

@@ -150,8 +150,8 @@ def overlaps_backward(t: Operands) -> tuple[Tensor, Tensor]:
         dradius[rows] = slope.sum(1)
         slope = (slope / distance).masked_fill_(distance == 0, 0)
         # A product instead would lose digits for near atoms.
-        away = atoms[rows, None] - atoms
-        datoms[rows] = -(slope[..., None] * away).sum(1)
+        differences = atoms[rows, None] - atoms
+        datoms[rows] = -(slope[..., None] * differences).sum(1)
     return datoms.to(dtype), dradius.to(dtype)
 
 
