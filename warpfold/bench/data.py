@@ -98,11 +98,11 @@ def bench_data(
     gpus, cores, step: GPUs to feed, cores, and the seconds in which a GPU uses an example (`feeding`).
     Raises UserError for sources that do not belong to the store.
     """
-    chosen = spread_out(store, entries)
-    files = source_files(store, sources, chosen) if sources is not None else {}
+    bench_keys = spread_out(store, entries)
+    files = source_files(store, sources, bench_keys) if sources is not None else {}
     parts: dict[str, Callable[[], Any]] = {
         "feeding": lambda: feeding(store, INITIAL, entries, gpus, cores, step),
-        "features": lambda: features(store, chosen, files),
+        "features": lambda: features(store, bench_keys, files),
         "reading": lambda: reading(store),
         "size": lambda: sizes(store),
         "processes": lambda: footprint(store, INITIAL, workers=2),
@@ -123,8 +123,8 @@ def spread_out(store: Store, entries: int) -> list[str]:
     depths = dict(zip(store.keys, store.column("depth")))
     # One chain of each depth.
     ranked = sorted({depths[key]: key for key in entry_keys(store, assemblies=False)}.items())
-    chosen = np.unique(np.linspace(0, len(ranked) - 1, min(entries, len(ranked))).round().astype(int))
-    return [ranked[index][1] for index in chosen]
+    indices = np.unique(np.linspace(0, len(ranked) - 1, min(entries, len(ranked))).round().astype(int))
+    return [ranked[index][1] for index in indices]
 
 
 def kept_entries(store: Store) -> list[PackEntry]:
@@ -240,9 +240,9 @@ def packing(store: Store, folder: Path) -> dict[str, float]:
     """Measure the seconds of packing the store's sources again, with one, two and one process per core."""
     from warpfold.data.pack.pack import pack
 
-    kept = kept_entries(store)
-    structures = sorted({folder / entry.file for entry in kept})
-    alignments = sorted({folder / name for entry in kept for name in entry.alignments})
+    entries = kept_entries(store)
+    structures = sorted({folder / entry.file for entry in entries})
+    alignments = sorted({folder / name for entry in entries for name in entry.alignments})
     cores = os.cpu_count() or 1
     seconds = {}
     for workers in sorted({1, 2, cores}):

@@ -400,8 +400,8 @@ def choose(results: Iterable[Timed]) -> list[TableEntry]:
             reasons = dict.fromkeys(reason for result in group for reason in result.out.values())
             raise UserError(f"{kernel} {key}: it gets no entry, because no candidate works: {'; '.join(reasons)}")
         best = min(totals.values())
-        chosen = next(candidate for candidate, total in totals.items() if total <= TIE_TOLERANCE * best)
-        entries.append(TableEntry(kernel, key, chosen))
+        fastest = next(candidate for candidate, total in totals.items() if total <= TIE_TOLERANCE * best)
+        entries.append(TableEntry(kernel, key, fastest))
     return entries
 
 

@@ -223,8 +223,8 @@ def bench_block(
         }
     # Refusals of the counting, which imitates a GPU, are excluded.
     before = refusals()
-    chosen = _chosen("block", ways, device)
-    subjects = {name: way.block(given.block, precision, device) for name, (way, note) in chosen.items() if not note}
+    selected = _chosen("block", ways, device)
+    subjects = {name: way.block(given.block, precision, device) for name, (way, note) in selected.items() if not note}
     top, flops = ceilings(device, DTYPES[precision]), block_flops(given.block)
     progress(0, 1, f"a block of {given.block}")
     times = measure(list(subjects.values()), device, repeats or REPEATS[kind], BUDGET[kind], walls=True)
@@ -234,7 +234,7 @@ def bench_block(
         rows.append({"what": title, **row})
         sink(rows[-1])
 
-    for name, (_, note) in chosen.items():
+    for name, (_, note) in selected.items():
         if note := note or times[name].failed:
             add({"way": name, "note": note})
             continue
@@ -283,8 +283,8 @@ def bench_step(
     kind, precision = device.type, given.plan.precision
     blocks = f"{given.model.evoformer.blocks} blocks, recycles {given.recycles}"
     title = f"training step, {given.sizes}, {blocks}, {precision}"
-    chosen = _chosen("step", ways, device)
-    plans = {name: replace(given.plan, **{"graph": False, **way.changes}) for name, (way, note) in chosen.items()
+    selected = _chosen("step", ways, device)
+    plans = {name: replace(given.plan, **{"graph": False, **way.changes}) for name, (way, note) in selected.items()
              if not note}  # fmt: skip
     progress(0, 3, "counting")
     # On a GPU, counting would take longer than the measurement.
@@ -299,7 +299,7 @@ def bench_step(
     times = measure(subjects, device, turns, budget, peaks=kind == "cpu", walls=True)
     progress(2, 3, "launches")
     rows: list[Row] = []
-    for name, (_, note) in chosen.items():
+    for name, (_, note) in selected.items():
         note = note or times[name].failed
         row: Row = {"what": title, "way": name, "note": note}
         if not note:

@@ -72,9 +72,9 @@ def bench(
     todo = [(*named_case, dtype) for named_case in cases for dtype in dtypes]
     for done, (op, name, case, dtype) in enumerate(todo):
         progress(done, len(todo), f"{op} {name} {dtype}")
-        drawn, chosen = inputs(case, DTYPES[dtype], device), [way for way in WAYS[op] if not ways or way.name in ways]
+        drawn, selected = inputs(case, DTYPES[dtype], device), [way for way in WAYS[op] if not ways or way.name in ways]
         head = {"op": op, "shape": name, "dtype": dtype}
-        for row in _rows(drawn, chosen, repeats or REPEATS[kind], BUDGET[kind], tops[dtype]):
+        for row in _rows(drawn, selected, repeats or REPEATS[kind], BUDGET[kind], tops[dtype]):
             rows.append(head | row)
             sink(rows[-1])
         # Free the inputs before the next shape's are drawn.
