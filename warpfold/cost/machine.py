@@ -69,8 +69,8 @@ class Machine:
     def __str__(self) -> str:
         """Format as "4 x H100, 80.0 GB each (data sheet)"."""
         many = f"{self.devices} x " if self.devices > 1 else ""
-        each = " each" if self.devices > 1 else ""
-        return f"{many}{self.name or self.kind}, {in_gb(self.free)}{each} ({self.how})"
+        suffix = " each" if self.devices > 1 else ""
+        return f"{many}{self.name or self.kind}, {in_gb(self.free)}{suffix} ({self.how})"
 
 
 def this_machine(device: torch.device | str, loaded: bool = False, memory: int | None = None) -> Machine:
@@ -137,9 +137,11 @@ def planned_cluster(machine: Machine, per_node: int | None = None, link: str | N
     link_within = LINKS["gloo" if machine.kind == "cpu" else "NVLink 4"]
     if sheet_of(machine.name):
         link_within = of_gpu(machine.name).link
-    each = min(per_node or NODE, machine.devices)
-    link_between = network(link or BETWEEN, each)
-    return Cluster(ranks=machine.devices, per_node=each, within=link_within, between=link_between, device=machine.name)
+    node_devices = min(per_node or NODE, machine.devices)
+    link_between = network(link or BETWEEN, node_devices)
+    return Cluster(
+        ranks=machine.devices, per_node=node_devices, within=link_within, between=link_between, device=machine.name
+    )
 
 
 def in_gb(size: float) -> str:

@@ -520,8 +520,8 @@ class _Search:
             candidate = replace(candidate, time=self.timed(candidate.plan, self.job, self.cluster))
         plan = candidate.plan
         if candidate.time is not None and self.alone and plan.recompute is None and plan.chunk is None:
-            each = candidate.time.total / (self._rounds(plan.data) if self.job.training else 1)
-            efficiency = self.alone / (each * plan.axial * plan.branch)
+            round_seconds = candidate.time.total / (self._rounds(plan.data) if self.job.training else 1)
+            efficiency = self.alone / (round_seconds * plan.axial * plan.branch)
             self._efficiencies.setdefault(plan.branch, []).append((plan.axial, min(1.0, efficiency)))
         self.considered.append(candidate)
 
@@ -730,9 +730,9 @@ def lower_bound(job: Job, plan: Plan) -> MemoryEstimate:
     if job.training:
         kept_bytes = 0 if plan.offload else plan.batch * job.backward_blocks * shard
         return MemoryEstimate(peak=0 if plan.branch > 1 else kept_bytes, weights=0, features=0, at_least=True)
-    away = plan.offload and plan.in_place
-    held_bytes = 0 if away or plan.branch > 1 else shard
-    return MemoryEstimate(peak=held_bytes, weights=0, features=0, host=whole if away else 0, at_least=True)
+    is_on_host = plan.offload and plan.in_place
+    held_bytes = 0 if is_on_host or plan.branch > 1 else shard
+    return MemoryEstimate(peak=held_bytes, weights=0, features=0, host=whole if is_on_host else 0, at_least=True)
 
 
 def upper_bound(job: Job, plan: Plan) -> MemoryEstimate:
@@ -842,12 +842,12 @@ def _residues_for(available: int, points: Sequence[tuple[int, int]]) -> float:
     n, needed = points[-1]
     before, less = points[-2] if len(points) > 1 and points[-2][0] != n else (0, 0)
     pair = (needed / n - less / before) / (n - before) if before else 0.0
-    each = needed / n - pair * n
+    linear = needed / n - pair * n
     if pair <= 0:
         return n * available / needed
-    if each < 0:
+    if linear < 0:
         return n * (available / needed) ** (1 / 3)
-    return (math.sqrt(each**2 + 4 * pair * available) - each) / (2 * pair)
+    return (math.sqrt(linear**2 + 4 * pair * available) - linear) / (2 * pair)
 
 
 def describe_plan(plan: Plan, training: bool = False) -> str:

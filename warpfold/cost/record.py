@@ -145,16 +145,16 @@ def _few_blocks(job: Job, plan: Plan) -> tuple[ModelConfig, Plan, dict[tuple[str
         return replace(config, evoformer=blocks, extra_blocks=min(extra, FOLDED_BLOCKS)), plan, {}
     main = min(main, max(1, job.backward_blocks))
     kept_blocks = min(plan.keep_blocks, main)
-    again, whole = min(main - kept_blocks, BLOCKS), min(kept_blocks, BLOCKS)
+    recomputed_blocks, whole = min(main - kept_blocks, BLOCKS), min(kept_blocks, BLOCKS)
     stands_for = {}
-    for stack, first, run, all_ in (
+    for stack, first, run, all_blocks in (
         (EXTRA, 0, min(extra, BLOCKS), extra),
-        (MAIN, 0, again, main - kept_blocks),
-        (MAIN, again, whole, kept_blocks),
+        (MAIN, 0, recomputed_blocks, main - kept_blocks),
+        (MAIN, recomputed_blocks, whole, kept_blocks),
     ):
-        if all_ > run:
-            stands_for[stack, first + 1] = all_ - BLOCKS + 1
-    blocks = replace(config.evoformer, blocks=again + whole)
+        if all_blocks > run:
+            stands_for[stack, first + 1] = all_blocks - BLOCKS + 1
+    blocks = replace(config.evoformer, blocks=recomputed_blocks + whole)
     few = replace(config, evoformer=blocks, extra_blocks=min(extra, BLOCKS))
     return few, replace(plan, keep_blocks=whole if plan.recompute else 0), stands_for
 

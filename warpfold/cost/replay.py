@@ -211,8 +211,8 @@ class _Timeline:
         key = (entry.op, entry.which, entry.cost, entry.dtype, entry.launches, entry.phase)
         if key not in self._operations:
             self._operations[key] = self.pace.seconds(entry), self.pace.spread(entry)
-        each, spread = self._operations[key]
-        duration, launches = entry.times * each, entry.times * entry.launches
+        operation_seconds, spread = self._operations[key]
+        duration, launches = entry.times * operation_seconds, entry.times * entry.launches
         launch = self.pace.launching(entry)
         begin = max(self.free, self.host + launch * min(1, entry.launches))
         self.host += launch * launches
@@ -233,8 +233,8 @@ class _Timeline:
         self.host += 0.0 if entry.replayed else self.pace.launch * entry.times
         before = [self.in_flight[number][0] for number in entry.after if number in self.in_flight]
         ready = max([self.host, self.free, *before])
-        wire, each, ranks = self._wire(entry)
-        seconds = entry.times * each
+        wire, wire_seconds, ranks = self._wire(entry)
+        seconds = entry.times * wire_seconds
         delay = latest(ranks) * math.sqrt(self.variance - self.aligned_variance)
         self.wire_free[wire] = end = max(ready + delay, self.wire_free[wire]) + seconds
         self.in_flight[entry.number] = end, entry.group, self.variance
@@ -280,5 +280,5 @@ def data_ranks_on_node(plan: Plan, cluster: Cluster) -> int | None:
 
     `exchange.make_hierarchical` needs several nodes with several data ranks each.
     """
-    each, more = divmod(cluster.per_node, plan.axial * plan.branch)
-    return None if more or not 1 < each < plan.data or plan.data % each else each
+    node_ranks, remainder = divmod(cluster.per_node, plan.axial * plan.branch)
+    return None if remainder or not 1 < node_ranks < plan.data or plan.data % node_ranks else node_ranks
