@@ -124,35 +124,35 @@ def split(store: Store, config: RunConfig, keys: Keys | None = None) -> tuple[Ke
     `validation_examples`.
     keys: the entries to train on, of which a share is held out; None for all of the store.
     """
-    chosen, assemblies, test = config.train.validation, config.model.multimer is not None, set(config.train.test)
+    validation, assemblies, test = config.train.validation, config.model.multimer is not None, set(config.train.test)
     all_keys = entry_keys(store, assemblies)
     entries = (all_keys if keys is None else keys).without(test)
     held_out: Sequence[str]
-    if isinstance(chosen, str):
-        training, other = entries, Store(chosen)
+    if isinstance(validation, str):
+        training, other = entries, Store(validation)
         held_out = entry_keys(other, assemblies)
-    elif isinstance(chosen, float):
+    elif isinstance(validation, float):
         other = store
-        parts = split_keys(store, math.ceil(chosen * len(entries)), config.train.seed, assemblies, keys)
+        parts = split_keys(store, math.ceil(validation * len(entries)), config.train.seed, assemblies, keys)
         training, held_out = (part.without(test) for part in parts)
     else:
-        if unknown := [key for key in chosen if key not in store]:
+        if unknown := [key for key in validation if key not in store]:
             raise UserError(f"train.validation: {unknown[0]} is not in {store.path}")
-        if both := sorted(test & set(chosen)):
+        if both := sorted(test & set(validation)):
             raise UserError(f"train.validation and train.test both name {both[0]}. Remove it from one of them.")
-        if not assemblies and (wrong := [key for key in chosen if key not in all_keys]):
+        if not assemblies and (wrong := [key for key in validation if key not in all_keys]):
             raise UserError(f"train.validation: {wrong[0]} is an assembly. Name chains, or train a multimer.")
-        other, held_out = store, list(chosen)
-        training = entries.without(chosen)
+        other, held_out = store, list(validation)
+        training = entries.without(validation)
     drawn = keyed_rng(config.train.seed, "validation").permutation(len(held_out)).tolist()
-    if isinstance(chosen, float | str):
+    if isinstance(validation, float | str):
         counts, chains = (
             Source(other, held_out).members() if held_out else (np.empty(0, np.int64), np.empty(0, np.int64))
         )
-        each = np.split(other.column("cluster").values[chains], np.cumsum(counts)[:-1])
+        clusters_of_examples = np.split(other.column("cluster").values[chains], np.cumsum(counts)[:-1])
         first: dict[frozenset[int], int] = {}
         for i in drawn:
-            first.setdefault(frozenset(each[i].tolist()), i)
+            first.setdefault(frozenset(clusters_of_examples[i].tolist()), i)
         drawn = list(first.values())
     return training, [(other, held_out[i]) for i in sorted(drawn[: config.train.validation_examples])]
 

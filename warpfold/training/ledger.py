@@ -110,9 +110,9 @@ def _read_order(path: Path, data: str, place: int) -> Iterator[tuple[int, Draw]]
                 raise UserError(f"{path}: the order of a run with other data, another seed or another split")
             for line in file:
                 if line.endswith("\n"):
-                    position, number, again = map(int, line.split())
+                    position, number, repetition = map(int, line.split())
                     if position >= place:
-                        yield position, Draw(number, again)
+                        yield position, Draw(number, repetition)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:

@@ -301,12 +301,12 @@ def claim(run: RunFolder, config: RunConfig, origin: Mapping[str, str], team: Te
         text = run.settings_text()
         try:
             # A run of an earlier version lacks newer settings.  It used their defaults.
-            there = fixed_settings(settings.merge(settings.to_dict(RunConfig()), tomllib.loads(text or "")))
+            counterpart = fixed_settings(settings.merge(settings.to_dict(RunConfig()), tomllib.loads(text or "")))
         except (tomllib.TOMLDecodeError, AttributeError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
                 f"{run.path / 'settings.toml'}: damaged ({error}). Restore it, or choose another --out."
             ) from error
-        if text is not None and (differing := settings.differences(expected, there)):
+        if text is not None and (differing := settings.differences(expected, counterpart)):
             changed_keys = listed(differing, between="; ")
             raise UserError(
                 f"{run.path}: holds a run with other settings ({changed_keys}). Choose another --out, or its settings."
@@ -315,8 +315,8 @@ def claim(run: RunFolder, config: RunConfig, origin: Mapping[str, str], team: Te
     # A rank on another machine may have other data, or a folder that is not the one of rank 0.
     observed = {**origin, "settings": fingerprint(repr(expected).encode()), "last checkpoint": run.latest()}
     seen_by_ranks = team.if_different(observed, "the beginning of the run")
-    for rank, there in enumerate(seen_by_ranks):
-        if differing := [name for name, value in there.items() if value != seen_by_ranks[0][name]]:
+    for rank, counterpart in enumerate(seen_by_ranks):
+        if differing := [name for name, value in counterpart.items() if value != seen_by_ranks[0][name]]:
             raise UserError(
                 f"rank {rank} and rank 0 differ in {' and '.join(differing)}. Give all ranks the same, and put "
                 f"{run.path} on a file system that all machines share."

@@ -314,12 +314,12 @@ def validation_row(step: int, keys: Sequence[str], scores: Mapping[str, Scores])
     """
     row: Row = {"kind": "validation", "step": step}
     folded = {key: result for key in keys if not isinstance(result := scores[key], str)}
-    for name, each in (("lddt_ca", "examples"), ("interface_lddt", "interfaces"), ("dockq", "docked")):
+    for name, counted_kind in (("lddt_ca", "examples"), ("interface_lddt", "interfaces"), ("dockq", "docked")):
         values = {key: example[name] for key, example in folded.items()}
-        if each != "examples":
+        if counted_kind != "examples":
             values = {key: value for key, value in values.items() if not math.isnan(value)}
-        if values or each == "examples":
-            row |= {name: mean_without_nan(list(values.values())), each: values}
+        if values or counted_kind == "examples":
+            row |= {name: mean_without_nan(list(values.values())), counted_kind: values}
     examples = folded.values()
     if folded:
         row["loss"] = mean_without_nan([example["loss"] for example in examples])
