@@ -247,7 +247,9 @@ def finetune(
         "without_alignment": unaligned,
         "chains": len(packed.chains),
         "settings": settings.to_dict(config),
-        "compared": {kind: compared_scores(found, measures, clusters[kind]) for kind, found in measured.items()},
+        "compared": {
+            kind: compared_scores(measurements, measures, clusters[kind]) for kind, measurements in measured.items()
+        },
         "predictions": entries[1 : 2 * len(measured["test"]) : 2],  # after, of the test
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
         "command": command,
