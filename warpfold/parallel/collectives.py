@@ -31,8 +31,8 @@ _numbers = count()
 
 def shard_sizes(length: int, ranks: int) -> list[int]:
     """Return the number of rows of each rank. The first ranks hold one more if `ranks` does not divide `length`."""
-    each, more = divmod(length, ranks)
-    return [each + (rank < more) for rank in range(ranks)]
+    least, more = divmod(length, ranks)
+    return [least + (rank < more) for rank in range(ranks)]
 
 
 def local_shard(x: F, axis: int, group: Group) -> F:
@@ -166,20 +166,20 @@ def all_to_all(x: Tensor, had: int, wanted: int, length: int, group: Group, name
     def resharding(shape: torch.Size, had: int, wanted: int, length: int) -> _Collective:
         """Describe how a tensor whose shard has this shape, with `length` rows along `had`, is resharded."""
         had_sizes, wanted_sizes = shard_sizes(length, group.size), shard_sizes(shape[wanted], group.size)
-        leave = [_with_size(shape, wanted, size).numel() for size in wanted_sizes]
+        leaving_sizes = [_with_size(shape, wanted, size).numel() for size in wanted_sizes]
         kept_shape = _with_size(shape, wanted, wanted_sizes[group.rank])
-        come = [_with_size(kept_shape, had, size) for size in had_sizes]
+        arriving_shapes = [_with_size(kept_shape, had, size) for size in had_sizes]
 
         def start(x: Tensor) -> Started:
             sent = _flat_shards(x, wanted_sizes, wanted)
-            return _exchange(sent, leave, [shape.numel() for shape in come], group)
+            return _exchange(sent, leaving_sizes, [shape.numel() for shape in arriving_shapes], group)
 
-        return _Collective("all_to_all", name, start, lambda buffer: _joined(buffer, come, had))
+        return _Collective("all_to_all", name, start, lambda buffer: _joined(buffer, arriving_shapes, had))
 
     own_size = shard_sizes(x.shape[wanted], group.size)[group.rank]
     result_shape = _with_size(_with_size(x.shape, had, length), wanted, own_size)
-    back = resharding(result_shape, wanted, had, x.shape[wanted])
-    return _begin(x, resharding(x.shape, had, wanted, length), back)
+    backward = resharding(result_shape, wanted, had, x.shape[wanted])
+    return _begin(x, resharding(x.shape, had, wanted, length), backward)
 
 
 def sendrecv(x: Tensor, other: Sequence[int], group: Group, name: str) -> Pending:
@@ -188,11 +188,11 @@ def sendrecv(x: Tensor, other: Sequence[int], group: Group, name: str) -> Pendin
         return Pending(x)
 
     def swap(shape: torch.Size, other: torch.Size) -> _Collective:
-        leave, come = ([0, n] if group.rank == 0 else [n, 0] for n in (shape.numel(), other.numel()))
+        leaving_sizes, arriving_sizes = ([0, n] if group.rank == 0 else [n, 0] for n in (shape.numel(), other.numel()))
         return _Collective(
             "sendrecv",
             name,
-            lambda x: _exchange(x.contiguous().view(-1), leave, come, group),
+            lambda x: _exchange(x.contiguous().view(-1), leaving_sizes, arriving_sizes, group),
             lambda buffer: buffer.view(other),
         )
 

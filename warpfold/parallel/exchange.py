@@ -338,8 +338,8 @@ def make_hierarchical(mesh: Mesh, ranks_per_node: int | None) -> Hierarchical:
 
     Raises UserError if the nodes do not have equally many data ranks.
     """
-    each = _ranks_of_node(mesh, ranks_per_node)
-    if each is None:
+    local_ranks = _ranks_of_node(mesh, ranks_per_node)
+    if local_ranks is None:
         raise UserError(
             f"plan.sync: hierarchical sums need several nodes with several data ranks on each, but there are "
             f"{mesh.data.size} data ranks of {mesh.model.size} processes, {ranks_per_node} processes to a node. "
@@ -347,8 +347,8 @@ def make_hierarchical(mesh: Mesh, ranks_per_node: int | None) -> Hierarchical:
         )
     data, model = range(mesh.data.size), range(mesh.model.size)
     lines: list[tuple[str, list[list[int]]]] = [
-        ("node", [[d * len(model) + m for d in data[k : k + each]] for m in model for k in data[::each]]),
-        ("nodes", [[d * len(model) + m for d in data[g::each]] for m in model for g in range(each)]),
+        ("node", [[d * len(model) + m for d in data[k : k + local_ranks]] for m in model for k in data[::local_ranks]]),
+        ("nodes", [[d * len(model) + m for d in data[g::local_ranks]] for m in model for g in range(local_ranks)]),
     ]
     wires = [Wire(split(name, groups, mesh.limit)) for name, groups in lines]
     return Hierarchical(*wires)
@@ -356,5 +356,5 @@ def make_hierarchical(mesh: Mesh, ranks_per_node: int | None) -> Hierarchical:
 
 def _ranks_of_node(mesh: Mesh, ranks_per_node: int | None) -> int | None:
     """Return the number of data ranks of one group on each node; None if it is one, all, or differs between nodes."""
-    each, more = divmod(ranks_per_node or 1, mesh.model.size)
-    return None if more or not 1 < each < mesh.data.size or mesh.data.size % each else each
+    node_ranks, remainder = divmod(ranks_per_node or 1, mesh.model.size)
+    return None if remainder or not 1 < node_ranks < mesh.data.size or mesh.data.size % node_ranks else node_ranks

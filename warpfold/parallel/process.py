@@ -129,10 +129,10 @@ def torchrun_from_srun(variables: Mapping[str, str]) -> dict[str, str]:
         return {}
     try:
         tasks, node = tasks_of_nodes(variables["SLURM_STEP_TASKS_PER_NODE"]), int(variables["SLURM_NODEID"])
-        local, each = int(variables["SLURM_LOCALID"]), tasks[node]
+        local, node_tasks = int(variables["SLURM_LOCALID"]), tasks[node]
         number = PORTS_PER_JOB * int(variables["SLURM_JOB_ID"]) + int(variables["SLURM_STEP_ID"])
         first = "127.0.0.1" if len(tasks) == 1 else first_host(variables["SLURM_STEP_NODELIST"])
-        if sum(tasks) != int(variables[TASKS]) or local >= each:
+        if sum(tasks) != int(variables[TASKS]) or local >= node_tasks:
             raise ValueError
     except (KeyError, ValueError, IndexError) as error:
         reason = (
@@ -142,13 +142,13 @@ def torchrun_from_srun(variables: Mapping[str, str]) -> dict[str, str]:
             f"environment variable {TASKS}={variables[TASKS]}: {reason}. Start with srun or torchrun; for a single "
             f"process: unset {TASKS}"
         ) from None
-    if "SLURM_GTIDS" in variables and len(variables["SLURM_GTIDS"].split(",")) != each:
+    if "SLURM_GTIDS" in variables and len(variables["SLURM_GTIDS"].split(",")) != node_tasks:
         return {}
     return {
         "RANK": str(sum(tasks[:node]) + local),
         "WORLD_SIZE": variables[TASKS],
         "LOCAL_RANK": str(local),
-        "LOCAL_WORLD_SIZE": str(each),
+        "LOCAL_WORLD_SIZE": str(node_tasks),
         "MASTER_ADDR": variables.get("MASTER_ADDR", first),
         "MASTER_PORT": variables.get("MASTER_PORT", str(PORTS[number % len(PORTS)])),
     }

@@ -318,12 +318,12 @@ def layout_plan(name: str, blocks: Sequence[Block], by_channels: bool, branch: G
     for block in reversed(blocks):
         names = {module: key for key, module in block.named_modules()}
         enters: dict[str, int | None] = dict.fromkeys(block.states)
-        away, steps = _remote_steps(block, branch), []
+        remote_steps, steps = _remote_steps(block, branch), []
         for index, step in reversed(list(enumerate(block.steps))):
             axis, other_axis = _axes_read(step, by_channels)
             next_axis, other_next = needed_axes[step.state], None
-            enters[step.state] = needed_axes[step.state] = None if index in away else axis
-            if step.other is not None and index not in away:
+            enters[step.state] = needed_axes[step.state] = None if index in remote_steps else axis
+            if step.other is not None and index not in remote_steps:
                 other_next = needed_axes[step.other]
                 enters[step.other] = needed_axes[step.other] = other_axis
             label = names.get(step.layer, type(step.layer).__name__)
@@ -770,10 +770,10 @@ class ChannelExchange:
         (gate_logits,) = project(x, layer.norm, layer.gate)
         yield [left, right]
         product = triangle_product(left.wait(), right.wait(), layer.outgoing)
-        back = all_to_all(product, -1, self.axis, layer.channels, self.group, f"{self.name} product")
+        resharded = all_to_all(product, -1, self.axis, layer.channels, self.group, f"{self.name} product")
         del left, product
-        yield [back]
-        return layer.finish(back.wait(), gate_logits, x, factors)
+        yield [resharded]
+        return layer.finish(resharded.wait(), gate_logits, x, factors)
 
 
 def multiply_in_place(exchange: ChannelExchange, x: Tensor, mask: Tensor, factors: Factors | None, rows: int) -> Tensor:
