@@ -226,24 +226,26 @@ def check(case: OpCase, dtype: str, device: torch.device | str) -> Verdict:
     if torch.device(device).type == "mps":
         drawn_inputs = inputs(case, DTYPES[dtype], "cpu", masked=True)
         args = [_moved(t, device) for t in drawn_inputs.args]
-        ours, again = ([x.cpu() for x in answer(op.definition, args, drawn_inputs.grad.to(device))] for _ in range(2))
-        repeats = all(torch.equal(a, b) for a, b in zip(ours, again))
-        errors = truth(op.definition, drawn_inputs.args, drawn_inputs.grad, drawn_inputs.names).errors(ours)
+        results, again = (
+            [x.cpu() for x in answer(op.definition, args, drawn_inputs.grad.to(device))] for _ in range(2)
+        )
+        repeats = all(torch.equal(a, b) for a, b in zip(results, again))
+        errors = truth(op.definition, drawn_inputs.args, drawn_inputs.grad, drawn_inputs.names).errors(results)
         return Verdict(case, dtype, "definition", op.unsupported_reason(*args) or "", errors, repeats)
     drawn_inputs = inputs(case, DTYPES[dtype], device, masked=True)
     reason = op.unsupported_reason(*drawn_inputs.args)
     if reason is not None:
         return Verdict(case, dtype, "definition", reason, (), True)
-    way, ours, again = backend(drawn_inputs.grad), run(op.fast, drawn_inputs), run(op.fast, drawn_inputs)
-    repeats = all(torch.equal(a, b) for a, b in zip(ours, again))
+    way, results, again = backend(drawn_inputs.grad), run(op.fast, drawn_inputs), run(op.fast, drawn_inputs)
+    repeats = all(torch.equal(a, b) for a, b in zip(results, again))
     if way == "triton":
         # The second call uses the cached launch of the first (ops/triton/recipe.py).
         with always_fast():
             for called in (run(op, drawn_inputs), run(op, drawn_inputs)):
-                repeats &= all(torch.equal(a, b) for a, b in zip(called, ours))
+                repeats &= all(torch.equal(a, b) for a, b in zip(called, results))
             with torch.no_grad():
                 repeats &= torch.equal(op(*drawn_inputs.args), op(*drawn_inputs.args))
-    errors = truth(op.definition, drawn_inputs.args, drawn_inputs.grad, drawn_inputs.names).errors(ours)
+    errors = truth(op.definition, drawn_inputs.args, drawn_inputs.grad, drawn_inputs.names).errors(results)
     return Verdict(case, dtype, way, "", errors, repeats)
 
 

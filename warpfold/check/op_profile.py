@@ -123,10 +123,10 @@ class OpCase(_Sizes):
         """Reduce the case to at most `rows` rows, but at least one complete batch."""
         if self.rows <= rows:
             return self
-        each = self.rows // self.batches if self.batches > 1 else 1
-        few = max(1, rows // each)
+        batch_rows = self.rows // self.batches if self.batches > 1 else 1
+        few = max(1, rows // batch_rows)
         batches = few if self.batches > 1 else 1
-        return replace(self, rows=few * each, batches=batches, full_rows=self.full_rows or self.rows)
+        return replace(self, rows=few * batch_rows, batches=batches, full_rows=self.full_rows or self.rows)
 
 
 @dataclass(frozen=True)

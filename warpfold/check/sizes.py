@@ -109,8 +109,10 @@ def shapes(op: str, wanted: Iterable[str] = (), quick: bool = False) -> list[tup
         if kind not in kinds:
             raise UserError(f"--shapes {text}: no such shape. Pass one of {', '.join(kinds)}, as in starting:256.")
     for kind, sizes in PROFILES[op].kinds.items():
-        chosen = [text.partition(":")[2] for text in wanted if text.partition(":")[0] == kind] if wanted else [""]
-        for size in chosen:
+        selected_sizes = (
+            [text.partition(":")[2] for text in wanted if text.partition(":")[0] == kind] if wanted else [""]
+        )
+        for size in selected_sizes:
             default = (QUICK.get(kind, "256"),) if quick else sizes
             cases += [(f"{kind}:{s}", _shape(op, kind, s)) for s in ((size,) if size else default)]
     return list(dict.fromkeys(cases))
