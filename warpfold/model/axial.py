@@ -168,8 +168,8 @@ class PlainExecution:
         A slice has at most `TEMPLATE_BATCH_POSITIONS` positions, or is a single template. positions: the number of
         positions in the pair representation of one template.
         """
-        each = max(TEMPLATE_BATCH_POSITIONS // max(positions, 1), 1)
-        return [slice(start, min(start + each, count)) for start in range(0, count, each)]
+        per_part = max(TEMPLATE_BATCH_POSITIONS // max(positions, 1), 1)
+        return [slice(start, min(start + per_part, count)) for start in range(0, count, per_part)]
 
 
 PLAIN = PlainExecution()

@@ -60,8 +60,8 @@ class DistogramHead(Executable):
 
 def _cut(span: slice, number: int) -> list[slice]:
     """Split a span into `number` slices whose lengths differ by at most one."""
-    each, more = divmod(span.stop - span.start, number)
-    ends = [span.start + each * k + min(k, more) for k in range(number + 1)]
+    length, longer = divmod(span.stop - span.start, number)
+    ends = [span.start + length * k + min(k, longer) for k in range(number + 1)]
     return [slice(*pair) for pair in pairwise(ends)]
 
 
