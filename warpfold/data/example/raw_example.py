@@ -154,9 +154,9 @@ class RawExample:
         """
         residues = as_slice(residues) if isinstance(residues, np.ndarray) else residues
         selected = slice(None) if rows is None else rows
-        chosen = self.templates
-        if chosen is not None and templates is not None:
-            chosen = chosen.choose(templates)
+        used_templates = self.templates
+        if used_templates is not None and templates is not None:
+            used_templates = used_templates.choose(templates)
         return replace(
             self,
             aatype=self.aatype[residues],
@@ -167,7 +167,7 @@ class RawExample:
             positions=None if self.positions is None else self.positions[residues],
             mask=None if self.mask is None else self.mask[residues],
             confidence=None if self.confidence is None else self.confidence[residues],
-            templates=None if chosen is None or not len(chosen) else chosen.take(residues),
+            templates=None if used_templates is None or not len(used_templates) else used_templates.take(residues),
             pairing=None if self.pairing is None else self.pairing.select(selected),
         )
 
@@ -369,8 +369,8 @@ def stack_for_pairing(
         arrays, is_kept = _stack(query, [placed[i] for i in group], stacking_keys)
         stacked.append(arrays)
         group_keys = [np.zeros(1, np.uint64)]
-        for alignment, kept in zip((alignments[i] for i in group), is_kept):
-            rows = 1 + np.flatnonzero(kept)
+        for alignment, is_row_kept in zip((alignments[i] for i in group), is_kept):
+            rows = 1 + np.flatnonzero(is_row_kept)
             names = (alignment.names[row] for row in rows.tolist())
             group_keys.append(species_keys(names) if alignment.pair_keys is None else alignment.pair_keys[rows])
         keys.append(np.concatenate(group_keys))

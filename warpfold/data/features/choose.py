@@ -150,8 +150,8 @@ def select(
     if budget is not None and len(rows) > budget:
         thin = thin_runs if config.thin == "runs" else sample_with_query
         rows = thin(rows, budget, keyed_rng(seed, *key, "budget"))
-    chosen = choose_templates(templates, config.max_templates, keyed_rng(seed, *key, "templates"))
-    return Selection(start, start + size, rows, chosen, clamped)
+    selected_templates = choose_templates(templates, config.max_templates, keyed_rng(seed, *key, "templates"))
+    return Selection(start, start + size, rows, selected_templates, clamped)
 
 
 def choose_templates(count: int, most: int, rng: np.random.Generator | None) -> np.ndarray:

@@ -309,10 +309,10 @@ def choose_rows(
     pairs = all_pairs[: max(config.chain_rows // 2, 1)]
     if rng is not None and len(pairs):
         pairs = pairs[delete_blocks(len(pairs), config, rng)]
-    chosen = {}
+    rows_of_entity = {}
     for number, chain, pairing, paired, column in zip(entities.tolist(), chains, pairings, all_pairs.T, pairs.T):
         # Copies use the rows of the first chain.
-        if number in chosen:
+        if number in rows_of_entity:
             continue
         in_pairs = paired[paired >= 0]
         if pairing is None:
@@ -326,8 +326,8 @@ def choose_rows(
             alone = np.flatnonzero(is_unpaired & ~np.isin(pairing.digest, pairing.digest[in_pairs]))
         if rng is not None and len(alone):
             alone = alone[delete_blocks(len(alone), config, rng)]
-        chosen[number] = column, alone[: max(config.chain_rows - int((column >= 0).sum()), 0)]
-    return chosen
+        rows_of_entity[number] = column, alone[: max(config.chain_rows - int((column >= 0).sum()), 0)]
+    return rows_of_entity
 
 
 def concatenate_templates(

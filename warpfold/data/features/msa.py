@@ -83,12 +83,12 @@ def msa_features(
         # The official code adds 1e-6, too.
         members = (np.bincount(cluster, minlength=count)[:count] + 1e-6).astype(np.float32)
         write_codes(feat, masked[index], rows, cluster, members)
-        for chosen, has_deletion, value in (
+        for selected_rows, has_deletion, value in (
             (centres[index], feat[..., 23], feat[..., 24]),
             (extra[index], features["extra_has_deletion"][index], features["extra_deletion_value"][index]),
         ):
             number = np.full(depth, -1)
-            number[chosen] = np.arange(len(chosen))
+            number[selected_rows] = np.arange(len(selected_rows))
             is_chosen = number[deleted_row] >= 0
             cells = number[deleted_row[is_chosen]], deleted_column[is_chosen]
             has_deletion[cells], value[cells] = 1, deletion_value(deletions[is_chosen])

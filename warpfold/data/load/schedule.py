@@ -32,9 +32,9 @@ class State:
 
     def changed(self, late: Iterable[int] = (), early: Iterable[int] = ()) -> "State":
         """Return the state with the `late` examples marked as unused, and the `early` ones as used."""
-        back = set(late)
-        first = min([self.first, *back])
-        used = {*self.early, *early, *range(first, self.first)} - back
+        unused = set(late)
+        first = min([self.first, *unused])
+        used = {*self.early, *early, *range(first, self.first)} - unused
         while first in used:
             used.remove(first)
             first += 1

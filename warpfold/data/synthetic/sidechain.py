@@ -167,16 +167,16 @@ def _choose_rotamers(
     # Coordinate descent: each residue takes the best rotamer for the current rotamers of the others.
     single_cost, pair_cost = single**2 + RARITY_PENALTY * option, pair**2
     members = [np.flatnonzero(residue == i) for i in np.unique(residue)]
-    chosen = np.array([m[single_cost[m].argmin()] for m in members])
+    picked = np.array([m[single_cost[m].argmin()] for m in members])
     for _ in range(SWEEPS):
         for k, m in enumerate(members):
-            chosen[k] = m[(single_cost[m] + pair_cost[np.ix_(m, chosen)].sum(1)).argmin()]
+            picked[k] = m[(single_cost[m] + pair_cost[np.ix_(m, picked)].sum(1)).argmin()]
 
     choice = np.zeros(len(letters) // (2 if symmetric else 1), int)
-    choice[residue[chosen]] = option[chosen]
-    clashes: list[tuple[int, ...]] = [(int(residue[r]),) for r in chosen if single[r] > SOFT]
-    first, second = np.nonzero(np.triu(pair[np.ix_(chosen, chosen)] > SOFT))
-    clashes += [(int(residue[chosen[a]]), int(residue[chosen[b]])) for a, b in zip(first, second)]
+    choice[residue[picked]] = option[picked]
+    clashes: list[tuple[int, ...]] = [(int(residue[r]),) for r in picked if single[r] > SOFT]
+    first, second = np.nonzero(np.triu(pair[np.ix_(picked, picked)] > SOFT))
+    clashes += [(int(residue[picked[a]]), int(residue[picked[b]])) for a, b in zip(first, second)]
     return choice.tolist() * (2 if symmetric else 1), clashes
 
 
