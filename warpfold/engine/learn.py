@@ -139,7 +139,9 @@ class Learner:
             losses.append(loss)
             terms.append(loss_terms)
             scores.append(ca_lddt(example_output, truth))
-        named = {"": torch.stack(losses)} | {name: torch.stack([each[name] for each in terms]) for name in terms[0]}
+        named = {"": torch.stack(losses)} | {
+            name: torch.stack([example_terms[name] for example_terms in terms]) for name in terms[0]
+        }
         # Each rank that shares the example has a part of every loss.  The parts travel during the backward pass.
         shares = torch.stack([widen(x.detach()) for x in named.values()])
         arriving = self.team.all_gather_of_example(shares.flatten(), "the losses")

@@ -487,12 +487,12 @@ class Optimizer:
         self.rate.fill_(learning_rate(self.config, step))
         averaged = step + 1 - self.config.average_from  # weights, including this step's
         self.newest.fill_(1 / averaged if averaged > 0 else 1 - self.config.average_decay)
-        is_taken = self.update() if update is None else update()
+        rate = self.update() if update is None else update()
         self._prepare(self.most - self.share)
         # Collective: the ranks compare checksums of their weights.
         if self.sync.check_every and (step + 1) % self.sync.check_every == 0:
             check_replicas(self.weights, self.layout, self.mesh.world, f"after step {step + 1}")
-        return is_taken
+        return rate
 
     def update(self) -> Tensor:
         """Take a step at the rate in the tensor `rate`; return that rate, or 0 if nothing changed.

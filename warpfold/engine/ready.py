@@ -184,9 +184,9 @@ class Ready:
             if self._workers is None:
                 planned, batch = self._make_here(self._ahead.first())
             else:
-                chosen = self._on_way or self._take(wait=True)
-                assert chosen is not None
-                planned, upload, made_batch = chosen
+                next_batch = self._on_way or self._take(wait=True)
+                assert next_batch is not None
+                planned, upload, made_batch = next_batch
                 batch = read_batch(made_batch, upload.wait() if upload is not None else None)
             self.order.hand_out(planned)
             self._plan_more()
