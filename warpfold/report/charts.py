@@ -222,9 +222,9 @@ def _bonds(points: np.ndarray, xy: np.ndarray, classes: np.ndarray, width: int, 
     parts = ""
     for level, opacity in enumerate(SHADES):
         for kind in np.unique(classes).tolist():
-            chosen = np.flatnonzero(joined & (shade == level) & (classes[:-1] == kind)).tolist()
+            bond_indices = np.flatnonzero(joined & (shade == level) & (classes[:-1] == kind)).tolist()
             steps = xy[1:] - xy[:-1]
-            d = "".join(f"M{xy[i, 0]} {xy[i, 1]}l{steps[i, 0]} {steps[i, 1]}" for i in chosen)
+            d = "".join(f"M{xy[i, 0]} {xy[i, 1]}l{steps[i, 0]} {steps[i, 1]}" for i in bond_indices)
             color = CLASSES[kind][1] if kind >= 0 else TRUTH
             parts += f'<path d="{d}" stroke="{color}" stroke-width="{width}" opacity="{opacity}"/>' if d else ""
     return parts
