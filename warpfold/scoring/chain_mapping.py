@@ -175,9 +175,9 @@ def _all_mappings(options: Mapping[str, list[str]]) -> Iterable[Assignment] | No
         return None
     # Every chain of the smaller side of a group gets a chain of the larger side.
     per_group = (
-        [dict(zip(rs, chosen)) for chosen in itertools.permutations(ps, len(rs))]
+        [dict(zip(rs, permutation)) for permutation in itertools.permutations(ps, len(rs))]
         if len(rs) <= len(ps)
-        else [dict(zip(chosen, ps)) for chosen in itertools.permutations(rs, len(ps))]
+        else [dict(zip(permutation, ps)) for permutation in itertools.permutations(rs, len(ps))]
         for ps, rs in groups.items()
     )
     return ({r: p for part in parts for r, p in part.items()} for parts in itertools.product(*per_group))

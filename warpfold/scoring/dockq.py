@@ -177,9 +177,9 @@ class Docking:
         mobile, target = [], []
         for key, residues in ((first, near[:, 0]), (second, near[:, 1])):
             predicted, truth, residue = self._backbone(key)
-            chosen = np.isin(residue, residues)
-            mobile.append(predicted[chosen])
-            target.append(truth[chosen])
+            is_near = np.isin(residue, residues)
+            mobile.append(predicted[is_near])
+            target.append(truth[is_near])
         rmsd = metrics.rmsd(np.concatenate(mobile), np.concatenate(target))
         return float("inf") if np.isnan(rmsd) else rmsd
 

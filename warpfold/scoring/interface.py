@@ -94,7 +94,7 @@ def chain_pair_scores(
         near, distance, clashes = _contacts(positions, mask, a, b)
         m, n = beta_contacts(positions, mask, a, b)
         mean_plddt = float(np.concatenate([plddt[a][np.unique(m)], plddt[b][np.unique(n)]]).mean()) if len(m) else 0.0
-        chosen = [plddt[span][np.unique(near[:, side])] for side, span in enumerate((a, b))]
+        interface_plddts = [plddt[span][np.unique(near[:, side])] for side, span in enumerate((a, b))]
         scores: dict[str, float | None] = {}
         interface_pae = None
         if pae is not None:
@@ -121,7 +121,7 @@ def chain_pair_scores(
                 iptm=None if pair_iptm is None else float(pair_iptm[i, j]),
                 pdockq=pdockq(len(m), mean_plddt),
                 interface_pae=interface_pae,
-                interface_plddt=float(np.concatenate(chosen).mean(dtype=np.float64)) if len(near) else None,
+                interface_plddt=float(np.concatenate(interface_plddts).mean(dtype=np.float64)) if len(near) else None,
                 contacts=int((distance < CONTACT).sum()),
                 clashes=clashes,
                 **scores,

@@ -201,12 +201,12 @@ def _superpositions(predicted: Array, truth: Array, d0: float) -> Iterator[Array
     sizes = [size for size in (n // 2**i for i in range(5)) if size > smallest]
     for size in (*sizes, smallest):
         starts = np.unique(np.linspace(0, n - size, min(MAX_FRAGMENTS, n - size + 1)).astype(int))[:, None]
-        chosen = (np.arange(n) >= starts) & (np.arange(n) < starts + size)
+        is_selected = (np.arange(n) >= starts) & (np.arange(n) < starts + size)
         # Sets of residues that were superposed before lead to nothing new.
         seen_sets: set[bytes] = set()
         for limit in [reach - 1] + [reach + 1] * 20:
             parts = []
-            for block in np.array_split(chosen, -(-chosen.size // MAX_DISTANCES)):
+            for block in np.array_split(is_selected, -(-is_selected.size // MAX_DISTANCES)):
                 rotation, translation = superpose(predicted[None], truth[None], block)
                 superposed = predicted @ np.swapaxes(rotation, -1, -2) + translation[:, None]
                 squares = np.sum((superposed - truth) ** 2, -1)
@@ -215,13 +215,13 @@ def _superpositions(predicted: Array, truth: Array, d0: float) -> Iterator[Array
                 third = np.sqrt(np.partition(squares, min(2, n - 1), axis=-1)[:, min(2, n - 1)])
                 steps = np.maximum(0, np.floor((third - limit) / 0.5) + 1)
                 parts.append(squares < ((limit + 0.5 * steps) ** 2)[:, None])
-            chosen = np.concatenate(parts)
-            rows = {bytes(row): i for i, row in enumerate(np.packbits(chosen, axis=-1))}
+            is_selected = np.concatenate(parts)
+            rows = {bytes(row): i for i, row in enumerate(np.packbits(is_selected, axis=-1))}
             new = [i for row, i in rows.items() if row not in seen_sets]
             if not new:
                 break
             seen_sets |= rows.keys()
-            chosen = chosen[new]
+            is_selected = is_selected[new]
 
 
 # Scores of an alignment. Only identity counts, since the sequences are versions of one protein or close relatives.
