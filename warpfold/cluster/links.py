@@ -180,7 +180,10 @@ def _measure_pairs(pairs: Sequence[Pair], team: Team, device: torch.device, cloc
     rough = map(_rate, [MIN_BYTES] * len(pairs), one_way(MIN_BYTES, 2), latencies)
     size = _size(statistics.median(rough) * max(PAIR_SECONDS, 4 * statistics.median(latencies)), device)
     seconds = one_way(size, REPEATS)
-    return [PairLink(*ends, late, _rate(size, each, late)) for ends, each, late in zip(pairs, seconds, latencies)]
+    return [
+        PairLink(*ends, late, _rate(size, pair_seconds, late))
+        for ends, pair_seconds, late in zip(pairs, seconds, latencies)
+    ]
 
 
 def _measure_rings(
