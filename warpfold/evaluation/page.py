@@ -110,7 +110,9 @@ def _scores(sets: Sequence[PredictionSet], summaries: Sequence[Mapping[str, Any]
         rows.append(row)
     drawn = []
     for key, name in (("lddt_ca", "lDDT-Cα"), ("tm", "TM-score")):
-        values = {each.name: [row[key] for row in each.by_target().values()] for each in sets}
+        values = {
+            prediction_set.name: [row[key] for row in prediction_set.by_target().values()] for prediction_set in sets
+        }
         drawn.append((figures.draw_shares(values, name), f"Fraction of targets that reach each {name}."))
     text = "Each mean is over the targets of its row. The interval shows how much it would vary with other targets."
     return Section("Scores", text, drawn, ReportTable(header, rows))
@@ -171,9 +173,9 @@ def _groups(sets: Sequence[PredictionSet], summaries: Sequence[Mapping[str, Any]
                 values = [metric.show(group["mean"].get(metric.key)) for metric in columns]
                 rows.append([name, str(group["targets"]), *values])
         points = {}
-        for each in sets:
-            with_value = [row for row in each.by_target().values() if row[by] is not None]
-            points[each.name] = ([row[by] for row in with_value], [row["lddt_ca"] for row in with_value])
+        for prediction_set in sets:
+            with_value = [row for row in prediction_set.by_target().values() if row[by] is not None]
+            points[prediction_set.name] = ([row[by] for row in with_value], [row["lddt_ca"] for row in with_value])
         figure = figures.draw_against(points, (heading, "lDDT-Cα"), log=by != "train_identity")
         table = ReportTable([heading, "targets", *(metric.name for metric in columns)], rows)
         sections.append(Section(f"By {heading}", "", [(figure, "")], table))
@@ -215,13 +217,15 @@ def _calibration(sets: Sequence[PredictionSet], summaries: Sequence[Mapping[str,
 
 def _all_targets(sets: Sequence[PredictionSet], drawn: int) -> Section:
     """Build the table of all targets with their notes; drawn: number of structures of the first set on the page."""
-    rows = [row for each in sets for row in each.by_target().values()]
+    rows = [row for prediction_set in sets for row in prediction_set.by_target().values()]
     columns = [m for m in METRICS if m.key not in OMITTED_METRICS and tables.values_of(rows, m.key)]
     lines = []
-    for each in sets:
-        for row in sorted((m.row for m in each.measured), key=lambda row: (row["target"].lower(), row["rank"])):
+    for prediction_set in sets:
+        for row in sorted(
+            (m.row for m in prediction_set.measured), key=lambda row: (row["target"].lower(), row["rank"])
+        ):
             name = row["target"] if row["rank"] == 1 else f"{row['target']}, rank {row['rank']}"
-            name = name if each is sets[0] else f"{name}, {each.name}"
+            name = name if prediction_set is sets[0] else f"{name}, {prediction_set.name}"
             values = [metric.show(row[metric.key]) for metric in columns]
             lines.append([name, f"{row['paired']} of {row['residues']}", *values, "; ".join(row["notes"])])
     header = ["target", "residues", *(metric.name for metric in columns), "notes"]
