@@ -69,11 +69,11 @@ class HostTensor(Tensor):
 
     def _allocate(self) -> list[Tensor]:
         """Allocate memory for all tiles, in segments of complete tiles; for a CPU, in a single segment."""
-        numbers, each = self._leading * self._down * self._across * self._slot, self._per_segment * self._slot
+        numbers, chunk = self._leading * self._down * self._across * self._slot, self._per_segment * self._slot
         if self.device.type != "cuda":
             memory = in_file(numbers, self.dtype, "plan.offload")
-            return list(memory.split(max(each, 1))) if self._two else [memory]
-        sizes = [min(each, numbers - start) for start in range(0, numbers, each)]
+            return list(memory.split(max(chunk, 1))) if self._two else [memory]
+        sizes = [min(chunk, numbers - start) for start in range(0, numbers, chunk)]
         return [torch.zeros(size, dtype=self.dtype, pin_memory=True) for size in sizes]
 
     def _band(self, number: int, axis: int, read: bool = True) -> Tensor:

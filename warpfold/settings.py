@@ -186,10 +186,10 @@ def convert(hint: Any, value: Any, source: str, name: str) -> Any:
     if origin in (tuple, list):
         if not isinstance(value, list | tuple):
             raise wrong
-        each = [choices[0]] * len(value) if origin is list or choices[-1] is Ellipsis else list(choices)
-        if len(each) != len(value):
+        item_hints = [choices[0]] * len(value) if origin is list or choices[-1] is Ellipsis else list(choices)
+        if len(item_hints) != len(value):
             raise wrong
-        return origin(convert(h, v, source, f"{name}[{i}]") for i, (h, v) in enumerate(zip(each, value)))
+        return origin(convert(h, v, source, f"{name}[{i}]") for i, (h, v) in enumerate(zip(item_hints, value)))
     if origin is dict:
         if not isinstance(value, Mapping):
             raise wrong
