@@ -179,14 +179,14 @@ _GLOBAL = Shapes("q [..., h, d], k [..., K, d], v [..., K, e], mask [..., K]", (
 
 
 def _misfit_of_global(t: Any) -> str | None:
-    wrong = _GLOBAL.misfit(t)
-    if wrong:
-        return wrong
+    problem = _GLOBAL.misfit(t)
+    if problem:
+        return problem
     leading = broadcast_shape(*(tuple(x.shape)[:-axes] for x, axes in zip(t, (2, 2, 2, 1))))
     if leading is None:
         shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(("q", "k", "v", "mask"), t))
         return f"the leading axes of {shapes} do not broadcast"
-    return EMPTY if 0 in leading else wrong
+    return EMPTY if 0 in leading else problem
 
 
 # The fast path is that of `attention`, with the heads as the queries of a single head.

@@ -590,16 +590,18 @@ class Shapes:
         arguments = self.select(args)
         shapes = tuple([None if t is None else t.shape for t in arguments])
         # A graph cannot contain the cache, and symbolic sizes have no hash.
-        wrong, sizes = self._compare(shapes) if torch.compiler.is_compiling() else self._remembered(shapes)
-        if wrong is None:
+        misfit, sizes = self._compare(shapes) if torch.compiler.is_compiling() else self._remembered(shapes)
+        if misfit is None:
             return EMPTY if sizes["empty"] else None
         actual = {operand.name: list(t.shape) for operand, t in zip(self.operands, arguments) if t is not None}
-        right, decided = _right(wrong, sizes), sizes["decided by"]
+        right, decided = _right(misfit, sizes), sizes["decided by"]
         if right is None:
-            return f"{wrong.name} is {actual[wrong.name]}, not {wrong.text}"
-        by = dict.fromkeys(decided[axis] for axis in (wrong.leading, *wrong.axes) if axis in decided)
-        because = " and ".join(f"{name} is {actual[name]}" for name in by if name != wrong.name)
-        return f"{wrong.name} is {actual[wrong.name]}, not {wrong.text} = {list(right)}{because and f', as {because}'}"
+            return f"{misfit.name} is {actual[misfit.name]}, not {misfit.text}"
+        by = dict.fromkeys(decided[axis] for axis in (misfit.leading, *misfit.axes) if axis in decided)
+        because = " and ".join(f"{name} is {actual[name]}" for name in by if name != misfit.name)
+        return (
+            f"{misfit.name} is {actual[misfit.name]}, not {misfit.text} = {list(right)}{because and f', as {because}'}"
+        )
 
     def _compare(self, shapes: tuple[Shape | None, ...]) -> tuple[_Operand | None, Sizes]:
         """Return the first operand with a wrong shape, or None, and the sizes of the axes before it."""
@@ -827,11 +829,11 @@ class register:
 
         def run(*args: Any) -> Any:
             """Check the operands and compute the operation."""
-            wrong = shapes.misfit(args)
-            if not wrong and misfit is not None:
-                wrong = misfit(Operands(**dict(zip(operands, args))))
-            if wrong:
-                raise ValueError(f"{qualified}: {wrong}")
+            problem = shapes.misfit(args)
+            if not problem and misfit is not None:
+                problem = misfit(Operands(**dict(zip(operands, args))))
+            if problem:
+                raise ValueError(f"{qualified}: {problem}")
             return implementation(name, args[0])(*args)
 
         def run_or_repeat(*args: Any) -> Any:
@@ -922,9 +924,9 @@ class register:
 
         def misfit(arguments: Any) -> str | None:
             """Describe the first operand of a wrong shape; EMPTY if there is nothing to compute, else None."""
-            wrong = shapes.misfit(arguments)
-            other = None if wrong or misfit_of_sizes is None else misfit_of_sizes(arguments)
-            return wrong if other is None else other
+            problem = shapes.misfit(arguments)
+            other = None if problem or misfit_of_sizes is None else misfit_of_sizes(arguments)
+            return problem if other is None else other
 
         def why_not(arguments: Any) -> str | None:
             """Return the reason why the fast path does not support the arguments: common reasons first."""
