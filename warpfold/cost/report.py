@@ -81,8 +81,8 @@ def why(choice: Choice) -> list[str]:
         assert least.time is not None
         times = least.time.total / chosen.time.total
         reasons.append(f"{describe_grid(least.plan)} would take {times:.2f} times as long")
-    elif chosen.time and (more := [s for s in choice.skipped if ranks_of(s[0]) > ranks_of(chosen.plan)]):
-        plan, seconds = min(more, key=lambda skipped: skipped[1])
+    elif chosen.time and (slower_grids := [s for s in choice.skipped if ranks_of(s[0]) > ranks_of(chosen.plan)]):
+        plan, seconds = min(slower_grids, key=lambda skipped: skipped[1])
         reasons.append(f"{describe_grid(plan)} would take at least {seconds / chosen.time.total:.2f} times as long")
     return reasons
 
