@@ -138,10 +138,10 @@ def split(store: Store, config: RunConfig, keys: Keys | None = None) -> tuple[Ke
     else:
         if unknown := [key for key in validation if key not in store]:
             raise UserError(f"train.validation: {unknown[0]} is not in {store.path}")
-        if both := sorted(test & set(validation)):
-            raise UserError(f"train.validation and train.test both name {both[0]}. Remove it from one of them.")
-        if not assemblies and (wrong := [key for key in validation if key not in all_keys]):
-            raise UserError(f"train.validation: {wrong[0]} is an assembly. Name chains, or train a multimer.")
+        if duplicates := sorted(test & set(validation)):
+            raise UserError(f"train.validation and train.test both name {duplicates[0]}. Remove it from one of them.")
+        if not assemblies and (assembly_keys := [key for key in validation if key not in all_keys]):
+            raise UserError(f"train.validation: {assembly_keys[0]} is an assembly. Name chains, or train a multimer.")
         other, held_out = store, list(validation)
         training = entries.without(validation)
     drawn = keyed_rng(config.train.seed, "validation").permutation(len(held_out)).tolist()

@@ -488,8 +488,8 @@ def _choose_keys(
 def graphs_in_words(plan: Plan, device: torch.device | str) -> str:
     """Describe whether passes are recorded as graphs; empty on a device without graphs unless they are requested."""
     kind = torch.device(device).type
-    if (why := plan.why_no_graphs(kind)) is not None:
-        return f"off, as {why}" if kind == "cuda" or plan.graph is True else ""
+    if (reason := plan.why_no_graphs(kind)) is not None:
+        return f"off, as {reason}" if kind == "cuda" or plan.graph is True else ""
     padded = f", examples padded to {plan.sizes} sizes of each axis" if plan.sizes else ""
     return f"passes are recorded and replayed{padded}"
 

@@ -258,7 +258,7 @@ def begin_folder(folder: Path, run: Path, start: int, config: RunConfig, origin:
     origin: fingerprints of the data and the first parameters that the replay uses.
     Errors: UserError where the run had others, or the checkpoint is damaged.
     """
-    wrong = ""
+    problem = ""
     if team.is_rank_zero:
         shutil.rmtree(folder, ignore_errors=True)  # of a replay that was killed
         try:
@@ -266,15 +266,15 @@ def begin_folder(folder: Path, run: Path, start: int, config: RunConfig, origin:
             notes = checkpoint.notes
             origin_names = {"store": "stores", "init": "parameters to start from"}
             if differing := [origin_names[key] for key in origin_names if notes.get(key) != origin[key]]:
-                wrong = f"{run}: its {differing[0]} have changed since it began. Put them back as they were."
+                problem = f"{run}: its {differing[0]} have changed since it began. Put them back as they were."
             else:
                 with RunFolder(folder) as scratch:
                     scratch.write_settings(settings.to_toml(config))
                     scratch.save(checkpoint, keep=1)
         except DamagedCheckpoint as error:
-            wrong = f"{error}. Choose another one with --from."
-    if wrong := team.broadcast(wrong, "the folder of the replay"):
-        raise UserError(wrong)
+            problem = f"{error}. Choose another one with --from."
+    if problem := team.broadcast(problem, "the folder of the replay"):
+        raise UserError(problem)
 
 
 def replay_config(config: RunConfig, setup: dict[str, Any], end: int, device: torch.device) -> RunConfig:
