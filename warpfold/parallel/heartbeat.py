@@ -235,7 +235,7 @@ class Heartbeat:
         while not self._end:
             if self._position() is not position:
                 position, since = self._position(), time.monotonic()
-            late = time.monotonic() - since > self._limit + self._patience * BEAT
+            is_late = time.monotonic() - since > self._limit + self._patience * BEAT
             request_number, read = self._asked, self._to_read
             try:
                 with waiting(self._name):
@@ -246,7 +246,7 @@ class Heartbeat:
                         self._store.compare_set("failed", "", self._message)
                     if self._store.check(["failed"]):
                         self._failure = self._store.get("failed").decode()
-                    if late or read or self._waits_long():
+                    if is_late or read or self._waits_long():
                         keys = [str(rank) for rank in range(self._ranks)]
                         # `multi_get` would block until all keys exist.
                         if self._store.check(keys):
@@ -256,7 +256,7 @@ class Heartbeat:
                         self._to_read = False
             except LostError:
                 self._gone = True
-            self._judge(late)
+            self._judge(is_late)
             with self._changed:
                 self._answered = request_number
                 self._changed.notify_all()

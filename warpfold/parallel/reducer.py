@@ -76,9 +76,9 @@ class Reducer:
         # Exchanges that have begun, in the order of the buckets.
         self._in_flight: list[Stages[Tensor]] = []
         # With both kinds of sums, the second waits for the first outside of the backward pass (see `_launch`).
-        both = mesh.model.size > 1 and mesh.data.size > 1
-        self._side = torch.cuda.Stream(gradient.device) if both and gradient.is_cuda else None
-        self._thread = SerialThread() if both and not gradient.is_cuda else None
+        has_both_sums = mesh.model.size > 1 and mesh.data.size > 1
+        self._side = torch.cuda.Stream(gradient.device) if has_both_sums and gradient.is_cuda else None
+        self._thread = SerialThread() if has_both_sums and not gradient.is_cuda else None
         self.exchanges = make_exchanges(config.strategy, mesh, self.data_wire, ranks_per_node)
         self.strategy = next(iter(self.exchanges))
         segments = layout.segments(mesh.model.size, mesh.model.rank)
@@ -449,9 +449,9 @@ def check_replicas(weights: Tensor, layout: Layout, world: Group, when: str) -> 
                 for version in versions
             ]
             differences.append(f"{name} (rank {' against '.join(groups)})")
-    more = f" and {len(differences) - 3} parameters more" if len(differences) > 3 else ""
+    ending = f" and {len(differences) - 3} parameters more" if len(differences) > 3 else ""
     raise ReplicaError(
-        f"{when}: weights differ between the {world.size} ranks: {'; '.join(differences[:3])}{more}. "
+        f"{when}: weights differ between the {world.size} ranks: {'; '.join(differences[:3])}{ending}. "
         "Continue from the last checkpoint, and check the memory, device and software of these ranks."
     )
 

@@ -491,8 +491,8 @@ def _absent(store: dist.Store, signed: Sequence[str], own: str) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return f"{', '.join(names[:MAX_LISTED])}{more}"
+    ending = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return f"{', '.join(names[:MAX_LISTED])}{ending}"
 
 
 def _answer(key: str) -> str:
