@@ -516,8 +516,8 @@ class PairStack(Block):
         """Lines 6 to 10 of Algorithm 6; with attention first, lines 2 to 6 of Algorithm 16."""
         multiplication = Step("z", self.outgoing), Step("z", self.incoming)
         attention = Step("z", self.starting), Step("z", self.ending)
-        both = multiplication + attention if self.multiplication_first else attention + multiplication
-        return *both, Step("z", self.transition)
+        triangle_steps = multiplication + attention if self.multiplication_first else attention + multiplication
+        return *triangle_steps, Step("z", self.transition)
 
 
 # Limit for the blocks of a stack. AlphaFold2 has 48.

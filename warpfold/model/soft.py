@@ -118,8 +118,10 @@ def _fixed(id: str, letters: Any, length: int | None = None) -> str:
     if not isinstance(letters, str) or not letters:
         raise WrongArgument(f"fixed: chain {id} = {shown(letters)}: pass letters")
     letters = letters.upper()
-    if wrong := sorted(set(letters) - set(LETTERS + FREE)):
-        raise UserError(f"fixed: chain {id} has {wrong[0]!r}. Use the letters of the 20 amino acids, X and {FREE}.")
+    if unknown_letters := sorted(set(letters) - set(LETTERS + FREE)):
+        raise UserError(
+            f"fixed: chain {id} has {unknown_letters[0]!r}. Use the letters of the 20 amino acids, X and {FREE}."
+        )
     if length is None and FREE in letters:
         raise UserError(f"fixed: chain {id} is free at {FREE}, but has no logits. Pass logits, or fix all letters.")
     if length is not None and len(letters) != length:

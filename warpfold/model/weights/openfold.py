@@ -162,8 +162,8 @@ def read_openfold(path: Path) -> dict[str, Tensor]:
     try:
         with zipfile.ZipFile(path) as file:
             # torch does not verify these checksums.
-            if wrong := file.testzip():
-                raise ValueError(f"{wrong} does not fit its checksum")
+            if damaged_member := file.testzip():
+                raise ValueError(f"{damaged_member} does not fit its checksum")
             # torch would read the data before the archive.
             if min((entry.header_offset for entry in file.infolist()), default=0):
                 raise ValueError("it begins with something else")
