@@ -217,14 +217,14 @@ def parse_hmmsearch(text: str, query: str, source: str) -> list[Hit]:
             )
         residue = np.full(len(row), -1)
         residue[match] = residues
-        both = aligned & (residue >= 0)
+        is_matched = aligned & (residue >= 0)
         hit = Hit(
             name=parts[1],
             description=note.removeprefix("[subseq from]").strip(),
-            query="".join(query[i] for i in residue[both]),
-            query_index=residue[both],
+            query="".join(query[i] for i in residue[is_matched]),
+            query_index=residue[is_matched],
             sequence=sequence,
-            hit_index=np.cumsum(alpha)[both] - 1,
+            hit_index=np.cumsum(alpha)[is_matched] - 1,
             start=int(parts[2]) - 1 if parts[2] else 0,
         )
         # Entries of pdb_seqres that are not proteins (mol:na) are skipped.

@@ -378,11 +378,11 @@ def stack_for_pairing(
     if not groups[1]:
         return msa, deletions, make_pairing(msa, keys[0], np.ones(len(msa), bool))
     unpaired = (np.arange(len(msa) + len(pair_msa) - 1) < len(msa)) | (len(msa) == 1)
-    both = np.concatenate([msa, pair_msa[1:]])
-    pairs = make_pairing(both, np.concatenate([np.zeros(len(msa), np.uint64), keys[1][1:]]), unpaired)
+    stacked_msa = np.concatenate([msa, pair_msa[1:]])
+    pairs = make_pairing(stacked_msa, np.concatenate([np.zeros(len(msa), np.uint64), keys[1][1:]]), unpaired)
     if pairs is None:
         return *merge(query, [placed[i] for group in groups for i in group]), None
-    return both, np.concatenate([deletions, pair_deletions[1:]]), pairs
+    return stacked_msa, np.concatenate([deletions, pair_deletions[1:]]), pairs
 
 
 def _stack(

@@ -145,7 +145,7 @@ def pad_features(features: Arrays, sizes: dict[str, int]) -> Arrays:
         axes = FEATURES[name].axes
         shape = array.shape[array.ndim - len(axes) :]
         missing = [max(sizes.get(str(axis), 0) - size, 0) for axis, size in zip(axes, shape)]
-        widths = [*[(0, 0)] * (array.ndim - len(axes)), *((0, more) for more in missing)]
+        widths = [*[(0, 0)] * (array.ndim - len(axes)), *((0, count) for count in missing)]
         padded[name] = np.pad(array, widths, constant_values=padding(name)) if any(missing) else array
     return padded
 

@@ -275,9 +275,9 @@ def table_rows(data: bytes | str, source: str, columns: Sequence[str]) -> list[t
     except csv.Error as error:
         raise UserError(f"{source}: line {lines.line_num}: {error}. Correct the table.") from None
     if not set(columns) <= set(titles):
-        both = " and ".join(columns)
+        column_names = " and ".join(columns)
         raise UserError(
-            f"{source}: has no columns {both}, but {listed(titles, 6)}. Its first line must name them: "
+            f"{source}: has no columns {column_names}, but {listed(titles, 6)}. Its first line must name them: "
             f"{','.join(columns)}."
         )
     if not rows:
@@ -434,13 +434,13 @@ def announced(data: bytes, source: str) -> tuple[list[int], list[int], bytes]:
                 f"{source}: its line {line[:40].decode()!r} is not understood. Write the lengths, a tab, and the "
                 "copies of the chains, such as #120,88<TAB>1,2, or remove the line."
             )
-        both = [[number for number in part.split(b",") if number] for part in parts]
-        is_valid = all(len(n) <= digits and int(n) for part, digits in zip(both, _MAX_DIGITS) for n in part)
-        if not is_valid or not both[0] or len(both[0]) != len(both[1]):
+        numbers = [[number for number in part.split(b",") if number] for part in parts]
+        is_valid = all(len(n) <= digits and int(n) for part, digits in zip(numbers, _MAX_DIGITS) for n in part)
+        if not is_valid or not numbers[0] or len(numbers[0]) != len(numbers[1]):
             raise UserError(
                 f"{source}: its first line announces impossible lengths or copies. Make the alignment again."
             )
-        lengths, copies = ([int(n) for n in part] for part in both)
+        lengths, copies = ([int(n) for n in part] for part in numbers)
     return lengths, copies, data
 
 

@@ -179,9 +179,9 @@ class InputFile:
             with nullcontext() if self.shard else opened(self.path) as file:
                 while len(head) <= min(_MAX_HEAD, limit) and (_is_stockholm(head) or _find_head_end(head) is None):
                     size = max(_HEAD, len(head))
-                    if not (more := file.read(size) if file else self._read_member(len(head), size)):
+                    if not (block := file.read(size) if file else self._read_member(len(head), size)):
                         break
-                    head += more
+                    head += block
         except UserError as error:
             raise self._rename_in_error(error) from None
         return head if head.strip() and len(head) <= min(_MAX_HEAD, limit) else self.read_bytes(limit)

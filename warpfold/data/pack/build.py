@@ -356,7 +356,7 @@ def _build_assemblies(job: BuildJob, built: BuiltChains) -> None:
             # Copies share the alignment. Templates of the chains are concatenated.
             entry.depth = sum(chain.depth for chain in first.values())
             entry.templates = max(chain.templates for chain in first.values())
-            entry.reason = "; ".join(f"without {component}: {why}" for component, why in placed.left_out.items())
+            entry.reason = "; ".join(f"without {component}: {reason}" for component, reason in placed.left_out.items())
             entities = [[*first].index(chain.sequence) + 1 for chain in chains]
             operators = np.stack([operator for _, operator in placed.chains])
             release_date, resolution = entry.release_date, entry.resolution

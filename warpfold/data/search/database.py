@@ -157,8 +157,8 @@ def read_chunks(path: Path, size: int = CHUNK) -> Iterator[bytes]:
             raise UserError(f"{path}: is empty. Pass a FASTA database.")
         if not buffer.startswith(b">"):
             raise UserError(f"{path}: does not start with a '>' header line. Pass a FASTA database.")
-        while more := file.read(size):
-            buffer += more
+        while block := file.read(size):
+            buffer += block
             # Keep the last record, which may be incomplete.
             if end := buffer.rfind(b"\n>") + 1:
                 yield _drop_nucleic(buffer[:end])

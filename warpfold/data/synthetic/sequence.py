@@ -173,8 +173,8 @@ def draw(model: Sites, start: NDArray[np.uint8], change: Floats, rng: np.random.
         rows[is_redrawn, i] = np.minimum(types, 19)[is_redrawn]
     for (i, j), joint in zip(model.pairs, model.couplings):
         is_redrawn = rng.random(len(rows)) < change
-        both = np.minimum(np.searchsorted(np.cumsum(joint), rng.random(len(rows))), 399)
-        rows[is_redrawn, i], rows[is_redrawn, j] = (both // 20)[is_redrawn], (both % 20)[is_redrawn]
+        joint_codes = np.minimum(np.searchsorted(np.cumsum(joint), rng.random(len(rows))), 399)
+        rows[is_redrawn, i], rows[is_redrawn, j] = (joint_codes // 20)[is_redrawn], (joint_codes % 20)[is_redrawn]
     return rows
 
 
