@@ -103,9 +103,9 @@ class Trained:
             if "all" in config.trainable
             else _matching(patterns, parameters, "finetune.trainable", "a parameter")
         )
-        if both := sorted({f"{name}.weight" for name in self.adapted} & set(plain)):
+        if overlap := sorted({f"{name}.weight" for name in self.adapted} & set(plain)):
             raise UserError(
-                f"finetune.trainable has {both[0]}, on which finetune.adapters.on puts an adapter. Train one of "
+                f"finetune.trainable has {overlap[0]}, on which finetune.adapters.on puts an adapter. Train one of "
                 "the two (trainable = [] trains adapters alone)."
             )
         self.names = [*plain, *(f"{name}.{part}" for name in self.adapted for part in ADAPTER)]
