@@ -258,8 +258,8 @@ def _warnings(warnings: Sequence[Warned], anchors: Mapping[str, str]) -> str:
     """Render the warnings, one line each. Warnings beyond the first WARNED, and long lists of names, are collapsed."""
     items = [f"<li>{_warning(warning, anchors)}</li>" for warning in warnings]
     if len(items) > WARNED:
-        more = f"<summary>and {len(items) - WARNED} more</summary><ul>{''.join(items[WARNED:])}</ul>"
-        items[WARNED:] = [f"<li><details>{more}</details></li>"]
+        collapsed = f"<summary>and {len(items) - WARNED} more</summary><ul>{''.join(items[WARNED:])}</ul>"
+        items[WARNED:] = [f"<li><details>{collapsed}</details></li>"]
     return f'<ul class="warnings" aria-label="warnings">{"".join(items)}</ul>' if items else ""
 
 
