@@ -111,8 +111,8 @@ def plddt_sums(paired: Paired, plddt: Mapping[str, Array]) -> Sums:
             for name, atoms in paired.atoms.items()
         ]
     )
-    both = np.isfinite(lddt) & np.isfinite(expected) & paired.arrays[1][:, CA]
-    return Sums.from_values(expected[both], lddt[both], PLDDT_BINS)
+    in_both = np.isfinite(lddt) & np.isfinite(expected) & paired.arrays[1][:, CA]
+    return Sums.from_values(expected[in_both], lddt[in_both], PLDDT_BINS)
 
 
 def pae_sums(paired: Paired, pae: Array) -> Sums:

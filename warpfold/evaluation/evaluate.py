@@ -188,8 +188,8 @@ def _assign_truths(prediction_set: PredictionSet, truths: Truths, options: Compa
             continue
         first = assigned.setdefault((truth.path, truth.chains), file)
         if target_key(first.target) != target_key(file.target):
-            both = f"{os.path.relpath(first.path, folder)} and {os.path.relpath(file.path, folder)}"
-            raise UserError(f"{folder}: {both} are both predictions of {truth.name}. Keep one of them")
+            paths = f"{os.path.relpath(first.path, folder)} and {os.path.relpath(file.path, folder)}"
+            raise UserError(f"{folder}: {paths} are both predictions of {truth.name}. Keep one of them")
         prediction_set.jobs.append(Job(file, truth, options))
     prediction_set.failures |= {name: error for name, error in predictions.failures.items() if truths.find([name])}
     if not prediction_set.jobs:

@@ -90,8 +90,8 @@ def find_predictions(folder: Path, all_models: bool = False) -> Predictions:
         for rank in sorted(by_rank)[: None if all_models else 1]:
             best, *other_files = sorted(by_rank[rank], key=lambda file: (file.order, str(file.path)))
             if other_files and other_files[0].order == best.order:
-                both = " and ".join(os.path.relpath(file.path, folder) for file in (best, other_files[0]))
-                raise UserError(f"{folder}: {both} are both predictions of {best.target}. Keep one of them")
+                paths = " and ".join(os.path.relpath(file.path, folder) for file in (best, other_files[0]))
+                raise UserError(f"{folder}: {paths} are both predictions of {best.target}. Keep one of them")
             selected.append(best)
     return Predictions(folder, selected, failures)
 
@@ -110,8 +110,8 @@ def _read_summary(folder: Path) -> tuple[list[PredictedFile], dict[str, str]] | 
             if not (names := entry["files"]):
                 continue
             kinds = {"name": str, "msa_depth": int | None, "rank": int | None}
-            if wrong := [name for name, kind in kinds.items() if not isinstance(entry.get(name), kind)]:
-                raise TypeError(f"{wrong[0]} of a prediction is {entry.get(wrong[0])!r:.40}")
+            if mistyped := [name for name, kind in kinds.items() if not isinstance(entry.get(name), kind)]:
+                raise TypeError(f"{mistyped[0]} of a prediction is {entry.get(mistyped[0])!r:.40}")
             files.append(
                 PredictedFile(
                     target=entry["name"],

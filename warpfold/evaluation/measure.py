@@ -144,16 +144,16 @@ def pairing_notes(paired: Paired) -> list[str]:
     for name, atoms in paired.atoms.items():
         model, truth = paired.predicted.chains[name], paired.reference.chains[paired.chains[name]]
         prefix = f"chain {name}: " if len(paired.atoms) > 1 else ""
-        both = atoms.predicted_residue >= 0
-        if missing := int((~both).sum()):
-            notes.append(f"{prefix}residues of the truth that the prediction lacks: {missing} of {len(both)}")
-        if unscored := int((model.mask[:, CA] > 0).sum()) - int(both.sum()):
+        is_paired = atoms.predicted_residue >= 0
+        if missing := int((~is_paired).sum()):
+            notes.append(f"{prefix}residues of the truth that the prediction lacks: {missing} of {len(is_paired)}")
+        if unscored := int((model.mask[:, CA] > 0).sum()) - int(is_paired.sum()):
             notes.append(f"{prefix}predicted residues that the truth lacks, not scored: {unscored}")
-        if different := int(both.sum()) - atoms.equal:
+        if different := int(is_paired.sum()) - atoms.equal:
             notes.append(f"{prefix}other amino acids than in the truth: {different}")
         numbers = [
             (model.author_numbers[i], truth.author_numbers[j])
-            for i, j in zip(atoms.predicted_residue[both], atoms.reference_residue[both])
+            for i, j in zip(atoms.predicted_residue[is_paired], atoms.reference_residue[is_paired])
         ]
         if any(a != b for a, b in numbers):
             # Insertion codes and missing numbers have no difference.

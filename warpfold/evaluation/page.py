@@ -203,9 +203,9 @@ def _calibration(sets: Sequence[PredictionSet], summaries: Sequence[Mapping[str,
             rows.append([f"{short}, {name}" if len(summaries) > 1 else short, *values])
     if not rows:
         return []
-    both = [(row["plddt"], 100 * row["lddt_ca"]) for row in sets[0].by_target().values() if row["plddt"] is not None]
-    if both:
-        x, y = map(list, zip(*both))
+    points = [(row["plddt"], 100 * row["lddt_ca"]) for row in sets[0].by_target().values() if row["plddt"] is not None]
+    if points:
+        x, y = map(list, zip(*points))
         drawn.append((figures.draw_calibration(x, y, "target"), f"Each target of {sets[0].name}."))
     text = (
         "Calibration error: the mean distance between measured and expected values over bins of the expected value. "
@@ -264,8 +264,8 @@ def _target(measured: Measured) -> Target | None:
     if measured.pae is not None and measured.job.prediction.pae is not None and len(all_has_ca) <= MAX_EMBEDDED_PAE:
         pae = read_pae(measured.job.prediction.pae, all_has_ca)[np.ix_(all_has_ca, all_has_ca)]
     positions, predicted_mask, truth, *_ = paired.arrays
-    both = predicted_mask[:, CA]
-    rotation, translation = metrics.superpose(truth[both, CA], positions[both, CA])
+    is_compared = predicted_mask[:, CA]
+    rotation, translation = metrics.superpose(truth[is_compared, CA], positions[is_compared, CA])
     moved_chains = [
         replace(_select_residues(chain, chain.mask[:, CA] > 0), id=PDB_CHAINS[i % len(PDB_CHAINS)])
         for i, chain in enumerate(paired.reference.chains[name] for name in paired.chains.values())

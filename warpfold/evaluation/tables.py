@@ -122,19 +122,19 @@ def target_clusters(rows: Sequence[Row]) -> list[tuple[int, ...]]:
 
 def compare(a: Mapping[str, Row], b: Mapping[str, Row]) -> dict[str, Any]:
     """Compare a with b over their common targets: the `paired_difference` of each metric, positive if a is better."""
-    both = [(a[key], b[key]) for key in a if key in b]
-    clusters = target_clusters([x for x, _ in both])
+    common_rows = [(a[key], b[key]) for key in a if key in b]
+    clusters = target_clusters([x for x, _ in common_rows])
     differences = {}
     for metric in METRICS:
         if metric.key in NOT_QUALITY:
             continue
-        values = [(x[metric.key], y[metric.key], cluster) for (x, y), cluster in zip(both, clusters)]
+        values = [(x[metric.key], y[metric.key], cluster) for (x, y), cluster in zip(common_rows, clusters)]
         if values := [three for three in values if None not in three]:
             sign = -1 if metric.lower else 1
             a_values, b_values, names = zip(*values)
             difference = paired_difference([sign * x for x in a_values], [sign * x for x in b_values], names).to_dict()
             differences[metric.key] = {key: value for key, value in difference.items() if key != "means"}
-    return {"common": len(both), "metrics": differences}
+    return {"common": len(common_rows), "metrics": differences}
 
 
 def table_of(rows: Iterable[Row]) -> str:
