@@ -50,8 +50,8 @@ class LostError(RuntimeError):
 
 def listed(names: Sequence[str], most: int = 5, between: str = ", ") -> str:
     """Join the first names and the number of further names to a text that fits a one-line error."""
-    more = len(names) - most
-    return between.join(names[:most]) + (f"{between}and {more} more" if more > 0 else "")
+    omitted = len(names) - most
+    return between.join(names[:most]) + (f"{between}and {omitted} more" if omitted > 0 else "")
 
 
 def printable(text: str) -> str:

@@ -105,8 +105,8 @@ def merge(under: Mapped, over: Mapped) -> Mapped:
     """Merge nested dicts. The values of `over` replace those of `under`."""
     merged = dict(under)
     for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = merge(merged[key], value) if both else value
+        are_dicts = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = merge(merged[key], value) if are_dicts else value
     return merged
 
 
@@ -162,7 +162,7 @@ def convert(hint: Any, value: Any, source: str, name: str) -> Any:
         raise UserError(f"{source}: {name} = {value}: a finite number expected")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise UserError(f"{source}: {name} is a whole number that does not fit into 64 bits; give a smaller one")
-    wrong = UserError(f"{source}: {name} = {_shown(value)}: {_describe(hint)} expected")
+    type_error = UserError(f"{source}: {name} = {_shown(value)}: {_describe(hint)} expected")
     origin, choices = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         if type(None) in choices and value == "none":
@@ -173,32 +173,32 @@ def convert(hint: Any, value: Any, source: str, name: str) -> Any:
                     return convert(choice, value, source, name)
                 except UserError as error:
                     if dataclasses.is_dataclass(choice) and isinstance(value, dict):
-                        wrong = error
-        raise wrong
+                        type_error = error
+        raise type_error
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
-            raise wrong
+            raise type_error
         return build(cast(type[Any], hint), value, source, f"{name}.")
     if origin is Literal:
         if value not in choices:
-            raise wrong
+            raise type_error
         return value
     if origin in (tuple, list):
         if not isinstance(value, list | tuple):
-            raise wrong
+            raise type_error
         item_hints = [choices[0]] * len(value) if origin is list or choices[-1] is Ellipsis else list(choices)
         if len(item_hints) != len(value):
-            raise wrong
+            raise type_error
         return origin(convert(h, v, source, f"{name}[{i}]") for i, (h, v) in enumerate(zip(item_hints, value)))
     if origin is dict:
         if not isinstance(value, Mapping):
-            raise wrong
+            raise type_error
         return {key: convert(choices[1], v, source, f"{name}.{key}") for key, v in value.items()}
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):
         return value
-    raise wrong
+    raise type_error
 
 
 def _describe(hint: Any) -> str:
