@@ -7,7 +7,6 @@ import json
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from tests.scoring.test_score import part, protein
 from warpfold import cli
 from warpfold.data.structure.write import write_mmcif, write_pdb
 from warpfold.errors import UserError
-from warpfold.evaluation.page import BEST, WORST, _select_drawn
 from warpfold.evaluation.suite import read_suite
 from warpfold.evaluation.tables import compare
 from warpfold.scoring.chain_mapping import CA
@@ -110,15 +108,6 @@ def test_sets_are_compared_on_the_targets_that_both_have(
     # A second run replaces the files of the first.
     assert run(capsys, good, truth, "--out", tmp_path / "out")[0] == 0
     assert len(json.loads((tmp_path / "out/evaluation.json").read_text())["sets"]) == 1
-
-
-@pytest.mark.parametrize("targets", [1, WORST + BEST, WORST + BEST + 1, 40])
-def test_a_page_draws_the_worst_and_the_best_targets(targets: int) -> None:
-    scores = np.random.default_rng(0).permutation(targets) / targets
-    best: Any = [SimpleNamespace(row={"lddt_ca": score}) for score in scores]
-    drawn = [one.row["lddt_ca"] for one in _select_drawn(SimpleNamespace(best=best))]  # type: ignore[arg-type]
-    ordered = sorted(scores)
-    assert drawn == (ordered if targets <= WORST + BEST else [*ordered[:WORST], *ordered[-BEST:]])
 
 
 def test_copies_of_a_target_are_one_cluster() -> None:

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -79,7 +80,10 @@ class Run:
 
         def changing(number: int) -> None:
             os.write(counted, b"1")
-            if signals is not None and number in signals:
+            if signals is not None and signals.get(number) == signal.SIGSTOP:
+                # Unlike `os.kill`, this stops the process before this thread goes on to the next change.
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+            elif signals is not None and number in signals:
                 os.kill(os.getpid(), signals[number])
 
         on_changes(self.folder / "out", changing)

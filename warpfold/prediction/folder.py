@@ -297,14 +297,28 @@ class PredictionFolder:
 
 
 class RunLog:
-    """Append lines to OUT/predict.log, with --quiet only warnings and errors.
+    """Context that appends the package's messages, and the error that ends the run, to OUT/predict.log.
 
-    Lines wait until `open`, because nothing is written before the folder is claimed.
+    With --quiet, only warnings and errors are written. Lines wait until `open`, because nothing is written before the
+    folder is claimed.
     """
 
     def __init__(self, out: Path) -> None:
         self._path, self._waiting, self._is_open = out / outputs.LOG, list[str](), False
         self._level = logging.WARNING if are_hidden() else logging.INFO
+        self._loggers = [logging.getLogger(name) for name in ("warpfold", "warpfold.plan", "warpfold.device")]
+
+    def __enter__(self) -> "RunLog":
+        # A handler instead of a filter would keep warnings from stderr, where they go if a logger has no handlers.
+        for logger in self._loggers:
+            logger.addFilter(self)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self.write(f"stopped: {one_line(error)}", logging.ERROR)
+        for logger in self._loggers:
+            logger.removeFilter(self)
 
     def write(self, text: str, level: int = logging.INFO) -> None:
         """Write a line."""
@@ -325,24 +339,6 @@ class RunLog:
         """Write a message of the package, which other handlers get too."""
         self.write(record.getMessage(), record.levelno)
         return True
-
-
-@contextlib.contextmanager
-def logging_to(out: Path) -> Iterator[RunLog]:
-    """Write the package's messages, and the error that ends the run, to OUT/predict.log within the context."""
-    log = RunLog(out)
-    # A handler instead of a filter would keep warnings from stderr, where they go if a logger has no handlers.
-    loggers = [logging.getLogger(name) for name in ("warpfold", "warpfold.plan", "warpfold.device")]
-    for logger in loggers:
-        logger.addFilter(log)
-    try:
-        yield log
-    except BaseException as error:
-        log.write(f"stopped: {one_line(error)}", logging.ERROR)
-        raise
-    finally:
-        for logger in loggers:
-            logger.removeFilter(log)
 
 
 class Recorder:

@@ -35,7 +35,6 @@ from warpfold.prediction.folder import (
     RepresentationStore,
     RunLog,
     key_of,
-    logging_to,
     read_records,
 )
 from warpfold.prediction.folding import (
@@ -90,7 +89,7 @@ def run(request: Request, tell: Progress = no_progress, team: Team | None = None
     Errors: UserError for bad input, if no record can be folded (nothing is written), and for an `out` that holds
     something else or in which another process works on this part.
     """
-    with logging_to(request.folder) as run_log:
+    with RunLog(request.folder) as run_log:
         return _run(request, tell, team or Team(), run_log)
 
 
