@@ -96,7 +96,7 @@ class Run:
 
     @property
     def changes(self) -> int:
-        """Return the number of changes that the last run in the folder began."""
+        """Count the changes that the last run in the folder began."""
         return (self.folder / "changes").stat().st_size
 
     def stopped(self, moment: int, number: int = signal.SIGKILL) -> int:

@@ -150,7 +150,7 @@ def operations() -> dict[str, Op[..., Any]]:
 
 
 def declaration(op: Op[..., Any]) -> register:
-    """Return what an operation declares.  global_attention is not registered, because it calls attention."""
+    """Return the declaration of an operation.  global_attention is not registered, because it calls attention."""
     text = "q [..., h, d], k [..., K, d], v [..., K, e], mask [..., K]"
     return op.declared or register(shapes=text, gradients="q k v")
 
@@ -164,7 +164,7 @@ def operands(op: Op[..., Any]) -> dict[str, Any]:
 
 
 def differentiable(op: Op[..., Any]) -> list[str]:
-    """Return the names of the operands that have a gradient."""
+    """List the operands that have a gradient, by name."""
     return [*declaration(op).gradients.split(), declaration(op).residual]
 
 

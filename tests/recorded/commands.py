@@ -116,7 +116,7 @@ def make_inputs(folder: Path) -> dict[str, str]:
 
 
 def run(folder: Path, name: str, names: dict[str, str]) -> str:
-    """Run the commands of one record in a folder of inputs.  Returns what they print, and the files that they write."""
+    """Run the commands of one record in a folder of inputs.  Returns their printed text and their files."""
     parts = []
     for line in COMMANDS[name]:
         words = ["warpfold", *shlex.split(line.format(**names))]

@@ -27,5 +27,11 @@ def test_a_changed_word_count_or_number_is_a_difference() -> None:
     expected = "a 12 b 0.53\n1.5e-03 x"
     for same in ("a 12 b 0.54\n1.5e-03 x", "a 12 b 0.53\n1.6e-03 x"):
         assert differences(same, expected) == []
-    for other in ("a 13 b 0.53\n1.5e-03 x", "a 12 b 0.56\n1.5e-03 x", "a 12 c 0.53\n1.5e-03 x", "a 12 b 0.53"):
+    for other in (
+        "a 13 b 0.53\n1.5e-03 x",
+        "a 12 b 0.56\n1.5e-03 x",
+        "a 12.5 b 0.53\n1.5e-03 x",
+        "a 12 c 0.53\n1.5e-03 x",
+        "a 12 b 0.53",
+    ):
         assert len(differences(other, expected)) == 1

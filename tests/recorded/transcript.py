@@ -29,7 +29,7 @@ UNSTABLE_TEXT = (
     (re.compile(r"(?<=seconds in all\n)\d+"), "TIME"),
     (re.compile(r" · (packing|training|folding) TIME"), ""),
 )
-# Of the atoms of a structure, one in this number is compared.
+# One in this number of the atoms of a structure is compared.
 ATOMS = 40
 # Longer lists of numbers are compared by their mean and root mean square.
 LONG = 8
@@ -39,6 +39,7 @@ NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 # Printed values may differ by one unit of their last digit and by this fraction: the rounding of fp32 differs between
 # machines, and passes through a whole model.
 TOLERANCE = 2e-3
+# Larger counts, such as those of clashing atoms, follow from rounded positions and may differ by this fraction, too.
 LARGE = 500
 
 
@@ -127,11 +128,9 @@ def _same_line(found: str, expected: str) -> bool:
 def _same_number(found: str, expected: str) -> bool:
     if found == expected:
         return True
-    if "." not in expected and "e" not in expected:
-        # Large counts, such as those of clashing atoms, follow from rounded positions.
-        return min(abs(int(found)), abs(int(expected))) > LARGE and math.isclose(
-            int(found), int(expected), rel_tol=TOLERANCE
-        )
+    if not {".", "e"} & {*expected}:
+        smaller = min(abs(float(found)), abs(float(expected)))
+        return smaller > LARGE and math.isclose(float(found), float(expected), rel_tol=TOLERANCE)
     decimals = len(expected.partition("e")[0].partition(".")[2])
     unit = 10.0 ** (int(expected.partition("e")[2] or 0) - decimals)
     return abs(float(found) - float(expected)) <= 1.01 * unit + TOLERANCE * abs(float(expected))

@@ -77,7 +77,7 @@ ROW_BUDGET = 8.0
 PASSES = (1, 4)
 # Samples of each entry.
 DRAWS = 3
-# Of each measurement of reading.
+# Duration of each measurement of reading.
 READING_SECONDS = 2.0
 
 
