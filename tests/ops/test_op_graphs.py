@@ -14,7 +14,7 @@ from warpfold.errors import UserError
 from warpfold.ops import capabilities, dispatch
 from warpfold.ops.linear import gate
 from warpfold.ops.noise import DropoutFactors
-from warpfold.ops.triangle import triangle_multiplication
+from warpfold.ops.triangle import triangle_factor, triangle_multiplication
 
 
 class Properties:
@@ -98,6 +98,20 @@ def test_a_refusal_is_its_definition_in_the_graph_and_strict_makes_it_an_error(g
             traced(gate, x, double, whole=False)
         with pytest.raises(torch._dynamo.exc.Unsupported, match="gate: in fp64 no kernel is exact"):
             traced(gate, x, double)
+
+
+def test_strict_refuses_triangle_products_that_are_too_wide_for_kernels(gpu: None) -> None:
+    """In fp32 the definition is preferred, since torch's products are as fast as a kernel could be."""
+    c, h = 320, 128
+    x, mask, row, hidden = cuda(4, 4, c), cuda(4, 4), cuda(c), cuda(h)
+    operands = x, mask, None, row, row, cuda(4 * h + c, c), None, hidden, hidden, cuda(c, h), row, False, True
+    factor = x, mask, row, row, cuda(4 * h + c, c), None, 0, False
+    for op, given in ((triangle_multiplication, operands), (triangle_factor, factor)):
+        with dispatch.using("strict"), pytest.raises(UserError, match=f"{op.name}: 320 channels, 128 of a factor"):
+            op(*given)
+        assert op.prefer_definition is not None
+        assert not op.prefer_definition(op.arguments(*given))
+        assert op.prefer_definition(op.arguments(*(a.float() if isinstance(a, Tensor) else a for a in given)))
 
 
 def test_a_wrong_shape_is_an_error_that_names_the_operand_in_a_graph_too(gpu: None) -> None:

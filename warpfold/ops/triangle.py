@@ -105,13 +105,19 @@ def _unsupported_by_kernels(x: Tensor, hidden: int) -> str | None:
     channels, (most, most_hidden) = x.shape[-1], KERNEL_CHANNELS
     if backend(x) == "cpu":
         return None
-    # In fp32, products without tensor cores need their operands in registers, which cannot hold a whole tile. torch's
-    # products are as fast there.
     if x.element_size() != 2:
         return "kernels are for 16 bits"
     if channels <= most and hidden <= most_hidden:
         return None
     return f"{channels} channels, {hidden} of a factor (kernels are for {most} and {most_hidden})"
+
+
+def _is_fp32_on_gpu(x: Tensor) -> bool:
+    """Return whether torch's products are as fast as a kernel could be.
+
+    Products without tensor cores need their operands in registers, which cannot hold a whole tile.
+    """
+    return backend(x) != "cpu" and x.element_size() != 2
 
 
 def _gated_factor(value: Tensor, gate_logits: Tensor, mask: Tensor) -> Tensor:
@@ -153,10 +159,7 @@ def _long_bias(t: Any) -> str | None:
     kept=True,
     misfit=_misfit_of_factor,
     unsupported=lambda t: _unsupported_by_kernels(t.x, factor_channels(t.weight)),
-    prefer_definition=lambda t: (
-        _unsupported_by_kernels(t.x, factor_channels(t.weight)) is not None
-        or faster_on_cpu(t.x, t.x.numel(), MIN_SLICE)
-    ),
+    prefer_definition=lambda t: _is_fp32_on_gpu(t.x) or faster_on_cpu(t.x, t.x.numel(), MIN_SLICE),
 )
 def triangle_factor(
     x: Tensor,
@@ -210,8 +213,9 @@ def _misfit(t: Any) -> str | None:
 
 
 def _prefer_definition(t: Any) -> bool:
+    """Return whether the definition is faster than a CPU path or a kernel that supports the operands."""
     x, (outputs, _) = t.x, t.weight.shape
-    if _unsupported_by_kernels(x, t.out_weight.shape[1]):
+    if _is_fp32_on_gpu(x):
         return True
     if t.b is not None:
         return faster_on_cpu(x, x.numel(), MIN_SLICE)
