@@ -21,13 +21,15 @@ from warpfold.ops.triton.positions import cdiv, contiguous
 
 
 @triton.jit
-def _number(at: tl.tensor, there: tl.tensor) -> tl.tensor:
+def _load_fp32(at: tl.tensor, there: tl.tensor) -> tl.tensor:
     """Load in fp32, with 0 where the mask is false."""
     return tl.load(at, mask=there, other=0).to(tl.float32)
 
 
 @triton.jit
-def _apart(rotation: tl.tuple, y: tl.tuple, true_rotation: tl.tuple, z: tl.tuple, K: tl.constexpr) -> tl.tensor:
+def _local_difference(
+    rotation: tl.tuple, y: tl.tuple, true_rotation: tl.tuple, z: tl.tuple, K: tl.constexpr
+) -> tl.tensor:
     """Compute the differences along axis K of frames, [frames, points]; rotations are row-major."""
     seen = rotation[K][:, None] * y[0] + rotation[3 + K][:, None] * y[1] + rotation[6 + K][:, None] * y[2]
     true = (
@@ -40,17 +42,32 @@ def _apart(rotation: tl.tuple, y: tl.tuple, true_rotation: tl.tuple, z: tl.tuple
 def _frames(frames: tl.tensor, f: tl.tensor, there: tl.tensor) -> tl.tuple:
     """Load the row-major rotation and the translation of frames, each element [frames]."""
     at = frames + f * 12
-    r0, r1, r2, t0 = _number(at, there), _number(at + 1, there), _number(at + 2, there), _number(at + 3, there)
-    r3, r4, r5, t1 = _number(at + 4, there), _number(at + 5, there), _number(at + 6, there), _number(at + 7, there)
-    r6, r7, r8, t2 = _number(at + 8, there), _number(at + 9, there), _number(at + 10, there), _number(at + 11, there)
+    r0, r1, r2, t0 = (
+        _load_fp32(at, there),
+        _load_fp32(at + 1, there),
+        _load_fp32(at + 2, there),
+        _load_fp32(at + 3, there),
+    )
+    r3, r4, r5, t1 = (
+        _load_fp32(at + 4, there),
+        _load_fp32(at + 5, there),
+        _load_fp32(at + 6, there),
+        _load_fp32(at + 7, there),
+    )
+    r6, r7, r8, t2 = (
+        _load_fp32(at + 8, there),
+        _load_fp32(at + 9, there),
+        _load_fp32(at + 10, there),
+        _load_fp32(at + 11, there),
+    )
     return (r0, r1, r2, r3, r4, r5, r6, r7, r8), (t0, t1, t2)
 
 
 @triton.jit
-def _from(points: tl.tensor, p: tl.tensor, there: tl.tensor, origin: tl.tuple) -> tl.tuple:
+def _relative_to(points: tl.tensor, p: tl.tensor, there: tl.tensor, origin: tl.tuple) -> tl.tuple:
     """Subtract origins [frames] from points, without rotation: x, y and z, each [frames, points]."""
     at = points + p * 3
-    x, y, z = _number(at, there), _number(at + 1, there), _number(at + 2, there)
+    x, y, z = _load_fp32(at, there), _load_fp32(at + 1, there), _load_fp32(at + 2, there)
     return x[None, :] - origin[0][:, None], y[None, :] - origin[1][:, None], z[None, :] - origin[2][:, None]
 
 
@@ -60,7 +77,7 @@ def _weights(
     P: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
     """Load the weight of each pair, 0 out of range."""
-    weight = _number(frame_mask + f, f < F)[:, None] * _number(point_mask + p, p < P)[None, :]
+    weight = _load_fp32(frame_mask + f, f < F)[:, None] * _load_fp32(point_mask + p, p < P)[None, :]
     if pair_mask is not None:
         at = pair_mask + (f.to(tl.int64) * P)[:, None] + p[None, :]
         weight = tl.where(tl.load(at, (f < F)[:, None] & (p < P)[None, :], 0) != 0, weight, 0.0)
@@ -68,7 +85,7 @@ def _weights(
 
 
 @triton.jit
-def _squares(a: tl.tensor, b: tl.tensor, c: tl.tensor, added: tl.tensor) -> tl.tensor:
+def _softened_squares(a: tl.tensor, b: tl.tensor, c: tl.tensor, added: tl.tensor) -> tl.tensor:
     """Compute the squares of the softened lengths of vectors."""
     return a * a + b * b + c * c + added
 
@@ -86,12 +103,12 @@ def aligned_errors_kernel(
     p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
     rotation, t = _frames(frames + leading * F * 12, f, f < F)
     true_rotation, true_t = _frames(true_frames, f, f < F)
-    y = _from(points + leading * P * 3, p, p < P, t)
-    z = _from(true_points, p, p < P, true_t)
-    a = _apart(rotation, y, true_rotation, z, 0)
-    b = _apart(rotation, y, true_rotation, z, 1)
-    c = _apart(rotation, y, true_rotation, z, 2)
-    distance = tl.sqrt(tl.maximum(_squares(a, b, c, added), least))
+    y = _relative_to(points + leading * P * 3, p, p < P, t)
+    z = _relative_to(true_points, p, p < P, true_t)
+    a = _local_difference(rotation, y, true_rotation, z, 0)
+    b = _local_difference(rotation, y, true_rotation, z, 1)
+    c = _local_difference(rotation, y, true_rotation, z, 2)
+    distance = tl.sqrt(tl.maximum(_softened_squares(a, b, c, added), least))
     weight = _weights(frame_mask, point_mask, pair_mask, f, p, F, P)
     tile = (leading * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(1) + tl.program_id(1)
     tl.store(sums + tile * 2, tl.sum(tl.minimum(distance, clamp) * weight))
@@ -125,13 +142,13 @@ def aligned_errors_frames_kernel(
     s0, s1, s2 = zero, zero, zero
     for start in range(0, P, BLOCK_P):
         p = start + tl.arange(0, BLOCK_P)
-        y = _from(points + leading * P * 3, p, p < P, t)
-        z = _from(true_points, p, p < P, true_t)
-        a = _apart(rotation, y, true_rotation, z, 0)
-        b = _apart(rotation, y, true_rotation, z, 1)
-        c = _apart(rotation, y, true_rotation, z, 2)
+        y = _relative_to(points + leading * P * 3, p, p < P, t)
+        z = _relative_to(true_points, p, p < P, true_t)
+        a = _local_difference(rotation, y, true_rotation, z, 0)
+        b = _local_difference(rotation, y, true_rotation, z, 1)
+        c = _local_difference(rotation, y, true_rotation, z, 2)
         weight = _weights(frame_mask, point_mask, pair_mask, f, p, F, P)
-        slope = _slope(_squares(a, b, c, added), weight, grad + leading * 2, clamp, least)
+        slope = _slope(_softened_squares(a, b, c, added), weight, grad + leading * 2, clamp, least)
         a, b, c = a * slope, b * slope, c * slope
         s0, s1, s2 = s0 + tl.sum(a, 1), s1 + tl.sum(b, 1), s2 + tl.sum(c, 1)
         r0, r1, r2 = r0 + tl.sum(a * y[0], 1), r1 + tl.sum(b * y[0], 1), r2 + tl.sum(c * y[0], 1)
@@ -168,13 +185,13 @@ def aligned_errors_points_kernel(
         f = start + tl.arange(0, BLOCK_F)
         r, t = _frames(frames + leading * F * 12, f, f < F)
         true_rotation, true_t = _frames(true_frames, f, f < F)
-        y = _from(points + leading * P * 3, p, p < P, t)
-        z = _from(true_points, p, p < P, true_t)
-        a = _apart(r, y, true_rotation, z, 0)
-        b = _apart(r, y, true_rotation, z, 1)
-        c = _apart(r, y, true_rotation, z, 2)
+        y = _relative_to(points + leading * P * 3, p, p < P, t)
+        z = _relative_to(true_points, p, p < P, true_t)
+        a = _local_difference(r, y, true_rotation, z, 0)
+        b = _local_difference(r, y, true_rotation, z, 1)
+        c = _local_difference(r, y, true_rotation, z, 2)
         weight = _weights(frame_mask, point_mask, pair_mask, f, p, F, P)
-        slope = _slope(_squares(a, b, c, added), weight, grad + leading * 2, clamp, least)
+        slope = _slope(_softened_squares(a, b, c, added), weight, grad + leading * 2, clamp, least)
         a, b, c = a * slope, b * slope, c * slope
         d0 += tl.sum(r[0][:, None] * a + r[1][:, None] * b + r[2][:, None] * c, 0)
         d1 += tl.sum(r[3][:, None] * a + r[4][:, None] * b + r[5][:, None] * c, 0)
@@ -225,63 +242,64 @@ def _operands(t: Operands) -> dict[str, Any]:
     return {**{name: contiguous(getattr(t, name)) for name in names}, **sizes, **numbers}
 
 
-C_PLACE, N_PLACE, SG_PLACE = tl.constexpr(C_ATOM), tl.constexpr(N_ATOM), tl.constexpr(SG_ATOM)
+C_SLOT, N_SLOT, SG_SLOT = tl.constexpr(C_ATOM), tl.constexpr(N_ATOM), tl.constexpr(SG_ATOM)
 
 
 @triton.jit
 def _atoms(atoms: tl.tensor, radius: tl.tensor, exists: tl.tensor, a: tl.tensor, n: tl.tensor) -> tl.tuple:
-    """Load coordinates, radii and existence of atoms in fp32."""
+    """Load x, y, z, radius and existence of atoms in fp32."""
     at, there = atoms + a * 3, a < n
-    x = tl.load(at, mask=there, other=0).to(tl.float32)
-    y = tl.load(at + 1, mask=there, other=0).to(tl.float32)
-    z = tl.load(at + 2, mask=there, other=0).to(tl.float32)
-    r = tl.load(radius + a, mask=there, other=0).to(tl.float32)
-    return x, y, z, r, tl.load(exists + a, mask=there, other=0).to(tl.float32)
+    x, y, z = _load_fp32(at, there), _load_fp32(at + 1, there), _load_fp32(at + 2, there)
+    return x, y, z, _load_fp32(radius + a, there), _load_fp32(exists + a, there)
 
 
 @triton.jit
-def _numbers(
-    index: tl.tensor, after: tl.tensor, order: tl.tensor, chain: tl.tensor, slot: tl.tensor, a: tl.tensor, n: tl.tensor,
+def _load_ids(
+    index: tl.tensor, order: tl.tensor, chain: tl.tensor, slot: tl.tensor, a: tl.tensor, n: tl.tensor,
 ) -> tl.tuple:  # fmt: skip
-    """Load index, order, chain and slot of atoms, and the next index."""
+    """Load index, order, chain and slot of atoms (ops/pairs.py)."""
     there = a < n
     i, o = tl.load(index + a, mask=there, other=0), tl.load(order + a, mask=there, other=0)
-    c, s = tl.load(chain + a, mask=there, other=0), tl.load(slot + a, mask=there, other=0)
-    return i, o, c, s, tl.load(after + a, mask=there, other=0)
+    return i, o, tl.load(chain + a, mask=there, other=0), tl.load(slot + a, mask=there, other=0)
 
 
 @triton.jit
-def _pairs(one: tl.tuple, other: tl.tuple, ids: tl.tuple, other_ids: tl.tuple, tolerance: tl.tensor) -> tl.tuple:
-    """Compute the overlap and distance of pairs [a, b], and 1 for pairs that are compared."""
-    dx = one[0][:, None] - other[0][None, :]
-    dy = one[1][:, None] - other[1][None, :]
-    dz = one[2][:, None] - other[2][None, :]
+def _pairs(atoms: tl.tuple, others: tl.tuple, ids: tl.tuple, other_ids: tl.tuple, tolerance: tl.tensor) -> tl.tuple:
+    """Compute the overlap and distance of pairs [a, b], and 1 for pairs that are compared.
+
+    Atoms of equal order are not compared.  Every pair occurs twice, so the residue of C may be the first or the second.
+    """
+    x, y, z, radius, exists = atoms
+    other_x, other_y, other_z, other_radius, other_exists = others
+    index, order, chain, slot = ids
+    other_index, other_order, other_chain, other_slot = other_ids
+    dx, dy, dz = x[:, None] - other_x[None, :], y[:, None] - other_y[None, :], z[:, None] - other_z[None, :]
     distance = tl.sqrt(dx * dx + dy * dy + dz * dz)
-    overlap = one[3][:, None] + other[3][None, :] - tolerance - distance
-    i, j, s, t = ids[0][:, None], other_ids[0][None, :], ids[3][:, None], other_ids[3][None, :]
-    before = ids[1][:, None] < other_ids[1][None, :]
-    forward = (s == C_PLACE) & (t == N_PLACE) & (ids[4][:, None] == j) & before
-    backward = (s == N_PLACE) & (t == C_PLACE) & (i == other_ids[4][None, :]) & (before == 0)
-    bonded = (forward | backward) & (ids[2][:, None] == other_ids[2][None, :])
-    exempt = bonded | ((s == SG_PLACE) & (t == SG_PLACE)) | (ids[1][:, None] == other_ids[1][None, :])
-    return overlap, distance, tl.where(exempt, 0.0, one[4][:, None] * other[4][None, :])
+    overlap = radius[:, None] + other_radius[None, :] - tolerance - distance
+    i, j, s, t = index[:, None], other_index[None, :], slot[:, None], other_slot[None, :]
+    ordered = order[:, None] < other_order[None, :]
+    c_before_n = (s == C_SLOT) & (t == N_SLOT) & (i + 1 == j) & ordered
+    n_after_c = (s == N_SLOT) & (t == C_SLOT) & (i == j + 1) & (ordered == 0)
+    bonded = (c_before_n | n_after_c) & (chain[:, None] == other_chain[None, :])
+    exempt = bonded | ((s == SG_SLOT) & (t == SG_SLOT)) | (order[:, None] == other_order[None, :])
+    return overlap, distance, tl.where(exempt, 0.0, exists[:, None] * other_exists[None, :])
 
 
 @triton.jit
 def overlaps_kernel(
-    atoms: tl.tensor, radius: tl.tensor, exists: tl.tensor, index: tl.tensor, after: tl.tensor, order: tl.tensor,
+    atoms: tl.tensor, radius: tl.tensor, exists: tl.tensor, index: tl.tensor, order: tl.tensor,
     chain: tl.tensor, slot: tl.tensor, out: tl.tensor, n: tl.tensor, tolerance: tl.tensor,
     BLOCK_F: tl.constexpr, BLOCK_P: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store the sum and number of overlaps of BLOCK_F atoms, and the number of compared atoms."""
     a = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
-    one, ids = _atoms(atoms, radius, exists, a, n), _numbers(index, after, order, chain, slot, a, n)
+    own, ids = _atoms(atoms, radius, exists, a, n), _load_ids(index, order, chain, slot, a, n)
     errors, count = tl.zeros([BLOCK_F], tl.float32), tl.zeros([BLOCK_F], tl.float32)
     pairs = tl.zeros([BLOCK_F], tl.float32)
     for start in range(0, n, BLOCK_P):
         b = start + tl.arange(0, BLOCK_P)
-        other, other_ids = _atoms(atoms, radius, exists, b, n), _numbers(index, after, order, chain, slot, b, n)
-        overlap, _, compared = _pairs(one, other, ids, other_ids, tolerance)
+        others, other_ids = _atoms(atoms, radius, exists, b, n), _load_ids(index, order, chain, slot, b, n)
+        overlap, _, compared = _pairs(own, others, ids, other_ids, tolerance)
         errors += tl.sum(tl.maximum(overlap, 0.0) * compared, 1)
         count += tl.sum(tl.where(overlap > 0, compared, 0.0), 1)
         pairs += tl.sum(compared, 1)
@@ -292,28 +310,28 @@ def overlaps_kernel(
 
 @triton.jit
 def overlaps_backward_kernel(
-    grad: tl.tensor, atoms: tl.tensor, radius: tl.tensor, exists: tl.tensor, index: tl.tensor, after: tl.tensor,
+    grad: tl.tensor, atoms: tl.tensor, radius: tl.tensor, exists: tl.tensor, index: tl.tensor,
     order: tl.tensor, chain: tl.tensor, slot: tl.tensor, datoms: tl.tensor, dradius: tl.tensor, n: tl.tensor,
     tolerance: tl.tensor,
     BLOCK_F: tl.constexpr, BLOCK_P: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store the gradients of BLOCK_F atoms and their radii."""
     a = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
-    one, ids = _atoms(atoms, radius, exists, a, n), _numbers(index, after, order, chain, slot, a, n)
-    own = tl.load(grad + a, mask=a < n, other=0).to(tl.float32)
+    own, ids = _atoms(atoms, radius, exists, a, n), _load_ids(index, order, chain, slot, a, n)
+    own_grad = _load_fp32(grad + a, a < n)
     zero = tl.zeros([BLOCK_F], tl.float32)
     x, y, z, r = zero, zero, zero, zero
     for start in range(0, n, BLOCK_P):
         b = start + tl.arange(0, BLOCK_P)
-        other, other_ids = _atoms(atoms, radius, exists, b, n), _numbers(index, after, order, chain, slot, b, n)
-        overlap, distance, compared = _pairs(one, other, ids, other_ids, tolerance)
-        theirs = tl.load(grad + b, mask=b < n, other=0).to(tl.float32)
-        slope = tl.where(overlap > 0, compared, 0.0) * (own[:, None] + theirs[None, :])
+        others, other_ids = _atoms(atoms, radius, exists, b, n), _load_ids(index, order, chain, slot, b, n)
+        overlap, distance, compared = _pairs(own, others, ids, other_ids, tolerance)
+        other_grad = _load_fp32(grad + b, b < n)
+        slope = tl.where(overlap > 0, compared, 0.0) * (own_grad[:, None] + other_grad[None, :])
         r += tl.sum(slope, 1)
         slope = tl.where(distance > 0, slope / tl.maximum(distance, 1e-30), 0.0)
-        x -= tl.sum(slope * (one[0][:, None] - other[0][None, :]), 1)
-        y -= tl.sum(slope * (one[1][:, None] - other[1][None, :]), 1)
-        z -= tl.sum(slope * (one[2][:, None] - other[2][None, :]), 1)
+        x -= tl.sum(slope * (own[0][:, None] - others[0][None, :]), 1)
+        y -= tl.sum(slope * (own[1][:, None] - others[1][None, :]), 1)
+        z -= tl.sum(slope * (own[2][:, None] - others[2][None, :]), 1)
     tl.store(datoms + a * 3, x, mask=a < n)
     tl.store(datoms + a * 3 + 1, y, mask=a < n)
     tl.store(datoms + a * 3 + 2, z, mask=a < n)
@@ -356,4 +374,4 @@ def overlaps_backward(t: Operands) -> tuple[Tensor, Tensor]:
 def _atoms_of(t: Operands) -> dict[str, Tensor]:
     """Return the tensors that both kernels of overlaps take, by name."""
     names = "atoms", "radius", "exists", "index", "order", "chain", "slot"
-    return {name: getattr(t, name).contiguous() for name in names} | {"after": t.index.contiguous() + 1}
+    return {name: getattr(t, name).contiguous() for name in names}
