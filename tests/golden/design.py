@@ -44,7 +44,7 @@ def _run(case: ReferenceCase, model: AlphaFold, batch: Batch) -> tuple[Tensors, 
     recycled, outputs = model.first_recycled(batch, guess), Tensors()
     for index in range(model.config.recycles):
         with torch.no_grad():
-            found = model.early_pass(model.inputs_of_pass(batch, index, recycled))
+            found = model.recycling_pass(model.inputs_of_pass(batch, index, recycled))
         del found["activations"]
         recycled = Recycled(**found)
         outputs[f"pass{index}/structure_module/final_atom_positions"] = recycled.positions

@@ -645,7 +645,7 @@ def test_why_a_plan_has_no_graphs() -> None:
     features = random_batch(passes=2)
     model = Execution(Plan(graph=True, offload=True)).bind(filled_model(tiny_config())).train()
     model.recycle(features, 1)
-    reason = "graph of early_pass: the copies of plan.offload are not recorded"
+    reason = "graph of recycling_pass: the copies of plan.offload are not recorded"
     assert list(model.execution.graphs.refused) == [reason]
 
 

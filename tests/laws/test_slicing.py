@@ -24,7 +24,7 @@ from warpfold.model.pair_bias import AttentionPairBias, PairWeightedAveraging
 from warpfold.ops.dispatch import always_fast, using
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
-from warpfold.parallel.slices import layer_in_slices, mask_slice, shared_in_slices, slices_of
+from warpfold.parallel.slices import layer_in_slices, mask_slice, shared_in_slices, split_rows
 
 C_M, C_Z, S, R = 16, 12, 7, 10
 # Slices may change the order of sums. There are at most about 150 successive additions (a norm of 16 channels, products
@@ -145,7 +145,7 @@ def test_update_is_the_join_of_update_of_slices(name, gradients, prepared):
             with torch.set_grad_enabled(gradients), always_fast():
                 shared = layer.shared(layer.named(layer.shares, x, other), mask) if layer.shares else None
                 parts = []
-                for part in slices_of(x.shape[axis], 3):
+                for part in split_rows(x.shape[axis], 3):
                     cut = part.start, part.stop - part.start
                     n_mask = mask_slice(layer, layer.reads, mask, read_axis, part)
                     piece = read.narrow(read_axis, *cut)

@@ -88,7 +88,7 @@ def test_pair_weighted_averaging_is_algorithm_10() -> None:
     torch.testing.assert_close(layer(m, mask, z, residual=False), expected, rtol=CLOSE, atol=CLOSE)
     whole = layer(m, mask, z)
     torch.testing.assert_close(whole, m + expected, rtol=CLOSE, atol=CLOSE)
-    torch.testing.assert_close(layer_in_slices(layer, m, mask, z, N * C_S, False), whole, rtol=CLOSE, atol=CLOSE)
+    torch.testing.assert_close(layer_in_slices(layer, m, mask, z, N * C_S), whole, rtol=CLOSE, atol=CLOSE)
 
 
 class OneStep(Block):
@@ -170,7 +170,7 @@ def test_triangle_layers_need_no_biases(fused: bool, outgoing: bool) -> None:
                 module.bias = None
         for kernels in ("definition", "fast"):
             with using(kernels), always_fast(), torch.no_grad():  # type: ignore[arg-type]
-                for found in (layer(z, mask), layer_in_slices(layer, z, mask, None, 2 * N * C_Z, False)):
+                for found in (layer(z, mask), layer_in_slices(layer, z, mask, None, 2 * N * C_Z)):
                     torch.testing.assert_close(found, expected, rtol=CLOSE, atol=CLOSE)
 
 

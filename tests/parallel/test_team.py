@@ -518,7 +518,7 @@ def test_who_waits_for_long_knows_from_its_own_memory_how_far_the_others_are(mon
             end = time.monotonic() + 5
             while not store.multi_get.called and time.monotonic() < end:
                 time.sleep(0.02)
-            said = beats.explain("a step", 1.0)
+            said = beats.explain_timeout("a step", 1.0)
     assert said == "rank 0 waited for others at 'a step' for 1 s; rank 1 did not arrive: it is at 'the beginning'"
 
 

@@ -97,13 +97,13 @@ def _run(layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None, resi
     with layer.computing():
         if rows is None or x.dim() < 2:
             return PLAIN.layer(layer, x, mask, other, residual)
-        anywhere = longest_axis(x)
-        axis = cut_axes(layer, anywhere)[0]
+        free_axis = longest_axis(x)
+        axis = cut_axes(layer, free_axis)[0]
         if rows >= x.shape[axis]:
             return PLAIN.layer(layer, x, mask, other, residual)
-        most = rows * max(1, x.numel() // max(1, x.shape[axis]))
+        elements, recompute = rows * max(1, x.numel() // max(1, x.shape[axis])), torch.is_grad_enabled()
         return layer_in_slices(
-            layer, x, mask, other, most, residual=residual, anywhere=anywhere, recompute=torch.is_grad_enabled()
+            layer, x, mask, other, elements, residual=residual, free_axis=free_axis, recompute=recompute
         )
 
 

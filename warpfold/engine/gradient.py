@@ -103,7 +103,7 @@ def gradient_by_shares(
             is_last = index == recycles
             if not (is_last or through == "mean"):
                 with torch.set_grad_enabled(through == "all"):
-                    handed_on = model.early_pass(model.inputs_of_pass(features, index, recycled))
+                    handed_on = model.recycling_pass(model.inputs_of_pass(features, index, recycled))
                 del handed_on["activations"]
                 recycled = Recycled(**handed_on)
                 continue

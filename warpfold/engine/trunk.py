@@ -193,7 +193,10 @@ class FrozenTrunk:
     ) -> None:
         """Copy the structure module with its current weights, for the passes before the last."""
         first = copy.deepcopy(model.structure, {id(model.noise): model.noise}).requires_grad_(False)
-        self._early, self._last = partial(model.early_pass, structure_module=first), partial(model.trunk_pass, msa=msa)
+        self._early, self._last = (
+            partial(model.recycling_pass, structure_module=first),
+            partial(model.trunk_pass, msa=msa),
+        )
         self.model, self.seed, self.draw, self.recycles, self.store = model, seed, draw, recycles, store
 
     def inputs(self, examples: Sequence[Sample]) -> Batch:

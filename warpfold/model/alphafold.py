@@ -223,7 +223,7 @@ class AlphaFold(Executable):
         inputs = self.inputs_of_pass(batch, done, recycled)
         if torch.is_grad_enabled():
             return LastPass(*self.one_pass(inputs), done)
-        return LastPass(*self._replayed_pass(inputs), done)
+        return LastPass(*self._prediction_pass(inputs), done)
 
     def recycle(
         self,
@@ -235,7 +235,7 @@ class AlphaFold(Executable):
     ) -> tuple[Recycled, int]:
         """Run the passes before the last. Return their result and their number.
 
-        early: the function that runs one pass, instead of `early_pass`.
+        early: the function that runs one pass, instead of `recycling_pass`.
         watch: called after each pass with its result, which the next pass may overwrite, and with the structure
         module's activations [*, r, c], from which pLDDT follows.
         start: the input of the first pass (`first_recycled`), which it may overwrite. None: zeros.
@@ -253,10 +253,12 @@ class AlphaFold(Executable):
         while done < recycles and not settled:
             with torch.no_grad():
                 inputs = self.inputs_of_pass(batch, done, recycled)
+                # Training records a whole pass as a graph. A prediction records the trunk only, so that all passes
+                # share one graph.
                 if self.training or early is not None:
-                    results = self.execution.call(self, early or self.early_pass, inputs)
+                    results = self.execution.call(self, early or self.recycling_pass, inputs)
                 else:
-                    results = self._recycled_results(*self._replayed_pass(inputs))
+                    results = self._recycled_results(*self._prediction_pass(inputs))
             activations, previous = results.pop("activations"), recycled.positions
             recycled = Recycled(**results)
             if watch is not None:
@@ -289,13 +291,13 @@ class AlphaFold(Executable):
         inputs: `inputs_of_pass`. msa: whether to return the alignment. If not, the logits of the masked-MSA head are
         returned, which are far smaller.
         """
-        results = self.whole_trunk_pass(inputs)
+        results = self.trunk_representations(inputs)
         alignment = results.pop("msa")
         return results | ({"msa": alignment} if msa else {"masked_msa_logits": self.masked_msa(alignment)})
 
-    def whole_trunk_pass(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run the trunk of a pass, and return its representations by name. inputs: `inputs_of_pass`."""
-        return dict(vars(self._run_trunk(inputs)))
+    def trunk_representations(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Run the trunk of a pass, and return its representations by name, as graphs need. inputs: `inputs_of_pass`."""
+        return dict(vars(self._ensembled_trunk(inputs)))
 
     @property
     def device(self) -> torch.device:
@@ -306,13 +308,13 @@ class AlphaFold(Executable):
         """Return all inputs of pass `index` as tensors by name, so that a captured graph can be replayed with others.
 
         The inputs are the features with this pass's samples of the alignment, the fields of `Recycled`, and the key of
-        the dropout noise.
+        the dropout noise, which this call sets for the pass.
         """
         samples = on_device(passes(batch, index * self.config.ensemble, self.config.ensemble), self.device)
         self.noise.at_pass(index)
         return {**samples, **vars(recycled), "key": self.noise.key}
 
-    def early_pass(self, inputs: Mapping[str, Tensor], structure_module: StructureModule | None = None) -> Named:
+    def recycling_pass(self, inputs: Mapping[str, Tensor], structure_module: StructureModule | None = None) -> Named:
         """Run a pass before the last. structure_module: used instead of the model's."""
         return self._recycled_results(*self.one_pass(inputs, structure_module))
 
@@ -322,12 +324,12 @@ class AlphaFold(Executable):
         recycled = Recycled(representations.msa_first_row, representations.pair, structure.final_atom37)
         return {**vars(recycled), "activations": structure.single}
 
-    def _replayed_pass(self, inputs: Mapping[str, Tensor]) -> tuple[Representations, StructureOutput]:
+    def _prediction_pass(self, inputs: Mapping[str, Tensor]) -> tuple[Representations, StructureOutput]:
         """Run a pass of a prediction. The execution may replay the trunk from one graph that serves all passes.
 
         inputs: `inputs_of_pass`.
         """
-        representations = Representations(**self.execution.call(self, self.whole_trunk_pass, inputs))
+        representations = Representations(**self.execution.call(self, self.trunk_representations, inputs))
         with self.computing():
             structure = self.structure(
                 representations.single, representations.pair, inputs["aatype"], inputs["seq_mask"]
@@ -341,37 +343,34 @@ class AlphaFold(Executable):
 
         inputs: `inputs_of_pass`. structure_module: used instead of the model's.
         """
-        mean = self._run_trunk(inputs)
+        mean = self._ensembled_trunk(inputs)
         with self.computing():
             module = structure_module or self.structure
             return mean, module(mean.single, mean.pair, inputs["aatype"], inputs["seq_mask"])
 
-    def _run_trunk(self, inputs: Mapping[str, Tensor]) -> Representations:
-        """Run the trunk of a pass on each sample of the alignment, and average. inputs: `inputs_of_pass`."""
+    def _ensembled_trunk(self, inputs: Mapping[str, Tensor]) -> Representations:
+        """Run the trunk of a pass on each sample of the alignment, and average (msa: that of the first sample).
+
+        inputs: `inputs_of_pass`.
+        """
         recycled = Recycled(*(inputs[field.name] for field in fields(Recycled)))
         batch = {name: x for name, x in inputs.items() if name in FEATURES}
-        self.noise.key = inputs["key"]
+        self.noise.key, count, total = inputs["key"], self.config.ensemble, None
         with self.computing(), torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen_trunk):
-            return self._mean(batch, recycled)
-
-    def _mean(self, batch: Batch, recycled: Recycled) -> Representations:
-        """Average the trunk's representations over the samples of the alignment (msa: of the first sample)."""
-        count, original = self.config.ensemble, recycled.pair
-        total = None
-        for member in range(count):
-            pair = original
-            # In place, the trunk overwrites its input. All samples but the last therefore work on a copy.
-            if self.execution.in_place and member < count - 1:
-                pair = self.execution.pair_memory(self.single.weight, original.shape)
-                for rows in self.execution.rows(original.shape[-3]):
-                    self.execution.store(pair, rows, self.execution.fetch(original, rows))
-            results = self.trunk(self.sample(batch, member), replace(recycled, pair=pair))
-            total = results if total is None else self._sum(total, results)
-        assert total is not None
-        if count == 1:
-            return total
-        pair = self.map_rows_(total.pair, lambda rows, old: old / count)
-        return replace(total, pair=pair, single=total.single / count, msa_first_row=total.msa_first_row / count)
+            for member in range(count):
+                pair = recycled.pair
+                # In place, the trunk overwrites its input. All samples but the last therefore work on a copy.
+                if self.execution.in_place and member < count - 1:
+                    pair = self.execution.pair_memory(self.single.weight, recycled.pair.shape)
+                    for rows in self.execution.rows(pair.shape[-3]):
+                        self.execution.store(pair, rows, self.execution.fetch(recycled.pair, rows))
+                results = self.trunk(self.sample(batch, member), replace(recycled, pair=pair))
+                total = results if total is None else self._sum(total, results)
+            assert total is not None
+            if count == 1:
+                return total
+            pair = self.map_rows_(total.pair, lambda rows, old: old / count)
+            return replace(total, pair=pair, single=total.single / count, msa_first_row=total.msa_first_row / count)
 
     def _sum(self, a: Representations, b: Representations) -> Representations:
         """Add two samples' representations; msa is that of the first, which alone the masked-MSA head reads."""

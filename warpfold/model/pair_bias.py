@@ -17,6 +17,8 @@ from warpfold.ops.noise import Factors
 class AttentionPairBias(AttentionUpdate):
     """AlphaFold3's Algorithm 24 without conditioning: attention within each row of s, biased by z.
 
+    `AttentionUpdate` computes it. This class names the parts only.
+
         x = norm(s)
         q, k, v = (f(x).unflatten(-1, (heads, -1)) for f in (q, k, v))
         logits = einsum("rihc,rjhc->rhij", q, k) / sqrt(q.shape[-1]) + einsum("ijh->hij", bias(norm_z(z)))
@@ -54,7 +56,6 @@ class PairWeightedAveraging(AxialUpdate):
 
     axis = ROWS
     shares = mask_of = "other"
-    norm_z: LayerNorm
 
     def __init__(self, c_m: int, c_z: int, heads: int = 8, head_width: int = 32) -> None:
         super().__init__()
@@ -66,6 +67,7 @@ class PairWeightedAveraging(AxialUpdate):
         self.out = Linear(heads * head_width, c_m, bias=False, init="final")
 
     def join_axis(self, cut: int) -> int:
+        # w has no channels, and its heads are in front: axis -3 of z (i) is axis -2 of w.
         return cut + 1
 
     def shared(self, source: Tensor, mask: Tensor) -> Tensors:

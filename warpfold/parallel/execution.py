@@ -22,7 +22,7 @@ from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.messages import all_gather_object
 from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.parallel.sharded import ShardedResidues, ShardedStack
-from warpfold.parallel.slices import layer_in_slices, pair_channels, slice_numbers, slices_of
+from warpfold.parallel.slices import layer_in_slices, pair_channels, slice_elements, split_rows
 
 # The functions of a layer that are free of side effects.
 COMPILED = ("shared", "prepare", "update", "factor", "finish")
@@ -172,8 +172,8 @@ class Execution(PlainExecution):
         with using(self.plan.kernels):
             if self.plan.chunk is None:
                 return super().layer(layer, x, mask, other, residual)
-            most = slice_numbers(self.plan.chunk, x.shape[COLS], self._channels or x.shape[-1])
-            return layer_in_slices(layer, x, mask, other, most, self.plan.in_place, residual)
+            most = slice_elements(self.plan.chunk, x.shape[COLS], self._channels or x.shape[-1])
+            return layer_in_slices(layer, x, mask, other, most, in_place=self.plan.in_place, residual=residual)
 
     def call(self, model: nn.Module, function: Function, inputs: Mapping[str, Tensor], context: Hashable = ()) -> Named:
         """Call a function of tensors, or replay the graph of an earlier call with the same shapes and context.
@@ -199,7 +199,7 @@ class Execution(PlainExecution):
 
     def rows(self, count: int) -> list[slice]:
         """Split `count` rows of z into slices of `plan.chunk` rows that are computed together."""
-        return slices_of(count, self.plan.chunk or max(count, 1))
+        return split_rows(count, self.plan.chunk or max(count, 1))
 
     def pair_memory(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         """Allocate zeros for z in the dtype of the trunk; with `offload`, in host memory."""

@@ -141,7 +141,7 @@ class Heartbeat:
         self._watchdog, self._position, self._sharing = watchdog, position, sharing
         # Beats by which this rank delays reading: 2,048 ranks that read 2,048 heartbeats at once would overload the
         # store.
-        self._patience = min(rank // READERS, MAX_DELAY_BEATS)
+        self._read_delay = min(rank // READERS, MAX_DELAY_BEATS)
         # About the same moment on all ranks, so times since then are comparable although clocks differ.
         self._began = time.monotonic()
         self._changed = threading.Condition()
@@ -157,23 +157,23 @@ class Heartbeat:
         self._failure = ""
         self._read_at = 0.0
         self._gone = False
-        self.relieve(ranks)
+        self.ignore_idle_ranks(ranks)
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def relieve(self, ranks: int) -> None:
+    def ignore_idle_ranks(self, ranks: int) -> None:
         """From now on wait only for the first `ranks` processes, which work together."""
         # The last heartbeat of each rank, and its time.
         self._ranks, self._beats = ranks, list[tuple[Position, float]]()
 
     def __enter__(self) -> "Heartbeat":
         """Start to write to the store. From now on, this object explains the watchdog's time-outs."""
-        self._watchdog.explain = self.explain
+        self._watchdog.explain = self.explain_timeout
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Report to the others why this process fails. Raises TeamError if it fails because another process did."""
-        reason = self.why(error) if isinstance(error, LostError | dist.DistError) else error
+        reason = self.explain_error(error) if isinstance(error, LostError | dist.DistError) else error
         if reason is not None:
             first_line = f"{type(reason).__name__}: {reason}".splitlines()[0]
             text = str(reason) if isinstance(reason, UserError) else first_line
@@ -189,11 +189,11 @@ class Heartbeat:
         if reason is not None and reason is not error:
             raise reason from error
 
-    def why(self, error: RuntimeError) -> TeamError:
-        """Explain, with the help of the store, why a collective of this process failed with `error`."""
+    def explain_error(self, error: RuntimeError) -> TeamError:
+        """Explain, with the help of the store, why a collective failed with `error`.  Called by the failing thread."""
         name, seconds = (error.name, error.seconds) if isinstance(error, LostError) else (self._position().name, 0.0)
         # After a lost connection it takes SILENT seconds until the other process is known to be dead.
-        end = time.monotonic() + (0.0 if seconds >= self._limit else SILENT + BEAT) + self._patience * BEAT
+        end = time.monotonic() + (0.0 if seconds >= self._limit else SILENT + BEAT) + self._read_delay * BEAT
         while (answered := self._ask()) and not self._failure and time.monotonic() < end:
             time.sleep(BEAT)
         if answered and not self._failure:
@@ -205,14 +205,14 @@ class Heartbeat:
             return TeamError(f"{waited}; {self._about_store()}")
         return TeamError(f"{waited}; {self._missing(SILENT) or f'all are there: {str(error).splitlines()[0]}'}")
 
-    def explain(self, name: str, seconds: float) -> str:
-        """Explain why this process has waited for so long, from its own memory and without contacting the store."""
+    def explain_timeout(self, name: str, seconds: float) -> str:
+        """Explain why this process has waited for so long, from its own memory.  Called by the watchdog's thread."""
         reason = self._failure
         if not reason:
             waited = f"rank {self._rank} waited for others at {name!r} for {seconds:.0f} s"
-            if name == self._name:
+            if name == self._store_wait:
                 reason = self._about_store()
-            elif self._silent():
+            elif self._store_silence():
                 reason = f"{waited}; {self._about_store()}"
             else:
                 reason = f"{waited}; {missing}" if (missing := self._missing(SILENT)) else waited
@@ -227,7 +227,7 @@ class Heartbeat:
     # The thread
 
     @property
-    def _name(self) -> str:
+    def _store_wait(self) -> str:
         return f"the store that {self._keeper} keeps"
 
     def _run(self) -> None:
@@ -235,10 +235,10 @@ class Heartbeat:
         while not self._end:
             if self._position() is not position:
                 position, since = self._position(), time.monotonic()
-            is_late = time.monotonic() - since > self._limit + self._patience * BEAT
+            is_late = time.monotonic() - since > self._limit + self._read_delay * BEAT
             request_number, read = self._asked, self._to_read
             try:
-                with waiting(self._name):
+                with waiting(self._store_wait):
                     beat = [*asdict(self._position()).values(), time.monotonic() - self._began]
                     self._store.set(str(self._rank), json.dumps(beat))
                     if self._message:
@@ -256,7 +256,7 @@ class Heartbeat:
                         self._to_read = False
             except LostError:
                 self._gone = True
-            self._judge(is_late)
+            self._update_reason(is_late)
             with self._changed:
                 self._answered = request_number
                 self._changed.notify_all()
@@ -264,7 +264,7 @@ class Heartbeat:
                     return
                 self._changed.wait_for(lambda: self._end or self._asked > self._answered, BEAT)
 
-    def _judge(self, late: bool) -> None:
+    def _update_reason(self, late: bool) -> None:
         """Make the watchdog end this process if others have failed, or are missing although it seems not to wait.
 
         In a NCCL kernel the device waits, while the process seems to compute. A process without progress for the whole
@@ -280,7 +280,7 @@ class Heartbeat:
 
     def _waits_long(self) -> bool:
         """Return whether to read all heartbeats again in case the store falls silent. Rarely, since they are many."""
-        if self._patience:
+        if self._read_delay:
             return False
         began = min((wait.began for wait in waits.now().values()), default=time.monotonic())
         return time.monotonic() - max(began, self._read_at + self._began) > self._limit / 4
@@ -290,7 +290,7 @@ class Heartbeat:
     def _ask(self, read: bool = False) -> bool:
         """Make the thread write to the store and read all heartbeats; returns False without an answer within SILENT."""
         with self._changed:
-            if self._gone or self._silent() or not self._thread.is_alive():
+            if self._gone or self._store_silence() or not self._thread.is_alive():
                 return False
             self._to_read = self._to_read or read
             self._asked += 1
@@ -298,9 +298,9 @@ class Heartbeat:
             self._changed.notify_all()
             return self._changed.wait_for(lambda: self._answered >= number, SILENT) and not self._gone
 
-    def _silent(self) -> float:
+    def _store_silence(self) -> float:
         """Return the seconds for which the store has not answered; 0 if it answers."""
-        began_at = (wait.began for wait in waits.now().values() if wait.name == self._name)
+        began_at = (wait.began for wait in waits.now().values() if wait.name == self._store_wait)
         return max((seconds for began in began_at if (seconds := time.monotonic() - began) > SILENT), default=0.0)
 
     def _about_store(self) -> str:
@@ -309,12 +309,12 @@ class Heartbeat:
         positions = [f"rank {r} at {position.name!r}" for r, (position, _) in enumerate(self._beats) if r != self._rank]
         last = f"; last known: {'; '.join(positions)}" if self._beats else ""
         return (
-            f"the store where they meet has not answered for {self._silent():.0f} s: {self._keeper}, which keeps it, "
-            f"is dead or frozen{last}"
+            f"the store where they meet has not answered for {self._store_silence():.0f} s: {self._keeper}, "
+            f"which keeps it, is dead or frozen{last}"
         )
 
     def _missing(self, silent: float) -> str:
-        """Name the ranks that did not arrive where this process waits, or that were silent for `silent` seconds."""
+        """Name the ranks that did not arrive here, or have sent no heartbeat for `silent` seconds."""
         now, own_position, missing = self._read_at, self._position(), []
         for rank, (position, when) in enumerate(self._beats):
             same_example = rank in self._sharing()

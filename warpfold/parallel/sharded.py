@@ -57,8 +57,8 @@ from warpfold.parallel.slices import (
     cut_factors,
     mask_slice,
     shared_in_slices,
-    slice_numbers,
-    slices_of,
+    slice_elements,
+    split_rows,
     update_in_slices,
 )
 
@@ -463,7 +463,7 @@ class ShardedStack:
         by_channels = self.plan.by_channels(residues, self.group.size, self.product_channels, c_z, size)
         # In place, tensors are resharded in pieces of this many elements.
         chunk = self.plan.chunk if self.plan.in_place else None
-        piece = None if chunk is None else slice_numbers(chunk, residues, self.channels or c_z)
+        piece = None if chunk is None else slice_elements(chunk, residues, self.channels or c_z)
         sharded: Sharded = {}
         mask: dict[str, Mask] = {}
         for name, state, its_mask in zip(names, states, masks):
@@ -594,14 +594,23 @@ class ShardedStack:
         elif self.plan.chunk is None:
             new = layer.update(prepared, n_mask, shared, shard, factors)
         else:
-            axes, most = (axis, read_axis), self._slice_numbers(x)
-            new = update_in_slices(layer, shard, held_read, n_mask, shared, factors, axes, most, self.plan.in_place)
+            new = update_in_slices(
+                layer,
+                shard,
+                held_read,
+                n_mask,
+                shared=shared,
+                factors=factors,
+                axes=(axis, read_axis),
+                max_elements=self._slice_elements(x),
+                in_place=self.plan.in_place,
+            )
         return self._leave(x, axis, new, layout)
 
-    def _slice_numbers(self, x: ShardedTensor) -> int:
+    def _slice_elements(self, x: ShardedTensor) -> int:
         """Return the number of elements in the plan's slices of a state."""
         assert self.plan.chunk is not None
-        return slice_numbers(self.plan.chunk, x.lengths[COLS], self.channels or x.local(x.available_axis).shape[-1])
+        return slice_elements(self.plan.chunk, x.lengths[COLS], self.channels or x.local(x.available_axis).shape[-1])
 
     def _share(
         self, layer: AxialUpdate, source: ShardedTensor, mask: Mask, axis: int, layout: StepLayout
@@ -611,7 +620,7 @@ class ShardedStack:
         if source.piece is not None:
             return [Pending(t) for t in shared_in_pieces(layer, source, mask[axis], axis, name)]
         if self.plan.chunk is not None:
-            tensors = shared_in_slices(layer, shard, mask[axis], axis, self._slice_numbers(source))
+            tensors = shared_in_slices(layer, shard, mask[axis], axis, self._slice_elements(source))
         else:
             tensors = layer.shared(shard, mask[axis])
         join_axis = layer.join_axis(axis)
@@ -717,7 +726,7 @@ def update_from_pieces(
     def read_rows(part: slice) -> tuple[Tensor, Tensor]:
         return read.narrow(axis, part.start, part.stop - part.start), mask_slice(layer, layer.reads, mask, axis, part)
 
-    parts = slices_of(read.shape[axis], rows)
+    parts = split_rows(read.shape[axis], rows)
     prepared = tuple(torch.cat(tensors, axis) for tensors in zip(*(layer.prepare(*read_rows(part)) for part in parts)))
 
     def begin(piece: Piece) -> tuple[Piece, list[Pending]]:

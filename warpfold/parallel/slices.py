@@ -22,25 +22,37 @@ def layer_in_slices(
     x: Tensor,
     mask: Tensor,
     other: Tensor | None,
-    most: int,
+    max_elements: int,
+    *,
     in_place: bool = False,
     residual: bool = True,
-    anywhere: int = ROWS,
+    free_axis: int = ROWS,
     recompute: bool = False,
 ) -> Tensor:
-    """Compute x + update of a layer, or the update alone without `residual`, in slices of `most` elements.
+    """Compute x + update of a layer, or the update alone without `residual`, in slices of `max_elements`.
 
-    anywhere: the axis for a layer that may be sliced along any axis. The other arguments are those of
-    `update_in_slices`.
+    free_axis: the axis for a layer that may be sliced along any axis. The other arguments are those of
+    `update_in_slices`, and `AxialUpdate` describes what a layer declares (`reads`, `shares`, `mask_of`).
     """
     shared = None
     if layer.shares is not None:
         source, axis = layer.named(layer.shares, x, other), ROWS if layer.shares != layer.reads else layer.read_axis
         assert axis is not None
-        shared = shared_in_slices(layer, source, mask, axis, most)
+        shared = shared_in_slices(layer, source, mask, axis, max_elements)
     factors = layer.dropout_factors(x.shape, x) if residual else None
-    axes, read = cut_axes(layer, anywhere), layer.named(layer.reads, x, other)
-    return update_in_slices(layer, x, read, mask, shared, factors, axes, most, in_place, residual, recompute)
+    return update_in_slices(
+        layer,
+        x,
+        layer.named(layer.reads, x, other),
+        mask,
+        shared=shared,
+        factors=factors,
+        axes=cut_axes(layer, free_axis),
+        max_elements=max_elements,
+        in_place=in_place,
+        residual=residual,
+        recompute=recompute,
+    )
 
 
 def pair_channels(model: nn.Module) -> int:
@@ -50,7 +62,7 @@ def pair_channels(model: nn.Module) -> int:
     return max((layer.norm.normalized_shape[0] for layer in layers), default=0)
 
 
-def slice_numbers(chunk: int, residues: int, channels: int) -> int:
+def slice_elements(chunk: int, residues: int, channels: int) -> int:
     """Return the number of elements of a slice, which is that of `chunk` rows of z.
 
     Slices of m, of the extra MSA and of templates have the same number of elements, so `chunk` bounds the memory of all
@@ -59,24 +71,24 @@ def slice_numbers(chunk: int, residues: int, channels: int) -> int:
     return chunk * residues * channels
 
 
-def slices(x: Tensor, axis: int, most: int) -> list[slice]:
-    """Split x along an axis into slices of at most `most` elements, but at least one row (or column) each.
+def slices(x: Tensor, axis: int, max_elements: int) -> list[slice]:
+    """Split x along an axis into slices of at most `max_elements`, but at least one row (or column) each.
 
     Returns at least one slice, even if x has no rows.
     """
     count = x.shape[axis]
-    size = max(1, most // max(1, x.numel() // max(1, count)))
-    return slices_of(count, size)
+    size = max(1, max_elements // max(1, x.numel() // max(1, count)))
+    return split_rows(count, size)
 
 
-def slices_of(count: int, size: int) -> list[slice]:
+def split_rows(count: int, size: int) -> list[slice]:
     """Split `count` rows into slices of `size` rows; returns at least one slice, even of no rows."""
     return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
 
 
-def cut_axes(layer: AxialUpdate, anywhere: int) -> tuple[int, int]:
-    """Return the axes along which x and the layer's input are sliced. anywhere: for a layer without a fixed axis."""
-    axis = anywhere if layer.axis is None else layer.axis
+def cut_axes(layer: AxialUpdate, free_axis: int) -> tuple[int, int]:
+    """Return the axes along which x and the layer's input are sliced. free_axis: for a layer without a fixed axis."""
+    axis = free_axis if layer.axis is None else layer.axis
     return axis, axis if layer.read_axis is None else layer.read_axis
 
 
@@ -92,20 +104,20 @@ def cut_factors(factors: Factors | None, axis: int, start: int, length: int) -> 
     return factors.narrow(axis, start, length)
 
 
-def shared_in_slices(layer: AxialUpdate, source: Tensor, mask: Tensor, axis: int, most: int) -> Tensors:
+def shared_in_slices(layer: AxialUpdate, source: Tensor, mask: Tensor, axis: int, max_elements: int) -> Tensors:
     """Compute `layer.shared` in slices along `axis` of the source, so that no intermediate has the full size.
 
     Without gradients each slice is copied to the result at once, so that no tensor of `shared` exists twice.
     """
     assert layer.shares is not None
-    joined, keeps = layer.join_axis(axis), torch.is_grad_enabled()
-    cuts: Sequence[slice] = slices(source, axis, most)
-    cuts = cuts if keeps else subsample(cuts)
+    joined, needs_graph = layer.join_axis(axis), torch.is_grad_enabled()
+    cuts: Sequence[slice] = slices(source, axis, max_elements)
+    cuts = cuts if needs_graph else subsample(cuts)
     parts: list[Tensors] = []
     wholes: list[Tensor] = []
     for part, piece in with_progress(fetch_each(source, cuts, axis), len(cuts)):
         shared_tensors = layer.shared(piece, mask_slice(layer, layer.shares, mask, axis, part))
-        if keeps:
+        if needs_graph:
             parts.append(shared_tensors)
             continue
         for index, new in enumerate(shared_tensors):
@@ -116,7 +128,7 @@ def shared_in_slices(layer: AxialUpdate, source: Tensor, mask: Tensor, axis: int
             wholes[index].narrow(joined, part.start, part.stop - part.start).copy_(new)
         # Free this slice before the next one is computed.
         del shared_tensors, new, piece
-    return tuple(torch.cat(tensors, joined) for tensors in zip(*parts)) if keeps else tuple(wholes)
+    return tuple(torch.cat(tensors, joined) for tensors in zip(*parts)) if needs_graph else tuple(wholes)
 
 
 def update_in_slices(
@@ -124,15 +136,16 @@ def update_in_slices(
     x: Tensor,
     read: Tensor,
     mask: Tensor,
+    *,
     shared: Shared,
     factors: Factors | None,
     axes: tuple[int, int],
-    most: int,
+    max_elements: int,
     in_place: bool = False,
     residual: bool = True,
     recompute: bool = False,
 ) -> Tensor:
-    """Compute x + update in slices of `most` elements along axes[0] of x and axes[1] of the layer's input `read`.
+    """Compute x + update in slices of `max_elements` along axes[0] of x and axes[1] of the layer's input `read`.
 
     factors: dropout factors, whose length along axes[0] is that of x or 1.
     in_place: write over x, so that no second x exists. This is safe because a slice reads only itself and the shared
@@ -141,8 +154,8 @@ def update_in_slices(
     recompute: recompute each slice in the backward pass instead of saving its intermediates.
     Raises RuntimeError for `in_place` if gradients are enabled.
     """
-    keeps = torch.is_grad_enabled()
-    if in_place and keeps:
+    needs_graph = torch.is_grad_enabled()
+    if in_place and needs_graph:
         raise RuntimeError("plan.in_place: it cannot be differentiated. Use torch.no_grad(), or plan.chunk alone.")
     axis, read_axis = axes
     if layer.mask_of == layer.reads:
@@ -155,19 +168,19 @@ def update_in_slices(
         with layer.computing():
             return layer.update(read_piece, n_mask, all_shared or None, piece if residual else None, drawn)
 
-    cuts: Sequence[slice] = slices(x, axis, most)
+    cuts: Sequence[slice] = slices(x, axis, max_elements)
     # With gradients no slice may be left out: a rank without rows must take part in the backward pass.
-    cuts = cuts if keeps else subsample(cuts)
+    cuts = cuts if needs_graph else subsample(cuts)
     parts: list[Tensor] = []
     whole = x if in_place else None
     for part, piece in with_progress(fetch_each(x, cuts, axis), len(cuts)):
         read_piece = piece if read is x else read.narrow(read_axis, part.start, part.stop - part.start)
-        if recompute and keeps:
+        if recompute and needs_graph:
             arguments = part, piece, read_piece, *(shared or ())
             parts.append(checkpoint(update, *arguments, use_reentrant=False, preserve_rng_state=False))
             continue
         new = update(part, piece, read_piece, *(shared or ()))
-        if keeps:
+        if needs_graph:
             parts.append(new)
             continue
         if whole is None:

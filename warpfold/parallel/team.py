@@ -72,7 +72,7 @@ class Team:
     # The store of a single process.
     _alone: dist.Store = field(default_factory=dist.HashStore, repr=False, compare=False)
     failure: Callable[[], str] = field(default=str, repr=False, compare=False)
-    relieve: Callable[[int], None] = field(default=lambda ranks: None, repr=False, compare=False)
+    ignore_idle_ranks: Callable[[int], None] = field(default=lambda ranks: None, repr=False, compare=False)
     _meshes: dict[tuple[int, ...], Mesh] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -105,7 +105,7 @@ class Team:
             self.process = replace(
                 self.process, ranks=used, idle=self.process.idle + idle_ranks, ranks_per_node=on_node
             )
-            self.relieve(used)
+            self.ignore_idle_ranks(used)
         return self.mesh
 
     def wait_idle(self) -> Any:
@@ -375,7 +375,7 @@ def distributed_context(
             position=lambda: team.position,
             sharing=lambda: team.mesh.model.ranks,
         )
-        team.failure, team.relieve = heartbeat.failure, heartbeat.relieve
+        team.failure, team.ignore_idle_ranks = heartbeat.failure, heartbeat.ignore_idle_ranks
         with heartbeat, watched(team.note):
             team.remesh(plan)
             # All processes must assume the same number per node. With machines of 4 and 2 processes, the greatest
