@@ -22,7 +22,11 @@ from warpfold.ops.outer import outer_product
 from warpfold.ops.transition import transition
 from warpfold.ops.triangle import triangle_multiplication
 
-SMALL = [(cpu_attention, "BLOCK", 2**10), (cpu_attention, "FORWARD", 14), (cpu_attention, "BACKWARD", 14)]
+SMALL = [
+    (cpu_attention, "BLOCK_LOGITS", 2**10),
+    (cpu_attention, "FORWARD_POSITIONS", 14),
+    (cpu_attention, "BACKWARD_POSITIONS", 14),
+]
 SMALL += [(cpu_attention, "LOGITS", 98), (linear, "POSITIONS", 64), (cpu_transition, "HIDDEN", 2**10)]
 SMALL += [(cpu_triangle, "POSITIONS", 14), (outer, "PRODUCTS", 2000), (pairs, "PAIRS", 2**9), (pairs, "GROUP", 4)]
 
@@ -154,7 +158,7 @@ def test_a_bias_that_is_not_divided_is_added_last() -> None:
 def test_what_lies_between_never_exists_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits, normalised rows, hidden layers, products of channels and projections exist for one block at a time."""
     rows, n, heads = 24, 32, 2
-    monkeypatch.setattr(cpu_attention, "BLOCK", 4 * heads * n * n)
+    monkeypatch.setattr(cpu_attention, "BLOCK_LOGITS", 4 * heads * n * n)
     for masked in (False, True):
         q, mask, bias = torch.randn(1, rows, n, heads, 8), torch.ones(1, rows, n), torch.randn(1, heads, n, n)
         mask[0, 0, 3:] = not masked
@@ -189,7 +193,11 @@ def test_what_lies_between_never_exists_whole(monkeypatch: pytest.MonkeyPatch) -
 
 def test_layers_keep_nothing_where_no_backward_pass_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     n, c = 24, 8
-    for module, name in ((cpu_attention, "FORWARD"), (cpu_attention, "BACKWARD"), (cpu_triangle, "POSITIONS")):
+    for module, name in (
+        (cpu_attention, "FORWARD_POSITIONS"),
+        (cpu_attention, "BACKWARD_POSITIONS"),
+        (cpu_triangle, "POSITIONS"),
+    ):
         monkeypatch.setattr(module, name, n)
     draw = Draw()
     x, nw, nb, w, ow, w2, mask = (

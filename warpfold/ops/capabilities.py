@@ -174,7 +174,7 @@ def _libcuda_problem() -> str:
 def _is_compiled_already() -> bool:
     """Return whether Triton's cache has the module that it would compile, so that it needs no compiler.
 
-    Triton 3.6 compiles a launcher for each kernel, too.
+    Before 3.7, Triton also compiles a launcher for each kernel, so a cached module is not enough.
     """
     triton = importlib.import_module("triton")
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):

@@ -37,18 +37,18 @@ from warpfold.ops.linear import empty_statistics
 from warpfold.ops.torch_internals import flash_attention_cpu
 
 # Logits per block, 4 MiB in fp32. The backward pass has two buffers of half this size.
-BLOCK = 2**20
+BLOCK_LOGITS = 2**20
 LOG2E = 1 / math.log(2)
 # Positions per block of gated_attention. A block has at least one row.
-FORWARD, BACKWARD = 1024, 512
+FORWARD_POSITIONS, BACKWARD_POSITIONS = 1024, 512
 # Logits that the backward pass of gated_attention computes at a time, in two buffers of 1 MiB in fp32.
 LOGITS = 2**18
 
 
 def attention(t: Operands) -> tuple[Tensor, Tensor]:
-    """Compute warpfold::attention."""
+    """Compute `attention` (ops/attention.py): the output and the logsumexp of each query."""
     out, lse = empty_out(t.q, t.v), empty_lse(t.q)
-    work = _Blocks(t, lse.dtype, BLOCK)
+    work = _Blocks(t, lse.dtype, BLOCK_LOGITS)
     values, o = work.buffer(t.v), work.buffer(out)
     for batch, part in uniform_loop(work.indices()):
         p = work.logits(batch, part, None)
@@ -67,12 +67,12 @@ def attention(t: Operands) -> tuple[Tensor, Tensor]:
 
 
 def attention_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute warpfold::attention_backward."""
+    """Compute the gradients of q, k, v and the bias."""
     q, v, lse = t.q, t.v, t.lse
     dq, dk, dv, dbias = empty_like(q), empty_like(t.k), empty_like(v), empty_bias(t.bias, t.bias_wanted, q)
     dbias_acc = torch.zeros_like(dbias, dtype=lse.dtype)
     scale = q.shape[-1] ** -0.5
-    work = _Blocks(t, lse.dtype, BLOCK // 2)
+    work = _Blocks(t, lse.dtype, BLOCK_LOGITS // 2)
     values, douts, dps = work.buffer(v), work.buffer(t.out), work.logits_buffer()
     dqs, dks, dvs = work.buffer(q), work.buffer(t.k), work.buffer(v)
     for batch, part in uniform_loop(work.indices()):
@@ -163,24 +163,23 @@ class _Blocks:
         n = (len(q) // self.q.shape[3], self.q.shape[3])
         alpha = self.q.shape[-1] ** -0.5 * LOG2E
         bias = None if self.bias is None else self.bias[batch]
-        less = None
         if lse is not None:
-            less = lse[batch, rows]
-            less = (less.masked_fill(less == float("inf"), 0) * LOG2E)[..., None]
+            lse = lse[batch, rows]
+            lse = (lse.masked_fill(lse == float("inf"), 0) * LOG2E)[..., None]
         logits = self.full[: len(q)].unflatten(0, n)
-        if self.half is self.full and (bias is not None or less is not None):
+        if self.half is self.full and (bias is not None or lse is not None):
             # Writing bias - lse first and adding the product to it saves a pass over the block.
-            if less is None or bias is None:
-                logits.copy_(bias if less is None else -less)
+            if lse is None or bias is None:
+                logits.copy_(bias if lse is None else -lse)
             else:
-                torch.sub(bias, less, out=logits)
+                torch.sub(bias, lse, out=logits)
             self.full[: len(q)].baddbmm_(q, k.mT, alpha=alpha)
         else:
             self.product(q, k.mT, self.full, alpha)
             if bias is not None:
                 logits.add_(bias)
-            if less is not None:
-                logits.sub_(less)
+            if lse is not None:
+                logits.sub_(lse)
         if self.any_masked:
             logits.masked_fill_(self.masked_keys[batch, rows][:, None, None], float("-inf"))
         return logits
@@ -253,7 +252,7 @@ def gated_attention(t: Operands) -> tuple[Tensor, ...]:
         bias[:, part] = projected.view(params.heads, -1, x.shape[-2])
 
     for example in examples(x):
-        parts = list(row_slices(x.shape[-3], x.shape[-2], FORWARD))
+        parts = list(row_slices(x.shape[-3], x.shape[-2], FORWARD_POSITIONS))
         if params.makes_bias:
             own_bias = saved[-1][example] if t.kept else empty_own_bias(x[example], t)
             in_threads(project_bias, ((example, own_bias, part) for part in parts))
@@ -318,12 +317,12 @@ def gated_attention_backward(t: Operands) -> tuple[Tensor, ...]:
     for example in examples(t.x):
         bias = t.own[example] if makes_bias else None if t.bias is None else t.bias[example]
         heads = _HeadsBackward(_Keys(t.mask[example], bias, t.lse.dtype), params, length)
-        parts = ((example, heads, part) for part in row_slices(t.x.shape[-3], length, BACKWARD))
+        parts = ((example, heads, part) for part in row_slices(t.x.shape[-3], length, BACKWARD_POSITIONS))
         of_rows = summed(through_rows, parts, lambda: zeros(wanted_shape))
         # The gradient of the bias belongs to one example.
         add_sums(sums[:-1], of_rows[:-1])
         if makes_bias:
-            of_bias = ((example, of_rows.bias, part) for part in row_slices(t.x.shape[-3], length, FORWARD))
+            of_bias = ((example, of_rows.bias, part) for part in row_slices(t.x.shape[-3], length, FORWARD_POSITIONS))
             add_sums(sums, summed(through_bias, of_bias, zeros))
         if t.bias is not None and t.bias_wanted:
             dbias[example] = of_rows.bias
@@ -355,7 +354,7 @@ class _Keys:
         # `cpu` lets meta tensors, which have no values, pass.
         self.rows_masked: list[bool] = self.masked.any(-1).cpu().tolist()
         self.bias = None if bias is None else bias.to(acc).contiguous()
-        self.less = torch.zeros(mask.shape, dtype=acc).masked_fill_(self.masked, float("-inf"))
+        self.mask_bias = torch.zeros(mask.shape, dtype=acc).masked_fill_(self.masked, float("-inf"))
         # Whether a query may have no key although its row has some.
         self.infinite = any(self.rows_masked) and bias is not None and bool((bias == float("-inf")).any())
 
@@ -365,8 +364,8 @@ class _Keys:
         shape = n, heads, length, length
         if not any(self.rows_masked[part]):
             return None if self.bias is None else self.bias.expand(shape), None
-        less = self.less[part][:, None, None]
-        added = less if self.bias is None else self.bias + less
+        mask_bias = self.mask_bias[part][:, None, None]
+        added = mask_bias if self.bias is None else self.bias + mask_bias
         no_key = self.masked[part].all(-1)[:, None, None, None]
         if self.infinite:
             no_key = added.amax(-1, keepdim=True) == float("-inf")
@@ -380,7 +379,7 @@ class _HeadsBackward:
         self.keys, self.params = keys, params
         self.heads = max(1, min(params.heads, LOGITS // length**2))
         # More than one row only if all heads are computed at once.
-        self.rows = max(1, min(BACKWARD // length, LOGITS // (params.heads * length**2)))
+        self.rows = max(1, min(BACKWARD_POSITIONS // length, LOGITS // (params.heads * length**2)))
         self.bias = None if keys.bias is None else keys.bias * LOG2E
 
     def backward(
@@ -420,19 +419,19 @@ class _HeadsBackward:
                 # These are views for a single row.
                 q, k, v, do, delta = (t[:, heads].flatten(0, 1) for t in rows_of_group)
                 dq, dk, dv = (t[:count, heads].flatten(0, 1) for t in dqkv)
-                p, ds, less, uniform = weights[: len(q)], dlogits[: len(q)], lse[group, heads, :, None] * LOG2E, None
-                by_row = p.unflatten(0, less.shape[:2])
-                no_key = less == float("inf")
+                p, ds, lse2, uniform = weights[: len(q)], dlogits[: len(q)], lse[group, heads, :, None] * LOG2E, None
+                by_row = p.unflatten(0, lse2.shape[:2])
+                no_key = lse2 == float("inf")
                 if masked:
-                    less = less.masked_fill(no_key, 0)
+                    lse2 = lse2.masked_fill(no_key, 0)
                 # Writing bias - lse first and adding the product to it saves a pass over the block.
                 if self.bias is None:
-                    by_row.copy_(-less)
+                    by_row.copy_(-lse2)
                 else:
-                    torch.sub(self.bias[heads], less, out=by_row)
+                    torch.sub(self.bias[heads], lse2, out=by_row)
                 p.baddbmm_(q.to(acc).mT, k.to(acc), alpha=scale * LOG2E)
                 if masked:
-                    by_row.add_(keys.less[numbers][:, None, None])
+                    by_row.add_(keys.mask_bias[numbers][:, None, None])
                     if bool(no_key.any()):
                         uniform = (no_key & keys.masked[numbers][:, None, None]).flatten(0, 1)
                         p.masked_fill_(uniform, 0)
