@@ -1,5 +1,6 @@
 """Imports only go to lower levels, and heavy packages are imported where they are used."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,13 @@ def _packages(rooms: set[str], packages: set[str]) -> list[str]:
         for name, line in imports(tree)
         if room(path) in rooms and any(name == package or name.startswith(f"{package}.") for package in packages)
     ]
+
+
+def test_the_page_of_the_architecture_has_every_level() -> None:
+    page = (ROOT / "docs/explanation/architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", page, re.MULTILINE)
+    levels = {name.removesuffix(".py"): int(level) for level, names in rows for name in re.findall(r"`([^`]+)`", names)}
+    assert levels == {name: level for name, level in FLOORS.items() if not name.startswith("__")}
 
 
 def test_every_room_has_a_floor() -> None:
