@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.gpu import LARGE, TRIANGLES, TUNED
 from warpfold import settings
-from warpfold.batch import Batch
+from warpfold.batch import LABELS, Batch
 from warpfold.bench import kernels as tuning
 from warpfold.bench.doctor import cases_of, cut
 from warpfold.bench.kernels import Workload, launches_of, launching
@@ -27,7 +27,6 @@ from warpfold.check.sizes import shapes
 from warpfold.cli.bench import TUNED as OPERATIONS
 from warpfold.cli.bench import measured
 from warpfold.cost.example import (
-    TRUTH,
     BlockSizes,
     ExampleSizes,
     ModelBench,
@@ -297,7 +296,7 @@ def predictions_of(options: Options) -> list[tuple[int, Precision, bool]]:
 def example_of(given: ModelBench, passes: int, device: torch.device) -> Batch:
     """Return a random example without labels."""
     return {
-        name: x for name, x in random_example(given.model, given.sizes, device, passes).items() if name not in TRUTH
+        name: x for name, x in random_example(given.model, given.sizes, device, passes).items() if name not in LABELS
     }
 
 

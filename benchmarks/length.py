@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.length_figure import picture
-from warpfold.cost.example import TRUTH, ExampleSizes, Job, predict_example, random_example, shortened
+from warpfold.batch import LABELS
+from warpfold.cost.example import ExampleSizes, Job, predict_example, random_example, shortened
 from warpfold.cost.machine import describe
 from warpfold.cost.measured_rates import measured
 from warpfold.cost.memory import estimate_memory
@@ -142,7 +143,7 @@ def run(case: Case, rank: int, meet: str) -> dict[str, Any]:
     Execution(plan, mesh).bind(model)
     for residues in (min(64, job.sizes.residues), job.sizes.residues):
         batch = random_example(job.model, replace(job.sizes, residues=residues), "cpu")
-        batch = {name: x for name, x in batch.items() if name not in TRUTH}
+        batch = {name: x for name, x in batch.items() if name not in LABELS}
         start = time.perf_counter()
         with torch.no_grad():
             predict_example(model, batch, job.recycles)

@@ -31,7 +31,7 @@ from warpfold.batch import Batch
 from warpfold.cluster.links import measure_cluster
 from warpfold.cost.example import Job, random_example, train_on_example
 from warpfold.cost.machine import this_machine
-from warpfold.cost.planner import NothingFitsError, candidates, choose, describe_plan, ranks_of, variants
+from warpfold.cost.planner import VARIED_KEYS, NothingFitsError, candidates, choose, describe_plan, ranks_of, variants
 from warpfold.cost.replay import step_time
 from warpfold.cost.report import choice_in_words
 from warpfold.engine.optim import Optimizer
@@ -100,7 +100,9 @@ def case(setting: Setting, team: Team, seconds: float) -> dict[str, Any]:
     cluster = measure_cluster(team, "cpu")
     machine = replace(this_machine("cpu"), devices=ranks)
     rough = [plan for plan in candidates(job, machine, FIXED, {}, cluster) if ranks_of(plan) == ranks]
-    plans = [way for plan in rough for way in (plan, *chain(*variants(job, plan, cluster, FIXED, {})))]
+    plans = []
+    for plan in rough:
+        plans += [plan, *chain(*(variants(key, job, plan, cluster, FIXED, {}) for key in VARIED_KEYS))]
     rates = machine.rates(torch.float32)
     assert rates is not None
     estimated = {plan: step_time(job, plan, rates, cluster) for plan in plans}

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 import warpfold
-from warpfold.cost.machine import name as device_name
+from warpfold.cost.machine import device_name
 from warpfold.data.store.stored_example import read_assembly
 from warpfold.data.structure.chain import Structure
 from warpfold.data.structure.mmcif import read_structure

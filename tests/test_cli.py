@@ -23,7 +23,7 @@ from warpfold.cli import common
 from warpfold.cli.common import configure_output, this_process
 from warpfold.cli.plan import machine_and_cluster
 from warpfold.cli.train import sources_of
-from warpfold.cost.planner import joined
+from warpfold.cost.report import describe_links
 from warpfold.data.store.store import Store
 from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.write import write_mmcif
@@ -431,7 +431,7 @@ def test_devices_that_are_planned_for_are_on_nodes_of_eight() -> None:
     """`plan` once placed 256 devices on one node."""
     _, there = machine_and_cluster("H100", devices=256)
     assert there is not None
-    assert joined(there).startswith("32 nodes of 8, 360 GB/s within and 320 GB/s between")
+    assert describe_links(there).startswith("32 nodes of 8, 360 GB/s within and 320 GB/s between")
 
 
 def test_every_length_of_a_plan_is_estimated(capsys: pytest.CaptureFixture[str]) -> None:

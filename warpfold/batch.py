@@ -40,6 +40,24 @@ def _table(dtype: str, axes: str, names: str) -> dict[str, Feature]:
     return {name: Feature(dtype, parsed) for name in names.split()}
 
 
+# The labels, and features derived from them (geometry/labels.py), which predictions lack.
+LABELS: dict[str, Feature] = {
+    # In an assembly, the residue in each copy of its entity (copy c has sym_id c + 1), masked where an entity has fewer
+    # copies.  Copies are assigned to chains once there is a prediction, and the other labels follow from that.
+    **_table("float32", "copy res 37 3", "copy_atom_positions"),
+    **_table("float32", "copy res 37", "copy_atom_mask"),
+    **_table("float32", "res 37 3", "all_atom_positions"),
+    **_table("float32", "res 37", "all_atom_mask"),
+    **_table("float32", "", "resolution use_clamped_fape"),
+    **_table("float32", "res 3", "pseudo_beta"),
+    **_table("float32", "res", "pseudo_beta_mask backbone_affine_mask"),
+    **_table("float32", "res 7", "backbone_affine_tensor"),  # quaternion w x y z, translation in angstrom
+    **_table("float32", "res 8 12", "rigidgroups_gt_frames rigidgroups_alt_gt_frames"),
+    **_table("float32", "res 8", "rigidgroups_gt_exists rigidgroups_group_exists rigidgroups_group_is_ambiguous"),
+    **_table("float32", "res 14 3", "atom14_gt_positions atom14_alt_gt_positions"),
+    **_table("float32", "res 14", "atom14_gt_exists atom14_alt_gt_exists atom14_atom_is_ambiguous"),
+    **_table("float32", "res 4", "chi_angles chi_mask"),
+}
 FEATURES: dict[str, Feature] = {
     # The target.
     **_table("int64", "res", "aatype residue_index"),  # aatype 0-19, 20 = X
@@ -74,22 +92,7 @@ FEATURES: dict[str, Feature] = {
     # The atoms of each residue type.
     **_table("float32", "res 14", "atom14_atom_exists"),
     **_table("float32", "res 37", "atom37_atom_exists"),
-    # The labels, and features derived from them (geometry/labels.py).
-    # In an assembly, the residue in each copy of its entity (copy c has sym_id c + 1), masked where an entity has fewer
-    # copies.  Copies are assigned to chains once there is a prediction, and the other labels follow from that.
-    **_table("float32", "copy res 37 3", "copy_atom_positions"),
-    **_table("float32", "copy res 37", "copy_atom_mask"),
-    **_table("float32", "res 37 3", "all_atom_positions"),
-    **_table("float32", "res 37", "all_atom_mask"),
-    **_table("float32", "", "resolution use_clamped_fape"),
-    **_table("float32", "res 3", "pseudo_beta"),
-    **_table("float32", "res", "pseudo_beta_mask backbone_affine_mask"),
-    **_table("float32", "res 7", "backbone_affine_tensor"),  # quaternion w x y z, translation in angstrom
-    **_table("float32", "res 8 12", "rigidgroups_gt_frames rigidgroups_alt_gt_frames"),
-    **_table("float32", "res 8", "rigidgroups_gt_exists rigidgroups_group_exists rigidgroups_group_is_ambiguous"),
-    **_table("float32", "res 14 3", "atom14_gt_positions atom14_alt_gt_positions"),
-    **_table("float32", "res 14", "atom14_gt_exists atom14_alt_gt_exists atom14_atom_is_ambiguous"),
-    **_table("float32", "res 4", "chi_angles chi_mask"),
+    **LABELS,
 }
 
 

@@ -32,6 +32,11 @@ def as_time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
+def format_gb(size: float) -> str:
+    """Format bytes as "3.1 GB", or in MB below 1 GB."""
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.0f} MB"
+
+
 _hidden = False
 
 

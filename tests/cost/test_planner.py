@@ -25,11 +25,11 @@ from warpfold.cost.planner import (
     choose,
     examples_of,
     grids,
-    longest,
+    max_residues,
+    next_smaller_plan,
     ranks_of,
     round_up,
     simplicity,
-    tighter,
     upper_bound,
 )
 from warpfold.cost.replay import StepTime
@@ -204,7 +204,7 @@ def test_a_plan_that_ran_out_is_followed_by_tighter_ones() -> None:
     needs = []
     while choice is not None:
         needs.append(choice.memory.peak)
-        choice = tighter(choice)
+        choice = next_smaller_plan(choice)
     assert len(needs) > 4
     assert needs == sorted(set(needs), reverse=True)
 
@@ -390,9 +390,9 @@ def test_the_line_says_what_and_why() -> None:
 
 
 def test_how_long_a_protein_can_be() -> None:
-    most = longest(job(), machine(6 * 100 * 3000**2), Plan())
+    most = max_residues(job(), machine(6 * 100 * 3000**2), Plan())
     assert 2900 <= most <= 3000
-    assert longest(job(), machine(50), Plan()) == 0
+    assert max_residues(job(), machine(50), Plan()) == 0
 
 
 def test_progress_turns_before_each_estimate(asked: dict[str, list[Any]]) -> None:
@@ -403,7 +403,7 @@ def test_progress_turns_before_each_estimate(asked: dict[str, list[Any]]) -> Non
         assert what
         turns.append((done / total, len(asked["memory"]) + len(asked["time"])))
 
-    choose(job(), machine(6 * 100 * 2048**2), every=True, tell=tell)
+    choose(job(), machine(6 * 100 * 2048**2), estimate_all=True, tell=tell)
     choose(training(8), machine(5 * Z, 4), cluster=cluster(4), tell=tell)
     gaps = [b - a for (_, a), (_, b) in pairwise(turns)]
     assert max(gaps) <= 1 + 1, "more than an estimate of rounded sizes and one of its own without a word"

@@ -83,18 +83,18 @@ def test_time_is_that_of_what_runs() -> None:
 
 def test_the_planner_says_what_a_kept_trunk_saves() -> None:
     machine = Machine(kind="cuda", free=10**10, name="H100")
-    choice = choose(JOBS["cached"], machine, every=True)
+    choice = choose(JOBS["cached"], machine, estimate_all=True)
     assert choice.plan.axial == choice.plan.branch == choice.plan.batch == 1
     assert "with the trunk's outputs read from disk" in (said := choice_in_words(choice))
     assert choice.computed is not None
     assert choice.chosen.time is not None
     assert choice.computed > 2 * choice.chosen.time.total
     assert "times as fast as computing them" in said
-    assert "read from disk" not in choice_in_words(choose(JOBS["structure"], machine, every=True))
+    assert "read from disk" not in choice_in_words(choose(JOBS["structure"], machine, estimate_all=True))
 
 
 def test_two_branches_are_not_planned_where_a_part_is_trained() -> None:
     machine = Machine(kind="cuda", free=10**10, name="H100", devices=2)
     for name in ("structure", "adapters"):
         job = replace(JOBS[name], model=replace(MODEL, evoformer=replace(MODEL.evoformer, outer="first")))
-        assert {one.plan.branch for one in choose(job, machine, every=True).considered} == {1}
+        assert {one.plan.branch for one in choose(job, machine, estimate_all=True).considered} == {1}

@@ -181,7 +181,8 @@ def test_plans_on_a_cluster_take_ways_that_were_compared(monkeypatch: pytest.Mon
     for ranks in (2, 4):
         cluster = Cluster(ranks=ranks, per_node=ranks // 2, within=link, between=link)
         for rough in planner.candidates(job, Machine(kind="cuda", free=1, devices=ranks), {"precision": "fp64"}):
-            for plan in (rough, *chain(*planner.variants(job, rough, cluster, {}, {}))):
+            changed = (planner.variants(key, job, rough, cluster, {}, {}) for key in planner.VARIED_KEYS)
+            for plan in (rough, *chain(*changed)):
                 # Either of the two
                 by_bytes = plan.axial > 1 and plan.triangle == "auto"
                 triangle = "gather" if by_bytes else plan.triangle

@@ -37,7 +37,6 @@ from warpfold.adapt.report import NO_OPERATION, Acceleration, LayerKind, pattern
 from warpfold.adapt.slices import SlicedExecution, meta_twin
 from warpfold.adapt.verify import compare, gain, glanced_speed, measured_speed
 from warpfold.arguments import parse_memory
-from warpfold.cost.machine import in_gb
 from warpfold.device import keep_memory, slow_precision, spinning_threads
 from warpfold.errors import UserError
 from warpfold.memory import is_out_of_memory, memory_in_use
@@ -45,6 +44,7 @@ from warpfold.ops.capabilities import slow_notice
 from warpfold.ops.dispatch import unsupported_device
 from warpfold.ops.torch_internals import is_compiled
 from warpfold.parallel.plan import DTYPES as PRECISIONS
+from warpfold.progress import format_gb
 
 # Modules of warpfold.adapt with adapters.
 PACKAGES: tuple[str, ...] = ("plain", "esmfold", "openfold3", "boltz", "protenix", "rf3")
@@ -354,7 +354,7 @@ def _notes(model: nn.Module, options: _Options, kinds: Sequence[LayerKind]) -> t
     elif options.verify is None:
         notes.append(NOT_TIMED)
     if options.memory is not None:
-        notes.append(f"within {in_gb(options.memory)}: in slices, and computed again in the backward pass")
+        notes.append(f"within {format_gb(options.memory)}: in slices, and computed again in the backward pass")
     gpus = {p.device for p in model.parameters() if p.device.type == "cuda"}
     notes += [notice for gpu in gpus if (notice := slow_notice(gpu))]
     if any(p.device.type == "cpu" for p in model.parameters()):

@@ -25,12 +25,12 @@ from warpfold.check.checks import DTYPES, Verdict, check
 from warpfold.check.op_profile import OpCase
 from warpfold.check.sizes import of_settings
 from warpfold.cost.example import data_sizes
-from warpfold.cost.machine import describe, in_gb
+from warpfold.cost.machine import describe
 from warpfold.device import caveats
 from warpfold.memory import free_memory, host_memory
 from warpfold.model.alphafold import ModelConfig
 from warpfold.ops.capabilities import slow_notice
-from warpfold.progress import Progress, no_progress
+from warpfold.progress import Progress, format_gb, no_progress
 
 # Most logits of an attention case, and most elements of other cases. Larger cases get fewer rows.
 MAX_LOGITS = {"cpu": 2**21, "cuda": 2**27}
@@ -186,22 +186,26 @@ def of_machine(device: torch.device) -> list[str]:
     if device.type == "cuda":
         notice = slow_notice(device)
         fit = "is slow" if notice else "is fine"
-        sentences = [f"This machine {fit} for training, fine-tuning and predictions: a GPU with {in_gb(free)} free."]
+        sentences = [
+            f"This machine {fit} for training, fine-tuning and predictions: a GPU with {format_gb(free)} free."
+        ]
         if notice:
             sentences.append(f"Slow: {notice}")
     else:
         sentences = [
             f"This machine is fine for the demo, for data (sample, search, pack, score), for small models and short "
-            f"proteins: {cores} {'core' if cores == 1 else 'cores'}, {in_gb(free)} free.",
+            f"proteins: {cores} {'core' if cores == 1 else 'cores'}, {format_gb(free)} free.",
             "Slow: full-size models, because there is no GPU. warpfold plan monomer --residues 300 estimates the time "
             "of one protein here",
         ]
         if torch.backends.mps.is_available():
             sentences.append("Not used: this Mac's GPU, without --device mps; WarpFold was never run on one")
     if free < MIN_MEMORY:
-        sentences.append(f"Short: {in_gb(free)} of memory is free; warpfold plan says what fits, --memory limits a run")
+        sentences.append(
+            f"Short: {format_gb(free)} of memory is free; warpfold plan says what fits, --memory limits a run"
+        )
     if device.type == "cuda" and host_memory() < MIN_MEMORY:
-        sentences.append(f"Short: {in_gb(host_memory())} of host memory is free for the processes of the loader")
+        sentences.append(f"Short: {format_gb(host_memory())} of host memory is free for the processes of the loader")
     shared = Path("/dev/shm")
     if shared.is_dir() and shutil.disk_usage(shared).free < MIN_SHARED:
         sentences.append("Short: /dev/shm has less than 1 GB, which torch's DataLoader needs and WarpFold's does not")

@@ -24,7 +24,7 @@ from warpfold.arguments import (
 from warpfold.cli.common import Answer, check_outputs, command, log_plans, table, warn
 from warpfold.errors import UserError
 from warpfold.files import write_atomically
-from warpfold.progress import Progress, progress_bar
+from warpfold.progress import Progress, format_gb, progress_bar
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -238,8 +238,6 @@ def plan_in_shell(given: dict[str, Any]) -> Answer:
 
 def _text(report: dict[str, Any]) -> "Iterator[str | Table]":
     """Yield the machine, a line for each target, the plans of the largest, and the longest protein that fits."""
-    from warpfold.cost.machine import in_gb
-
     largest = report["largest"]
     yield "; ".join([f"on {report['machine']}", *([largest["joined"]] if "joined" in largest else [])])
     for row in report["targets"]:
@@ -254,7 +252,7 @@ def _text(report: dict[str, Any]) -> "Iterator[str | Table]":
         (chosen_plan,) = (plan for plan in largest["plans"] if plan["chosen"])
         owners = {**largest["at_peak"], "margin": chosen_plan["bytes"] - sum(largest["at_peak"].values())}
         most = sorted(owners.items(), key=lambda item: -item[1])
-        largest_owners = [f"{name} {in_gb(size)}" for name, size in most if size > 0.01 * chosen_plan["bytes"]]
+        largest_owners = [f"{name} {format_gb(size)}" for name, size in most if size > 0.01 * chosen_plan["bytes"]]
         yield f"at its peak: {', '.join(largest_owners)}"
     if largest["longest"]:
         yield "\nthe longest protein that fits, with as many rows and templates:"
@@ -268,8 +266,7 @@ def _text(report: dict[str, Any]) -> "Iterator[str | Table]":
 
 def _table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Format the heads and rows of the table of plans, without empty columns."""
-    from warpfold.cost.machine import in_gb
-    from warpfold.cost.planner import in_words, sent
+    from warpfold.cost.report import format_seconds, format_sent_bytes
 
     plans = report["plans"]
     priced = any(plan["cost_per_million"] is not None for plan in plans)
@@ -277,16 +274,16 @@ def _table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     cost_head = "cost of a million" if priced else "device-hours of a million"
     speeds = [plan["examples_per_second"] for plan in plans]
     columns = {
-        "memory": [None if plan["bytes"] is None else in_gb(plan["bytes"]) for plan in plans],
-        "off device": [in_gb(plan["host_bytes"]) if plan["host_bytes"] else None for plan in plans],
+        "memory": [None if plan["bytes"] is None else format_gb(plan["bytes"]) for plan in plans],
+        "off device": [format_gb(plan["host_bytes"]) if plan["host_bytes"] else None for plan in plans],
         "a step" if report["training"] else "time": [
-            None if plan["seconds"] is None else in_words(plan["seconds"]) for plan in plans
+            None if plan["seconds"] is None else format_seconds(plan["seconds"]) for plan in plans
         ],
         "examples/s": [None if speed is None else f"{speed:.3g}" for speed in speeds],
         "efficiency": [
             f"{100 * plan['efficiency']:.0f} %" if plan["efficiency"] and plan["sent_bytes"] else None for plan in plans
         ],
-        "sent by a rank": [sent(plan["sent_bytes"]) if plan["sent_bytes"] else None for plan in plans],
+        "sent by a rank": [format_sent_bytes(plan["sent_bytes"]) if plan["sent_bytes"] else None for plan in plans],
         cost_head: [None if plan[cost] is None else f"{plan[cost]:,.0f}" for plan in plans],
     }
     shown_columns = {head: cells for head, cells in columns.items() if any(cells)}

@@ -14,7 +14,7 @@ from warpfold.cluster.links import MeasuredLinks, measure_links, nodes_of
 from warpfold.cluster.rules import ClusterFinding, judge
 from warpfold.cluster.subjects import folder_subjects, link_subjects, subjects_of
 from warpfold.cost.links import Cluster, network
-from warpfold.cost.machine import name as name_device
+from warpfold.cost.machine import device_name
 from warpfold.parallel.team import Team
 
 # Seconds for which ranks wait for each other.
@@ -67,7 +67,7 @@ def examine_cluster(
     local_ranks = team.all_gather_object(team.process.local_rank, "the ranks of each node")
     nodes = nodes_of(local_ranks)
     promised = None if link is None else network(link, max(map(len, nodes)))
-    examined = Examined(nodes, name_device(device))
+    examined = Examined(nodes, device_name(device))
     report(examined, "the systems of all ranks")
     facts = team.all_gather_object(rank_facts(team.process, device, environ, nodes), "the systems of all ranks")
     subjects = subjects_of(facts)

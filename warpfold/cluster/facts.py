@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import warpfold
-from warpfold.cost.machine import name, version
+from warpfold.cost.machine import device_name, package_version
 from warpfold.ops.triton.launch import table_for
 from warpfold.parallel.team import ProcessInfo
 
@@ -65,7 +65,7 @@ def software_facts(device: torch.device, root: Path = Path("/")) -> dict[str, st
     versions = {
         "Python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": version("triton"),
+        "triton": package_version("triton"),
         "warpfold": f"{warpfold.__version__} {_checksum(sorted(Path(warpfold.__file__).parent.rglob('*.py')))}",
         "CUDA": torch.version.cuda or "",
         "NCCL": "",
@@ -76,7 +76,7 @@ def software_facts(device: torch.device, root: Path = Path("/")) -> dict[str, st
     if device.type == "cuda":
         table = table_for(device)[0].path
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        versions["GPU"], versions["launch table"] = name(device), f"{table.name} {_checksum([table])}"
+        versions["GPU"], versions["launch table"] = device_name(device), f"{table.name} {_checksum([table])}"
     return versions
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from warpfold.cluster.facts import Facts
 from warpfold.cluster.links import MeasuredLinks, Where
 from warpfold.cost.links import Link
-from warpfold.cost.machine import in_gb
+from warpfold.progress import format_gb
 
 # Distances between a GPU and the nearest adapter.
 SWITCH, BRIDGE, FAR, UNKNOWN = range(4)
@@ -47,8 +47,8 @@ def subjects_of(facts: Sequence[Facts]) -> dict[str, list[Facts]]:
             "cores of node": len(cores),
             "threads wanted": max(1, len(cores) // len(node_facts)),
             "files needed": FILES + FILES_PER_RANK * (len(facts) - 1),
-            "locked words": in_gb(x["locked"] or 0),
-            "shared words": in_gb(x["shared"]),
+            "locked words": format_gb(x["locked"] or 0),
+            "shared words": format_gb(x["shared"]),
             "distance": _distance(x, adapters),
         })  # fmt: skip
     nodes = [
@@ -165,5 +165,5 @@ def link_subjects(links: MeasuredLinks, promised: Link | None, hosts: Sequence[s
 
 def folder_subjects(trials: Sequence[Facts]) -> dict[str, list[Facts]]:
     """Group the ranks' observations of the folder of a run."""
-    ranks = [{**x, "free words": f"{in_gb(x['free'] or 0)} free"} for x in trials]
+    ranks = [{**x, "free words": f"{format_gb(x['free'] or 0)} free"} for x in trials]
     return {"folder": ranks, "folder readers": [x for x in ranks[1:] if x["sees"] and not x["error"]]}

@@ -6,7 +6,7 @@ The values are random, and times do not depend on them. Sizes, dtypes and the co
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,10 +35,9 @@ from warpfold.parallel.team import Team
 
 # Sections of a settings file.
 SECTIONS = ("model", "loss", "data", "optim", "plan", "train", "finetune")
-# Features that a prediction does not have.
-TRUTH = list(FEATURES)[list(FEATURES).index("copy_atom_positions") :]
-# Name of the model's code outside of its layers, as a phase of a run.
-MODEL = "model"
+# Phases of a run: the model's code outside of its layers, the heads of a prediction, losses, and the end of a step.
+RunPhase = Literal["model", "heads", "losses", "update"]
+MODEL: RunPhase = "model"
 T = TypeVar("T")
 # Angstrom between neighbouring residues.
 RESIDUE_STEP = 3.8
@@ -62,11 +61,9 @@ class ExampleSizes:
 
 def random_example(model: ModelConfig, sizes: ExampleSizes, device: torch.device | str, passes: int = 1) -> Batch:
     """Create a random example with all labels: a monomer, or a complex of two equal chains."""
-    axes = {"res": sizes.residues, "seq": sizes.sequences, "extra": sizes.extra, "pass": passes}
-    if model.templates.enabled:
-        axes["tmpl"] = sizes.templates
-    if model.multimer is not None:
-        axes["row"] = sizes.sequences + sizes.extra + UNUSED_ROWS
+    axes = example_axes(model, sizes, passes)
+    if "row" in axes:
+        axes["row"] += UNUSED_ROWS
     draw = torch.Generator().manual_seed(0)
     batch: Batch = {}
     for name, feature in FEATURES.items():
@@ -87,6 +84,13 @@ def random_example(model: ModelConfig, sizes: ExampleSizes, device: torch.device
         batch["centre_rows"], batch["extra_rows"] = rows[:, : sizes.sequences], rows[:, sizes.sequences :]
     batch |= structure_labels(batch["aatype"], batch["all_atom_positions"], batch["all_atom_mask"])
     return {name: x.to(device) for name, x in batch.items()}
+
+
+def example_axes(model: ModelConfig, sizes: ExampleSizes, passes: int) -> dict[str, int]:
+    """Return the sizes of the named axes of `FEATURES` in an example."""
+    axes = {"res": sizes.residues, "seq": sizes.sequences, "extra": sizes.extra, "pass": passes}
+    axes |= {"tmpl": sizes.templates} if model.templates.enabled else {}
+    return axes | ({"row": sizes.sequences + sizes.extra} if model.multimer is not None else {})
 
 
 def left_out(model: ModelConfig) -> set[str]:
@@ -257,15 +261,15 @@ class TrainingStep:
     already on the device. `bind` changes the plan of the step.
     """
 
-    def __init__(self, given: ModelBench, device: torch.device | str) -> None:
-        self.recycles, self.device = given.recycles, torch.device(device)
+    def __init__(self, bench: ModelBench, device: torch.device | str) -> None:
+        self.recycles, self.device = bench.recycles, torch.device(device)
         torch.manual_seed(0)
-        self.model = Execution(given.plan).bind(AlphaFold(given.model).to(device).train())
+        self.model = Execution(bench.plan).bind(AlphaFold(bench.model).to(device).train())
         self.model.noise.seed(0)
-        optim, precision = replace(given.optim, accumulate=1), given.plan.precision
+        optim, precision = replace(bench.optim, accumulate=1), bench.plan.precision
         optimizer = Optimizer(self.model, optim, dtype=DTYPES[precision], scaling=precision == "fp16")
-        self.learner = Learner(self.model, optimizer, given.loss, 0, Team())
-        self.batch = random_example(given.model, given.sizes, device, (given.recycles + 1) * given.model.ensemble)
+        self.learner = Learner(self.model, optimizer, bench.loss, 0, Team())
+        self.batch = random_example(bench.model, bench.sizes, device, (bench.recycles + 1) * bench.model.ensemble)
         self.executions: dict[Plan, Execution] = {}
         self.step = 0
 
@@ -327,7 +331,7 @@ class Job:
         return trained_parts(self.model, self.finetune).why_not_cached() is None
 
     @property
-    def finetune_of_few(self) -> FinetuneConfig:
+    def few_block_finetune(self) -> FinetuneConfig:
         """Trained parts of a model of few blocks, which represent the blocks in the backward pass."""
         if not self.finetune.freezes:
             return self.finetune
@@ -356,7 +360,7 @@ def run_example(
     job: Job,
     examples: int = 1,
     mesh: Mesh | None = None,
-    enter: Callable[[str], None] = lambda phase: None,
+    enter: Callable[[RunPhase], None] = lambda phase: None,
     reads_trunk: bool = False,
 ) -> None:
     """Run the forward pass of a job on an example, and the backward pass if it has one.
@@ -384,7 +388,7 @@ def run_example(
 
 
 def predict_example(
-    model: AlphaFold, batch: Batch, recycles: int, enter: Callable[[str], None] = lambda phase: None
+    model: AlphaFold, batch: Batch, recycles: int, enter: Callable[[RunPhase], None] = lambda phase: None
 ) -> LastPass:
     """Fold an example and compute its confidences, as a prediction does."""
     folded = model.fold(batch, recycles)
@@ -403,7 +407,7 @@ def train_on_example(
     recycles: int,
     loss: LossConfig,
     examples: int = 1,
-    enter: Callable[[str], None] = lambda phase: None,
+    enter: Callable[[RunPhase], None] = lambda phase: None,
     reads_trunk: bool = False,
 ) -> None:
     """Run the passes, the losses of each example and the backward pass, as training does.

@@ -147,7 +147,7 @@ def launches_of(job: Job, plan: Plan) -> list[KernelLaunch]:
         model.noise.seed(0)
         batch = features_of(job, job.recycles + 1)
         if job.loss is not None and job.optim is not None:
-            freeze(model, job.finetune_of_few)
+            freeze(model, job.few_block_finetune)
             scaling = plan.precision == "fp16"
             optimizer = Optimizer(model, step_share(job, plan, 1), mesh, plan.sync, 1, dtype, scaling, plan.batch)
             run_example(model, batch, job, plan.batch)

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,9 +23,10 @@ from warpfold.errors import UserError
 from warpfold.memory import free_memory, host_memory
 from warpfold.ops.triton.launch import table_for
 from warpfold.parallel.plan import Precision, resolve_precision
+from warpfold.progress import format_gb
 
 # Default devices per node and default link between nodes, those of a DGX H100.
-NODE, BETWEEN = 8, "ib400"
+DEFAULT_NODE_DEVICES, DEFAULT_LINK = 8, "ib400"
 # Fraction of the host's free memory that offloaded tensors may use.
 HOST_SHARE = 0.8
 
@@ -70,7 +71,7 @@ class Machine:
         """Format as "4 x H100, 80.0 GB each (data sheet)"."""
         many = f"{self.devices} x " if self.devices > 1 else ""
         suffix = " each" if self.devices > 1 else ""
-        return f"{many}{self.name or self.kind}, {in_gb(self.free)}{suffix} ({self.how})"
+        return f"{many}{self.name or self.kind}, {format_gb(self.free)}{suffix} ({self.how})"
 
 
 def this_machine(device: torch.device | str, loaded: bool = False, memory: int | None = None) -> Machine:
@@ -84,7 +85,7 @@ def this_machine(device: torch.device | str, loaded: bool = False, memory: int |
     host = int(HOST_SHARE * host_memory()) if kind == "cuda" else shutil.disk_usage(tempfile.gettempdir()).free
     memory_source = "free now" if memory is None or free <= memory else "given"
     return Machine(kind=kind, free=free if memory is None else min(free, memory), host=host, loaded=loaded,
-                   name=name(device), how=memory_source, here=True)  # fmt: skip
+                   name=device_name(device), how=memory_source, here=True)  # fmt: skip
 
 
 def planned_machine(device: str | None, memory: int | None, devices: int) -> Machine:
@@ -103,15 +104,7 @@ def planned_machine(device: str | None, memory: int | None, devices: int) -> Mac
         except (RuntimeError, AssertionError) as error:
             raise UserError(f"--device {device}: {str(error).splitlines()[0]}. Pass another device, or cpu.") from error
         free, memory_source = (present.free, present.how) if memory is None else (memory, "given")
-        return Machine(
-            kind=present.kind,
-            free=free,
-            devices=devices,
-            host=present.host,
-            name=present.name,
-            how=memory_source,
-            here=True,
-        )
+        return replace(present, free=free, devices=devices, how=memory_source)
     if device.startswith(("cuda", "mps")):
         if memory is None:
             raise UserError(f"--device {device}: this machine has none. Pass the memory of the device: --memory 24GB.")
@@ -130,39 +123,34 @@ def planned_machine(device: str | None, memory: int | None, devices: int) -> Mac
 
 
 def planned_cluster(machine: Machine, per_node: int | None = None, link: str | None = None) -> Cluster:
-    """Describe the nodes and links of planned devices, by default nodes of `NODE` devices with the link `BETWEEN`.
+    """Describe the nodes and links of planned devices, by default nodes as in a DGX H100.
 
     link: between nodes, as in `network`. Raises UserError for an unknown link.
     """
     link_within = LINKS["gloo" if machine.kind == "cpu" else "NVLink 4"]
     if sheet_of(machine.name):
         link_within = of_gpu(machine.name).link
-    node_devices = min(per_node or NODE, machine.devices)
-    link_between = network(link or BETWEEN, node_devices)
+    node_devices = min(per_node or DEFAULT_NODE_DEVICES, machine.devices)
+    link_between = network(link or DEFAULT_LINK, node_devices)
     return Cluster(
         ranks=machine.devices, per_node=node_devices, within=link_within, between=link_between, device=machine.name
     )
 
 
-def in_gb(size: float) -> str:
-    """Format bytes as "3.1 GB", or in MB below 1 GB."""
-    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.0f} MB"
-
-
 def describe(device: torch.device) -> dict[str, str]:
     """Describe the device, its driver, the versions of the software, and the launch table in use."""
-    facts = {"device": name(device)}
+    facts = {"device": device_name(device)}
     if device.type == "cuda":
         facts["driver"] = driver()
         properties = torch.cuda.get_device_properties(device)
         facts["memory"] = f"{properties.total_memory / 2**30:.0f} GiB"
         facts["capability"] = f"{properties.major}.{properties.minor}"
     elif device.type == "mps":
-        facts["memory"] = in_gb(torch.mps.recommended_max_memory())
+        facts["memory"] = format_gb(torch.mps.recommended_max_memory())
     else:
         facts["threads"] = str(torch.get_num_threads())
     facts["torch"] = torch.__version__
-    facts["triton"] = version("triton")
+    facts["triton"] = package_version("triton")
     facts["python"] = platform.python_version()
     if device.type == "cuda":
         table, reason = table_for(device)
@@ -170,7 +158,7 @@ def describe(device: torch.device) -> dict[str, str]:
     return facts
 
 
-def name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     """Return the name of a GPU, such as "NVIDIA H200", or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -198,7 +186,7 @@ def driver() -> str:
     return result.stdout.split()[0] if result.stdout.split() else "not known"
 
 
-def version(package: str) -> str:
+def package_version(package: str) -> str:
     """Import a package and return its version, or "not installed"."""
     if importlib.util.find_spec(package) is None:
         return "not installed"

@@ -13,8 +13,8 @@ from itertools import accumulate, pairwise
 import torch
 
 from warpfold import settings
+from warpfold.batch import LABELS
 from warpfold.cost.example import (
-    TRUTH,
     ExampleSizes,
     Job,
     random_example,
@@ -23,7 +23,7 @@ from warpfold.cost.example import (
 )
 from warpfold.cost.record import (
     Device,
-    Run,
+    ExampleRecord,
     exchange_plan,
     features_of,
     record_example,
@@ -117,7 +117,7 @@ def _estimate_memory(job: Job, plan: Plan, device: Device) -> MemoryEstimate:
     )
 
 
-def _timeline(run: Run, always: dict[str, int]) -> tuple[dict[str, int], list[tuple[str, dict[str, int]]]]:
+def _timeline(run: ExampleRecord, always: dict[str, int]) -> tuple[dict[str, int], list[tuple[str, dict[str, int]]]]:
     """Sum the bytes by owner, at the peak and at the worst moment of each span of the course."""
     last = run.moments + 1
     changes: dict[str, list[int]] = defaultdict(lambda: [0] * (last + 1))
@@ -163,7 +163,7 @@ def work(job: Job, plan: Plan, device: torch.device | str = "cpu") -> None:
     ensemble = job.model.ensemble
     batch = random_example(job.model, job.sizes, device, (job.recycles + 1) * ensemble)
     if not job.learns:
-        batch = {name: x for name, x in batch.items() if name not in TRUTH}
+        batch = {name: x for name, x in batch.items() if name not in LABELS}
     torch.manual_seed(0)
     model = AlphaFold(job.model).to(device).train(job.learns)
     Execution(plan).bind(model)

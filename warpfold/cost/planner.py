@@ -18,7 +18,7 @@ import torch
 
 from warpfold.cost.example import Job
 from warpfold.cost.links import Cluster, one_node
-from warpfold.cost.machine import Machine, in_gb
+from warpfold.cost.machine import Machine
 from warpfold.cost.memory import MemoryEstimate, estimate_memory, with_margin
 from warpfold.cost.rates import NoRateError, Rates
 from warpfold.cost.replay import StepTime, data_ranks_on_node, ranks_of, step_time, waiting_for
@@ -29,7 +29,7 @@ from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.execution import TILE
 from warpfold.parallel.plan import CACHED, DTYPES, Plan, Recompute
-from warpfold.progress import Progress, as_time, no_progress
+from warpfold.progress import Progress, format_gb, no_progress
 
 # Numbers of slices of z that are tried.
 SLICE_COUNTS = (4, 32, 256)
@@ -59,6 +59,8 @@ CHOSEN_IN_TRAINING = (
 )
 # `Plan.sizes` where graphs replay passes: about 24 shapes of a monomer's examples.
 SIZES = 2
+# Keys of the best training plan that are varied one after another, in the order of their trials.
+VARIED_KEYS = ("batch", "triangle", "strategy", "shard_state", "bucket")
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Choice:
 
     chosen: its memory is that of the job or of a slightly larger one. Its time is None if no rates are known or if no
     other plan could be better.
-    alone: seconds of one example on a single device without slices or recomputation.
+    single_seconds: of one example on a single device without slices or recomputation.
     computed: seconds of a step without cached trunk outputs, if the job caches them.
     skipped: plans that were not considered, with a lower bound of their seconds.
     """
@@ -87,7 +89,7 @@ class Choice:
     cluster: Cluster
     chosen: Candidate
     considered: tuple[Candidate, ...] = field(repr=False)
-    alone: float | None = None
+    single_seconds: float | None = None
     computed: float | None = None
     skipped: tuple[tuple[Plan, float], ...] = ()
 
@@ -112,9 +114,9 @@ class Choice:
 
     def efficiency(self, candidate: Candidate) -> float | None:
         """Compute the throughput relative to the same devices working on separate examples, each alone."""
-        if self.alone is None or candidate.time is None:
+        if self.single_seconds is None or candidate.time is None:
             return None
-        return examples_of(self.job) * self.alone / (self.machine.devices * candidate.time.total)
+        return examples_of(self.job) * self.single_seconds / (self.machine.devices * candidate.time.total)
 
     def hours_per_million(self, candidate: Candidate) -> float | None:
         """Compute the device-hours of a million examples."""
@@ -142,7 +144,7 @@ def choose(
     sync: Mapping[str, Any] | None = None,
     cluster: Cluster | None = None,
     rates: Rates | None = None,
-    every: bool = False,
+    estimate_all: bool = False,
     examples: int = 1,
     tell: Progress = no_progress,
 ) -> Choice:
@@ -151,16 +153,16 @@ def choose(
     More devices never take longer, because training leaves devices idle if dividing its work further gains nothing.
     fixed: fixed keys of the plan. sync: fixed keys of `plan.sync`. cluster: connections of the devices; None means a
     single node. rates: speed of the devices; None means the machine's.
-    every: estimate all ways to run an example for the exact sizes, instead of only until one fits. Otherwise, a job
-    that fits by an upper bound gets the first plan without an estimate.
+    estimate_all: estimate all ways to run an example for the exact sizes, instead of only until one fits. Otherwise, a
+    job that fits by an upper bound gets the first plan without an estimate.
     examples: number of examples to fold. Devices that do not share an example fold different ones.
     Raises UserError if no plan fits, with suggestions, and ValueError for keys that exclude each other or for devices
     that no plan can use.
     """
-    cluster, fixed = cluster or one_node(machine.devices), limited(job, fixed or {})
-    search = _Search(job, machine, cluster, fixed, sync or {}, rates, every, examples, tell)
+    cluster, fixed = cluster or one_node(machine.devices), with_implied_keys(job, fixed or {})
+    search = _Search(job, machine, cluster, fixed, sync or {}, rates, estimate_all, examples, tell)
     plans = search.plans
-    if not every and (bound := _trivial_fit(job, plans, machine, examples)) is not None:
+    if not estimate_all and (bound := _trivial_fit(job, plans, machine, examples)) is not None:
         return Choice(job, machine, cluster, Candidate(plans[0], bound), tuple(map(Candidate, plans)))
     bounds = [(plan, lower_bound(job, plan)) for plan in plans]
     if all(why_not_fit(bound, machine) for _, bound in bounds):
@@ -174,7 +176,7 @@ def choose(
     chosen = search.simplest(fitting)
     considered = list(search.considered)
     if not (job.learns and machine.devices > 1):
-        # Plans of the chosen grid that need less memory, for `tighter`.
+        # Plans of the chosen grid that need less memory, for `next_smaller_plan`.
         estimated = {candidate.plan for candidate in considered}
         grid = grid_of(chosen.plan)
         considered += [Candidate(plan) for plan in plans if plan not in estimated and grid_of(plan) == grid]
@@ -182,18 +184,20 @@ def choose(
     if job.keeps_trunk(chosen.plan):
         time = search.timed(chosen.plan, replace(job, finetune=replace(job.finetune, trunk="computed")), cluster)
         computed = None if time is None else time.total
-    return Choice(job, machine, cluster, chosen, tuple(considered), search.alone, computed, tuple(search.skipped))
+    return Choice(
+        job, machine, cluster, chosen, tuple(considered), search.single_seconds, computed, tuple(search.skipped)
+    )
 
 
-def limited(job: Job, fixed: Mapping[str, Any]) -> dict[str, Any]:
+def with_implied_keys(job: Job, fixed: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fixed keys of a plan, with defaults that the trained parts of the model imply."""
     if not (job.learns and job.finetune.freezes):
         return dict(fixed)
-    alone = {"axial": 1, "batch": 1} if job.keeps_trunk(Plan()) else {}
-    return {"branch": 1, **alone, **fixed}
+    cached_trunk_keys = {"axial": 1, "batch": 1} if job.keeps_trunk(Plan()) else {}
+    return {"branch": 1, **cached_trunk_keys, **fixed}
 
 
-def tighter(choice: Choice) -> Choice | None:
+def next_smaller_plan(choice: Choice) -> Choice | None:
     """Return the next plan in `considered` that needs less memory, after a run has run out of it; None if none does."""
     plans = [candidate.plan for candidate in choice.considered]
     now = estimate(choice.job, choice.plan, choice.machine)
@@ -218,7 +222,7 @@ def candidates(
     pad examples to few shapes.
     Raises ValueError for keys that exclude each other, or devices that no plan can use.
     """
-    fixed, sync = limited(job, fixed), sync or {}
+    fixed, sync = with_implied_keys(job, fixed), sync or {}
     plans: dict[Plan, None] = {}
     for data, axial, branch in grids(job, cluster or one_node(machine.devices), fixed):
         for way in _training_ways(data, fixed, sync) if job.training else _prediction_ways(job, machine):
@@ -319,32 +323,33 @@ def _training_ways(data: int, fixed: Mapping[str, Any], sync: Mapping[str, Any])
 
 
 def variants(
-    job: Job, plan: Plan, cluster: Cluster, fixed: Mapping[str, Any], sync: Mapping[str, Any]
-) -> Iterator[list[Plan]]:
-    """Yield groups of training plans that differ from a plan in one key.
+    key: str, job: Job, plan: Plan, cluster: Cluster, fixed: Mapping[str, Any], sync: Mapping[str, Any]
+) -> list[Plan]:
+    """List the training plans that differ from a plan in one of `VARIED_KEYS`; none if the key is fixed or has no use.
 
     The keys are the examples that run together, the sharding of triangle products, and the communication of gradients.
     """
     optim = job.optim
     assert optim is not None
-    if "batch" not in fixed and optim.clip == "step" and job.model.multimer is None and plan.axial * plan.branch == 1:
-        yield [
-            replace(plan, batch=b) for b in BATCH_SIZES if b != plan.batch and optim.accumulate % (plan.data * b) == 0
-        ]
-    if "triangle" not in fixed and plan.axial > 1:
+    if key in fixed or key in sync:
+        return []
+    if key == "batch" and optim.clip == "step" and job.model.multimer is None and plan.axial * plan.branch == 1:
+        sizes = [size for size in BATCH_SIZES if size != plan.batch and optim.accumulate % (plan.data * size) == 0]
+        return [replace(plan, batch=size) for size in sizes]
+    if key == "triangle" and plan.axial > 1:
         itemsize, model = DTYPES[plan.precision].itemsize, job.model
         channels = model.evoformer.pair.c_triangle
         cut = replace(plan, triangle="auto").by_channels(job.sizes.residues, plan.axial, channels, model.c_z, itemsize)
-        yield [replace(plan, triangle="gather" if cut else "channels")]
+        return [replace(plan, triangle="gather" if cut else "channels")]
+    syncs: list[SyncConfig] = []
     compressed = optim.compression.method != "none"
-    if "strategy" not in sync and data_ranks_on_node(plan, cluster) is not None and not compressed:
-        yield [replace(plan, sync=replace(plan.sync, strategy="hierarchical"))]
-    if "shard_state" not in sync and plan.data > 1 and not compressed:
-        yield [replace(plan, sync=replace(plan.sync, shard_state=not plan.sync.shard_state))]
-    if "bucket" not in sync and ranks_of(plan) > 1:
-        yield [
-            replace(plan, sync=replace(plan.sync, bucket=b)) for b in BUCKET_SIZES if b * 2**18 < parameters(job.model)
-        ]
+    if key == "strategy" and data_ranks_on_node(plan, cluster) is not None and not compressed:
+        syncs = [replace(plan.sync, strategy="hierarchical")]
+    elif key == "shard_state" and plan.data > 1 and not compressed:
+        syncs = [replace(plan.sync, shard_state=not plan.sync.shard_state)]
+    elif key == "bucket" and ranks_of(plan) > 1:
+        syncs = [replace(plan.sync, bucket=size) for size in BUCKET_SIZES if size * 2**18 < parameters(job.model)]
+    return [replace(plan, sync=changed) for changed in syncs]
 
 
 def simplicity(plan: Plan) -> tuple[int, int, int]:
@@ -366,13 +371,13 @@ class _Search:
 
     def __init__(
         self, job: Job, machine: Machine, cluster: Cluster, fixed: Mapping[str, Any], sync: Mapping[str, Any],
-        rates: Rates | None, every: bool, examples: int, tell: Progress,
+        rates: Rates | None, estimate_all: bool, examples: int, tell: Progress,
     ) -> None:  # fmt: skip
         self.job, self.machine, self.cluster, self.fixed, self.sync = job, machine, cluster, fixed, sync
-        self.every, self.examples, self.tell = every, examples, tell
+        self.estimate_all, self.examples, self.tell = estimate_all, examples, tell
         self.plans = candidates(job, machine, fixed, sync, cluster)
         self.considered: list[Candidate] = []
-        self.alone: float | None = None
+        self.single_seconds: float | None = None
         self.skipped: list[tuple[Plan, float]] = []
         # Seconds in which the host launches an example's kernels; 0 if graphs launch them for ranks that share one.
         self._launching = 0.0
@@ -391,14 +396,14 @@ class _Search:
         # gradient is not recorded.
         needs_rates = not (evident and self.machine.here and self.machine.devices > 1)
         if self._rates is None and len(self.plans) > 1 and self.job.gradient is None and needs_rates:
-            self._rates = self.machine.rates(DTYPES[first.precision], lambda what: self._say(what))
+            self._rates = self.machine.rates(DTYPES[first.precision], self._say)
         if self._rates is not None:
             by_itself = replace(self.job, optim=self.job.optim and replace(self.job.optim, accumulate=first.batch))
-            time = self.timed(alone(first), by_itself, None)
-            self.alone = None if time is None else time.total / first.batch
+            time = self.timed(single_device_plan(first), by_itself, None)
+            self.single_seconds = None if time is None else time.total / first.batch
             shares = next((plan for plan in self.plans if plan.axial > 1), None)
             if shares is not None and shares.why_no_graphs(self.machine.kind) is not None:
-                time = self.timed(replace(alone(first), graph=False), by_itself, None)
+                time = self.timed(replace(single_device_plan(first), graph=False), by_itself, None)
                 self._launching = 0.0 if time is None else time.launching / first.batch
         if evident is not None:
             self._add(evident)
@@ -442,7 +447,7 @@ class _Search:
         launches as many kernels as a single device.
         """
         data, axial, branch = grid
-        if self.alone is None:
+        if self.single_seconds is None:
             return 0.0
         points = [(1, 1.0), *sorted(self._efficiencies.get(branch, []))]
         below = max(point for point in points if point[0] <= axial)
@@ -450,7 +455,7 @@ class _Search:
         weight = (axial - below[0]) / max(1, above[0] - below[0])
         efficiency = below[1] + weight * (above[1] - below[1])
         launching = self._launching if axial > 1 else 0.0
-        return self._rounds(data) * max(self.alone / (axial * branch * efficiency), launching)
+        return self._rounds(data) * max(self.single_seconds / (axial * branch * efficiency), launching)
 
     def _within_reach(self, grid: tuple[int, int, int]) -> bool:
         """Return whether `axial` is at most twice the largest value so far, if the last increase was faster."""
@@ -487,7 +492,7 @@ class _Search:
         """Estimate the plans of a grid, from the least computation on, until one fits and no other can be faster."""
         for plan in plans:
             fits = [other for other in self.considered if not other.reason and grid_of(other.plan) == grid_of(plan)]
-            if fits and not self.every and not self._may_be_faster(plan, fits):
+            if fits and not self.estimate_all and not self._may_be_faster(plan, fits):
                 continue
             memory = self._memory(plan)
             candidate = Candidate(plan, memory, None, why_not_fit(memory, self.machine))
@@ -497,7 +502,7 @@ class _Search:
                 if kept_blocks:
                     more = replace(plan, keep_blocks=kept_blocks)
                     self._add(Candidate(more, self._memory(more)))
-                    if not self.every:
+                    if not self.estimate_all:
                         continue
             self._add(candidate)
 
@@ -516,12 +521,12 @@ class _Search:
 
     def _add(self, candidate: Candidate) -> None:
         """Add a candidate, with its time if it fits or if all times are requested."""
-        if not candidate.reason or self.every:
+        if not candidate.reason or self.estimate_all:
             candidate = replace(candidate, time=self.timed(candidate.plan, self.job, self.cluster))
         plan = candidate.plan
-        if candidate.time is not None and self.alone and plan.recompute is None and plan.chunk is None:
+        if candidate.time is not None and self.single_seconds and plan.recompute is None and plan.chunk is None:
             round_seconds = candidate.time.total / (self._rounds(plan.data) if self.job.training else 1)
-            efficiency = self.alone / (round_seconds * plan.axial * plan.branch)
+            efficiency = self.single_seconds / (round_seconds * plan.axial * plan.branch)
             self._efficiencies.setdefault(plan.branch, []).append((plan.axial, min(1.0, efficiency)))
         self.considered.append(candidate)
 
@@ -538,15 +543,14 @@ class _Search:
 
     def _memory(self, plan: Plan) -> MemoryEstimate:
         self._say(f"estimating memory: {describe_plan(plan, self.job.training)}")
-        return estimate(self.job, _memory_equivalent_plan(self.job, plan), self.machine, rounded=not self.every)
+        return estimate(self.job, _memory_equivalent_plan(self.job, plan), self.machine, rounded=not self.estimate_all)
 
     def _vary(self) -> None:
         """Change one key of the best plan after another, and continue with plans that are faster and fit."""
         best = self.simplest(self.fitting())
         done: set[Plan] = set()
-        for number in range(5):
-            groups = list(variants(self.job, best.plan, self.cluster, self.fixed, self.sync))
-            for plan in groups[number] if number < len(groups) else ():
+        for key in VARIED_KEYS:
+            for plan in variants(key, self.job, best.plan, self.cluster, self.fixed, self.sync):
                 saves, total = could_save(best, plan), self._total(best)
                 if plan in done or TIE_TOLERANCE * (total - saves) >= total:
                     continue
@@ -604,7 +608,7 @@ def grid_of(plan: Plan) -> tuple[int, int, int]:
     return plan.data, plan.axial, plan.branch
 
 
-def alone(plan: Plan) -> Plan:
+def single_device_plan(plan: Plan) -> Plan:
     """Return the reference for efficiencies: the plan on a single device without slices or recomputation."""
     sync = replace(plan.sync, strategy="plain", shard_state=False)
     return replace(plan, data=1, axial=1, branch=1, chunk=None, in_place=False, recompute=None, keep_blocks=0,
@@ -681,30 +685,25 @@ def needed_bytes(memory: MemoryEstimate, machine: Machine) -> int:
     return with_margin(memory.peak, machine.kind) - (memory.weights if machine.loaded else 0)
 
 
-def memory_of_free(memory: MemoryEstimate, machine: Machine) -> str:
-    """Format the needed and the free memory: "3.1 of 18.0 GB"."""
-    needed, unit = needed_bytes(memory, machine), in_gb(machine.free)
-    return f"{needed / 1e9:.1f} of {unit}" if needed >= 5e7 and machine.free >= 1e8 else f"{in_gb(needed)} of {unit}"
-
-
 def why_not_fit(memory: MemoryEstimate, machine: Machine) -> str:
     """Explain which memory a plan lacks on this machine; "" if it fits."""
     needed, needs = needed_bytes(memory, machine), "needs at least" if memory.at_least else "needs"
     if needed > machine.free:
-        return f"{needs} {in_gb(needed)}, {in_gb(machine.free)} are free"
+        return f"{needs} {format_gb(needed)}, {format_gb(machine.free)} are free"
     if machine.host is not None and memory.host > machine.host:
         memory_kind = "on disk for temporary files" if machine.kind == "cpu" else "of host memory"
-        return f"{needs} {in_gb(memory.host)} {memory_kind}, {in_gb(machine.host)} are free"
+        return f"{needs} {format_gb(memory.host)} {memory_kind}, {format_gb(machine.host)} are free"
     return ""
 
 
 def _trivial_fit(job: Job, plans: Sequence[Plan], machine: Machine, examples: int) -> MemoryEstimate | None:
     """Return an upper bound of the first plan's memory if the plan fits by the bound and is certainly best, else None.
 
-    Unless fixed keys say otherwise, the first plan uses no slices and shares no example.
+    Unless fixed keys say otherwise, the first plan uses no slices and shares no example. `is_evident` covers trainings
+    that do not fit by the bound: it needs an estimate, but also accepts several devices.
     """
     first = plans[0]
-    if job.training and (machine.devices > 1 or first.batch > 1):
+    if first.offload or (job.training and (machine.devices > 1 or first.batch > 1)):
         return None
     # On a CPU, slices can be faster, but not if the largest temporaries of the full computation fit in the cache.
     cached = in_caches(job)
@@ -716,7 +715,7 @@ def _trivial_fit(job: Job, plans: Sequence[Plan], machine: Machine, examples: in
     if not (job.training or examples >= machine.devices or same_axial or cached):
         return None
     bound = upper_bound(job, first)
-    return bound if needed_bytes(bound, machine) <= machine.free and not first.offload else None
+    return bound if needed_bytes(bound, machine) <= machine.free else None
 
 
 def lower_bound(job: Job, plan: Plan) -> MemoryEstimate:
@@ -794,11 +793,11 @@ def _suggestions(job: Job, machine: Machine, tightest: Plan, tell: Progress) -> 
         if not why_not_fit(estimate(job, replace(tightest, precision="bf16"), machine), machine):
             slow = slow_precision("bf16", machine.kind)
             yield f"bf16 (plan.precision){', though many times slower on this CPU' if slow else ''}"
-    if most := longest(job, machine, tightest, tell):
+    if most := max_residues(job, machine, tightest, tell):
         yield f"at most {most:,} residues"
 
 
-def longest(job: Job, machine: Machine, plan: Plan, tell: Progress = no_progress) -> int:
+def max_residues(job: Job, machine: Machine, plan: Plan, tell: Progress = no_progress) -> int:
     """Find the largest number of residues that fits with a plan, to about 3 %. Chunks grow in proportion.
 
     The memory apart from the weights is modelled as a n + b n^2, so a few estimates suffice. Returns 0 if nothing fits.
@@ -877,26 +876,3 @@ def describe_grid(plan: Plan) -> str:
     """Format the grid of a plan: "data 4 x axial 2"."""
     sizes = {"data": plan.data, "axial": plan.axial, "branch": plan.branch}
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
-
-
-def in_words(seconds: float) -> str:
-    """Format an estimated time: "about 0.43 s", "about 4 min", "about 2.1 h"."""
-    return f"about {f'{seconds:.2g} s' if seconds < 10 else as_time(seconds)}"
-
-
-def sent(size: float) -> str:
-    """Format a number of sent bytes: "12.6 GB", "0.8 MB"."""
-    return f"{size / 1e6:.1f} MB" if 0 < size < 1e7 else in_gb(size)
-
-
-def joined(cluster: Cluster) -> str:
-    """Describe the nodes and links of a cluster: "4 nodes of 8, 360 GB/s within and 40 GB/s between (given)"."""
-    inner, outer = (_rate(link.bandwidth) for link in (cluster.within, cluster.between))
-    if cluster.nodes == 1:
-        return f"one node, {inner} ({cluster.how})"
-    last = f", the last of {last_ranks}" if (last_ranks := cluster.ranks % cluster.per_node) else ""
-    return f"{cluster.nodes} nodes of {cluster.per_node}{last}, {inner} within and {outer} between ({cluster.how})"
-
-
-def _rate(bandwidth: float) -> str:
-    return f"{bandwidth / 1e9:.3g} GB/s" if bandwidth >= 1e9 else f"{bandwidth / 1e6:.3g} MB/s"

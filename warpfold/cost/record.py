@@ -13,14 +13,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
-from typing import Literal
+from operator import itemgetter
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from warpfold.batch import Batch
+from warpfold.batch import LABELS, Batch
 from warpfold.check.op_profile import Cost
-from warpfold.cost.example import MODEL, TRUTH, Job, left_out, run_example
+from warpfold.cost.example import MODEL, Job, RunPhase, example_axes, left_out, run_example
 from warpfold.cost.fake import fake_batch, fake_mesh
 from warpfold.cost.rates import TORCH
 from warpfold.cost.recorder import META, Await, Begin, Entry, MemoryPiece, Operation, Recorder
@@ -52,12 +53,13 @@ EXTRA, MAIN = STACKS
 
 
 @dataclass(frozen=True)
-class Run:
+class ExampleRecord:
     """The record of one rank that runs an example.
 
     early: entries of a pass without gradients. last: entries of the last pass; in training, with the losses and the
-    backward pass. pieces: allocated memory, without weights and features. moments: number of allocations and releases.
-    stands_for: number of equal blocks that a block represents.
+    backward pass. pieces: allocated memory, without weights and features. course: as in `Recorder`. moments: number of
+    allocations and releases. host_peak: bytes in host memory. watch: the owners of the pieces, and the moments at which
+    blocks began. stands_for: number of equal blocks that a block represents.
     """
 
     early: tuple[Entry, ...]
@@ -70,7 +72,7 @@ class Run:
     stands_for: dict[tuple[str, int], int]
 
 
-def record_example(job: Job, plan: Plan, device: Device, branch: int = 0, reads_trunk: bool = False) -> Run:
+def record_example(job: Job, plan: Plan, device: Device, branch: int = 0, reads_trunk: bool = False) -> ExampleRecord:
     """Record one example of a job, or one batch.
 
     branch: 0 computes m, 1 computes z. reads_trunk: the trunk's outputs are read from a cache.
@@ -87,7 +89,7 @@ def record_example(job: Job, plan: Plan, device: Device, branch: int = 0, reads_
 
 
 @lru_cache(maxsize=16)
-def _record_example(job: Job, plan: Plan, device: Device, branch: int, reads_trunk: bool) -> Run:
+def _record_example(job: Job, plan: Plan, device: Device, branch: int, reads_trunk: bool) -> ExampleRecord:
     config, few, stands_for = _few_blocks(job, plan)
     recorder = Recorder(unit=UNIT[device], host_apart=device == "cuda")
     early: list[Entry] = []
@@ -96,7 +98,7 @@ def _record_example(job: Job, plan: Plan, device: Device, branch: int, reads_tru
         model = make_model(config, few.precision).train(job.learns)
         Execution(few, mesh).bind(model)
         if job.learns:
-            freeze(model, job.finetune_of_few)
+            freeze(model, job.few_block_finetune)
         elif job.training:
             model.requires_grad_(False)
         packed = PackedWeights(model, DTYPES[few.precision], trained=job.learns)
@@ -105,7 +107,7 @@ def _record_example(job: Job, plan: Plan, device: Device, branch: int, reads_tru
         rows, s, n = math.ceil(job.sizes.residues / few.axial), job.sizes.sequences, job.sizes.residues
         watch = Watch(model, StateSizes(config.c_m, config.c_z, s * rows * config.c_m, n * rows * config.c_z), recorder)
 
-        def enter(phase: str) -> None:
+        def enter(phase: RunPhase) -> None:
             """Begin a phase, and close the entries of the passes without gradients."""
             watch.enter_phase(phase)
             if phase == MODEL:
@@ -121,7 +123,7 @@ def _record_example(job: Job, plan: Plan, device: Device, branch: int, reads_tru
             run_example(model, batch, job, few.batch, mesh, enter, reads_trunk)
         last = recorder.taken()
         del packed
-    return Run(
+    return ExampleRecord(
         early=tuple(_scaled_to_all_blocks([] if reads_trunk else early, job, plan, config, few)),
         last=tuple(_scaled_to_all_blocks(last, job, plan, config, few)),
         pieces=recorder.pieces,
@@ -145,18 +147,18 @@ def _few_blocks(job: Job, plan: Plan) -> tuple[ModelConfig, Plan, dict[tuple[str
         return replace(config, evoformer=blocks, extra_blocks=min(extra, FOLDED_BLOCKS)), plan, {}
     main = min(main, max(1, job.backward_blocks))
     kept_blocks = min(plan.keep_blocks, main)
-    recomputed_blocks, whole = min(main - kept_blocks, BLOCKS), min(kept_blocks, BLOCKS)
+    recomputed_run, kept_run = min(main - kept_blocks, BLOCKS), min(kept_blocks, BLOCKS)
     stands_for = {}
-    for stack, first, run, all_blocks in (
+    for stack, first, run_blocks, all_blocks in (
         (EXTRA, 0, min(extra, BLOCKS), extra),
-        (MAIN, 0, recomputed_blocks, main - kept_blocks),
-        (MAIN, recomputed_blocks, whole, kept_blocks),
+        (MAIN, 0, recomputed_run, main - kept_blocks),
+        (MAIN, recomputed_run, kept_run, kept_blocks),
     ):
-        if all_blocks > run:
+        if all_blocks > run_blocks:
             stands_for[stack, first + 1] = all_blocks - BLOCKS + 1
-    blocks = replace(config.evoformer, blocks=recomputed_blocks + whole)
+    blocks = replace(config.evoformer, blocks=recomputed_run + kept_run)
     few = replace(config, evoformer=blocks, extra_blocks=min(extra, BLOCKS))
-    return few, replace(plan, keep_blocks=whole if plan.recompute else 0), stands_for
+    return few, replace(plan, keep_blocks=kept_run if plan.recompute else 0), stands_for
 
 
 def _scaled_to_all_blocks(
@@ -184,11 +186,8 @@ def make_model(config: ModelConfig, precision: str) -> AlphaFold:
 
 def features_of(job: Job, passes: int) -> Batch:
     """Create the features of a job's example as meta tensors."""
-    sizes = job.sizes
-    axes = {"res": sizes.residues, "seq": sizes.sequences, "extra": sizes.extra, "pass": passes}
-    axes |= {"tmpl": sizes.templates} if job.model.templates.enabled else {}
-    axes |= {"row": sizes.sequences + sizes.extra} if job.model.multimer is not None else {}
-    absent = left_out(job.model) | (set() if job.learns else set(TRUTH))
+    axes = example_axes(job.model, job.sizes, passes)
+    absent = left_out(job.model) | (set() if job.learns else set(LABELS))
     return {name: x for name, x in fake_batch(**axes).items() if name not in absent}
 
 
@@ -206,15 +205,22 @@ def on_device(device: Device, recorder: Recorder) -> Iterator[None]:
 # The optimizer and the exchange of gradients
 
 
-@dataclass(frozen=True)
-class GradientExchange:
-    """The exchange of an example's gradients and the entries that follow the backward pass.
+class SentGradient(NamedTuple):
+    """A collective that begins during the backward pass.
 
-    backward: collectives that begin during the backward pass. Each has the stack whose gradients it needs, and the
-    fraction of the stack's gradients that exist when it begins.
+    stack: whose gradients it needs. share: fraction of the stack's gradients that exist when it begins.
     """
 
-    backward: list[tuple[str, float, Begin]]
+    stack: str
+    share: float
+    begin: Begin
+
+
+@dataclass(frozen=True)
+class GradientExchange:
+    """The exchange of an example's gradients in the backward pass, and the entries that follow it."""
+
+    backward: list[SentGradient]
     collect: list[Entry]
     update: list[Entry]
 
@@ -283,17 +289,17 @@ def record_optimizer(
             module = make_model(model, plan.precision) if is_whole else _Buckets(layout, dtype_of_weights)
             # The model's own parameters, which exist until they are packed, are not padded like the buckets.
             sizes = [x.numel() * dtype_of_weights.itemsize for x in parameters.values()]
-            less = 0 if is_whole else recorder.now - sum(-(-x // recorder.unit) * recorder.unit for x in sizes)
+            padding_bytes = 0 if is_whole else recorder.now - sum(-(-x // recorder.unit) * recorder.unit for x in sizes)
             if optim is None:
                 packed = PackedWeights(module.eval(), dtype)
-                return OptimizerRun(recorder.now if packed.layout else 0, recorder.peak - less, recorder.now)
+                return OptimizerRun(recorder.now if packed.layout else 0, recorder.peak - padding_bytes, recorder.now)
             adapted = freeze(module, finetune).adapted if isinstance(module, AlphaFold) else ()
             sync = replace(plan.sync, strategy="plain") if plan.sync.strategy == "auto" else plan.sync
             scaling, graphs = plan.precision == "fp16", plan.graph is True
             optimizer = Optimizer(module, optim, mesh, sync, per_node, dtype, scaling, plan.batch, graphs)
         # Adapters compute dense weights, which exist until the backward pass.
         dense = [module.get_submodule(name)._parameters["weight"] for name in adapted]
-        held_bytes, loading = recorder.now, max(recorder.now, recorder.restart() - less)
+        held_bytes, loading = recorder.now, max(recorder.now, recorder.restart() - padding_bytes)
         # Each parameter's stack, and the fraction of the stack's gradients that exist when its own does.
         arrivals = dict[str, tuple[str, float]]()
         for stack, group in groupby(reversed(list(optimizer.packed.parameters if is_whole else parameters)), part_of):
@@ -333,17 +339,16 @@ class _Buckets(nn.Module):
 
 def _backward(
     recorder: Recorder, optimizer: Optimizer, arrivals: Mapping[str, tuple[str, float]]
-) -> list[tuple[str, float, Begin]]:
+) -> list[SentGradient]:
     """Give each parameter its gradient in reverse order; returns the collectives that begin meanwhile."""
-    named, begun = optimizer.packed.parameters, list[tuple[str, float, Begin]]()
+    named, begun = optimizer.packed.parameters, list[SentGradient]()
     recorder.phase = "backward"
-    if optimizer.reducer._thread is not None:
-        # The recorder runs the thread's calls at once.
-        optimizer.reducer._thread = recorder  # type: ignore[assignment]
+    # The recorder runs calls at once.
+    optimizer.reducer.use_executor(recorder)
 
     def arrived(name: str) -> None:
         part, share = arrivals[name]
-        begun.extend((part, share, replace(x, part=part)) for x in recorder.taken() if isinstance(x, Begin))
+        begun.extend(SentGradient(part, share, replace(x, part=part)) for x in recorder.taken() if isinstance(x, Begin))
 
     handles = [p.register_post_accumulate_grad_hook(lambda _, name=name: arrived(name)) for name, p in named.items()]
     with recorder.listening():
@@ -423,7 +428,7 @@ def record(
         collects = [x.collect if is_shared or x.backward else _in_graph(x.collect) for x in exchanges]
         if plan.data == 1 and not is_shared:
             update = _replayed(update, job, plan, 0)
-    entries = [[*_with_gradients(last, x.backward), *collect] for x, collect in zip(exchanges, collects)]
+    entries = [[*_insert_gradient_collectives(last, x.backward), *collect] for x, collect in zip(exchanges, collects)]
     return RecordedStep(early, entries[0], entries[-1], update, batches)
 
 
@@ -452,7 +457,7 @@ def _in_graph(entries: Sequence[Entry]) -> list[Entry]:
     return [entry if isinstance(entry, Await) else replace(entry, replayed=True) for entry in entries]
 
 
-def _with_gradients(entries: list[Entry], begun: Sequence[tuple[str, float, Begin]]) -> list[Entry]:
+def _insert_gradient_collectives(entries: list[Entry], begun: Sequence[SentGradient]) -> list[Entry]:
     """Insert the collectives of gradients into a rank's entries of an example, where their gradients exist.
 
     Gradients of modules outside of the stacks come before those of the stacks (heads) or after them (embedders).
@@ -480,7 +485,7 @@ def _with_gradients(entries: list[Entry], begun: Sequence[tuple[str, float, Begi
         inserted[at].append((math.ceil(share * len(runs[at][1])), begin))
     result = entries[:first]
     for index, (_, run) in enumerate(runs):
-        for number, run_entry in enumerate([*run, None]):
-            result += [begin for position, begin in inserted[index] if position == number]
-            result += [] if run_entry is None else [run_entry]
+        # A collective begins before the entry at its position.
+        placed: list[tuple[float, Entry]] = [*inserted[index], *((at + 0.5, entry) for at, entry in enumerate(run))]
+        result += [entry for _, entry in sorted(placed, key=itemgetter(0))]
     return result

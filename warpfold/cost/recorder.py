@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal, NamedTuple
 
@@ -64,6 +64,22 @@ _layouts: dict[Any, list[Layout]] = {}
 Phase = Literal["early", "forward", "recomputed", "backward", "update"]
 # The group of copies to and from host memory.
 HOST = "host"
+
+
+class Kind(enum.Enum):
+    """Effect of a torch operation on memory.
+
+    COMPOSITE: composed of other operations. IN_PLACE: changes and returns its first argument. VIEW: returns views; half
+    of all calls of a model. NEW: allocates its results. OUT: writes to its argument `out` and returns it.
+    OTHER: unknown; the storages of its arguments and results are compared after the call.
+    """
+
+    COMPOSITE = enum.auto()
+    IN_PLACE = enum.auto()
+    VIEW = enum.auto()
+    NEW = enum.auto()
+    OUT = enum.auto()
+    OTHER = enum.auto()
 
 
 class Place(NamedTuple):
@@ -169,8 +185,10 @@ class _Trace:
     """The record of a call that can be copied. Moments count from the start of the call.
 
     results: for each result, the index of an argument, or the index of a memory piece and its layout.
-    most, host_most: largest number of bytes in addition to those before the call. one_place: all pieces were allocated
-    at the same place, for example by an operation that several layers call. course: as in `Recorder`.
+    single: the call returned a tensor instead of a tuple. most, host_most: largest number of bytes in addition to those
+    before the call. most_at: moment at which `most` was reached. one_place: all pieces were allocated at the same
+    place, for example by an operation that several layers call. moments: number of allocations and releases.
+    course, entries: as in `Recorder`. launches: number of kernels.
     """
 
     pieces: list[MemoryPiece]
@@ -250,11 +268,11 @@ class Recorder(DispatchMode):
             return func(*args, **kwargs)
         if kind is Kind.IN_PLACE and args[0].is_meta and type(args[0]) in PLAIN_TYPES:
             if self._listens:
-                self._computed(func, args, kwargs, args[0])
+                self._count_torch_op(func, args, kwargs, args[0])
             return args[0]
         out, is_new = self._run(kind, func, args, kwargs)
         if self._listens and func._opname not in ALLOCATE:
-            self._computed(func, args, kwargs, out, is_new)
+            self._count_torch_op(func, args, kwargs, out, is_new)
         return out
 
     def _registered(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -271,7 +289,7 @@ class Recorder(DispatchMode):
             owner.launches += self.launches - before
         return out
 
-    def _run(self, kind: "Kind", func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, bool]:
+    def _run(self, kind: Kind, func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, bool]:
         """Run a torch operation and record its allocations; returns the result, and whether it is certainly new."""
         key = call_key(func, args, kwargs) if kind in (Kind.NEW, Kind.OUT) else None
         if key is not None and (layouts := _layouts.get(key)) is not None:
@@ -381,20 +399,19 @@ class Recorder(DispatchMode):
         if (trace := self._traces.get(key)) is not None:
             # Without modes, because `_repeat` records the results itself.
             return without_modes(self._repeat, trace, args)
-        begun, first, noted = self.moment, len(self.pieces), len(self.course)
-        first_entry, launches = len(self.entries), self.launches
+        before = self.moment, len(self.pieces), len(self.course), len(self.entries), self.launches
         out = function(*args, **kwargs)
-        trace = self._traced(out, args, self.pieces[first:], begun, self.entries[first_entry:])
+        trace = self._traced(out, args, *before)
         if trace is not None:
-            course = [(moment - begun, name) for moment, name in self.course[noted:]]
-            moments, launched = self.moment - begun, self.launches - launches
-            self._traces[key] = replace(trace, moments=moments, course=course, launches=launched)
+            self._traces[key] = trace
         return out
 
     def _traced(
-        self, out: Any, args: Sequence[Any], made: list[MemoryPiece], begun: int, entries: list[Entry]
-    ) -> _Trace | None:
-        """Build the trace of a call; returns None if the call left more behind than its results."""
+        self, out: Any, args: Sequence[Any], begun: int, pieces_before: int, course_before: int, entries_before: int,
+        launches_before: int,
+    ) -> _Trace | None:  # fmt: skip
+        """Build the trace of a call from the state before it; returns None if it left more behind than its results."""
+        made, entries = self.pieces[pieces_before:], self.entries[entries_before:]
         results = (out,) if isinstance(out, Tensor) else out
         if not isinstance(results, tuple) or not all(type(t) in PLAIN_TYPES and t.is_meta for t in results):
             return None
@@ -420,8 +437,20 @@ class Recorder(DispatchMode):
         if sorted(returned) != sorted(left_numbers) or self.moment - begun != len(made) + died:
             return None
         pieces = [piece.shifted(-begun) for piece in made]
-        one_place = len({p.place for p in pieces}) == 1
-        return _Trace(pieces, sources, isinstance(out, Tensor), *_highest(pieces), one_place, 0, [], entries, 0)
+        most, most_at, host_most = _highest(pieces)
+        return _Trace(
+            pieces=pieces,
+            results=sources,
+            single=isinstance(out, Tensor),
+            most=most,
+            most_at=most_at,
+            host_most=host_most,
+            one_place=len({p.place for p in pieces}) == 1,
+            moments=self.moment - begun,
+            course=[(moment - begun, name) for moment, name in self.course[course_before:]],
+            entries=entries,
+            launches=self.launches - launches_before,
+        )
 
     def _repeat(self, trace: _Trace, args: Sequence[Any]) -> Any:
         """Copy a trace as if its allocations and releases happened now, and return new results."""
@@ -448,7 +477,11 @@ class Recorder(DispatchMode):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Write entries within the context for everything that this thread does."""
+        """Write entries within the context for everything that this thread does.
+
+        Collectives and operations have observers. Copies between host and device, and waits, have none, so the context
+        replaces `Work.wait`, `OnHost.__init__`, `HostTensor._start`, `HostTensor.store` and `Upload.wait`.
+        """
         save, start, fetch, store = OnHost.__init__, HostTensor._start, Upload.wait, HostTensor.store
 
         def saved(host: OnHost, x: Tensor, *more: Any) -> None:
@@ -486,7 +519,7 @@ class Recorder(DispatchMode):
         }
         with ExitStack() as undo:
             undo.enter_context(watched(self._on_event))
-            undo.enter_context(dispatch.observed(self._called))
+            undo.enter_context(dispatch.observed(self._record_call))
             for (owner, name), function in replaced.items():
                 undo.callback(setattr, owner, name, getattr(owner, name))
                 setattr(owner, name, function)
@@ -510,7 +543,7 @@ class Recorder(DispatchMode):
             self._part = place.stack
         return self._part
 
-    def _called(self, original: Callable[..., Any], op: Op[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _record_call(self, original: Callable[..., Any], op: Op[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Call one of our operations and write its entry, which includes nested operations."""
         call = functools.partial(original, op)
         if self._depth or not any(isinstance(x, Tensor) for x in args):
@@ -554,7 +587,7 @@ class Recorder(DispatchMode):
             self.entries.append(call.backward)
         return call.backward
 
-    def _computed(self, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any, is_new: bool = True) -> None:
+    def _count_torch_op(self, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any, is_new: bool = True) -> None:
         """Count a torch operation as a launch of one of our operations, or write its own entry."""
         if is_new and self._depth:
             self.launches += 1
@@ -621,21 +654,6 @@ class Recorder(DispatchMode):
         """Create the entry of a copy to or from host memory."""
         times = dispatch.represented_iterations()
         return Begin(next(self._numbers), HOST, HOST, size, self.phase, (), self.part, times)
-
-
-class Kind(enum.Enum):
-    """Effect of a torch operation on memory.
-
-    COMPOSITE: composed of other operations. IN_PLACE: changes and returns its first argument. VIEW: returns views; half
-    of all calls of a model. NEW: allocates its results. OUT: writes to its argument `out` and returns it.
-    """
-
-    COMPOSITE = enum.auto()
-    IN_PLACE = enum.auto()
-    VIEW = enum.auto()
-    NEW = enum.auto()
-    OUT = enum.auto()
-    OTHER = enum.auto()
 
 
 @functools.cache

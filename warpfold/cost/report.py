@@ -7,6 +7,7 @@ from typing import Any
 from warpfold.cost.example import Job
 from warpfold.cost.links import Cluster
 from warpfold.cost.machine import Machine
+from warpfold.cost.memory import MemoryEstimate
 from warpfold.cost.planner import (
     MIN_CHUNK,
     SLICE_COUNTS,
@@ -18,10 +19,7 @@ from warpfold.cost.planner import (
     describe_plan,
     examples_of,
     grid_of,
-    in_words,
-    joined,
-    longest,
-    memory_of_free,
+    max_residues,
     needed_bytes,
     ranks_of,
 )
@@ -29,7 +27,7 @@ from warpfold.cost.rates import Rates
 from warpfold.cost.replay import data_ranks_on_node
 from warpfold.errors import UserError
 from warpfold.parallel.plan import Plan
-from warpfold.progress import Progress, no_progress, within
+from warpfold.progress import Progress, as_time, format_gb, no_progress, within
 from warpfold.settings import to_dict
 
 # Plans in a report.
@@ -42,9 +40,9 @@ def choice_in_words(choice: Choice) -> str:
     Example: "slices of 16 rows, in place: 3.1 of 18.0 GB, about 4 min".
     """
     chosen, devices = choice.chosen, choice.machine.devices
-    line = f"{describe_used(choice, chosen)}: {memory_of_free(choice.memory, choice.machine)}"
+    line = f"{describe_used(choice, chosen)}: {describe_memory(choice.memory, choice.machine)}"
     if chosen.time is not None:
-        line += f", {in_words(chosen.time.total)}{' a step' if choice.job.training else ''}"
+        line += f", {format_seconds(chosen.time.total)}{' a step' if choice.job.training else ''}"
     if choice.job.keeps_trunk(choice.plan):
         line += ", with the trunk's outputs read from disk"
         if chosen.time is not None and choice.computed is not None:
@@ -107,7 +105,7 @@ def job_report(
     report: dict[str, Any] = {"name": name, "sizes": vars(job.sizes), "training": job.learns}
     report |= {"examples": examples_of(job), "longest": {}, "course": [], "at_peak": {}, "left_out": []}
     if cluster is not None:
-        report |= {"cluster": to_dict(cluster), "joined": joined(cluster)}
+        report |= {"cluster": to_dict(cluster), "joined": describe_links(cluster)}
     try:
         choice = choose(job, machine, fixed, sync, cluster, rates, machine.devices == 1, tell=within(tell, 0, 2))
     except NothingFitsError as error:
@@ -193,5 +191,35 @@ def longest_of(job: Job, machine: Machine, fixed: Mapping[str, Any], tell: Progr
     for done, (title, keys) in enumerate(ways.items()):
         if all(fixed.get(key, value) == value for key, value in keys.items()):
             plan = Plan(**{**fixed, **keys, "data": 1})
-            lengths[title] = longest(job, machine, plan, within(tell, done, len(ways), f"{title}: "))
+            lengths[title] = max_residues(job, machine, plan, within(tell, done, len(ways), f"{title}: "))
     return lengths
+
+
+def describe_memory(memory: MemoryEstimate, machine: Machine) -> str:
+    """Format the needed and the free memory: "3.1 of 18.0 GB"."""
+    needed = needed_bytes(memory, machine)
+    needed_text = f"{needed / 1e9:.1f}" if needed >= 5e7 and machine.free >= 1e8 else format_gb(needed)
+    return f"{needed_text} of {format_gb(machine.free)}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Format an estimated time: "about 0.43 s", "about 4 min", "about 2.1 h"."""
+    return f"about {f'{seconds:.2g} s' if seconds < 10 else as_time(seconds)}"
+
+
+def format_sent_bytes(size: float) -> str:
+    """Format a number of sent bytes: "12.6 GB", "0.8 MB"."""
+    return f"{size / 1e6:.1f} MB" if 0 < size < 1e7 else format_gb(size)
+
+
+def describe_links(cluster: Cluster) -> str:
+    """Describe the nodes and links of a cluster: "4 nodes of 8, 360 GB/s within and 40 GB/s between (given)"."""
+    inner, outer = (_format_bandwidth(link.bandwidth) for link in (cluster.within, cluster.between))
+    if cluster.nodes == 1:
+        return f"one node, {inner} ({cluster.how})"
+    last = f", the last of {last_ranks}" if (last_ranks := cluster.ranks % cluster.per_node) else ""
+    return f"{cluster.nodes} nodes of {cluster.per_node}{last}, {inner} within and {outer} between ({cluster.how})"
+
+
+def _format_bandwidth(bandwidth: float) -> str:
+    return f"{bandwidth / 1e9:.3g} GB/s" if bandwidth >= 1e9 else f"{bandwidth / 1e6:.3g} MB/s"

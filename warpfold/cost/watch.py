@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from warpfold.cost.example import MODEL
+from warpfold.cost.example import MODEL, RunPhase
 from warpfold.cost.recorder import MemoryPiece, Place, Recorder
 from warpfold.model.axial import AxialUpdate, Block, BlockStack
 from warpfold.ops.torch_internals import current_node, in_backward, next_node_number, node_number
@@ -86,7 +86,7 @@ class Watch:
         self._note(place)
         return place
 
-    def enter_phase(self, name: str) -> None:
+    def enter_phase(self, name: RunPhase) -> None:
         """Start a phase outside of the model's modules, which owns the tensors that it allocates."""
         self.phase = name
         self._entered(self._forward_place())

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,6 +101,11 @@ class Reducer:
         for name, p in parameters.items():
             self.watch(name, p)
         self.begin(early=False)
+
+    def use_executor(self, executor: Any) -> None:
+        """Begin exchanges with `executor.submit` instead of the thread, if the reducer has one."""
+        if self._thread is not None:
+            self._thread = executor
 
     # An example
 

@@ -108,9 +108,9 @@ def _said(
     target: PlanTarget, machine: Machine, fixed: Mapping[str, Any], sync: Mapping[str, Any] | None,
     cluster: Cluster | None, every: bool, tell: Progress,
 ) -> dict[str, Any]:  # fmt: skip
-    """Report a target other than the largest. every: as in `choose`; otherwise small targets get an upper bound."""
+    """Report a target other than the largest. every: estimate all ways; otherwise small targets get an upper bound."""
     try:
-        choice = choose(target.job, machine, fixed, sync, cluster, every=every, tell=tell)
+        choice = choose(target.job, machine, fixed, sync, cluster, estimate_all=every, tell=tell)
     except NothingFitsError as error:
         return {"refused": str(error)}
     except ValueError as error:

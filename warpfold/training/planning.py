@@ -21,24 +21,24 @@ from warpfold.cost.links import Cluster, one_node
 from warpfold.cost.machine import Machine, this_machine
 from warpfold.cost.planner import (
     CHOSEN_IN_TRAINING,
+    VARIED_KEYS,
     Choice,
-    alone,
     candidates,
     choose,
     describe_plan,
     estimate,
     is_evident,
-    joined,
     needed_bytes,
+    next_smaller_plan,
     ranks_of,
-    tighter,
+    single_device_plan,
     variants,
     why_not_fit,
 )
 from warpfold.cost.rates import Rates
 from warpfold.cost.record import features_of
 from warpfold.cost.replay import step_time
-from warpfold.cost.report import choice_in_words
+from warpfold.cost.report import choice_in_words, describe_links
 from warpfold.data.features.make import padded_shape
 from warpfold.data.load.examples import Sample
 from warpfold.engine.gradient import Through
@@ -227,7 +227,7 @@ class FoldPlanner:
                 "%d residues: out of memory (%s) with CUDA graphs; next plan: without", failed.residues, plan_text
             )
             return FoldPlan.of(failed.choice, (*failed.ran_out, f"{plan_text}, graphs"))
-        following = tighter(failed.choice)
+        following = next_smaller_plan(failed.choice)
         if following is None:
             raise UserError(
                 f"{failed.residues} residues: out of memory even with the tightest plan ({plan_text})"
@@ -463,7 +463,7 @@ def _choose_keys(
         if machine.devices > 1:
             plans, node = candidates(job, machine, fixed, sync), one_node(machine.devices)
             is_open = len(plans) > 1 or (plans[0].recompute is not None and "keep_blocks" not in fixed)
-            is_open = is_open or any(variants(job, plans[0], node, fixed, sync))
+            is_open = is_open or any(variants(key, job, plans[0], node, fixed, sync) for key in VARIED_KEYS)
             on_one_node = cluster is None and team.process.ranks_per_node == machine.devices
             if is_open and on_one_node and is_evident(job, plans[0], machine):
                 # An evident plan depends on the speed of neither the links nor the devices.  Rank 0 alone estimates
@@ -477,7 +477,7 @@ def _choose_keys(
         if team.is_rank_zero:
             choice = choose(job, machine, fixed, sync, cluster, rates)
             keys = {name: plain(getattr(choice.plan, name)) for name in CHOSEN_IN_TRAINING}
-            links = "" if machine.devices == 1 or cluster is None else f"; {joined(cluster)}"
+            links = "" if machine.devices == 1 or cluster is None else f"; {describe_links(cluster)}"
             keys["said"] = "" if choice.trivially_fits else choice_in_words(choice) + links
     except ValueError as error:
         raise UserError(f"{given.source}: {error}") from error
@@ -505,7 +505,8 @@ def _rates(
     rates = machine.rates(DTYPES[plans[0].precision])
     few = replace(job, optim=job.optim and replace(job.optim, accumulate=1))
     try:
-        for plan in (alone(plans[0]), replace(alone(plans[0]), axial=max(plan.axial for plan in plans))):
+        single = single_device_plan(plans[0])
+        for plan in (single, replace(single, axial=max(plan.axial for plan in plans))):
             if rates is not None:
                 step_time(few, replace(plan, batch=1), rates)
     except ValueError:

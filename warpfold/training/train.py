@@ -24,7 +24,7 @@ from torch import Tensor
 
 from warpfold import settings
 from warpfold.batch import to_tensors
-from warpfold.cost.machine import name as device_name
+from warpfold.cost.machine import device_name
 from warpfold.data.load.examples import RunOrder, Sample
 from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store
