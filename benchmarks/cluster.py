@@ -75,7 +75,7 @@ def gradients(rounds: int) -> dict[str, Any]:
         torch.manual_seed(0)
         layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
         config = OptimConfig(accumulate=RANKS, warmup_steps=1, compression=compression)
-        optimizer = Optimizer(layers, config, mesh, replace(sync, check_every=0), RANKS_PER_NODE)
+        optimizer = Optimizer(layers, config, mesh, replace(sync, check_every=0), ranks_per_node=RANKS_PER_NODE)
         naps = {"alone": 0.0, "hidden": BACKWARD / LAYERS}
         if compression.method != "none":
             del naps["hidden"]  # they begin after the backward pass

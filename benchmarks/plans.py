@@ -80,7 +80,7 @@ class Trained:
         self.job, self.plan, self.batch, self.number = job, plan, batch, 0
         self.model = Execution(plan, mesh).bind(AlphaFold(job.model).train())
         sync = replace(plan.sync, check_every=0)
-        self.optimizer = Optimizer(self.model, job.optim, mesh, sync, per_node, batch=plan.batch)
+        self.optimizer = Optimizer(self.model, job.optim, mesh, sync, ranks_per_node=per_node, batch=plan.batch)
 
     def step(self) -> None:
         """Run a training step, with the same example in each pass."""

@@ -337,7 +337,7 @@ def test_a_checkpoint_is_written_beside_and_holds_what_was_then(tmp_path: Path) 
             assert go.wait(100)
             run.save(Checkpoint(1, copy.wait(), {}), keep=2)
 
-        run.write_beside(write)
+        run.write_in_background(write)
         value += 1  # the next step
         assert run.latest() is None
         go.set()
@@ -388,19 +388,19 @@ def test_what_writing_beside_raises_ends_the_run(tmp_path: Path, caplog: pytest.
         raise UserError("full")
 
     with pytest.raises(UserError, match="full"), RunFolder(tmp_path / "run") as run:
-        run.write_beside(fail)
+        run.write_in_background(fail)
     with RunFolder(tmp_path / "run") as run:
         run.open_log(0)
-        run.write_beside(fail)
+        run.write_in_background(fail)
         with pytest.raises(UserError, match="full"):
             run.log({"kind": "validation", "step": 1})
-        run.write_beside(fail)
+        run.write_in_background(fail)
         with pytest.raises(UserError, match="full"):
-            run.write_beside(fail)
+            run.write_in_background(fail)
 
     def die() -> None:
         with RunFolder(tmp_path / "run") as run:
-            run.write_beside(fail)
+            run.write_in_background(fail)
             raise KeyError
 
     # The error that ended the run is raised.

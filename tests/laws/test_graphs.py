@@ -63,7 +63,7 @@ def learner(plan: Plan, config: OptimConfig, work: Work = WORK, mesh: Mesh | Non
     model = filled_model(as_multimer(settings) if work.chains else settings).train()
     execution = Execution(plan, mesh)
     execution.bind(model)
-    optimizer = Optimizer(model, config, mesh, plan.sync, batch=plan.batch, records=execution.records)
+    optimizer = Optimizer(model, config, mesh, plan.sync, batch=plan.batch, uses_graphs=execution.records)
     return Learner(model, optimizer, LOSSES, 5, Team(mesh=mesh or Mesh()))
 
 

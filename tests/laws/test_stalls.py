@@ -97,7 +97,7 @@ def test_data_ranks_wait_for_nothing_of_each_others(name: str) -> None:
         with Recorder():
             model = AlphaFold(one_block(tiny_config())).train().to("meta")
             Execution(Plan(data=4), mesh).bind(model)
-            optimizer = Optimizer(model, config, mesh, sync, records=recorded, whole=True)
+            optimizer = Optimizer(model, config, mesh, sync, uses_graphs=recorded, skip_whole_steps=True)
         learner = Learner(model, optimizer, LOSSES, 0, Team(mesh=mesh))
         total_loss(model(batch, recycles=0), batch, LOSSES)
         with Stalls() as stalls:

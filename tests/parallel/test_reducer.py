@@ -266,7 +266,7 @@ def test_auto_chooses_the_same_on_every_rank_and_keeps_its_choice() -> None:
             part_of_loss(net, 4 * step + mesh.data.rank, 0, 1).backward()
             optimizer.collect()
             optimizer.step(step)
-        return optimizer.reducer.strategy if forced else chosen, optimizer.measured, optimizer.state()
+        return optimizer.reducer.strategy if forced else chosen, optimizer.strategy_seconds, optimizer.state()
 
     results = run_ranks(lambda: [run(None), run(2)], 4)
     assert len({(chosen, *seconds.values()) for (chosen, seconds, _), _ in results}) == 1

@@ -390,7 +390,7 @@ def test_who_writes_a_checkpoint_is_spared_when_another_fails(crew: Crew) -> Non
             with RunFolder(out, team.is_rank_zero) as run:
                 if team.is_rank_zero:
                     (run.path / "settings.toml").write_text("")
-                    run.write_beside(lambda: (time.sleep(2 * GRACE), run.save(Checkpoint(3, {}, {}), 1)))
+                    run.write_in_background(lambda: (time.sleep(2 * GRACE), run.save(Checkpoint(3, {}, {}), 1)))
                 team.all_gather_object(0, "a step")
                 if team.process.rank == 1:
                     raise UserError("bad data")

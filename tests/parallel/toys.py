@@ -79,7 +79,7 @@ def trained(
     mesh = make_mesh(data, model) if data * model > 1 else Mesh()
     net = Toy()
     config = replace(config, accumulate=examples or config.accumulate * data)
-    optimizer = Optimizer(net, config, mesh, sync, ranks_per_node)
+    optimizer = Optimizer(net, config, mesh, sync, ranks_per_node=ranks_per_node)
     if state is not None:
         optimizer.restore(state)
     norms = []

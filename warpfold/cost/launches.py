@@ -148,8 +148,8 @@ def launches_of(job: Job, plan: Plan) -> list[KernelLaunch]:
         batch = features_of(job, job.recycles + 1)
         if job.loss is not None and job.optim is not None:
             freeze(model, job.few_block_finetune)
-            scaling = plan.precision == "fp16"
-            optimizer = Optimizer(model, step_share(job, plan, 1), mesh, plan.sync, 1, dtype, scaling, plan.batch)
+            optimizer = Optimizer(model, step_share(job, plan, 1), mesh, plan.sync, ranks_per_node=1, dtype=dtype,
+                                  scaling=plan.precision == "fp16", batch=plan.batch)  # fmt: skip
             run_example(model, batch, job, plan.batch)
             for _ in range(optimizer.share // plan.batch):
                 optimizer.collect()

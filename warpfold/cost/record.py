@@ -295,8 +295,9 @@ def record_optimizer(
                 return OptimizerRun(recorder.now if packed.layout else 0, recorder.peak - padding_bytes, recorder.now)
             adapted = freeze(module, finetune).adapted if isinstance(module, AlphaFold) else ()
             sync = replace(plan.sync, strategy="plain") if plan.sync.strategy == "auto" else plan.sync
-            scaling, graphs = plan.precision == "fp16", plan.graph is True
-            optimizer = Optimizer(module, optim, mesh, sync, per_node, dtype, scaling, plan.batch, graphs)
+            optimizer = Optimizer(module, optim, mesh, sync, ranks_per_node=per_node, dtype=dtype,
+                                  scaling=plan.precision == "fp16", batch=plan.batch,
+                                  uses_graphs=plan.graph is True)  # fmt: skip
         # Adapters compute dense weights, which exist until the backward pass.
         dense = [module.get_submodule(name)._parameters["weight"] for name in adapted]
         held_bytes, loading = recorder.now, max(recorder.now, recorder.restart() - padding_bytes)

@@ -43,6 +43,7 @@ STEP_FOLDER = re.compile(r"step-(\d{8})")
 STATE = ("state.safetensors", "state.json")
 CHECKSUMS = "checksums.json"
 FROZEN = "frozen.safetensors"
+MAX_FAILURES = 3  # saved for each run
 
 
 class DamagedCheckpoint(UserError):
@@ -124,25 +125,25 @@ class StepFolders:
 
         Errors: UserError if the checkpoint cannot be written, such as on a full disk.  Earlier ones are untouched.
         """
-        place = self.step_path(checkpoint.step)
+        path = self.step_path(checkpoint.step)
         # A resumed run that stops at its first step has the same bits.
-        if place.exists():
+        if path.exists():
             return
-        draft = self.checkpoints / f".partial-{place.name}"
-        with self._whole(place, lambda: shutil.rmtree(draft, ignore_errors=True)):
+        draft = self.checkpoints / f".partial-{path.name}"
+        with self._reporting_write_errors(path, lambda: shutil.rmtree(draft, ignore_errors=True)):
             draft.mkdir(exist_ok=True)
             save_file(checkpoint.tensors, draft / "state.safetensors")
             (draft / "state.json").write_text(json.dumps(finite(checkpoint.notes), indent=1) + "\n", encoding="utf-8")
             sums = {name: checksum(draft / name) for name in STATE}
             (draft / CHECKSUMS).write_text(json.dumps(sums, indent=1) + "\n", encoding="utf-8")
-            for path in (*draft.iterdir(), draft):
-                sync_path(path)
-            draft.rename(place)
+            for draft_path in (*draft.iterdir(), draft):
+                sync_path(draft_path)
+            draft.rename(path)
             sync_path(self.checkpoints)
         self.prune(keep)
 
     @contextmanager
-    def _whole(self, path: Path, clean: Callable[[], object]) -> Iterator[None]:
+    def _reporting_write_errors(self, path: Path, clean: Callable[[], object]) -> Iterator[None]:
         """Convert a failure to write into a UserError that names the last safe checkpoint, after calling `clean`."""
         before = self.latest()
         try:
@@ -178,13 +179,13 @@ class StepFolders:
         """Delete old checkpoints except for the last `keep` and the `spared` ones."""
         steps = self.steps()
         for step in sorted({*steps[: -max(1, keep)]} - self.spared(steps, keep)):
-            place = self.step_path(step)
+            path = self.step_path(step)
             # A user may have stored other files there.
-            if {path.name for path in place.iterdir()} - {*STATE, CHECKSUMS}:
+            if {file.name for file in path.iterdir()} - {*STATE, CHECKSUMS}:
                 continue
             # Renamed first, so that a kill never leaves a checkpoint with a missing file.
             doomed = self.checkpoints / f".partial-{step}"
-            place.rename(doomed)
+            path.rename(doomed)
             shutil.rmtree(doomed)
 
 
@@ -201,9 +202,6 @@ def remedy(error: Exception) -> str:
     if number == errno.ENOENT:
         return "The folder was moved or removed meanwhile: put it back, and start again"
     return f"{'Make room' if number == errno.EFBIG else 'Check the disk'}, and start again"
-
-
-MAX_FAILURES = 3  # saved for each run
 
 
 class RunFolder(StepFolders):
@@ -253,12 +251,12 @@ class RunFolder(StepFolders):
                 if file is not None:
                     file.close()
 
-    def write_beside(self, write: Callable[[], None]) -> None:
+    def write_in_background(self, write: Callable[[], None]) -> None:
         """Wait until the previous checkpoint is written, and begin to write the next one in a thread.
 
         Until it is written, this process survives the failure of another one (parallel/heartbeat.py).
-        Errors: those of the previous checkpoint.  Errors of this one are raised by the next `write_beside` or `log`, or
-        at the end.
+        Errors: those of the previous checkpoint.  Errors of this one are raised by the next call, by `log`, or at the
+        end.
         """
         self.wait_for_writing()
         self._writing = self._thread.submit(saving()(write))
@@ -326,18 +324,18 @@ class RunFolder(StepFolders):
             for draft_file in self.path.glob(f"{draft.name}*"):
                 draft_file.unlink()
 
-        with self._whole(path, clean):
+        with self._reporting_write_errors(path, clean):
             write(draft)
             sync_path(draft)
             draft.replace(path)
             sync_path(self.path)
 
-    def write_frozen(self, tensors: Mapping[str, Tensor], again: bool) -> None:
+    def write_frozen(self, tensors: Mapping[str, Tensor], overwrite: bool) -> None:
         """Write the frozen parameters, which are the same in the whole run.
 
-        again: overwrite an existing file, which a run without a checkpoint has left.
+        overwrite: replace an existing file, which a run without a checkpoint has left.
         """
-        if again or not (self.path / FROZEN).exists():
+        if overwrite or not (self.path / FROZEN).exists():
             self.replace_file(FROZEN, lambda path: save_file({name: x.cpu() for name, x in tensors.items()}, path))
 
     def save_failure(
@@ -350,7 +348,7 @@ class RunFolder(StepFolders):
         folder = self.path / "failures" / f"example-{index:08d}"
         if len(list(self.path.glob("failures/*"))) >= MAX_FAILURES and not folder.exists():
             return folder.parent
-        with self._whole(folder, lambda: None):
+        with self._reporting_write_errors(folder, lambda: None):
             folder.mkdir(parents=True, exist_ok=True)
             # mypy: a key might be called allow_pickle.
             np.savez_compressed(folder / "batch.npz", **arrays)  # type: ignore[arg-type]

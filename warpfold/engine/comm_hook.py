@@ -29,7 +29,7 @@ from warpfold.parallel.mesh import Group, Mesh, split, time_limit, world
 from warpfold.parallel.waits import SerialThread, waiting
 
 Compression = Literal["int8", "1bit"]
-Carried = dict[str, Tensor]  # parameter name -> flat residual
+Residuals = dict[str, Tensor]  # parameter name -> flat residual
 
 
 class CompressionState:
@@ -38,6 +38,7 @@ class CompressionState:
     The process groups are its own, so that several models may train in one process.  All bits of the mean are equal on
     all ranks.  A gradient that is not finite on one rank becomes so on all ranks.  The loop must skip such a step, as
     GradScaler does.  The residuals of all buckets are then restored to their values before the step.
+    A unit is what compresses by itself: a rank, or a node with hierarchical sums.
     Use `state_dict` and `load_state_dict` for checkpoints.
     """
 
@@ -81,14 +82,14 @@ class CompressionState:
         self.wire = Wire(self.group)  # between units that compress
         self.within: Plain | None = None  # within a node, uncompressed
         if hierarchical:
-            each = ranks_per_node or _ranks_per_node(self.group, device)
-            if self.group.size % each:
+            unit_size = ranks_per_node or _ranks_per_node(self.group, device)
+            if self.group.size % unit_size:
                 raise UserError(
                     f"CompressionState: hierarchical sums need equal numbers of ranks on all nodes, and "
-                    f"{self.group.size} ranks do not divide by ranks_per_node = {each}. Remove hierarchical=True."
+                    f"{self.group.size} ranks do not divide by ranks_per_node = {unit_size}. Remove hierarchical=True."
                 )
-            if 1 < each < self.group.size:
-                hierarchy = make_hierarchical(Mesh(data=self.group, world=self.group, limit=limit), each)
+            if 1 < unit_size < self.group.size:
+                hierarchy = make_hierarchical(Mesh(data=self.group, world=self.group, limit=limit), unit_size)
                 self.within, self.wire = hierarchy.within, hierarchy.between.wire
         # Collectives on a CPU block the thread that waits for them, which must not be that of the backward pass.
         self._thread = SerialThread() if device.type == "cpu" else None
@@ -97,7 +98,7 @@ class CompressionState:
         # For each bucket of the current backward pass, the residual before the pass, and whether the mean is finite.
         self._pass: dict[int, tuple[Tensor, Tensor]] = {}
         # Whole residuals of this rank's unit, for parameters whose bucket is not known yet.
-        self._carried: Carried = {}
+        self._carried: Residuals = {}
         self._pending: Future[Tensor] | None = None
 
     # A backward pass
@@ -151,7 +152,7 @@ class CompressionState:
             bucket = None
         if bucket is None:
             bucket = self._buckets[number] = _Bucket(self, names, [p.shape for p in parameters], x)
-            bucket.take(self._carried)
+            bucket.claim_residuals(self._carried)
         scale = None if self.scaler is None else self.scaler.scale(x.new_ones(()))
         if scale is not None:
             x = x / scale
@@ -175,7 +176,7 @@ class CompressionState:
 
     # Checkpoints
 
-    def _residuals_by_name(self) -> Carried:
+    def _residuals_by_name(self) -> Residuals:
         """Gather the residuals of this rank's unit, by parameter.  Every rank of a node must call this."""
         residuals = dict(self._carried)
         for _, bucket in sorted(self._buckets.items()):
@@ -185,17 +186,15 @@ class CompressionState:
     def state_dict(self) -> dict[str, object]:
         """Gather the residuals, complete on rank 0.  Every rank must call this, between two steps.
 
-        "carried": by parameter name, [units, numbers].  A unit compresses by itself: a rank, or a node with
-            hierarchical sums.
-        "steps": the number of steps.
+        "carried": by parameter name, [units, numbers].  "steps": the number of steps.
         """
         if self._pending is not None:
             self._pending.wait()
-        each = 1 if self.within is None else self.within.wire.group.size
-        carried: Carried = {}
+        unit_size = 1 if self.within is None else self.within.wire.group.size
+        carried: Residuals = {}
         for name, x in self._residuals_by_name().items():
             rows = []
-            for rank in self.group.ranks[::each]:
+            for rank in self.group.ranks[::unit_size]:
                 row = x.clone()
                 with waiting("what compression carries over"):
                     dist.broadcast(row, rank, group=self.group.handle)
@@ -205,12 +204,13 @@ class CompressionState:
         return {"steps": self.steps, "carried": carried}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore the result of `state_dict` on rank 0.  If the number of units differs, each takes the mean of all.
+        """Restore the state that `state_dict` returned on rank 0.  Every rank calls this with that state.
 
+        If the number of units differs, each unit takes the mean of all.
         Errors: UserError for the state of another model.
         """
-        each = 1 if self.within is None else self.within.wire.group.size
-        units, unit = self.group.size // each, self.group.rank // each
+        unit_size = 1 if self.within is None else self.within.wire.group.size
+        units, unit = self.group.size // unit_size, self.group.rank // unit_size
         sizes = {name: p.numel() for p, name in self.names.items()}
         self._buckets.clear()
         self._carried = {}
@@ -241,10 +241,10 @@ class _Bucket:
         self.end, self.padding = ends[-1], -ends[-1] % (ALIGN * state.group.size)
         whole = slice(0, self.end + self.padding)
         self.layout = Layout(places, dict(zip(names, shapes)), (whole,), (names,), whole.stop)
-        self.each, self.index = (1, 0) if self.within is None else (self.within.wire.group.size, self.within.index)
-        segments = self.layout.segments(self.each, self.index)
+        self.unit_size, self.index = (1, 0) if self.within is None else (self.within.wire.group.size, self.within.index)
+        segments = self.layout.segments(self.unit_size, self.index)
         self.dtype = torch.promote_types(gradient.dtype, torch.float32)
-        like = torch.empty(whole.stop // self.each, dtype=self.dtype, device=gradient.device)
+        like = torch.empty(whole.stop // self.unit_size, dtype=self.dtype, device=gradient.device)
         compressor = make_compressor(state.config, state.wire, like, segments)
         # There are several units.
         assert compressor is not None
@@ -260,24 +260,24 @@ class _Bucket:
         else:
             # Each rank sums a shard within its node, compresses it between nodes, and the node gathers the shards.
             (shard,) = finish([self.within.reduce_scatter(padded)])
-            finish([self.within.all_gather(self.compressor.mean(shard.div_(self.each)), padded)])
+            finish([self.within.all_gather(self.compressor.mean(shard.div_(self.unit_size)), padded)])
         return padded[: self.end].to(x.dtype)
 
-    def residuals_by_name(self) -> Carried:
+    def residuals_by_name(self) -> Residuals:
         """Gather the residual from the ranks of a node, all of which must call this, and split it by parameter."""
         whole = self.residual
         if self.within is not None:
-            whole = whole.new_empty(len(whole) * self.each)
+            whole = whole.new_empty(len(whole) * self.unit_size)
             finish([self.within.all_gather(self.residual, whole)])
         return {name: whole[place].clone() for name, place in self.layout.places.items()}
 
-    def take(self, carried: Carried) -> None:
+    def claim_residuals(self, carried: Residuals) -> None:
         """Move the residuals of this bucket's parameters out of `carried`."""
         whole = self.residual.new_zeros(self.layout.size)
         for name, place in self.layout.places.items():
             if name in carried:
                 whole[place] = carried.pop(name).to(whole)
-        self.residual.copy_(self.layout.shard(whole, self.each, self.index))
+        self.residual.copy_(self.layout.shard(whole, self.unit_size, self.index))
 
 
 def _ranks_per_node(group: Group, device: torch.device) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from warpfold.data.load.ahead import BatchOrder
 from warpfold.data.load.schedule import State, deal
 from warpfold.data.load.workers import Failed
 from warpfold.engine.checkpoint import AppendedFile
@@ -71,17 +72,20 @@ class EpochBatch:
         return self.epoch, self.indices
 
 
-class Epochs:
-    """The batches of one rank, epoch after epoch (`BatchOrder`).  The arguments are those of `Ready`.
+class Epochs(BatchOrder[EpochBatch]):
+    """The batches of one rank, epoch after epoch.  The arguments are those of `Ready`.
 
     size: number of examples in the dataset.
     costs: of each example, if they are balanced; None if they are not known yet.
+    The loader calls `plan` ahead of time, `note` before a batch is used, and `hand_out` after.  Batches of equal `kind`
+    may change places within the loader's window.
     """
 
     refusals: tuple[type[Exception], ...] = ()
 
     def __init__(
         self,
+        *,
         size: int,
         batch_size: int,
         rank: int,
@@ -99,8 +103,9 @@ class Epochs:
         if self._file is not None and ranks > 1:
             self._file = self._file.with_name(f"{self._file.stem}-{rank}-of-{ranks}{self._file.suffix}")
         self._record: OrderRecord | None = None
-        # `_before` is the number of examples used before the batches that `_used` counts.
-        self.epoch, self._before, self._used = 0, 0, State()
+        # Examples that were used before the number of ranks or the batch size changed, and the steps of the rest of the
+        # epoch that were handed out: all below `first`, and those in `early`.
+        self.epoch, self._examples_before, self._used = 0, 0, State()
         self._begun = False  # a batch was handed out
 
     def __len__(self) -> int:
@@ -132,7 +137,7 @@ class Epochs:
         """Yield the remaining batches of this epoch, the recorded ones first, and then those of all later epochs."""
         if self._file is not None and self._record is None:
             self._record = OrderRecord(self._file, {**self._identity(), "rank": self.rank})
-        epoch, before, used, place = self.epoch, self._before, self._used, 0
+        epoch, before, used, place = self.epoch, self._examples_before, self._used, 0
         while (steps := self.steps(before)) or before:
             early = set(used.early)
             remaining = [step for step in range(used.first, steps) if step not in early]
@@ -153,7 +158,7 @@ class Epochs:
 
     @property
     def ended(self) -> bool:
-        return self._used.first >= self.steps(self._before)
+        return self._used.first >= self.steps(self._examples_before)
 
     def begin(self) -> bool:
         left_early = self._begun and not self.ended
@@ -173,7 +178,7 @@ class Epochs:
         self._begun = True
 
     def _begin_epoch(self, epoch: int) -> None:
-        self.epoch, self._before, self._used, self._begun = epoch, 0, State(), False
+        self.epoch, self._examples_before, self._used, self._begun = epoch, 0, State(), False
 
     # State
 
@@ -188,8 +193,8 @@ class Epochs:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of this rank, JSON-able.  Batches that are ready but unused do not count."""
-        used = {"epoch": self.epoch, "before": self._before, "first": self._used.first, "early": [*self._used.early]}
-        return {**self._identity(), "rank": self.rank, **used}
+        used = {"before": self._examples_before, "first": self._used.first, "early": [*self._used.early]}
+        return {**self._identity(), "rank": self.rank, "epoch": self.epoch, **used}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was called: the next iteration yields the remaining batches of that epoch.
@@ -219,4 +224,4 @@ class Epochs:
             before = min(self.size, before + used.first * state["batch_size"] * state["ranks"])
             used = State()
         self._begin_epoch(state["epoch"])
-        self._before, self._used = before, used
+        self._examples_before, self._used = before, used

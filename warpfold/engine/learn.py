@@ -75,7 +75,7 @@ class Learner:
             outputs |= self._add_gradient(outputs)
         else:
             outputs = model.execution.call(model, self._differentiate_and_add, inputs, context)
-        optimizer.end_example()
+        optimizer.begin_next_example()
         losses = {name.removeprefix("loss:"): x for name, x in outputs.items() if name.startswith("loss:")}
         return [
             DeviceResult(
@@ -118,7 +118,7 @@ class Learner:
 
     def _add_gradient(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Clip the gradient of a batch, and add it to the step's (Supp. 1.11.3).  outputs: of `_differentiate`."""
-        norm = self.optimizer.add(outputs["loss"])
+        norm = self.optimizer.add_gradient(outputs["loss"])
         # A copy, since the optimizer overwrites its tensor for the next example.
         return {"norm": norm, "overflowed": self.optimizer.overflowed.clone()}
 

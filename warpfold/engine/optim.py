@@ -80,7 +80,7 @@ class OptimConfig:
         decay_after_steps.  "linear" and "cosine": over the decay_steps after it.
     clip: the gradient that clip_norm bounds, that of each "example" (the paper's), or the mean of a "step".
     average: the average of the weights.  "exponential" (the paper's): with average_decay.  "uniform": the mean of the
-        weights after each step from average_from on (Izmailov et al. 2018).
+        weights after each step from average_from on (Izmailov et al. 2018), and exponential before.
     """
 
     name: str = "adam"
@@ -179,7 +179,7 @@ class Rule(ABC):
         self._lengths, self._rows = torch.tensor(lengths, device=weights.device), sum(lengths)
 
     @abstractmethod
-    def take(
+    def apply(
         self, gradient: Tensor, scale: Tensor, used: Tensor, rate: Tensor, average: Tensor, packed: Tensor | None
     ) -> None:
         """Update the weights, their moving average, and their packed copy in another dtype in place.
@@ -212,7 +212,7 @@ class Rule(ABC):
 class PlainRule(Rule):
     """A rule whose `step` is written in plain torch, and is undone if the step is not used."""
 
-    def take(
+    def apply(
         self, gradient: Tensor, scale: Tensor, used: Tensor, rate: Tensor, average: Tensor, packed: Tensor | None
     ) -> None:
         """Take the rule's step, and restore all state if the step is not used."""
@@ -237,7 +237,7 @@ class Adam(Rule):
     moment_names = ("moment1", "moment2")
     decays_weights = False
 
-    def take(
+    def apply(
         self, gradient: Tensor, scale: Tensor, used: Tensor, rate: Tensor, average: Tensor, packed: Tensor | None
     ) -> None:
         c, m, v = self.config, self.moments["moment1"], self.moments["moment2"]
@@ -332,12 +332,13 @@ class Optimizer:
         config: OptimConfig,
         mesh: Mesh | None = None,
         sync: SyncConfig | None = None,
+        *,
         ranks_per_node: int | None = None,
         dtype: torch.dtype | None = None,
         scaling: bool = False,
         batch: int = 1,
-        records: bool = False,
-        whole: bool = False,
+        uses_graphs: bool = False,
+        skip_whole_steps: bool = False,
     ) -> None:
         """Move the parameters of `model` into one buffer.
 
@@ -346,8 +347,9 @@ class Optimizer:
         dtype: of the operations; None for the dtype of the parameters.
         scaling: scale losses (`scaled`) for gradients in fp16.
         batch: examples per backward pass.
-        records: passes are recorded as graphs.
-        whole: skip the whole step if an example is not finite.  Otherwise only the example is skipped.
+        uses_graphs: passes are recorded as graphs.
+        skip_whole_steps: skip the whole step if an example is not finite.  Otherwise only the example is skipped.
+            An example whose gradient overflowed in fp16 does not count as not finite.
         Errors: UserError for `sync` settings, a batch or a number of examples that do not fit the ranks; ReplicaError
         if the first weights of the ranks differ.
         """
@@ -363,7 +365,7 @@ class Optimizer:
         # Examples per step of this rank, and of the first rank, which has the most.
         self.share = share_of(config.accumulate, data.size, data.rank)
         self.most = share_of(config.accumulate, data.size, 0)
-        self.batch, self.whole = batch, whole
+        self.batch, self.skip_whole_steps = batch, skip_whole_steps
         bucket_bytes = self.sync.bucket_bytes(self.mesh.data.size)
         self.packed = packed = PackedWeights(model, dtype, True, bucket_bytes, self.mesh.world.size)
         self.layout, self.weights, named = packed.layout, packed.weights, packed.parameters
@@ -374,10 +376,10 @@ class Optimizer:
         check_replicas(self.weights, self.layout, self.mesh.world, "at the start")
         compression = config.compression
         self.reducer = Reducer(
-            named, self.gradient, self.layout, self.mesh, self.sync, compression, ranks_per_node, records
+            named, self.gradient, self.layout, self.mesh, self.sync, compression, ranks_per_node, uses_graphs
         )
         packed.watch, self.reducer.settle = self.reducer.watch, packed.settle
-        self.measured = self.reducer.choose(hidden=self.most == 1 or config.clip == "step")
+        self.strategy_seconds = self.reducer.choose(hidden=self.most == 1 or config.clip == "step")
         self.total = torch.zeros_like(self.reducer.summed)  # clipped gradients of this step
         self.owned = self.reducer.local_shard(self.weights)
         self.average = self.owned.clone()
@@ -391,16 +393,22 @@ class Optimizer:
         self.rule = RULES[config.name](
             config, self.owned, segments, list(self.layout.places), self.reducer.sum_of_shards
         )
-        self._prepare(self.most - self.share)
+        self._begin_step()
 
     def _clear_counts(self) -> None:
         self.used.zero_()
         self.overflows.zero_()
 
+    def _begin_step(self) -> None:
+        """Prepare the first backward pass of a step.
+
+        Ranks with smaller shares count from a higher number, so that all ranks reach their last example together.
+        """
+        self._prepare(self.most - self.share)
+
     def _prepare(self, examples: int) -> None:
         """Prepare the next backward pass.  examples: collected since the last step by the rank that has the most.
 
-        Ranks with smaller shares start at a higher number, so that all ranks reach their last example together.
         The data ranks may begin to exchange gradients during the backward pass of the last example, unless its clipping
         factor must be known first.  With one example per rank the gradient can be scaled after its arrival.
         """
@@ -431,11 +439,11 @@ class Optimizer:
         The norm is a tensor on the device, and the host waits only if it reads the norm.
         Errors: RuntimeError if parameters or gradients are no longer in this optimizer's buffers.
         """
-        norm = self.add(loss)
-        self.end_example()
+        norm = self.add_gradient(loss)
+        self.begin_next_example()
         return norm
 
-    def add(self, loss: Tensor | None = None) -> Tensor:
+    def add_gradient(self, loss: Tensor | None = None) -> Tensor:
         """Device part of `collect`.
 
         A graph can hold it, unless gradients were exchanged in the pass (`sends`), or ranks share the example.
@@ -470,7 +478,7 @@ class Optimizer:
         self.used.add_(used, alpha=self.batch)
         return norm
 
-    def end_example(self) -> None:
+    def begin_next_example(self) -> None:
         """Host part of `collect`.  After the last example of a step, the exchange of the number of examples begins."""
         self._prepare(self.examples + self.batch)
         if self.examples == self.most:
@@ -485,10 +493,12 @@ class Optimizer:
         Errors: ReplicaError if the ranks' weights differ, checked every `sync.check_every` steps.
         """
         self.rate.fill_(learning_rate(self.config, step))
-        averaged = step + 1 - self.config.average_from  # weights, including this step's
+        # The number of weights in the uniform average, including this step's.  Before `average_from` the average is
+        # exponential.  At `average_from` the newest weights count fully, which restarts the average.
+        averaged = step + 1 - self.config.average_from
         self.newest.fill_(1 / averaged if averaged > 0 else 1 - self.config.average_decay)
         rate = self.update() if update is None else update()
-        self._prepare(self.most - self.share)
+        self._begin_step()
         # Collective: the ranks compare checksums of their weights.
         if self.sync.check_every and (step + 1) % self.sync.check_every == 0:
             check_replicas(self.weights, self.layout, self.mesh.world, f"after step {step + 1}")
@@ -504,7 +514,7 @@ class Optimizer:
         gradient, scale = self.reducer.mean(self.total, used / self.mesh.data.size)
         overflows = None if self.loss_scale is None else self.reducer.sum_over_data(self.overflows)
         is_taken = used > 0
-        if self.whole:
+        if self.skip_whole_steps:
             is_taken &= used + (0 if overflows is None else overflows) == self.config.accumulate
         if self.config.clip == "step":
             scale = scale * self._unscale
@@ -512,7 +522,7 @@ class Optimizer:
             scale = scale * self._factor(norm)
             is_taken = (used == self.config.accumulate) & norm.isfinite()
         owns_all = self.owned is self.weights
-        self.rule.take(gradient, scale, is_taken, self.rate, self.average, self.packed.copy if owns_all else None)
+        self.rule.apply(gradient, scale, is_taken, self.rate, self.average, self.packed.copy if owns_all else None)
         if self.config.average == "uniform":
             # Weights that a skipped step left unchanged count once more.
             self.average.lerp_(self.owned, self.newest)
@@ -599,7 +609,7 @@ class Optimizer:
         if self.loss_scale is not None:
             self.loss_scale.restore(state)
         self._clear_counts()
-        self._prepare(self.most - self.share)
+        self._begin_step()
         check_replicas(self.weights, self.layout, self.mesh.world, "after reading a checkpoint")
 
     def take_moments(self, state: Mapping[str, Tensor]) -> list[str]:

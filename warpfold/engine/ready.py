@@ -99,8 +99,17 @@ class Ready:
                     raise UserError(
                         f"Ready: cost has shape {costs.shape} for {self._size} examples. Pass a finite number for each."
                     )
-            sizes, path = (self._size, batch_size, self.rank, self.ranks), None if record is None else Path(record)
-            order = self._epochs = Epochs(*sizes, self.seed, shuffle, drop_last, costs, path)
+            order = self._epochs = Epochs(
+                size=self._size,
+                batch_size=batch_size,
+                rank=self.rank,
+                ranks=self.ranks,
+                seed=self.seed,
+                shuffle=shuffle,
+                drop_last=drop_last,
+                costs=costs,
+                record=None if record is None else Path(record),
+            )
         elif batch_size != 1 or drop_last or any(value is not None for value in (cost, record, rank, ranks)):
             raise UserError(
                 "Ready: order is given with batch_size, cost, drop_last, record, rank or ranks. Leave these out."

@@ -30,8 +30,8 @@ class ReadyError(RuntimeError):
     """An example could not be made.  The message has its index, the reason, and the worker's traceback."""
 
 
-class _About:
-    """A context in which any error but a refusal becomes a ReadyError that names the example."""
+class _NamingErrors:
+    """A context that converts any error but a refusal to a ReadyError that names the example."""
 
     def __init__(self, what: str, refusals: tuple[type[Exception], ...] = ()) -> None:
         self._what = what
@@ -83,15 +83,15 @@ class BatchMaker:
         many = getattr(self.dataset, "__getitems__", None)
         if many:
             self._seed(epoch, indices[0])
-            with _About(f"examples {indices} of the dataset", self.refusals):
+            with _NamingErrors(f"examples {indices} of the dataset", self.refusals):
                 examples = many(indices)
         else:
             examples = []
             for index in indices:
                 self._seed(epoch, index)
-                with _About(f"example {index} of the dataset", self.refusals):
+                with _NamingErrors(f"example {index} of the dataset", self.refusals):
                     examples.append(self.dataset[index])
-        with _About(f"examples {indices} of the dataset, as a batch"):
+        with _NamingErrors(f"examples {indices} of the dataset, as a batch"):
             return self.collate(examples)
 
     def _seed(self, epoch: int, index: Any) -> None:
@@ -110,7 +110,7 @@ class Costs:
 
     def __getitem__(self, index: int) -> float:
         example = self.dataset[index]
-        with _About(f"the cost of example {index} of the dataset"):
+        with _NamingErrors(f"the cost of example {index} of the dataset"):
             return float(self.cost(example))
 
 
@@ -171,7 +171,8 @@ def read_batch(made: Made, on_device: Tensor | None) -> Any:
 def start_workers(make: BatchMaker, count: int, buffer: Callable[[int], Any] | None) -> Workers:
     """Start worker processes.  Errors: UserError if the dataset cannot be sent to them."""
 
-    def refused(kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def explain(kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        # The error of pickle is recognised by its name, because nothing here may import pickle.
         if isinstance(error, AttributeError | TypeError) or type(error).__name__ == "PicklingError":
             raise UserError(
                 f"Ready: the dataset or its collate function cannot be sent to processes ({error}). Define their "
@@ -179,12 +180,11 @@ def start_workers(make: BatchMaker, count: int, buffer: Callable[[int], Any] | N
             ) from error
 
     dataset = make.dataset.dataset if isinstance(make.dataset, Costs) else make.dataset
-    # The dataset of WarpFold's training delegates to its attribute `make`.  Both modules are imported once, before the
-    # processes are forked.
+    # Import the modules of the dataset, and of the `make` that WarpFold's dataset wraps, once before forking.
     makers = (dataset, getattr(dataset, "make", dataset))
     preload = [module for module in dict.fromkeys(type(maker).__module__ for maker in makers) if module != "__main__"]
     with ExitStack() as stack:
-        stack.push(refused)
+        stack.push(explain)
         return Workers(make, count, buffer, preload)
     raise AssertionError("not reached")
 

@@ -152,12 +152,12 @@ def train(
         config.optim,
         team.mesh,
         plan.sync,
-        team.process.ranks_per_node,
+        ranks_per_node=team.process.ranks_per_node,
         dtype=DTYPES[plan.precision],
         scaling=plan.precision == "fp16",
         batch=plan.batch,
-        records=execution.records,
-        whole=stops,
+        uses_graphs=execution.records,
+        skip_whole_steps=stops,
     )
     # The trunk is copied before a checkpoint is read: the passes before the last use the first weights.
     trunk = make_frozen_trunk(model, config)
@@ -175,7 +175,7 @@ def train(
         if train_config.moments and not state.step:
             take_moments(optimizer, init, team)
         if team.is_rank_zero and config.finetune.freezes:
-            run.write_frozen(frozen_state(model), again=not state.step)
+            run.write_frozen(frozen_state(model), overwrite=not state.step)
         skipped = SkippedExamples(train_config.max_skipped, state.notes.get("skipped", ()))
         log = stack.enter_context(open_log(run, config, state, watch, team))
         signals.answer = partial(log.phase, "stopping")
@@ -651,7 +651,7 @@ def save(
 
     if team.is_rank_zero:
         # Waits until the checkpoint before is on the disk, so that one copy at most is in memory.
-        run.write_beside(write)
+        run.write_in_background(write)
 
 
 def keep_best(
@@ -669,7 +669,9 @@ def keep_best(
             params = Snapshot.of(merged_state(model) if team.is_rank_zero else {})
         if team.is_rank_zero:
             data = settings.to_dict(config.data)
-            run.write_beside(lambda: run.replace_file(BEST, lambda path: save_params(path, model, data, params.wait())))
+            run.write_in_background(
+                lambda: run.replace_file(BEST, lambda path: save_params(path, model, data, params.wait()))
+            )
     if not 0 < config.train.patience <= since:
         return None
     return best, f"{since} validations in a row are no better than that after step {best} (train.patience)"
