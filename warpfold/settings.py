@@ -276,12 +276,17 @@ def _quoted(text: str) -> str:
 
 def differences(ours: Mapped, theirs: Mapped, prefix: str = "") -> list[str]:
     """Return the dotted keys in which two nested dicts differ, each with both values: "model.c_m: 64, not 32"."""
-    differing_keys: list[str] = []
+    return [f"{key}: {values}" for key, values in differing_values(ours, theirs, prefix).items()]
+
+
+def differing_values(ours: Mapped, theirs: Mapped, prefix: str = "") -> dict[str, str]:
+    """Return both values as text, by the dotted keys in which two nested dicts differ: {"model.c_m": "64, not 32"}."""
+    values: dict[str, str] = {}
     for key in dict.fromkeys([*ours, *theirs]):
         a, b = ours.get(key), theirs.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            differing_keys += differences(a, b, f"{prefix}{key}.")
+            values |= differing_values(a, b, f"{prefix}{key}.")
         elif a != b:
             shown = ["absent" if v is None else toml_value(v) for v in (a, b)]
-            differing_keys.append(f"{prefix}{key}: {shown[0]}, not {shown[1]}")
-    return differing_keys
+            values[f"{prefix}{key}"] = f"{shown[0]}, not {shown[1]}"
+    return values

@@ -14,7 +14,8 @@ def test_the_first_the_best_and_the_last_validation_are_listed(tmp_path: Path) -
             run.log(row)
             run.log({"kind": "validation", "step": step, "lddt_ca": score, "examples": {"one": score}})
         settings = {section: {} for section in SHOWN_SETTINGS} | {"optim": {"accumulate": 2}}
-        text = run_card(run.path, settings, (), 1, None, "cpu", 1, "", best=run.best()[0])
+        text = run_card(run.path, settings, (), held_out=1, init=None, device="cpu", ranks=1, command="",
+                        best=run.best()[0])  # fmt: skip
     assert "lDDT-Cα of held-out entries 0.4000 after step 1,008, and at best 0.5000, after step 6." in text
     assert text.split("|---|---|---|---|\n")[1].split("\n\n")[0].splitlines() == [
         "| 2 | 0.2000 | 1 of 1 |  |",

@@ -197,7 +197,9 @@ def test_a_replay_that_is_wrong_itself_is_told_from_a_wrong_run(
     train(config_for(), store, tmp_path / "run")
     # The second step of the replay is the fourth of the run.
     plant(Flip("weight", 1), monkeypatch)
-    assert replay(tmp_path / "run", None, CPU, team_of()) == Replay(start=2, last=6, equal=2, interval=(3, 4), parted=4)
+    assert replay(tmp_path / "run", None, CPU, team_of()) == Replay(
+        start=2, last=6, equal=2, interval=(3, 4), unstable_step=4
+    )
 
 
 def test_a_checkpoint_that_came_back_changed_is_found(
@@ -215,7 +217,7 @@ def test_a_checkpoint_that_came_back_changed_is_found(
         patch.setattr(Optimizer, "restore", restore)
         train(config_for(), store, tmp_path / "run")
     found = replay(tmp_path / "run", 2, CPU, team_of())
-    assert (found.interval, found.equal, found.parted) == ((4, 4), 3, None)
+    assert (found.interval, found.equal, found.unstable_step) == ((4, 4), 3, None)
     with pytest.raises(UserError, match=r"the checkpoint of step 4 does not have the digest .*another one with --from"):
         replay(tmp_path / "run", 4, CPU, team_of())
 

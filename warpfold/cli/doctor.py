@@ -317,12 +317,12 @@ def replay_report(found: "Replay") -> list[str]:
         f"step {different_step}" if different_step == equal_step + 1 else f"steps {equal_step + 1} to {different_step}"
     )
     lines.append(typer.style(f"{steps_text}: the digest after step {different_step} differs", fg=RED))
-    if found.parted is None:
+    if found.unstable_step is None:
         lines.append("a second recomputation has the digests of the first: this machine repeats its work")
     else:
         lines.append(
-            f"a second recomputation differs from the first in step {found.parted}: this machine is not reproducible, "
-            "and the run may be correct. Check the machine with warpfold doctor --kernels"
+            f"a second recomputation differs from the first in step {found.unstable_step}: this machine is not "
+            "reproducible, and the run may be correct. Check the machine with warpfold doctor --kernels"
         )
     return [*lines, *left_out_lines]
 

@@ -174,7 +174,7 @@ def train_in_shell(
     """
     from warpfold.parallel.team import distributed_context
     from warpfold.training.config import load_settings
-    from warpfold.training.watching import training_progress
+    from warpfold.training.terminal import training_progress
 
     plan_options = {"plan.data": examples, "plan.axial": axial, "plan.branch": branch}
     changes = [

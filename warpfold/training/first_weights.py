@@ -13,7 +13,7 @@ from warpfold.errors import UserError, listed
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.weights.files import load_config, load_state, without_memory
 from warpfold.parallel.team import Team
-from warpfold.settings import differences, to_dict
+from warpfold.settings import differing_values, to_dict
 
 log = logging.getLogger("warpfold")
 
@@ -37,7 +37,8 @@ def start_from(model: AlphaFold, file_model: AlphaFold, source: str, new_heads: 
     Errors: UserError that names the missing or surplus heads, or the settings that differ, with the remedy.
     """
     load_state(model, _first_tensors(model, file_model, source, new_heads), source)
-    if other := [difference for difference in _differences(model, file_model) if _key(difference) in RESULT_KEYS]:
+    differing = _differing_settings(model, file_model)
+    if other := [f"{key}: {values}" for key, values in differing.items() if key.rpartition(".")[2] in RESULT_KEYS]:
         log.warning("%s: its parameters were of a model with %s", source, listed(other, between="; "))
 
 
@@ -47,14 +48,16 @@ def _first_tensors(model: AlphaFold, file_model: AlphaFold, source: str, new_hea
     missing = [head for head in _heads(model) if head not in _heads(file_model)]
     surplus = [head for head in _heads(file_model) if head not in _heads(model)]
     if (missing or surplus) and new_heads:
-        random = {name: x for name, x in model_state.items() if name.split(".")[0] in missing}
-        file_state = {name: x for name, x in file_state.items() if name.split(".")[0] not in surplus} | random
+        random_heads = {name: x for name, x in model_state.items() if name.split(".")[0] in missing}
+        file_state = {name: x for name, x in file_state.items() if name.split(".")[0] not in surplus} | random_heads
         missing, surplus = [], []
     names = model_state.keys() | file_state.keys()
     in_heads = {name for head in (*missing, *surplus) for name in names if name.startswith(f"{head}.")}
     states = (model_state, file_state)
     shapes = [{name: x.shape for name, x in state.items() if name not in in_heads} for state in states]
-    differ = [difference for difference in _differences(model, file_model) if _key(difference) not in SHAPELESS_KEYS]
+    differing = _differing_settings(model, file_model)
+    differ = [f"{key}: {values}" for key, values in differing.items() if key.rpartition(".")[2] not in SHAPELESS_KEYS]
+    # Differences matter only if shapes differ.
     if shapes[0] != shapes[1] and differ:
         raise UserError(
             f"{source}: parameters of another model than that of the settings (in the file {listed(differ, 4, '; ')}). "
@@ -79,14 +82,9 @@ def _heads(model: nn.Module) -> list[str]:
     return [head for head in HEADS if getattr(model, head) is not None]
 
 
-def _differences(model: AlphaFold, file_model: AlphaFold) -> list[str]:
-    """List the settings in which two models differ, with the value of the file first."""
-    return differences(to_dict(file_model.config), to_dict(model.config), "model.")
-
-
-def _key(difference: str) -> str:
-    """Return the last part of a setting's name."""
-    return difference.partition(":")[0].rpartition(".")[2]
+def _differing_settings(model: AlphaFold, file_model: AlphaFold) -> dict[str, str]:
+    """Return the values of the settings in which two models differ, that of the file first."""
+    return differing_values(to_dict(file_model.config), to_dict(model.config), "model.")
 
 
 def check_moments(rule: str, init: Path | None) -> int:

@@ -42,8 +42,8 @@ class Replay:
     last: the step of the last digest that was to be compared.
     equal: the number of equal digests in the log before the first difference, that of the checkpoint included.
     interval: the last step with an equal digest and the first step with a different one; None if all are equal.
-    parted: the first step at which a second recomputation differed from the first.  None if both were equal, so that
-        this machine repeats its work, or if there was no interval to compute.
+    unstable_step: the first step at which a second recomputation differed from the first.  None if both were equal, so
+        that this machine repeats its work, or if there was no interval to compute.
     left_out: the reason why later digests in the log were not compared; empty if there are none.
     """
 
@@ -51,7 +51,7 @@ class Replay:
     last: int
     equal: int
     interval: tuple[int, int] | None = None
-    parted: int | None = None
+    unstable_step: int | None = None
     left_out: str = ""
 
 
@@ -128,12 +128,7 @@ def replay(run: Path, start: int | None, device: torch.device, team: Team, tell:
     present_setup = describe_setup(config, sources, init, device, team)
     if difference := setup_difference(run, setup, present_setup):
         raise UserError(f"{run}: {difference}")
-    # A digest depends on the number of ranks, so those of other sessions cannot be compared.
-    digests, left_out = logged.digests[index:], ""
-    for step, later, at in logged.setups:
-        if at > index and (difference := setup_difference(run, later, present_setup)):
-            digests, left_out = logged.digests[index:at], f"steps after {step}: {difference}"
-            break
+    digests, left_out = _comparable_digests(run, logged, index, present_setup)
     last = max(step for step, _ in digests)
     compared = replace(logged, digests=[(step, digest) for step, digest in digests if step >= start])
     if start >= last:
@@ -164,7 +159,7 @@ def replay(run: Path, start: int | None, device: torch.device, team: Team, tell:
             raise KeyboardInterrupt
         return comparison.digests
 
-    equal, before, different, parted = 0, start, -1, None
+    equal, last_equal, first_different, unstable_step = 0, start, -1, None
     with ExitStack() as stack:
         if team.is_rank_zero:
             busy_error = UserError(f"{run}: another replay of this run goes on. Wait for its end.")
@@ -175,20 +170,36 @@ def replay(run: Path, start: int | None, device: torch.device, team: Team, tell:
             first = compute(begin, end)
             computed |= first
             # No rank looks for the checkpoint of this part before rank 0 has written it and comes here.
-            equal, before, different = team.broadcast(compared.compare(computed), "the comparison of digests")
-            if different < 0:
+            equal, last_equal, first_different = team.broadcast(compared.compare(computed), "the comparison of digests")
+            if first_different < 0:
                 continue
             # Either the run was wrong, or the replay is.  A second recomputation says whether this machine repeats.
-            if before < different:
+            # If the log has two different digests of a step at which a session resumed, there is nothing to recompute.
+            if last_equal < first_different:
                 if team.is_rank_zero:
                     shutil.rmtree(StepFolders(folder / "checkpoints").step_path(end))
                 team.broadcast(None, "the second recomputation")
-                second = compute(begin, different)
-                parted = next((step for step in sorted(second) if second[step] != first[step]), None)
+                second = compute(begin, first_different)
+                unstable_step = next((step for step in sorted(second) if second[step] != first[step]), None)
             break
-        parted = team.broadcast(parted, "the comparison of recomputations")
-    interval = None if different < 0 else (before, different)
-    return Replay(start=start, last=last, equal=equal, interval=interval, parted=parted, left_out=left_out)
+        unstable_step = team.broadcast(unstable_step, "the comparison of recomputations")
+    interval = None if first_different < 0 else (last_equal, first_different)
+    return Replay(
+        start=start, last=last, equal=equal, interval=interval, unstable_step=unstable_step, left_out=left_out
+    )
+
+
+def _comparable_digests(
+    run: Path, logged: LoggedRun, index: int, present_setup: dict[str, Any]
+) -> tuple[Sequence[tuple[int, str]], str]:
+    """Return the digests from `index` on up to a session with another setup, and why later ones are left out.
+
+    A digest depends on the number of ranks, so those of other sessions cannot be compared.
+    """
+    for step, setup, at in logged.setups:
+        if at > index and (difference := setup_difference(run, setup, present_setup)):
+            return logged.digests[index:at], f"steps after {step}: {difference}"
+    return logged.digests[index:], ""
 
 
 def read_log(run: Path) -> LoggedRun:

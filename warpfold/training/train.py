@@ -256,7 +256,7 @@ def train(
                 early_end = keep_best(run, model, optimizer, step, config, team)
                 if early_end:
                     log({"kind": "end", "step": step, "best": early_end[0], "reason": early_end[1]})
-            log.phase("training", left=validation.left(step))
+            log.phase("training", left=validation.seconds_left(step))
 
         # ---- End
 
@@ -265,7 +265,8 @@ def train(
             # The card describes the parameter files, so these must be on the disk.
             run.wait_for_writing()
             values, best = settings.to_dict(config), run.best()[0]
-            text = run_card(run.path, values, sources, len(held_out), init, device, ranks, command, best)
+            text = run_card(run.path, values, sources, held_out=len(held_out), init=init, device=device, ranks=ranks,
+                            command=command, best=best)  # fmt: skip
             run.replace_file(CARD, lambda path: path.write_text(text, encoding="utf-8"))
 
     outcome: dict[str, Any] = {

@@ -17,10 +17,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from warpfold import settings
 from warpfold.data.load.order import Source
-from warpfold.engine.checkpoint import FROZEN, AppendedFile, DamagedCheckpoint, StepFolders, finite
+from warpfold.engine.checkpoint import FROZEN, AppendedFile, Checkpoint, DamagedCheckpoint, StepFolders, finite
 from warpfold.engine.packed import PackedWeights
 from warpfold.engine.trainable import freeze, merged_state
 from warpfold.engine.watch import Row, Watching, as_watchers
@@ -32,7 +33,7 @@ from warpfold.parallel.plan import DTYPES, log_precision, resolve_precision
 from warpfold.parallel.team import Team
 from warpfold.training.config import RunConfig
 from warpfold.training.examples import fingerprint_origin, held_out_features, hold_out
-from warpfold.training.validation import Judge, Scores, averages_of, validation_row
+from warpfold.training.validation import Judge, Scores, validation_row
 
 logger = logging.getLogger("warpfold")
 
@@ -97,7 +98,7 @@ def validate(
                     continue
                 if checkpoint.notes.get("store") != origin:
                     raise UserError(f"{run}: its run trains on other data. Pass the same --data in the same order.")
-                for name, average in averages_of(checkpoint).items():
+                for name, average in _averages_of(checkpoint).items():
                     packed.parameters[name].data.copy_(average)
                 packed.refresh()
                 began = time.perf_counter()
@@ -134,6 +135,12 @@ def settings_of(run: Path) -> RunConfig:
         raise UserError(f"{run}: not the folder of a training run ({path.name}: {error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: is damaged ({error}). Restore it.") from error
+
+
+def _averages_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Return the averaged weights of a checkpoint, by parameter."""
+    tensors = checkpoint.tensors.items()
+    return {name.removeprefix("average."): x for name, x in tensors if name.startswith("average.")}
 
 
 def _is_whole(row: Row) -> bool:

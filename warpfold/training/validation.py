@@ -64,10 +64,11 @@ class Spending:
         progress: of the training, above 0.  At 1 the run ends, and at least one round is affordable.  Before that, the
             time of a whole last validation is reserved.
         """
-        allowed, whole = share / (1 - share) * self.training, rounds * self.round
+        budget, cost = share / (1 - share) * self.training, rounds * self.round
         if progress < 1:
-            return rounds if self.validation + whole <= min(allowed, allowed / progress - whole) else 0
-        return min(rounds, max(1, int((allowed - self.validation) / self.round + 1e-6)))
+            # `budget / progress` is the budget of the whole run.
+            return rounds if self.validation + cost <= min(budget, budget / progress - cost) else 0
+        return min(rounds, max(1, int((budget - self.validation) / self.round + 1e-6)))
 
 
 class Validation:
@@ -89,7 +90,8 @@ class Validation:
         self.timer = StepTimer()
         self._earlier = Spending(**state.notes.get("seconds", {}))
         self._validating, self._round = 0.0, self._earlier.round
-        if log.validation and log.validation["step"] == state.step:  # after its checkpoint was written
+        # The times in the checkpoint lack a validation that ran after it.
+        if log.validation and log.validation["step"] == state.step:
             self._validating = log.validation.get("seconds") or 0.0
 
     @property
@@ -186,7 +188,7 @@ class Validation:
             if self.signals.received:
                 raise _Stopped
 
-        judge, seconds_left = Judge(self.model, self.config, device, stop_on_signal), self.left(step)
+        judge, seconds_left = Judge(self.model, self.config, device, stop_on_signal), self.seconds_left(step)
         is_time_known = bool(self._round)
         features = held_out_features(self.held_out[rank::ranks], self.config)
         done = 0
@@ -205,7 +207,7 @@ class Validation:
         features.close()
         return rounds, results
 
-    def left(self, step: int) -> float | None:
+    def seconds_left(self, step: int) -> float | None:
         """Estimate the seconds until the run ends, its validations included; None before two steps."""
         train = self.config.train
         # The first step takes longer than the others.
@@ -296,12 +298,6 @@ def mean_dockq(atoms: Tensor, truth: Batch) -> float:
     docking = Docking(predicted, reference, same)
     scores = [docking.measure(pair, pair).dockq for pair in docking.native]
     return float(np.mean(scores)) if scores else math.nan
-
-
-def averages_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return the averaged weights of a checkpoint, by parameter."""
-    tensors = checkpoint.tensors.items()
-    return {name.removeprefix("average."): x for name, x in tensors if name.startswith("average.")}
 
 
 def validation_row(step: int, keys: Sequence[str], scores: Mapping[str, Scores]) -> Row:

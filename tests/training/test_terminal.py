@@ -12,9 +12,9 @@ from tests.training.runs import scored
 from warpfold.engine.loop import StepTimer
 from warpfold.engine.watch import Phase
 from warpfold.progress import no_bars
+from warpfold.training.terminal import TrainingProgress, training_progress
 from warpfold.training.train import ExampleResult, step_row
 from warpfold.training.validation import validation_row
-from warpfold.training.watching import TrainingProgress, training_progress
 
 ROW = step_row(4, [ExampleResult("a", 10, 1.25, 1.0, 0.5, {"fape": 0.5})], 0.001, 0, StepTimer())
 
