@@ -13,4 +13,4 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(autouse=True)
 def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the brief timing find every layer faster, so that the swapped layers do not depend on the machine."""
-    monkeypatch.setattr(accelerate, "glanced_speed", lambda *of: LayerSpeed(1.5, 1.5, None))
+    monkeypatch.setattr(accelerate, "brief_speed", lambda *of: LayerSpeed(1.5, 1.5, None))

@@ -20,7 +20,7 @@ from tests.adapt.stand_in import KNOWN, ServesAttention, ServesMlp, TheirMlp, Th
 from warpfold.adapt import accelerate as subject
 from warpfold.adapt.adapter import RandomInputs, is_swapped
 from warpfold.adapt.report import Acceleration, LayerKind, LayerSpeed
-from warpfold.adapt.verify import compare, glanced_speed
+from warpfold.adapt.verify import brief_speed, compare
 from warpfold.bench.timing import Subject, Times
 from warpfold.errors import UserError
 from warpfold.ops.dispatch import refusals
@@ -258,7 +258,7 @@ def test_speed_decides_where_it_is_asked_to(model: TheirModel, monkeypatch: pyte
 def test_a_model_that_is_not_trained_is_judged_by_its_forward_pass(
     change: Callable[[nn.Module], nn.Module], swapped: bool, model: TheirModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subject, "glanced_speed", lambda *_: LayerSpeed(2.7, 0.8, None))
+    monkeypatch.setattr(subject, "brief_speed", lambda *_: LayerSpeed(2.7, 0.8, None))
     report = warpfold.acceleration(warpfold.accelerate(change(model)))
     text = " ".join(str(report).split())
     assert bool(report.swapped) == swapped
@@ -294,7 +294,7 @@ def test_what_is_slower_is_left_unless_something_else_is_asked_for(
             for way in ways
         }
 
-    monkeypatch.setattr(subject, "glanced_speed", glanced_speed)
+    monkeypatch.setattr(subject, "brief_speed", brief_speed)
     monkeypatch.setattr("warpfold.adapt.verify.measure", clock)
     model = TheirMlp(8)
     report = warpfold.acceleration(warpfold.accelerate(model))  # leaving everything is no error
@@ -316,7 +316,7 @@ def test_what_cannot_be_timed_is_swapped_and_said(model: TheirModel, monkeypatch
         return {way.name: Times(failed="out of memory") for way in ways}
 
     with monkeypatch.context() as patched:
-        patched.setattr(subject, "glanced_speed", glanced_speed)
+        patched.setattr(subject, "brief_speed", brief_speed)
         patched.setattr("warpfold.adapt.verify.measure", clock)
         report = warpfold.acceleration(warpfold.accelerate(model))
         assert len(report.swapped) == 3
@@ -503,7 +503,7 @@ def test_sharded_models_are_refused_and_may_be_sharded_after(model: TheirModel, 
 def test_long_verification_shows_progress(
     model: TheirModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    served = subject._served
+    served = subject._checked
 
     def slow(*given: Any) -> LayerKind:
         time.sleep(0.3)
@@ -511,7 +511,7 @@ def test_long_verification_shows_progress(
 
     warpfold.restore(warpfold.accelerate(model))
     assert "checking" not in capsys.readouterr().err
-    monkeypatch.setattr(subject, "_served", slow)
+    monkeypatch.setattr(subject, "_checked", slow)
     monkeypatch.setattr(subject, "PROGRESS_SECONDS", 0.05)
     warpfold.accelerate(model)
     lines = capsys.readouterr().err.splitlines()

@@ -35,7 +35,7 @@ from warpfold.adapt.adapter import (
 )  # fmt: skip
 from warpfold.adapt.report import NO_OPERATION, Acceleration, LayerKind, pattern
 from warpfold.adapt.slices import SlicedExecution, meta_twin
-from warpfold.adapt.verify import compare, gain, glanced_speed, measured_speed
+from warpfold.adapt.verify import brief_speed, compare, measured_speed, reason_to_leave
 from warpfold.arguments import parse_memory
 from warpfold.device import keep_memory, slow_precision, spinning_threads
 from warpfold.errors import UserError
@@ -52,7 +52,7 @@ PACKAGES: tuple[str, ...] = ("plain", "esmfold", "openfold3", "boltz", "protenix
 REPORT = "_warpfold_acceleration"
 NOT_ASKED = "not asked for"
 PLAIN = "plain torch: swapped where only= names it, or where verify='speed' finds a gain"
-NOT_TIMED = "not timed: something may be slower than its own code here; verify='speed' leaves what is"
+NOT_TIMED = "not timed: some layers may be slower than their own code; verify='speed' finds and leaves them"
 WAS_TIMED = "timed briefly: what is slower than its own code here was left; verify=True swaps it, too"
 ADAPTER_PAGE = "docs/howto/accelerate.md (How to serve another class)"
 # Interval of the progress lines of a long verification.
@@ -60,6 +60,8 @@ PROGRESS_SECONDS = 10.0
 FORWARD_COUNTS = "judged by the forward pass: the model is in eval() or has no trainable parameters"
 Verify = bool | Literal["speed"] | None
 M = TypeVar("M", bound=nn.Module)
+# A row of the report for a group of equal layers, their adapter, and the layers.
+Decision = tuple[LayerKind, Adapter | None, Sequence[nn.Module]]
 
 
 def accelerate(
@@ -102,7 +104,7 @@ def accelerate(
         keep_memory()
     kinds, layers = [], []
     with _progress_lines() as tell:
-        for kind, adapter, modules in _kinds(inner, options, tell):
+        for kind, adapter, modules in _decisions(inner, options, tell):
             kinds.append(kind)
             if adapter is not None and kind.operation:
                 execution = options.execution(adapter, modules[0])
@@ -173,7 +175,7 @@ class _Options:
     trains: bool
 
     @property
-    def glances(self) -> bool:
+    def times_briefly(self) -> bool:
         """Whether to time each kind briefly: without explicit choices of the user, and with a single process."""
         alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
         is_explicit = self.patterns is not None or self.strict or self.memory is not None
@@ -208,9 +210,6 @@ def _patterns(model: nn.Module, only: str | Iterable[str] | None) -> tuple[str, 
     return patterns
 
 
-Found = tuple[LayerKind, Adapter | None, Sequence[nn.Module]]
-
-
 @contextmanager
 def _progress_lines() -> Iterator[Callable[[str], None]]:
     """Yield a function that sets the current step, and print the step on stderr every `PROGRESS_SECONDS`.
@@ -239,7 +238,7 @@ def _progress_lines() -> Iterator[Callable[[str], None]]:
         thread.join()
 
 
-def _kinds(model: nn.Module, options: _Options, tell: Callable[[str], None]) -> Iterator[Found]:
+def _decisions(model: nn.Module, options: _Options, tell: Callable[[str], None]) -> Iterator[Decision]:
     """Yield the decision for each kind of layer. For supported layers that are left, their submodules follow.
 
     Raises UserError for a layer that cannot be swapped if `strict`.
@@ -302,7 +301,7 @@ def _decide(module: nn.Module, names: tuple[str, ...], adapter: Adapter | None, 
     if adapter.plain and options.patterns is None and options.verify != "speed":
         return replace(kind, why=PLAIN)
     try:
-        return _served(kind, module, adapter, options)
+        return _checked(kind, module, adapter, options)
     except NotServed as error:
         reason = str(error)
     except AttributeError as error:
@@ -312,7 +311,7 @@ def _decide(module: nn.Module, names: tuple[str, ...], adapter: Adapter | None, 
     return replace(kind, why=reason)
 
 
-def _served(kind: LayerKind, module: nn.Module, adapter: Adapter, options: _Options) -> LayerKind:
+def _checked(kind: LayerKind, module: nn.Module, adapter: Adapter, options: _Options) -> LayerKind:
     """Check the modules of a group with an adapter. Raises NotServed if they cannot be swapped."""
     if reason := find_adapter(module, adapters())[1]:
         raise NotServed(reason)
@@ -326,18 +325,18 @@ def _served(kind: LayerKind, module: nn.Module, adapter: Adapter, options: _Opti
     if not comparison.agrees:
         raise NotServed(f"differs by {comparison.difference:.1g} in the {comparison.where}")
     kind = replace(kind, difference=comparison.difference)
-    if options.verify != "speed" and not options.glances:
+    if options.verify != "speed" and not options.times_briefly:
         return replace(kind, operation=adapter.operation)
     try:
-        glance = options.glances and options.size is None
-        speed = glanced_speed(module, adapter) if glance else measured_speed(module, adapter, options.size)
+        is_brief = options.times_briefly and options.size is None
+        speed = brief_speed(module, adapter) if is_brief else measured_speed(module, adapter, options.size)
     except (RuntimeError, MemoryError) as error:
         if options.verify == "speed" or not is_out_of_memory(error):
             raise
         # The user did not ask for a timing, so running out of memory in it is only a note (`_notes`).
         return replace(kind, operation=adapter.operation)
     kind = replace(kind, speed=speed)
-    if reason := gain(speed, adapter.plain, options.trains):
+    if reason := reason_to_leave(speed, adapter.plain, options.trains):
         return replace(kind, why=reason)
     return replace(kind, operation=adapter.operation)
 
@@ -347,7 +346,7 @@ def _notes(model: nn.Module, options: _Options, kinds: Sequence[LayerKind]) -> t
     notes = lookalikes(model)
     if not options.trains and any(kind.speed for kind in kinds):
         notes.append(FORWARD_COUNTS)
-    if options.glances:
+    if options.times_briefly:
         notes += [WAS_TIMED] if any(kind.speed for kind in kinds if not kind.operation) else []
         short = [name for kind in kinds if kind.operation and kind.speed is None for name in kind.names]
         notes += [f"{pattern(short)}: {NOT_TIMED} (memory did not suffice to time it)"] if short else []

@@ -1,7 +1,7 @@
 """EsmFold and EsmFold2 of Hugging Face's transformers: layers of their trunks.
 
 Source: the names and formulas of their classes. Masks are ones and zeros of any dtype, and no query attends to a masked
-pair. In incoming products their a is our b: x_ij = sum_k a_ki b_kj.
+pair. In incoming products their a is our b: x_ij = sum_k a_ki b_kj (`TriangleProductAdapter.layer` exchanges them).
 """
 
 from typing import Any, ClassVar
@@ -159,6 +159,19 @@ class PairsOfSequence(Executable):
         return pairs.unflatten(0, k.shape[:2])
 
 
+class InputSlice(ForeignLinear):
+    """A linear layer of another model, restricted to some of its inputs."""
+
+    def __init__(self, module: nn.Module, inputs: slice) -> None:
+        super().__init__(module)
+        self.inputs = inputs
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight [o, inputs]."""
+        return super().weight[:, self.inputs]
+
+
 class EsmFoldSequenceToPair(LayerAdapter):
     """The update of the pairs from the sequence."""
 
@@ -173,7 +186,7 @@ class EsmFoldSequenceToPair(LayerAdapter):
         """Add the two halves of the inputs of the last projection to the parts."""
         half = module.o_proj.weight.shape[1] // 2
         halves = {"on_products": slice(0, half), "on_differences": slice(half, None)}
-        return parts | {name: ColumnsOf(module.o_proj, inputs) for name, inputs in halves.items()}
+        return parts | {name: InputSlice(module.o_proj, inputs) for name, inputs in halves.items()}
 
     def compute(self, layer: Any, x: Tensor, mask: Any = None, other: Any = None, rows: Any = None) -> Any:
         return layer(cast_by_autocast(x))
@@ -182,26 +195,13 @@ class EsmFoldSequenceToPair(LayerAdapter):
         return {"x": random(2, n, module.proj.weight.shape[1])}
 
 
-class ColumnsOf(ForeignLinear):
-    """A linear layer of another model, restricted to some of its inputs."""
-
-    def __init__(self, module: nn.Module, inputs: slice) -> None:
-        super().__init__(module)
-        self.inputs = inputs
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight [o, inputs]."""
-        return super().weight[:, self.inputs]
-
-
 # EsmFold2: only norms have biases, and their parameters stay in fp32. Chunks do not change the results.
 
 MODELING2 = "transformers.models.esmfold2.modeling_esmfold2"
 
 
 class EsmFold2Layer(Adapter):
-    """Base of their layers, which keep the parameters of norms in fp32."""
+    """Base of the adapters for their layers, which keep the parameters of norms in fp32."""
 
     def cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
         module.to(dtype)

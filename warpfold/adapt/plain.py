@@ -131,7 +131,7 @@ Formula = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Parts:
+class PerceptronParts:
     """The parts of a perceptron.
 
     up: one projection, or those of gate and value, each with the half (0 or 1) of the projection that it is, or None.
@@ -165,18 +165,15 @@ class PlainPerceptron(Adapter):
         """Build our layer from the formula of the module's forward. Raises NotServed for any other formula."""
         parts = perceptron_parts(module)
         if parts is None:
-            raise NotServed("it is no perceptron any more")
+            raise NotServed("its forward no longer matches a known formula")
         ups = [self._projection(linear, half) for linear, half in parts.up]
         if len(ups) == 2 and parts.up[0][0] is parts.up[1][0] and parts.up[0][1] == 0:
             # The whole projection has the layout of ours.
             ups = [ForeignLinear(parts.up[0][0])]
         up = ups[0] if len(ups) == 1 else StackedLinear(*ups)
-        kind, norm, down = (
-            "swiglu" if len(parts.up) == 2 else "relu",
-            ForeignNorm(parts.norm),
-            ForeignLinear(parts.down),
-        )
-        transition = assemble(Transition, activation=kind, norm=norm, up=up, down=down)
+        activation = "swiglu" if len(parts.up) == 2 else "relu"
+        norm, down = ForeignNorm(parts.norm), ForeignLinear(parts.down)
+        transition = assemble(Transition, activation=activation, norm=norm, up=up, down=down)
         return assemble(PerceptronLayer, of=module, transition=transition, residual=parts.residual)
 
     @staticmethod
@@ -206,7 +203,7 @@ class PlainPerceptron(Adapter):
         return (random(n, n, *parts.norm.normalized_shape),), {}
 
 
-def perceptron_parts(module: nn.Module) -> Parts | None:
+def perceptron_parts(module: nn.Module) -> PerceptronParts | None:
     """Return the parts of a module that computes one of the formulas, or None for other modules."""
     parts = list(module.children())
     counts = [sum(isinstance(part, kind) for part in parts) for kind in (nn.LayerNorm, nn.Linear)]
@@ -250,7 +247,7 @@ def _formula(module: nn.Module, graph: fx.Graph) -> Formula:
     return ("?",)
 
 
-def _match(formula: Formula) -> Parts | None:
+def _match(formula: Formula) -> PerceptronParts | None:
     """Return the parts of a formula of a perceptron, or None for other formulas."""
     residual = formula[0] == "add" and len(formula) == 3 and ("x",) in formula[1:]
     if residual:
@@ -274,7 +271,7 @@ def _match(formula: Formula) -> Parts | None:
     if halves not in ([None], [None, None]) and (projections[0][0] is not projections[1][0] or set(halves) != {0, 1}):
         return None
     up = tuple((linear, half) for linear, half, _ in projections if linear is not None)
-    return Parts(norms.pop(), up, down, residual)
+    return PerceptronParts(norms.pop(), up, down, residual)
 
 
 def _match_projection(up: Formula) -> tuple[nn.Module | None, int | None, nn.Module | None]:

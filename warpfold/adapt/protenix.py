@@ -1,10 +1,10 @@
 """Protenix and OpenDDE: the layers of their Pairformer and MSA module (protenix 2.0.0, opendde 1.2.0).
 
 Differences from AlphaFold2: only norms, the queries of `AttentionPairBias` and the projection of the outer product have
-biases, and the last is divided too. The transition is a SwiGLU. The caller transposes z for the ending node, so each
-triangle attention is a starting node; modules that are ending nodes themselves are supported too. `inplace_safe` with
-`_add_with_inplace` adds the update to z in place. The strings `triangle_attention` and `triangle_multiplicative` select
-kernels; a swapped layer computes with our operations for all values.
+biases, and the outer product's bias is divided by the count as well. The transition is a SwiGLU. The caller transposes
+z for the ending node, so each triangle attention is a starting node; modules that are ending nodes themselves are
+supported too. `inplace_safe` with `_add_with_inplace` adds the update to z in place. The strings `triangle_attention`
+and `triangle_multiplicative` select kernels; a swapped layer computes with our operations for all values.
 """
 
 from typing import Any, ClassVar
@@ -30,7 +30,7 @@ def _in_model(name: str) -> tuple[str, ...]:
 
 
 class ProtenixLayer(LayerAdapter):
-    """Base of their layers, which are called without a batch axis."""
+    """Base of the adapters for their layers, which are called without a batch axis."""
 
     least = LEAST
     batch = ()

@@ -212,7 +212,7 @@ MIN_SPEEDUP, MAX_MEMORY_SHARE = 1.05, 0.9
 BRIEF_SIZE, BRIEF_REPEATS, BRIEF_BUDGET, CLEAR_SPEEDUP = 64, 3, 1.0, 1.1
 
 
-def glanced_speed(module: nn.Module, adapter: Adapter) -> LayerSpeed:
+def brief_speed(module: nn.Module, adapter: Adapter) -> LayerSpeed:
     """Time both ways briefly on a CPU, in about a second. If the result is close, or on a GPU, use `measured_speed`.
 
     Raises the errors of `measured_speed`.
@@ -267,7 +267,7 @@ def ratios(theirs: Times, ours: Times) -> LayerSpeed:
     return LayerSpeed(forward, both[0] / max(both[1], 1e-9), memory)
 
 
-def gain(speed: LayerSpeed, plain: bool, trains: bool = True) -> str:
+def reason_to_leave(speed: LayerSpeed, plain: bool, trains: bool = True) -> str:
     """Return why a timed layer is left: it is slower here, or of plain torch and no gain. "" if it is not left.
 
     trains: whether the model is trained. If not, only the forward pass is judged.
