@@ -53,13 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         _check_not_empty(GIVEN)
         command = typer.main.get_command(app)
-        with _answered():
+        with _immediate_interrupt():
             code = command.main(args=arguments, prog_name="warpfold", standalone_mode=False)
     except UserError as error:
         hint = f" {_sentence(resume_hint())}" if isinstance(error, DiskError) else ""
         code = _complain(f"{error}{hint}", error.exit_code)
     except click.UsageError as error:
-        code = _complain(_misused(error), 2)
+        code = _complain(_usage_message(error), 2)
     except click.ClickException as error:
         code = _complain(error.format_message(), 2)
     except ModuleNotFoundError as error:
@@ -101,7 +101,7 @@ def _make_streams_writable() -> None:
 
 
 @contextmanager
-def _answered() -> Iterator[None]:
+def _immediate_interrupt() -> Iterator[None]:
     """Acknowledge Ctrl-C immediately within the context, because finishing a file may take long.
 
     A second Ctrl-C ends the process without waiting for its threads. Files are safe, because writes are atomic.
@@ -155,7 +155,7 @@ def _sentence(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _misused(error: click.UsageError) -> str:  # type: ignore[name-defined]  # a module that is found when it runs
+def _usage_message(error: click.UsageError) -> str:  # type: ignore[name-defined]  # a module that is found when it runs
     """Describe a usage error in one sentence: the problem, the values of the option, and the --help to read."""
     problem, name = error.format_message().rstrip("."), GIVEN[0] if GIVEN else ""
     option = getattr(error, "option_name", "")
@@ -186,4 +186,4 @@ def _options(
         bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    pass
+    """The global options; `--version` acts in its callback."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -134,18 +134,19 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Raise UserError for options of the doctor that exclude each other."""
     has_kernel_options = any(options[name] for name in ("settings", "dtype", "rows"))
     if options["start"] is not None and options["replay"] is None:
-        raise UserError("--from: belongs to --replay. Add --replay RUN.")
+        raise UserError("--from: requires --replay. Add --replay RUN.")
     if options["replay"] is not None and (options["cluster"] or options["kernels"]):
-        raise UserError("--replay: goes without --kernels and --cluster. Use one of them at a time.")
+        raise UserError("--replay: cannot be combined with --kernels or --cluster. Use one of them at a time.")
     if options["cluster"]:
         if options["kernels"] or has_kernel_options:
             raise UserError(
-                "--cluster: it excludes --kernels, --settings, --dtype and --rows. Check the operations in one process."
+                "--cluster: cannot be combined with --kernels, --settings, --dtype or --rows. Check the operations in "
+                "one process."
             )
     elif any(options[name] for name in ("folder", "link", "out")):
-        raise UserError("--folder, --link, --out: they belong to --cluster. Add --cluster.")
+        raise UserError("--folder, --link, --out: require --cluster. Add --cluster.")
     if has_kernel_options and not options["kernels"]:
-        raise UserError("--settings, --dtype, --rows: they belong to --kernels. Add --kernels.")
+        raise UserError("--settings, --dtype, --rows: require --kernels. Add --kernels.")
 
 
 def check_kernels(
@@ -214,9 +215,9 @@ def doctor_in_shell(given: dict[str, Any], as_json: AsJson = False) -> None:
     """Describe this machine, and check that it computes correctly; exit with 1 if it does not."""
     check_options(given)
     if given["replay"] is not None:
-        _replay_in_shell(given, as_json)
+        raise typer.Exit(_replay_in_shell(given, as_json))
     if given["cluster"]:
-        _cluster_in_shell(given, as_json)
+        raise typer.Exit(_cluster_in_shell(given, as_json))
     if not given["kernels"]:
         report = doctor(**given)
         show(Answer(report, [*_facts(report["machine"]), *_colored(report["verdict"]), f"\n{HINT}"]), as_json)
@@ -236,8 +237,8 @@ def doctor_in_shell(given: dict[str, Any], as_json: AsJson = False) -> None:
     raise typer.Exit(int(bool(report["red"])))
 
 
-def _replay_in_shell(given: dict[str, Any], as_json: bool) -> NoReturn:
-    """Recompute steps of a run with all processes, print the result on rank 0, and exit with 1 on a difference."""
+def _replay_in_shell(given: dict[str, Any], as_json: bool) -> int:
+    """Recompute steps of a run with all processes, and print the result on rank 0; returns 1 on a difference."""
     from warpfold.parallel.team import distributed_context
     from warpfold.training.replay import Replay
 
@@ -249,11 +250,11 @@ def _replay_in_shell(given: dict[str, Any], as_json: bool) -> NoReturn:
         # Print before any rank exits, because torchrun ends all ranks when one exits with 1.
         if team.is_rank_zero:
             show(Answer(asdict(replayed), replay_report(replayed)), as_json)
-    raise typer.Exit(0 if replayed.interval is None else 1)
+    return 0 if replayed.interval is None else 1
 
 
-def _cluster_in_shell(given: dict[str, Any], as_json: bool) -> NoReturn:
-    """Check the cluster with all processes, print the findings on rank 0, and exit with 1 if something is wrong."""
+def _cluster_in_shell(given: dict[str, Any], as_json: bool) -> int:
+    """Check the cluster with all processes, and print the findings on rank 0; returns 1 if something is wrong."""
     import torch
 
     from warpfold.cluster.doctor import LIMIT, Examined
@@ -299,7 +300,7 @@ def _cluster_in_shell(given: dict[str, Any], as_json: bool) -> NoReturn:
             save_links(so_far, given["out"])
             show(cluster_report(so_far, given["out"]), as_json)
         raise
-    raise typer.Exit(1 if examined.wrong else 0)
+    return 1 if examined.wrong else 0
 
 
 def replay_report(found: "Replay") -> list[str]:
@@ -328,15 +329,18 @@ def replay_report(found: "Replay") -> list[str]:
 
 
 def _facts(machine: dict[str, str]) -> list[str]:
+    """Format the description of a machine."""
     wide = max(map(len, machine))
     return [f"{key:{wide}}  {value}" for key, value in machine.items()]
 
 
 def _colored(sentences: list[str]) -> list[str]:
+    """Colour the sentences of a verdict by their first words."""
     return ["", *(typer.style(sentence, fg=COLORS.get(sentence.partition(":")[0])) for sentence in sentences)]
 
 
 def _findings(findings: "list[Finding]", kind: str, source: str) -> "Iterator[str | Table]":
+    """Yield the table of the checked operations, and notes on it."""
     from warpfold.bench.doctor import HEADS
     from warpfold.bench.doctor import table as rows_of
 

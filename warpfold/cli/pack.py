@@ -1,6 +1,6 @@
 """`warpfold pack`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -81,8 +81,8 @@ def pack(
 
     if out is None:
         raise UserError("pack: --out is missing. Pass the folder of the new store.")
-    if sum(paths is not None for paths in (structures, predicted, merge)) != 1:
-        raise UserError("pack: several inputs, or none. Pass exactly one of structures, predicted and merge.")
+    modes = {"--structures": structures, "--predicted": predicted, "--merge": merge}
+    _check_one_mode({mode: paths is not None for mode, paths in modes.items()})
     part = JobPart.parse(shard) if shard else None
     if merge is not None:
         return packing.merge(arguments.paths("merge", merge), Path(out), workers, cluster, progress_of(progress))
@@ -93,6 +93,13 @@ def pack(
         template_structures=arguments.paths("template_structures", template_structures),
         workers=workers, cluster=cluster, part=part, progress=progress_of(progress),
     )  # fmt: skip
+
+
+def _check_one_mode(modes: Mapping[str, object]) -> None:
+    """Raise UserError unless exactly one of the modes is true."""
+    given = [name for name, value in modes.items() if value]
+    if len(given) != 1:
+        raise UserError(f"pack: {' and '.join(given) or 'no mode'} given. Pass one of {', '.join(modes)}.")
 
 
 @command(
@@ -111,9 +118,7 @@ def pack_in_shell(
 
     modes = {f"--{name}": given[name] for name in ("structures", "predicted", "merge")}
     modes |= {"--verify": verify, "--info": info}
-    chosen_modes = [name for name, value in modes.items() if value]
-    if len(chosen_modes) != 1:
-        raise UserError(f"pack: {' and '.join(chosen_modes) or 'no mode'} given. Pass one of {', '.join(modes)}.")
+    _check_one_mode(modes)
     if verify is not None:
         return _verify(verify)
     if info is not None:

@@ -13,6 +13,10 @@ from warpfold.progress import Progress, progress_bar
 if TYPE_CHECKING:
     from warpfold.prediction.params import ParamsFile
 
+TAR_NOTE = (
+    "DeepMind's files come in a tar of 5.6 GB, which is downloaded completely and then deleted; --from reads a tar."
+)
+
 
 @checked()
 def params(
@@ -36,9 +40,6 @@ def params(
     from warpfold.prediction.params import inspect_params
 
     return inspect_params(Path(file), check, path_or_none("out", out))
-
-
-TAR = "DeepMind's files come in a tar of 5.6 GB, which is downloaded completely and then deleted; --from reads a tar."
 
 
 @command(
@@ -105,7 +106,7 @@ def fetch_params_in_shell(given: dict[str, Any]) -> Answer:
             purpose = models[0].about if len(models) <= 5 else "all of them"
             rows.append((name, listing, size, purpose, models[0].terms.licence))
         heads = ("name", "or a single model", "size", "folds", "licence")
-        return Answer([asdict(model) for model in PUBLISHED.values()], [table(heads, rows), "", TAR])
+        return Answer([asdict(model) for model in PUBLISHED.values()], [table(heads, rows), "", TAR_NOTE])
     for terms in dict.fromkeys(model.terms for model in published(given["name"])):
         warn(f"{terms.title}, by {terms.by}\nlicence: {terms.licence}, {terms.licence_address} ({terms.page})")
         warn(f"cite: {terms.cite}")

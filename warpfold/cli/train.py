@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from warpfold.data.store.store import Store
     from warpfold.engine.watch import Watching
     from warpfold.parallel.team import Team
-    from warpfold.training.config import SettingsLike
+    from warpfold.training.config import RunConfig, SettingsLike
     from warpfold.training.train import Summary
 
 StoreLike = Union[PathLike, "Store", "Source"]  # a path may end in =WEIGHT
@@ -83,30 +83,17 @@ def train(
     from warpfold.parallel.team import team_of
     from warpfold.training import train as training
     from warpfold.training.config import load_settings
-    from warpfold.training.first_weights import check_first, check_moments
     from warpfold.training.planning import graphs_in_words, plan_training
 
     team = team_of(team)
-    changes = [*arguments.changes_of("set", set), *(['plan.kernels="strict"'] if strict else [])]
+    changes = [*arguments.changes_of("set", set), *kernel_changes(strict)]
     loaded_settings = load_settings(settings, changes)
     device_name, folder, start = device_of(device), Path(out), arguments.path_or_none("init", init)
     limit = None if memory is None else arguments.parse_memory(memory)
     watchers = as_watchers(watch)
     stores = sources_of(data, loaded_settings.config().model.multimer is not None)
     measured_cluster = None if cluster is None else read_cluster(Path(cluster))
-    first = loaded_settings.config()
-    if start is not None or first.train.moments:  # before minutes of planning, by one process: files may be large
-        problem = ""
-        if team.is_rank_zero:
-            try:
-                if start is not None:
-                    check_first(first.model, start, first.train.new_heads)
-                if first.train.moments and RunFolder(folder, writes=False).latest() is None:
-                    check_moments(first.optim.name, start)
-            except UserError as error:
-                problem = str(error)
-        if problem := team.broadcast(problem, "the parameters to start from"):
-            raise UserError(problem)
+    _check_start(loaded_settings.config(), start, folder, team)
     config, plan_text = plan_training(loaded_settings, folder, device_name, limit, team, measured_cluster)
     team.remesh(config.plan, idle=loaded_settings.auto)
     log = logging.getLogger("warpfold.plan")
@@ -120,10 +107,45 @@ def train(
         log.info("graphs: %s", graphs)
     for caveat in caveats(config.plan.precision, device_name) if team.is_rank_zero else ():
         log.warning("%s", caveat)
-    typed_command = shlex.join(["warpfold", *sys.argv[1:]]) if sys.argv[1:2] == ["train"] else ""
-    order = arguments.path_or_none("replay", replay)
-    options: dict[str, Any] = {"device": device_name, "watch": watchers, "team": team, "command": typed_command}
-    return training.train(config, stores, folder, init=start, replay=order, **options)
+    return training.train(
+        config,
+        stores,
+        folder,
+        init=start,
+        replay=arguments.path_or_none("replay", replay),
+        device=device_name,
+        watch=watchers,
+        team=team,
+        command=shlex.join(["warpfold", *sys.argv[1:]]) if sys.argv[1:2] == ["train"] else "",
+    )
+
+
+def kernel_changes(strict: bool) -> list[str]:
+    """Return the changes of settings that `strict` makes."""
+    return ['plan.kernels="strict"'] if strict else []
+
+
+def _check_start(config: "RunConfig", start: Path | None, folder: Path, team: "Team") -> None:
+    """Raise UserError on all ranks if the run cannot start from its parameters or their moments.
+
+    This precedes the planning, which takes minutes. One process reads the files, since they may be large.
+    """
+    from warpfold.engine.checkpoint import RunFolder
+    from warpfold.training.first_weights import check_first, check_moments
+
+    if start is None and not config.train.moments:
+        return
+    problem = ""
+    if team.is_rank_zero:
+        try:
+            if start is not None:
+                check_first(config.model, start, config.train.new_heads)
+            if config.train.moments and RunFolder(folder, writes=False).latest() is None:
+                check_moments(config.optim.name, start)
+        except UserError as error:
+            problem = str(error)
+    if problem := team.broadcast(problem, "the parameters to start from"):
+        raise UserError(problem)
 
 
 def sources_of(data: StoreLike | Sequence[StoreLike], assemblies: bool = False) -> "list[Source]":
@@ -181,7 +203,7 @@ def train_in_shell(
         *(given.pop("set") or []),
         *(f"{key}={value}" for key, value in plan_options.items() if value is not None),
     ]
-    changes += ['plan.kernels="strict"'] if given.pop("strict") else []
+    changes += kernel_changes(given.pop("strict"))
     settings, process = load_settings(given.pop("settings"), changes), this_process()
     config, device_name = settings.config(), device_of(given.pop("device"), process)
     if config.train.wandb == "offline":  # W&B reads it when it begins
