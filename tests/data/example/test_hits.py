@@ -258,3 +258,196 @@ def test_real_hmmsearch_output_is_read() -> None:
         hits = read_hits(file, query)
         assert len(hits) == count
         assert max(int(hit.query_index[-1]) for hit in hits) < len(query)
+
+
+# ---- exact limits and messages
+
+
+def refused(text: str, query: str, source: str = "f") -> str:
+    with pytest.raises(UserError) as error:
+        parse_hits(text, query, source)
+    return str(error.value)
+
+
+def block(name: str, query: str, target: str, aligned: int, more: str = "  Sum_probs=7") -> str:
+    text = f"\nNo 1\n>{name} note \nProb=9.0  Aligned_cols={aligned}{more}\n\n"
+    for side, row, first in (("Q q", query, 3), (f"T {name}", target, 6)):
+        text += f"{side:16s} {first:4d} {row} {first + sum(map(str.isalpha, row)) - 1:4d} (99)\n" if row else ""
+    return text
+
+
+def listing(*blocks: str, announced: int | None = None) -> str:
+    count = len(blocks) if announced is None else announced
+    text = "Query         q\n\n No Hit                             Prob\n"
+    return text + "".join(f"{i:3d} x 99.0\n" for i in range(1, count + 1)) + "".join(blocks)
+
+
+def test_a_whole_hhr_hit() -> None:
+    text = listing(block("1abc_A", "MkT-aW", "GH-xC~", 3), block("2xyz", "MK", "MK", 2, more=""))
+    first, second = parse_hhr(text)
+    assert (first.name, first.description, first.query, first.sequence) == ("1abc_A", "note", "MKA", "GHXC")
+    assert (first.query_index.tolist(), first.hit_index.tolist()) == ([2, 3, 5], [0, 1, 3])
+    assert (first.start, first.sum_probs) == (5, 7.0)
+    assert (second.query_index.tolist(), second.sum_probs) == ([2, 3], None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Query q\n", "f: has no list of hits (' No Hit ...'), so it is cut short. Make it again."),
+        ("Query q\n\n No Hit ", "f: has no list of hits (' No Hit ...'), so it is cut short. Make it again."),
+        (
+            listing(block("1abc_A", "MK", "MK", 2), announced=2),
+            "f: lists 2 hits and aligns 1, so it is cut short (or was made with -B below -Z). Make it again.",
+        ),
+        (
+            listing(block("1abc_A", "MK", "MK", 2), "\nNo 2\n>1abc_B\nProb=9\n"),
+            "f: hit 2 has no name or no scores, so it is cut short. Make the file again.",
+        ),
+        (
+            listing("\nNo 1\nAligned_cols=2\n"),
+            "f: hit 1 has no name or no scores, so it is cut short. Make the file again.",
+        ),
+        (
+            listing(block("1abc_A", "MK-T", "MK-", 2)),
+            "f: hit 1, 1abc_A, announces 2 aligned columns and has 0, so it is cut short or damaged. Make the file "
+            "again.",
+        ),
+        (
+            listing(block("1abc_A", "M", "", 1)),
+            "f: hit 1, 1abc_A, announces 1 aligned columns and has 0, so it is cut short or damaged. Make the file "
+            "again.",
+        ),
+        (
+            listing(block("1abc_A", "MK", "MK", 1)),
+            "f: hit 1, 1abc_A, announces 1 aligned columns and has 2, so it is cut short or damaged. Make the file "
+            "again.",
+        ),
+        (
+            "q\t1abc_A\t99.0\t50\t1\n",
+            "f: is a table of MMseqs2 or BLAST hits, which has no alignments. Pass the output of HHsearch (.hhr) or "
+            "hmmsearch (.sto, .a3m).",
+        ),
+        (
+            "rubbish",
+            "f: is not a supported list of template hits. Pass the output of HHsearch (.hhr) or hmmsearch (.sto, "
+            ".a3m).",
+        ),
+    ],
+)
+def test_lists_of_hits_that_cannot_be_read(text: str, message: str) -> None:
+    assert refused(text, QUERY) == message
+
+
+def test_nine_of_ten_letters_must_be_the_querys() -> None:
+    """X is not counted, and the hit must end within the query. An empty hit has nothing to compare."""
+    query = "GGMKTAYIAKQR"
+    same = listing(block("1abc_A", "MKTAYIAKQR", "M" * 10, 10))
+    assert len(parse_hits(same, query)) == 1
+    assert len(parse_hits("\ufeff \n" + same.replace("\n", "\r\n"), query)) == 1
+    assert len(parse_hits(same, "GGWKTAYIAKQR")) == 1
+    message = (
+        "f: its hits are of another sequence than the query of {} residues (hit 1abc_A has MKTAYIAKQR at residue 3). "
+        "Pass the hits of this one."
+    )
+    assert refused(same, "GGWKTAYIAKQW") == message.format(12)
+    assert refused(same, "GGWXTAYIAKQR") == message.format(12)
+    assert refused(same, query[:-1]) == message.format(11)
+    second = listing(block("1abc_B", "MKTAYIAKQR", "M" * 10, 10), block("1abc_A", "MKTAYIAKQR", "M" * 10, 10))
+    assert "hit 1abc_B" in refused(second, "W" * 12)
+    assert len(parse_hits(listing(block("1abc_A", "XXXX", "MKTA", 4)), query)) == 1
+    (empty,) = parse_hits(listing(block("1abc_A", "", "", 1)), query)
+    assert (empty.query, empty.start, empty.hit_index.tolist()) == ("", 0, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "pdb_id", "chain"),
+    [
+        ("1ABC_A", "1abc", "A"),
+        ("pdb_00001abc_B", "1abc", "B"),
+        ("PDB_00011ABC", "pdb_00011abc", ""),
+        ("pdb_00001abcd_B", "pdb_00001abcd", "B"),
+        ("_A", "_a", "A"),
+        ("my_fold_x_B", "my_fold_x", "B"),
+        ("plain", "plain", ""),
+    ],
+)
+def test_ids_and_chains_of_names(name: str, pdb_id: str, chain: str) -> None:
+    hit = Hit(name, "", "", np.zeros(0, np.int64), "", np.zeros(0, np.int64), 0)
+    assert (hit.pdb_id, hit.chain, hit.sum_probs) == (pdb_id, chain, None)
+
+
+def fields(hits: list[Hit]) -> list[tuple[str, str, str, list[int], str, list[int], int]]:
+    return [
+        (
+            hit.name,
+            hit.description,
+            hit.query,
+            hit.query_index.tolist(),
+            hit.sequence,
+            hit.hit_index.tolist(),
+            hit.start,
+        )
+        for hit in hits
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ">1abc_A/7-11 [subseq from] mol:protein x\nM-KTAW\n>q\nM-KTAY\n>q2\nMK-TAY\n>1xyz_A mol:na\nMKKTAY\n"
+        ">2xyz_A\n-W----\n>3xyz_B a note\n-W.KTXY\n",
+        "# STOCKHOLM 1.0\n#=GS 1abc_A/7-11 DE [subseq from] mol:protein x\n#=GS 1xyz_A DE mol:na\n"
+        "#=GS 3xyz_B DE a note\n1abc_A/7-11 M-KTAW\nq M-KTAY\nq2 MK-TAY\n1xyz_A MKKTAY\n2xyz_A -W----\n"
+        "3xyz_B -WKTXY\n#=GC RF xxxxxx\n//\n",
+    ],
+)
+def test_rows_of_hmmsearch_in_whole(text: str) -> None:
+    """The first row that is the query counts. Rows of nucleic acids or without pairs are left out."""
+    five = [0, 1, 2, 3, 4]
+    assert fields(parse_hits(text, QUERY_5)) == [
+        ("1abc_A", "mol:protein x", "MKTAY", five, "MKTAW", [0, 1, 2, 3, 4], 6),
+        ("q", "", "MKTAY", five, "MKTAY", five, 0),
+        ("q2", "", "MTAY", [0, 2, 3, 4], "MKTAY", [0, 2, 3, 4], 0),
+        ("3xyz_B", "a note", "KTAY", [1, 2, 3, 4], "WKTXY", [1, 2, 3, 4], 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "# STOCKHOLM 1.0\na MKTAY\n//\n",
+            "f: has no #=GC RF line, so its match columns are unknown. Pass hmmsearch's original file.",
+        ),
+        (
+            "# STOCKHOLM 1.0\na MKTAY\nb MKTA\n#=GC RF xxxxx\n//\n",
+            "f: b has 4 columns, #=GC RF 5. Make the file again.",
+        ),
+        (">a\nMKTAY\n>b\nMKTA\n>c\nMKT\n", "f: its rows have 3 to 5 match columns. Make the file again."),
+        (
+            ">a\nMKTA\n>b\nMKTW\n",
+            "f: has 4 match columns, the query 5 residues. Pass the hits of this query, searched with a profile in "
+            "which each of its residues is a match column (hmmbuild --hand).",
+        ),
+        (
+            ">a\nmkt\n",
+            "f: has 0 match columns, the query 5 residues. Pass the hits of this query, searched with a profile in "
+            "which each of its residues is a match column (hmmbuild --hand).",
+        ),
+        (
+            ">a/3-8\nMKTAY\n",
+            "f: a/3-8 has 5 residues, not those of its range. Make the file again.",
+        ),
+    ],
+)
+def test_rows_of_hmmsearch_that_cannot_be_read(text: str, message: str) -> None:
+    assert refused(text, QUERY_5) == message
+
+
+def test_aligned_fasta_has_rows_of_one_length() -> None:
+    """Lower case in it is a column, unless the rows have equal numbers of match columns."""
+    (hit,) = parse_hits(">a/1-5\nMKtAY\n", "MKAY")
+    assert (hit.query_index.tolist(), hit.hit_index.tolist()) == ([0, 1, 2, 3], [0, 1, 3, 4])
+    first, second = parse_hits(">a\nMKtAY\n>b\nMKTAY\n", QUERY_5)
+    assert (first.query_index.tolist(), second.query_index.tolist()) == ([0, 1, 3, 4], [0, 1, 2, 3, 4])

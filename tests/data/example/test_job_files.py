@@ -1,5 +1,6 @@
 """Read job files of Boltz, AlphaFold 3, its server and Chai: chains, alignments, refused jobs."""
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 
 from tests.data.example.test_read_complexes import write
 from tests.test_cli import run
+from warpfold.data.example import job_files
 from warpfold.data.example.complex import Complex
+from warpfold.data.example.job_files import read_fasta_job, read_jobs
 from warpfold.data.example.pairing import pair_rows
 from warpfold.data.example.query_files import assemble, read_complexes, read_query_files
 from warpfold.data.formats.alignment import decode
@@ -372,6 +375,324 @@ def test_a_job_that_cannot_be_folded_says_why_and_costs_itself(
     assert re.search("[.;] ", bad.error)
     assert bad.error.isprintable()
     assert len(bad.error) < 600
+
+
+# ---- exact forms and limits
+
+
+def job(text: str, ending: str = ".json", here: Path = Path("/nowhere"), name: str = "n") -> Complex:
+    (query,) = read_jobs(text.encode(), ending, "f", here, name)
+    return query
+
+
+SCALARS = """
+text: [1:30, 2026-01-02, NO, yes, on, 1_000, 0b1, 0x, ~x, 1e, .inf, "1", 'null', id, nulls]
+numbers: [0, -7, +12, 010, 0o17, 0xfF, 12345678901234567890]
+floats: [1.5, -.5, 2., 1e3, +1.25E-2, 0.0]
+others: [null, Null, NULL, ~, true, True, TRUE, false, False, FALSE]
+"""
+
+
+def test_only_numbers_true_false_and_null_are_not_text() -> None:
+    content = job_files._parse_yaml(SCALARS, "f")
+    text = ["1:30", "2026-01-02", "NO", "yes", "on", "1_000", "0b1", "0x", "~x", "1e", ".inf", "1", "null", "id"]
+    assert content["text"] == [*text, "nulls"]
+    assert repr(content["numbers"]) == "[0, -7, 12, 10, 15, 255, 12345678901234567890]"
+    assert repr(content["floats"]) == "[1.5, -0.5, 2.0, 1000.0, 0.0125, 0.0]"
+    assert repr(content["others"]) == repr([None] * 4 + [True] * 3 + [False] * 3)
+    assert job_files._parse_yaml("a:\nb: a\nc: [a, a, {a: a}, {a: b}]\n", "f") == {
+        "a": None, "b": "a", "c": ["a", "a", {"a": "a"}, {"a": "b"}]
+    }  # fmt: skip
+
+
+def test_limits_of_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert job_files._parse_yaml("[" * 20 + "]" * 20, "f")
+    assert job_files._parse_yaml("9" * 40, "f") == int("9" * 40)
+    refusals = {
+        "[" * 21 + "]" * 21: "is nested too deeply. Write it as its program describes it.",
+        "9" * 41: "has a character or a number that is not valid YAML. Correct it.",
+        "a: 1\na: 2\n": "has 'a' twice in one entry. Begin each entry with a dash.",
+        "- {a: 1, b: {a: 1}, a: 2}\n": "has 'a' twice in one entry. Begin each entry with a dash.",
+        "a: 1\nb: [\n": "line 3 is not YAML (expected the node content, but found '<stream end>'). Correct it.",
+    }
+    for text, message in refusals.items():
+        with pytest.raises(UserError) as error:
+            job_files._parse_yaml(text, "f")
+        assert str(error.value) == f"f: {message}"
+    monkeypatch.setattr(job_files, "MAX_YAML_CHARACTERS", 4)
+    assert job_files._parse_yaml("a: 1", "f") == {"a": 1}
+    with pytest.raises(UserError) as error:
+        job_files._parse_yaml("a: 12", "f")
+    assert str(error.value) == "f: has more than 4 characters. Pass alignments as files of their own."
+
+
+NEW = {"dialect": "alphafold3", "sequences": [{"protein": {"sequence": ONE}}]}
+MANY = [{"ligand": {"id": f"{n}" * 70}} for n in range(9)]
+SHORT = {"id": "A", "sequence": ONE}
+
+
+def with_job(**changes: Any) -> str:
+    return json.dumps(NEW | changes)
+
+
+def with_protein(**changes: Any) -> str:
+    return with_job(sequences=[{"protein": SHORT | changes}])
+
+
+@pytest.mark.parametrize("version", [1, 4, None])
+def test_versions_that_are_read(version: int | None) -> None:
+    assert job(with_job(version=version)).error == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (with_job(version=0), "its version, 0, is unknown. Use versions 1 to 4."),
+        (with_job(version=5), "its version, 5, is unknown. Use versions 1 to 4."),
+        (with_job(version=2, dialect="alphafoldserver"), "its version, 2, is unknown. Use version 1."),
+        (with_job(version=2, dialect=None), "its version, 2, is unknown. Use version 1."),
+        (
+            with_job(dialect="x" * 80),
+            f"its dialect, '{'x' * 60}', is unknown. Pass Boltz's YAML, AlphaFold 3's JSON or its server's, or FASTA.",
+        ),
+        (with_job(name={"a": 1}), "its name, an object, is not text. Put it in quotes."),
+        (with_job(name=10**80), f"its name, 1{'0' * 69}, is not text. Put it in quotes."),
+        (
+            with_job(sequences=[{}, 1]),
+            "entry 1: is not a known molecule, such as `protein: ...`. Correct or remove it.",
+        ),
+        (
+            with_job(sequences=[{"protein": SHORT}, {"protein": SHORT, "dna": {}}]),
+            "entry 2: is not a known molecule, such as `protein: ...`. Correct or remove it.",
+        ),
+        (
+            with_protein(id=3),
+            "entry 1: its id, 3, is neither text nor a list of texts. Put it in quotes.",
+        ),
+        (with_protein(count=1001), "entry 1: its count, 1001, is not an integer from 1 to 1000. Correct it."),
+        (with_protein(count=True), "entry 1: its count, True, is not an integer from 1 to 1000. Correct it."),
+        (with_protein(x=1), "entry 1: has 'x', which is unknown. Correct or remove it."),
+        (with_job(x=[0]), "has 'x', which is unknown. Correct or remove it."),
+        (
+            with_job(sequences=MANY),
+            f"has {', '.join('a ligand (' + f'{n}' * 50 for n in range(8))} ..., which AlphaFold2 cannot fold. Add a "
+            "protein: the job has none.",
+        ),
+        (
+            with_job(sequences=[{"protein": SHORT}, {"ligand": {"id": [f"L{n}\t" for n in range(9)]}}]),
+            "has a ligand (L0?, L1?, L2?, L3?, L4?, L5?, L6?, L7? ...), which AlphaFold2 cannot fold. Remove it to "
+            "fold only the proteins.",
+        ),
+        (
+            with_job(sequences=[{"ion": {"ion": "CCD_MG"}}, {"ligand": {"ccd": [], "ligand": "CCD_A", "ion": "B"}}]),
+            "has an ion (MG), a ligand (A), which AlphaFold2 cannot fold. Add a protein: the job has none.",
+        ),
+        (
+            with_job(sequences=[{"protein": {"sequence": ONE, "cyclic": True, "glycans": [1], "modifications": []}}]),
+            "has a cyclic chain (entry 1), glycans (entry 1), which AlphaFold2 cannot fold. Remove it to fold only the "
+            "proteins.",
+        ),
+        (
+            with_job(bondedAtomPairs=[1], covalent_bonds=[1], constraints=[1]),
+            "has constraints, bonds, which AlphaFold2 cannot fold. Remove it to fold only the proteins.",
+        ),
+        (
+            with_protein(unpairedMsaPath="none.a3m"),
+            "chain A: its unpairedMsaPath, 'none.a3m', does not exist. Correct the path, relative to the file's folder "
+            "or the working directory, or remove it and pass alignments with --msa.",
+        ),
+        (
+            with_protein(pairedMsa="x", pairedMsaPath="y"),
+            "chain A: its pairedMsaPath is not text, or it has pairedMsa too. Keep one of them.",
+        ),
+        ('{"a": 1, "b": {"c": 1, "d": 2, "c": 3}}', "has 'c' twice in one object. Write two objects, or remove one."),
+        ("{\n3", "line 2 is not JSON (Expecting property name enclosed in double quotes). Correct it."),
+        ('{"sequences": 1e999}', "its sequences are not a list, or empty. List the proteins there."),
+        ('{"plddt": [], "queries": 1}', "looks like OpenFold 3's queries. Pass Boltz's YAML, AlphaFold 3's JSON or its "
+         "server's, or FASTA."),
+    ],
+)  # fmt: skip
+def test_refusals_of_a_job_in_whole(text: str, message: str) -> None:
+    refused = job(text)
+    assert (refused.name, refused.ids, refused.sequences) == ("n", (), ())
+    assert refused.error == f"f: {message}"
+
+
+def test_unnamed_chains_take_the_free_names() -> None:
+    """Copies are listed after each other. The count of a protein with names is not used."""
+    proteins = [("B", 5), (None, 3), (["D", "A"], 1), (None, 1), ("x", 1)]
+    sequences = [{"protein": {"id": id, "sequence": ONE, "count": count}} for id, count in proteins]
+    query = job(with_job(sequences=sequences))
+    assert query.ids == ("B", "C", "E", "F", "D", "A", "G", "x")
+    assert len(query.sequences) == 8
+    assert len(job(with_job(sequences=[{"protein": {"sequence": ONE, "count": 1000}}])).ids) == 1000
+
+
+def test_settings_without_a_value_need_no_note() -> None:
+    values: dict[str, Any] = {"modelSeeds": [], "properties": None, "userCCD": "", "userCCDPath": "", "templates": []}
+    assert job(with_job(**values, unknown="", name=None)).notes == ()
+    assert job(with_protein(templates=[1])).notes == (
+        "templates in the file are not used: pass their structures with --template",
+    )
+    assert job(with_job(userCCDPath="x")).notes == ("components of userCCD are not used",)
+    server_notes = job(json.dumps([{"sequences": [chain(ONE, useStructureTemplate=True)]}])).notes
+    assert server_notes == ("templates are not searched for: pass hits with --hits",)
+
+
+def test_files_that_a_job_refers_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are listed also if the job cannot be folded. Missing files and other values are not."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.a3m", "b.a3m", "t.cif", "u.cif", "jobs/ccd.cif", "w.pdb"):
+        write(tmp_path / name, "x")
+    protein = {"msa": "a.a3m", "unpairedMsaPath": "../b.a3m", "templates": [{"mmcifPath": "t.cif"}, 3, {"pdb": 5}]}
+    text = {
+        "sequences": [{"protein": protein}, 7, {"ligand": [], "dna": {"pairedMsaPath": "none"}}],
+        "templates": [{"cif": str(tmp_path / "u.cif"), "pdb": "w.pdb"}],
+        "userCCDPath": "ccd.cif",
+    }
+    query = job(json.dumps(text), here=tmp_path / "jobs")
+    assert query.error
+    names = ["jobs/ccd.cif", "a.a3m", "b.a3m", "u.cif", "w.pdb", "t.cif"]
+    assert query.uses == tuple((tmp_path / name).resolve() for name in names)
+    assert job('{"sequences": 5, "templates": {"cif": "t.cif"}}').uses == ()
+
+
+def test_records_of_boltz_and_chai_in_whole(tmp_path: Path) -> None:
+    def read(*records: tuple[str, str]) -> Complex:
+        return read_fasta_job([header for header, _ in records], [text for _, text in records], "f", tmp_path, "n")
+
+    assert read(("A|protein|a|b.a3m x|y", ONE)).error.startswith("f: chain A: its msa, 'a|b.a3m', does not exist.")
+    long = "B" * 70
+    assert read(("A|protein", ONE), (long, TWO)).error == (
+        f"f: >{'B' * 60}: is not like the others, >CHAIN|protein|MSA or >protein|name=CHAIN. Use one form for all "
+        "records"
+    )
+    assert read(("A|protein|empty", ONE), ("B|CCD", "SAH"), ("C|smiles", "CC")).error == (
+        "f: has a ligand (B: SAH), a ligand (C), which AlphaFold2 cannot fold. Remove it to fold only the proteins."
+    )
+    assert read(("protein|name=H|x", "MK[SEP]A(TPO)")).error == (
+        "f: has modified residues (H|x), which AlphaFold2 cannot fold. Remove it to fold only the proteins."
+    )
+    assert read(("RNA|name=R", "AC(X)GU"), ("ligand|L", "C(C)O")).error == (
+        "f: has RNA (R), a ligand (L), which AlphaFold2 cannot fold. Add a protein: the job has none."
+    )
+    query = read(("Protein|H", ONE), ("PROTEIN|name=", TWO))
+    assert (query.name, query.ids, query.sequences, query.error) == ("n", ("H", "A"), (ONE, TWO), "")
+
+
+# ---- alignments in whole
+
+
+def alignments_of(query: Complex) -> list[tuple[list[str], bool, list[int] | None]]:
+    """Return for each alignment the rows, whether it stands alone, and the keys, numbered by first occurrence."""
+    numbers: dict[int, int] = {0: 0}
+    return [
+        (
+            [decode(row) for row in one.rows],
+            one.stands_alone,
+            None if one.pair_keys is None else [numbers.setdefault(int(key), len(numbers)) for key in one.pair_keys],
+        )
+        for one in query.alignments
+    ]
+
+
+def two(first: dict[str, str], second: dict[str, str]) -> Complex:
+    proteins = [
+        {"protein": {"id": "A", "sequence": "MKV"} | first},
+        {"protein": {"id": "B", "sequence": "ACD"} | second},
+    ]
+    return job(with_job(sequences=proteins))
+
+
+def msa(*rows: str, header: str = "r") -> str:
+    return "".join(f">{header}\n{row}\n" for row in rows)
+
+
+BY_INDEX = "rows of {} are paired by index, the second with the second and so on"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected", "notes"),
+    [
+        # Rows with a few gaps are pairs. Empty rows are not, and neither is a row next to an empty one.
+        (
+            {"unpairedMsa": msa("MKV", "M-V", "MKL", "MKI")}, {"unpairedMsa": msa("ACD", "A-D", "---", "-CD")},
+            [(["MKV", "MKL"], True, None), (["MKV", "M-V", "MKI"], False, [0, 1, 2]),
+             (["ACD", "---"], True, None), (["ACD", "A-D", "-CD"], False, [0, 1, 2])],
+            "unpairedMsa",
+        ),
+        # Without an empty row, or with a pairedMsa of any chain, rows of unpairedMsa are not paired by index.
+        (
+            {"unpairedMsa": msa("MKV", "M-V")}, {"unpairedMsa": msa("ACD", "A-D")},
+            [(["MKV", "M-V"], True, None), (["ACD", "A-D"], True, None)], "",
+        ),
+        (
+            {"unpairedMsa": msa("MKV", "---"), "pairedMsa": msa("MKV")}, {"unpairedMsa": msa("ACD", "A-D")},
+            [(["MKV", "---"], True, None), (["MKV"], False, None), (["ACD", "A-D"], True, None)], "",
+        ),
+        # One organism in one chain is enough for pairing by organisms.
+        (
+            {"pairedMsa": msa("MKV", "M-V")}, {"pairedMsa": msa("ACD", "A-D") + msa("ACE", header=RAT)},
+            [(["MKV", "M-V"], False, None), (["ACD", "A-D", "ACE"], False, None)], "",
+        ),
+        (
+            {"pairedMsa": msa("MKV", "M-V", "MKL")}, {"pairedMsa": msa("ACD", "A-D") + msa("ACE", header=RAT)},
+            [(["MKV", "M-V", "MKL"], False, None), (["ACD", "A-D", "ACE"], False, None)], "",
+        ),
+        # The organism of the first row, the chain itself, is not used.
+        (
+            {"pairedMsa": msa("MKV", header=RAT) + msa("M-V")}, {"pairedMsa": msa("ACD", "---")},
+            [(["MKV", "M-V"], False, None), (["ACD", "---"], False, None)], "pairedMsa",
+        ),
+        # The alignments have no rows but the chains.
+        (
+            {"pairedMsa": msa("MKV")}, {"pairedMsa": msa("ACD")},
+            [(["MKV"], False, None), (["ACD"], False, None)], "",
+        ),
+        # Copies of one sequence are one chain.
+        (
+            {"pairedMsa": msa("MKV", "M-V")}, {"sequence": "MKV", "pairedMsa": msa("MKV", "MKL")},
+            [(["MKV", "M-V"], False, None), (["MKV", "MKL"], False, None)], "",
+        ),
+    ],
+)  # fmt: skip
+def test_rows_of_alphafold_3_in_whole(
+    first: dict[str, str], second: dict[str, str], expected: list[Any], notes: str
+) -> None:
+    query = two(first, second)
+    assert query.error == ""
+    assert query.notes == ((BY_INDEX.format(notes),) if notes else ())
+    assert alignments_of(query) == expected
+
+
+@pytest.mark.parametrize("ending", [".csv", ".CSV.gz"])
+def test_tables_of_boltz_in_whole(tmp_path: Path, ending: str) -> None:
+    """Keys that only one chain has are unpaired, also of both copies of a chain. The first row has no key."""
+    tables = {
+        "a": "key,sequence\n7,MKV\n5,MKL\n5.0,M-V\n-1,MKI\nNaN,MKW\n8,MKY\n,MKF\n7,MRV\n",
+        "b": "key,sequence\n7,ACD\n5,ACE\n9,A-D\n7,ACF\n",
+    }
+    for name, text in tables.items():
+        data = gzip.compress(text.encode()) if ending.endswith("gz") else text.encode()
+        (tmp_path / f"{name}{ending}").write_bytes(data)
+    text = boltz(of_boltz("[A, C]", "MKV", f"a{ending}"), of_boltz("B", "ACD", f"b{ending}"))
+    query = job(text, ".yaml", here=tmp_path)
+    assert query.error == ""
+    assert alignments_of(query) == [
+        (["MKV", "MKI", "MKW", "MKY", "MKF"], True, None),
+        (["MKV", "MKL", "M-V", "MRV"], False, [0, 1, 1, 2]),
+        (["ACD", "A-D"], True, None),
+        (["ACD", "ACE", "ACF"], False, [0, 1, 2]),
+    ]
+
+
+def test_a_bare_protein_has_its_own_row() -> None:
+    for entry, lacks in (({"unpairedMsa": ""}, False), ({"msa": "empty"}, False), ({"pairedMsa": ""}, True)):
+        query = job(with_protein(**entry))
+        assert [len(one) for one in query.alignments] == ([] if lacks else [1])
+        assert all(one.stands_alone and one.names == ["f: chain A"] for one in query.alignments)
+    both = job(with_protein(unpairedMsa="", pairedMsa=msa(ONE)))
+    assert [one.stands_alone for one in both.alignments] == [False]
 
 
 # ---- folders

@@ -2,13 +2,30 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.data.entries import assembly_text, random_chain
 from tests.data.example.test_read_complexes import write
-from warpfold.data.example.query_files import QueryFiles, is_sequence, read_complexes, read_query_files
-from warpfold.data.formats.alignment import decode
-from warpfold.data.formats.input_files import InputFile
+from tests.data.structure.test_awkward_files import pdb_chain, plain
+from warpfold.data.example import query_files
+from warpfold.data.example.complex import Complex
+from warpfold.data.example.query_files import (
+    QueryFiles,
+    assemble,
+    check_path,
+    is_sequence,
+    list_chains,
+    read_complexes,
+    read_query_files,
+    search_names,
+    sequences_to_search,
+)
+from warpfold.data.example.raw_example import RawExample
+from warpfold.data.formats.alignment import decode, parse_a3m
+from warpfold.data.formats.input_files import ChainAlignments, InputFile
+from warpfold.data.structure.write import write_mmcif
 from warpfold.errors import UserError
 
 ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGLIEVQ"
@@ -31,6 +48,12 @@ def test_a_sequence_itself() -> None:
     assert [query.name for query in read_complexes([ONE, TWO])] == ["query_1", "query_2"]
     (both,) = read_complexes([ONE, TWO], as_one=True)
     assert (both.name, both.ids) == ("query", ("A", "B"))
+    assert [query.sequences for query in read_complexes([ONE, ONE])] == [(ONE,), (ONE,)]
+    (pair,) = read_complexes([ONE] * 2, as_one=True)
+    assert (pair.ids, pair.sequences, pair.source) == (("A", "B"), (ONE, ONE), "the sequences")
+    for as_one in (False, True):
+        mixed = read_complexes([f"{ONE}:{TWO}", TWO], as_one=as_one)
+        assert [(query.name, query.ids) for query in mixed] == [("query_1", ("A", "B")), ("query_2", ("A",))]
 
 
 def test_what_is_a_sequence_and_what_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,3 +192,377 @@ def test_the_alignment_of_a_complex_is_not_offered_to_others_that_share_a_chain(
     }
     same = write(tmp_path / "same.csv", f"id,sequence\ndimer,{ONE}:{TWO}\n")
     assert named(read_query_files([same, dimer])) == {"dimer": ((ONE, TWO), 4)}
+
+
+def message(call: object, *arguments: object, **more: object) -> str:
+    with pytest.raises(UserError) as error:
+        call(*arguments, **more)  # type: ignore[operator]
+    return str(error.value)
+
+
+def test_sequences_among_files_are_read_together_in_the_position_of_the_first(tmp_path: Path) -> None:
+    files = [write(tmp_path / f"{name}.fasta", f">{name}\n{ONE}\n") for name in "ab"]
+    read = read_complexes([files[0], TWO, str(files[1]), ONE])
+    assert [(query.name, query.source) for query in read] == [
+        ("a", str(files[0])), ("query_1", "the sequences"), ("query_2", "the sequences"), ("b", str(files[1])),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("mktayiakqr", "mktayiakqr: no such file. If it is a sequence, write it in capitals."),
+        (
+            "MKTAYIAKQr:X" * 4,
+            f"{('MKTAYIAKQr:X' * 4)[:37]}...: no such file. If it is a sequence, write it in capitals.",
+        ),
+        ("mktayiakqr" * 4, f"{'mktayiakqr' * 4}: no such file. If it is a sequence, write it in capitals."),
+        (
+            "MKTAYIAKQ",
+            "MKTAYIAKQ: no such file. A sequence on the command line needs at least 10 residues: write shorter ones as "
+            "FASTA.",
+        ),
+        (
+            "MK1TAYIAKQRQISFV-KSH",
+            "MK1TAYIAKQRQISFV-KSH: no such file, and not a sequence: has '-'. Write it as FASTA, or correct it.",
+        ),
+        ("MK1TAYIAKQRQISFVKSH", None),
+        ("mktayiakq", None),
+        ("mktayiakqO", None),
+        ("q.fasta", None),
+        ("/etc", None),
+    ],
+)
+def test_missing_files_that_are_almost_sequences(text: str, said: str | None) -> None:
+    assert is_sequence("MKTAYIAKQR")
+    assert not is_sequence("MKTAYI:AKQ")
+    if said is None:
+        check_path(text)
+    else:
+        assert message(check_path, text) == said
+
+
+def test_a_missing_file_may_be_called_like_a_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "mktayiakqr", "x")
+    check_path("mktayiakqr")
+    # The file system limits names to 255 bytes.
+    check_path("mktayiakqr/" * 100)
+
+
+def test_standard_input_must_be_piped_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(query_files, "STDIN", write(tmp_path / "in", "x"))
+    check_path("-")
+    monkeypatch.setattr(query_files, "STDIN", tmp_path)
+    said = "-: nothing is piped in. Write `command | warpfold predict - ...`, or `< file`."
+    assert message(check_path, "-") == said
+    monkeypatch.setattr(query_files, "is_given_pipe", lambda _: True)
+    check_path("-")
+
+
+# ---- examples
+
+
+def rows(sequence: str, *more: str, header: str = "r") -> ChainAlignments:
+    return ChainAlignments(
+        {sequence: [parse_a3m(f">q\n{sequence}\n" + "".join(f">{header}\n{row}\n" for row in more))]}, []
+    )
+
+
+RAT, PIG = "tr|A0A000|A0A000_RAT", "tr|A0A000|A0A000_PIG"
+ALONE = "folded by the sequence alone"
+NAMELESS = (
+    "no rows are paired: the headers of the alignments name no species (UniProt's "
+    "tr|A0A0K0ME10|A0A0K0ME10_9STAP, UniRef's RepID=A0A0K0ME10_9STAP, or OX=1295)"
+)
+APART = "no rows are paired: the alignments of different chains have no species in common"
+
+
+@pytest.mark.parametrize(
+    ("sequences", "alignments", "notes"),
+    [
+        (["ACDE"], None, []),
+        (["ACDE"], rows("ACDE"), [f"the alignment of chain A has one row, its own: {ALONE}"]),
+        (["ACDE", "MKV", "ACDE"], rows("ACDE"), [
+            f"no alignment for chain B: {ALONE}", f"the alignment of chains A, C has one row, its own: {ALONE}"
+        ]),
+        (["ACDE", "MKV"], None, [f"no alignment for chains A, B: {ALONE}"]),
+        (["ACDE", "MKV"], rows("ACDE", "ACDD").joined(rows("MKV", "MKL")), [NAMELESS]),
+        (["ACDE", "MKV"], rows("ACDE", "ACDD", header=RAT).joined(rows("MKV", "MKL")), [NAMELESS]),
+        (["ACDE", "MKV"], rows("ACDE", "ACDD", header=RAT).joined(rows("MKV", "MKL", header=PIG)), [APART]),
+        (["ACDE", "MKV"], rows("ACDE", "ACDD", header=RAT).joined(rows("MKV", "MKL", header=RAT)), []),
+        (["ACDE", "MKV", "GG"], rows("ACDE", "ACDD", header=RAT).joined(rows("MKV", "MKL", header=RAT)), [
+            f"no alignment for chain C: {ALONE}"
+        ]),
+        (["ACDE", "ACDE"], rows("ACDE", "ACDD"), []),
+    ],
+)  # fmt: skip
+def test_notes_on_alignments_in_whole(
+    sequences: list[str], alignments: ChainAlignments | None, notes: list[str]
+) -> None:
+    query = Complex("x", tuple("ABC"[: len(sequences)]), tuple(sequences), notes=("first",))
+    assembly, found = assemble(query, alignments)
+    assert found == ["first", *notes]
+    assert (assembly.name, assembly.ids) == ("x", query.ids)
+    assert [chain.sequence for chain in assembly.chains] == sequences
+
+
+def test_examples_are_shared_between_queries_without_alignments_of_their_own() -> None:
+    own = parse_a3m(">q\nMKV\n>r\nMKL\n")
+    deep = parse_a3m(">q\nACDE\n>r\nACDD\n>s\nACCC\n")
+    cache = dict[str, RawExample]()
+    first, _ = assemble(Complex("x", ("A", "B"), ("ACDE", "MKV")), rows("ACDE", "ACDD"), cache)
+    assert {sequence: example.name for sequence, example in cache.items()} == {"ACDE": "x_A", "MKV": "x_B"}
+    second, _ = assemble(Complex("y", ("C", "D"), ("MKV", "GG")), None, cache)
+    assert second.chains[0] is first.chains[1]
+    assert len(cache) == 3
+    third, _ = assemble(Complex("z", ("A", "B"), ("ACDE", "MKV"), (own, deep)), rows("ACDE", "ACDD", "AAAA"), cache)
+    # Its own rows are above those of the other files.
+    assert [chain.depth for chain in third.chains] == [4, 2]
+    assert [decode(row) for row in third.chains[0].msa] == ["ACDE", "ACDD", "ACCC", "AAAA"]  # type: ignore[union-attr]
+    assert len(cache) == 3
+    assert [chain.depth for chain in first.chains] == [2, 1]
+
+
+def test_lists_of_chains() -> None:
+    assert list_chains(["A"]) == "chain A"
+    assert list_chains(list("ABCDEFGH")) == "chains A, B, C, D, E, F, G, H"
+    assert list_chains(list("ABCDEFGHI")) == "9 chains (A, B, C ...)"
+
+
+def test_names_of_searches(tmp_path: Path) -> None:
+    assert search_names("x", {"B": "AC"}) == {"AC": "x"}
+    assert search_names("x", {"B": "AC", "C": "AC"}) == {"AC": "x_B"}
+    assert search_names("x", {"A": "AC", "a": "CD", "a_": "DE"}) == {"AC": "x_A", "CD": "x_a_", "DE": "x_a__"}
+    text = f"id,sequence\nx,{ONE}:{TWO}\nx_a,{ONE}\n"
+    path = write(tmp_path / "q.csv", text)
+    assert message(sequences_to_search, [path]) == (
+        f"{path}: another sequence is called x_a too. Give each protein a unique name."
+    )
+
+
+# ---- folders
+
+
+def test_a_folder_without_queries(tmp_path: Path) -> None:
+    write(tmp_path / "in/ranked_0.pdb", "ATOM\n")
+    assert message(read_query_files, [str(tmp_path / "in"), tmp_path / "in"]) == (
+        f"{tmp_path}/in: has no queries, only predictions, template hits or other files. Pass other files."
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "holds"),
+    [
+        ("a.csv", "id,sequence\n", True),
+        ("a.csv", "\ufeffSequence\n", True),
+        ("a.tsv", '"ID"\tx\r\n', True),
+        ("a.csv", "key,sequence\n", False),
+        ("a.csv", "key,sequence,id\n", True),
+        ("a.csv", "seed,score\nid,sequence\n", False),
+        ("a.json", '[{"a": 1, "sequences" : []}]', True),
+        ("a.json", '{"sequence": []}', False),
+        ("a.yaml", "a: 1\nsequences:\n", True),
+        ("a.yml", "a:\n  sequences:\n", False),
+        ("a.json", " " * 65_523 + '{"sequences":[]}', True),
+        ("a.json", " " * 65_524 + '{"sequences":[]}', False),
+        ("chain_id_map.json", "{}", True),
+        ("a.fasta", "x", True),
+        ("a.CSV", "x,y\n", False),
+    ],
+)
+def test_files_of_a_folder_that_hold_queries(tmp_path: Path, name: str, text: str, holds: bool) -> None:
+    path = write(tmp_path / name, text)
+    assert query_files._holds_queries(InputFile(name, path)) is holds
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("\ufeff \n{", ".json"),
+        ("[", ".json"),
+        ("# note\n\n---\nversion: 1", ".yaml"),
+        ("sequences:\n", ".yaml"),
+        ("# STOCKHOLM 1.0\n", ".sto"),
+        ("#4,3\t1,1\n", ".sto"),
+        (">q\nMKV\n>r\nm-V\n", ".a3m"),
+        (">q a-b\nMKV\n", ".fasta"),
+        (">q\nMKV\n", ".fasta"),
+        ("name,id,SEQUENCE\n", ".csv"),
+        ("sep=;\n", ".csv"),
+        ("id,x\n", ".fasta"),
+        ("sequence,x\n", ".fasta"),
+        ("x\nid,sequence\n", ".fasta"),
+        ("data_x", ".cif"),
+        ("HEADER", ".pdb"),
+        ("ATOM  1", ".pdb"),
+        ("CRYST1", ".pdb"),
+        ("REMARK", ".pdb"),
+        ("MKTAY:MK*\n", ".seq"),
+        ("MKT AY\n", ".fasta"),
+        ("MKT1\n", ".fasta"),
+    ],
+)
+def test_formats_are_detected_by_content(text: str, kind: str) -> None:
+    for name in ("x", "x.txt", "x.out.gz"):
+        assert query_files._detect_format(InputFile(name, Path(name)), text.encode()) == kind
+    for name, ending in (("x.CSV.gz", ".csv"), ("x.faa", ".faa"), ("x.yml", ".yml"), ("x.ent", ".ent")):
+        assert query_files._detect_format(InputFile(name, Path(name)), text.encode()) == ending
+    assert query_files._detect_format(InputFile("x", Path("x/chain_id_map.json")), b"{}") == "chain_id_map.json"
+
+
+def test_a_bare_sequence_in_a_file(tmp_path: Path) -> None:
+    for name, text in (("x.seq", f"{ONE}\n{TWO}\n"), ("y.seq", f"\n>y\n{ONE}{TWO}\n"), ("z", f"{ONE}{TWO}\n")):
+        (query,) = read_complexes(write(tmp_path / name, text))
+        assert (query.name, query.sequences) == ("y" if name == "y.seq" else "query", (ONE + TWO,))
+
+
+def test_alignments_are_given_to_their_records(tmp_path: Path) -> None:
+    """An alignment with the name of an invalid record is no query. The one of a complex is for that complex only."""
+    dimer = f"#18,15\t1,1\n>101\t102\n{ONE}{TWO}\n>hit\n-{ONE[1:]}{TWO}\n"
+    files = [
+        write(tmp_path / "q.csv", f"id,sequence\nDimer,{ONE}:{TWO}\nmono,{ONE}\nother,{TWO}:{ONE}:{TWO}\nbad,MK1\n"),
+        write(tmp_path / "dimer.a3m", dimer),
+        write(tmp_path / "mono.a3m", a3m(ONE, ONE)),
+        write(tmp_path / "Bad.a3m", a3m("MKW", "MKW")),
+        write(tmp_path / "free.a3m", a3m("MKY", "MKY")),
+    ]
+    read = read_query_files(files)
+    # Complexes of the same sequences take the alignment as well, and all take that of a single sequence.
+    assert named(read) == {
+        "Dimer": ((ONE, TWO), 5),
+        "mono": ((ONE,), 1),
+        "other": ((TWO, ONE, TWO), 5),
+        "bad": ((), 0),
+        "free": (("MKY",), 1),
+    }
+
+
+def test_other_alignments_of_a_name_are_merged_into_the_largest(tmp_path: Path) -> None:
+    """A server's answers are included in ColabFold's NAME.a3m, unless there is another file of that name."""
+    both = f"#18,15\t1,1\n>101\t102\n{ONE}{TWO}\n>r\n{ONE}{'-' * 15}\n"
+    write(tmp_path / "out/x_env/uniref.a3m", a3m(ONE, ONE))
+    write(tmp_path / "out/x.a3m", both)
+    assert named(read_query_files(tmp_path / "out")) == {"x": ((ONE, TWO), 2)}
+    write(tmp_path / "out/x.sto", f"# STOCKHOLM 1.0\nq {TWO}\nr {TWO}\n//\n")
+    assert named(read_query_files(tmp_path / "out")) == {"x": ((ONE, TWO), 4)}
+    (tmp_path / "out/x.a3m").unlink()
+    (tmp_path / "out/x.sto").unlink()
+    # Without NAME.a3m, the downloads are the alignments.
+    write(tmp_path / "out/x_env/bfd.a3m", a3m(ONE, ONE, ONE))
+    assert named(read_query_files(tmp_path / "out")) == {"x": ((ONE,), 2)}
+    write(tmp_path / "out/X.a3m", a3m(ONE, ONE))
+    assert named(read_query_files(tmp_path / "out")) == {"X": ((ONE,), 1)}
+
+
+def test_notes_of_files_are_notes_of_the_query(tmp_path: Path) -> None:
+    rows = "".join(f"r{i} {ONE}\n" for i in range(501))
+    (query,) = read_complexes(write(tmp_path / "x/mgnify_hits.sto", f"# STOCKHOLM 1.0\nq {ONE}\n{rows}//\n"))
+    assert len(query.alignments[0]) == 501
+    note = "the first 501 of 502 rows are used, as in AlphaFold. Rename the file to use all"
+    assert query.notes == (f"{tmp_path}/x/mgnify_hits.sto: {note}",)
+
+
+# ---- structures
+
+
+def test_structures_and_what_they_leave_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.v1.pdb"
+    path.write_text(f"SEQRES   1 A    4  GLY ALA SER THR\n{pdb_chain(plain('GASTW'), 'A')}TER\nEND\n")
+    with pytest.raises(UserError, match=r"x\.v1\.pdb: has residues with N, CA and C that are in no chain: 1"):
+        read_complexes(path)
+    chains = [random_chain("L", "AGWHK"), random_chain("H", "GGSTA", seed=1)]
+    text = write_mmcif("1abc", chains) + assembly_text([("1", "1", "B")])
+    (query,) = read_complexes(write(tmp_path / "y.v2.cif", text))
+    assert (query.name, query.ids, query.sequences) == ("y", ("H",), ("GGSTA",))
+    assert query.structure is not None
+    assert (query.structure.names, query.structure.source) == (("H",), str(tmp_path / "y.v2.cif"))
+    assert query.structure.held is None
+    monkeypatch.setattr(query_files, "STDIN", tmp_path / "y.v2.cif")
+    (piped,) = read_complexes("-")
+    assert piped.structure is not None
+    assert piped.structure.held is not None
+    assert piped.name == "query"
+    placed = SimpleNamespace(chains=(("H", None),), ids=("H",), left_out={"HEM": "is a ligand", "D": "is DNA"})
+    structure = SimpleNamespace(
+        check_placed=lambda source: None, assembly=lambda: placed, notes=("a",), chains={"H": chains[1]}
+    )
+    monkeypatch.setattr(query_files, "parse_structure", lambda data, source: structure)
+    monkeypatch.setattr(query_files, "guess_from_structure", lambda *arguments: None)
+    (query,) = read_complexes(tmp_path / "y.v2.cif")
+    assert query.notes == ("a", "HEM is left out: is a ligand", "D is left out: is DNA")
+
+
+# ---- tables and FASTA in whole
+
+
+def queries(path: Path, **more: bool) -> list[tuple[str, tuple[str, ...], tuple[str, ...], str]]:
+    read = read_query_files(path, **more)
+    return [(query.name, query.ids, query.sequences, query.error) for query in read.found]
+
+
+def test_tables_with_a_column_for_each_chain(tmp_path: Path) -> None:
+    path = write(tmp_path / "q.csv", "id,target,binder\nx,ACDE,mk v\ny,,GGG\nz,AC:DE,GG\nw,AC1,GG\n")
+    wrong = f"{path}: record 4, 'w', position 3 has '1', which is not an amino acid. Correct or remove it"
+    assert queries(path) == [
+        ("x", ("A", "B"), ("ACDE", "MKV"), ""),
+        ("y", ("A",), ("GGG",), ""),
+        ("z", ("A", "B", "C"), ("AC", "DE", "GG"), ""),
+        ("w", (), (), wrong),
+    ]
+    path = write(tmp_path / "q.csv", "chain_h,note,l,id,Chain 2\nAC,x,DE,q,GG\n,x,DE,r,GG\nA:C,,DE,s,\nA1,,DE,t,\n")
+    split = f"{path}: s has : in the column of a chain. Give each chain a column, or write all in `sequence`"
+    wrong = f"{path}: record 4, 't', position 2 has '1', which is not an amino acid. Correct or remove it"
+    assert queries(path) == [
+        ("q", ("H", "L", "2"), ("AC", "DE", "GG"), ""),
+        ("r", ("L", "2"), ("DE", "GG"), ""),
+        ("s", (), (), split),
+        ("t", (), (), wrong),
+    ]
+    path = write(tmp_path / "q.csv", "id,a,chain_a,b\nx,AC,DE,GG\n")
+    assert message(read_complexes, path) == (f"{path}: has two columns of chain A. Keep one column for each chain.")
+    path = write(tmp_path / "q.csv", "id,sequence,a\nx,AC:DE,GG\n")
+    assert queries(path) == [("x", ("A", "B"), ("AC", "DE"), "")]
+    path = write(tmp_path / "q.csv", "id,target,c\nx,AC,DE\n")
+    assert queries(path) == [("x", ("A", "B"), ("AC", "DE"), "")]
+
+
+def test_fasta_records_in_whole(tmp_path: Path) -> None:
+    long = "x" * 70
+    path = write(tmp_path / "q.fasta", f">a\nAC::DE\n>{long}\n:AC\n>c\nAC:DE:AC\n>d\n1\n")
+    without = "has a chain without residues. Write A:B, with a sequence on both sides"
+    assert queries(path) == [
+        ("a", (), (), f"{path}: >a {without}"),
+        (long, (), (), f"{path}: >{long[:60]} {without}"),
+        ("c", ("A", "B", "C"), ("AC", "DE", "AC"), ""),
+        ("d", (), (), f"{path}: record 4, 'd', position 1 has '1', which is not an amino acid. Correct or remove it"),
+    ]
+    path = write(tmp_path / "q.fasta", ">a\nAC\n>b\n1\n>c\n2\n")
+    wrong = f"{path}: record 2, 'b', position 1 has '1', which is not an amino acid. Correct or remove it"
+    assert queries(path, as_one=True) == [("q", (), (), wrong)]
+    path = write(tmp_path / "q.fasta", ">a\nA-C\n>b\n-CC\n>c\nACC\n")
+    assert message(read_complexes, path) == (
+        f"{path}: has gaps in records of one length, so it is an alignment. Rename it to .a3m."
+    )
+    for text in (">a\nA-C\n>b\nACC\n", ">a\nA-C\n>b\n-CCA\n"):
+        assert queries(write(tmp_path / "q.fasta", text))[0][3].endswith(
+            "'a', position 2 has '-', which is not an amino acid. Correct or remove it"
+        )
+    path = write(tmp_path / "q.fasta", ">2HHB_1|Chains A[auth X], E|x\nAC\n>\nDE\n>c x\nGG\n")
+    assert queries(path, as_one=True) == [("q", ("X", "E", "B", "c"), ("AC", "AC", "DE", "GG"), "")]
+    path = write(tmp_path / "q.fasta", ">x\nAC\n>\nDE:AC\n")
+    assert queries(path, as_one=True) == [("x", ("A",), ("AC",), ""), ("query", ("A", "B"), ("DE", "AC"), "")]
+
+
+@pytest.mark.parametrize(
+    ("headers", "names"),
+    [
+        (["", ","], ["query_1", "query_2"]),
+        (["bb, score=1", "T=0.1, sample=1, x", "T=0.1, sample=22"], ["bb", "bb_1", "bb_22"]),
+        (["x, T=0.1", "y, id=3, T=0.1", "y, id=3"], ["x", "y_3_1", "y_3_2"]),
+        (["a b", "c", "a d", "a"], ["a_1", "c", "a_2", "a_3"]),
+    ],
+)
+def test_names_of_records(headers: list[str], names: list[str], tmp_path: Path) -> None:
+    text = "".join(f">{header}\n{ONE}\n" for header in headers)
+    assert [query.name for query in read_complexes(write(tmp_path / "q.fasta", text))] == names

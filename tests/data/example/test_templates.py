@@ -287,6 +287,102 @@ def test_copies_of_a_chain_count_once_for_hmmsearch(tmp_path: Path) -> None:
     assert len(both) == 2
 
 
+def assert_outcome(outcome: TemplateOutcome, **expected: object) -> None:
+    assert outcome == replace(TemplateOutcome("", False, ""), **expected)  # type: ignore[arg-type]
+
+
+def test_outcomes_in_whole(tmp_path: Path) -> None:
+    put(tmp_path, "1abc.cif", random_chain("A", QUERY[:20] + OTHER[20:], missing=[11]))
+    hits = [
+        hit("1abc_A", QUERY[:20] + OTHER[20:40], 0, query_index=np.arange(10, 40), hit_index=np.arange(10, 40)),
+        hit("2non_B", sum_probs=None),
+        hit("1abc_A", QUERY[:10], 0, query_index=np.arange(10), hit_index=np.arange(10), sum_probs=0.5),
+    ]
+    templates, outcomes = templates_from_hits(QUERY, hits, Library(tmp_path))
+    assert templates is not None
+    assert templates.sum_probs.tolist() == [20.0, 0.5]
+    same = 10 + sum(QUERY[n] == OTHER[n] for n in range(20, 40))
+    used = {"name": "1abc_A", "used": True, "note": ""}
+    assert_outcome(outcomes[0], **used, residues=29, identity=round(same / 30, 4), sum_probs=20.0)
+    assert_outcome(outcomes[1], **used, residues=10, identity=1.0, sum_probs=0.5)
+    assert outcomes[2].note.endswith("has no 2non.cif or 2non.cif.gz. Add it, or do without.")
+    assert_outcome(outcomes[2], name="2non_B", note=outcomes[2].note, missing=True)
+    assert count_refusals([*outcomes, outcomes[2]]) == {"has no N.cif or N.cif.gz. Add it, or do without.": 2}
+
+
+def test_hits_without_probabilities_keep_the_order_of_the_file(tmp_path: Path) -> None:
+    names = ("1abc", "2abc", "3abc")
+    for n, name in enumerate(names):
+        put(tmp_path, f"{name}.cif", random_chain("A", OTHER, n))
+    pieces = [(n, {"query_index": np.arange(n, n + 20), "hit_index": np.arange(20)}) for n in range(3)]
+    hits = [hit(f"{name}_A", sum_probs=None, **piece) for name, (_, piece) in zip(names, pieces)]
+    templates, _ = templates_from_hits(QUERY, [*hits, hit("1abc_A", sum_probs=1.0)], Library(tmp_path))
+    assert templates is not None
+    assert templates.names == ("1abc_A", "1abc_A", "2abc_A", "3abc_A")
+    assert templates.sum_probs.tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_at_most_twenty_templates_are_made(tmp_path: Path) -> None:
+    put(tmp_path, "1abc.cif", random_chain("A", OTHER))
+    templates, outcomes = templates_from_hits(QUERY, [hit()] * 21, Library(tmp_path))
+    assert templates is not None
+    assert len(templates) == 20
+    assert_outcome(outcomes[20], name="1abc_A", note="enough better templates are used", sum_probs=20.0)
+    shortest = hit(sequence=OTHER[10:20], query_index=np.arange(10), hit_index=np.arange(10))
+    assert one(templates_from_hits(QUERY, [shortest], Library(tmp_path)))
+
+
+def replaced(sequence: str, count: int) -> str:
+    """Replace `count` letters at equal distances by W, or W by A."""
+    at = set(np.linspace(2, len(sequence) - 3, count).astype(int).tolist())
+    return "".join(letter if n not in at else "A" if letter == "W" else "W" for n, letter in enumerate(sequence))
+
+
+HIT = OTHER[10:60]
+
+
+@pytest.mark.parametrize(
+    ("chains", "name", "used"),
+    [
+        ({"A": replaced(HIT, 5)}, "1abc_A", "A, 90%"),
+        ({"A": replaced(HIT, 6)}, "1abc_A", "chain A has another sequence than the hit: 100% aligned, 88% identical"),
+        ({"A": HIT[:45]}, "1abc_A", "A, 100%"),
+        ({"A": HIT[:44]}, "1abc_A", "chain A has another sequence than the hit: 88% aligned, 100% identical"),
+        # Of several chains, the one with most identical residues is used, if the hit names none of them.
+        ({"A": HIT[:45], "B": replaced(HIT, 3), "C": replaced(HIT, 4)}, "1abc_Z", "B, 94%"),
+        ({"A": replaced(HIT, 8), "B": HIT[:46], "C": HIT[:47]}, "1abc", "C, 100%"),
+        ({"A": HIT[:30], "B": replaced(HIT, 3)}, "1abc_A", "chain A has another sequence than the hit: 60% aligned"),
+    ],
+)
+def test_a_chain_with_nine_of_ten_residues_is_used(
+    tmp_path: Path, chains: dict[str, str], name: str, used: str
+) -> None:
+    put(tmp_path, "1abc.cif", *(random_chain(id, "GS" + sequence) for id, sequence in chains.items()))
+    templates, (outcome,) = templates_from_hits(QUERY, [hit(name)], Library(tmp_path))
+    if templates is not None:
+        assert outcome.note == f"realigned to chain {used} identical"
+        assert outcome.name == f"1abc_{used[0]}"
+    else:
+        assert outcome.note.startswith(f"1abc: {used}")
+        assert outcome.note.endswith(" identical (90% are needed). Fetch the current file of the entry.")
+
+
+def test_five_atoms_make_a_template(tmp_path: Path) -> None:
+    chain = random_chain("A", OTHER)
+    few = replace(chain, mask=np.zeros_like(chain.mask))
+    few.mask[20:24, ATOM_ORDER["CA"]] = few.mask[20, ATOM_ORDER["N"]] = 1
+    put(tmp_path, "1abc.cif", replace(few, positions=chain.positions * few.mask[..., None]))
+    template, outcome = template_from_file(OTHER, tmp_path / "1abc.cif")
+    assert (template.mask.sum(), outcome.residues) == (5, 4)
+    few.mask[23] = 0
+    path = put(tmp_path, "2abc.cif", replace(few, positions=chain.positions * few.mask[..., None]))
+    with pytest.raises(UserError) as error:
+        template_from_file(OTHER, path)
+    assert str(error.value) == (
+        f"{path}: 2abc_A: 80 of its residues are aligned, with fewer than 5 atoms. Choose another template."
+    )
+
+
 # ---- the library
 
 
@@ -385,6 +481,37 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         template_from_file(QUERY, tmp_path / "empty.cif")
     with pytest.raises(UserError, match="no such file"):
         template_from_file(QUERY, tmp_path / "none.cif")
+
+
+def test_the_outcome_of_a_file_in_whole(tmp_path: Path) -> None:
+    conserved = str.maketrans("DEIVKRFYSTNQ", "EDVIRKYFTSQN")
+    query = "DEIVKRFYSTDEIVKRFYST"
+    path = tmp_path / "noending"
+    put(tmp_path, "x.cif", random_chain("A", query[:6] + query[6:].translate(conserved), missing=[0])).rename(path)
+    template, outcome = template_from_file(query, str(path))
+    assert (template.names, template.sum_probs.tolist()) == (("noending_A",), [20.0])
+    assert_outcome(outcome, name="noending_A", used=True, residues=19, identity=0.3)
+    path = put(
+        tmp_path, "y.v2.cif.gz", random_chain("A", query[:5] + query[5:].translate(conserved)), random_chain("B", "GGG")
+    )
+    template, outcome = template_from_file(query, path)
+    notes = "chain A of A, B; few residues are identical, so the alignment is doubtful"
+    assert_outcome(outcome, name="y.v2_A", used=True, note=notes, residues=20, identity=0.25)
+    assert template_from_file(query, path, "A")[1].note == "few residues are identical, so the alignment is doubtful"
+
+
+def test_chains_and_residues_that_the_reader_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = put(tmp_path, "x.cif", random_chain("A", OTHER), random_chain("B", OTHER))
+    structure = replace(read_structure(path), dropped={"C": "is DNA"}, notes=("a note",))
+    monkeypatch.setattr("warpfold.data.example.templates.read_structure", lambda _: structure)
+    assert template_from_file(OTHER, path, "B")[1].note == "a note"
+    for chain, problem in (("C", "chain C cannot be used (is DNA)"), ("D", "has no protein chain D")):
+        with pytest.raises(UserError) as error:
+            template_from_file(OTHER, path, chain)
+        assert str(error.value) == f"{path}: {problem}. Choose from A, B."
+    structure = replace(structure, unplaced=("ALA 12",))
+    with pytest.raises(UserError, match=r"x\.cif: has residues with N, CA and C that are in no chain: 1 \(ALA 12\)"):
+        template_from_file(OTHER, path)
 
 
 # ---- two sequences

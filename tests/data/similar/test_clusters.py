@@ -2,6 +2,8 @@
 
 import gzip
 import shutil
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -132,6 +134,132 @@ def test_a_common_tag_hides_no_relative() -> None:
     assert len(set(clusters)) == 61
 
 
+def shared_words(sequences: Sequence[str], query: str, count: int) -> list[float]:
+    """Compute what `_WordIndex` maximises: the weights of the words that the query shares with each sequence.
+
+    Words are three letters without X, in two shapes. A word that occurs n times in all sequences has the weight 1 / n,
+    or less if n is below the mean of all 8000 words. Diagonals are counted in bands of 8, and two neighbouring bands
+    together. Sequences that the query cannot cover have no words.
+    """
+    totals = np.zeros((count, 2 * max(map(len, sequences)) // 8 + 3))
+    for offsets in ((0, 1, 2), (0, 1, 3)):
+
+        def words(sequence: str, offsets: tuple[int, ...] = offsets) -> list[tuple[str, int]]:
+            found = [("".join(sequence[at + n] for n in offsets), at) for at in range(len(sequence) - offsets[-1])]
+            return [(word, at) for word, at in found if "X" not in word]
+
+        counts = Counter(word for sequence in sequences for word, _ in words(sequence))
+        mean = sum(counts.values()) / 8000
+        for n, sequence in enumerate(sequences[:count]):
+            for word, at in words(sequence):
+                for other, start in words(query):
+                    if word == other:
+                        totals[n, (len(sequence) + at - start) // 8] += 1 / max(counts[word], mean)
+    best = (totals[:, :-1] + totals[:, 1:]).max(1)
+    return [0.0 if 0.8 * len(sequence) > len(query) else float(score) for sequence, score in zip(sequences, best)]
+
+
+def crowd(seed: int) -> tuple[list[str], list[str]]:
+    """Return sequences by decreasing length, and shorter ones that share words with some of them."""
+    rng = np.random.default_rng(seed)
+    ancestors = [random_sequence(rng, 100), random_sequence(rng, 86), "".join(rng.choice([*"ACX"], 97))]
+    members = [mutated(rng, ancestor, 0.6, gap=int(gap)) for ancestor in ancestors for gap in rng.integers(0, 20, 4)]
+    members += [ancestors[0][:40] + "X" * 9 + ancestors[0][40:], TAG + random_sequence(rng, 70), "ACD", ""]
+    queries = [TAG + ancestors[1][:70], ancestors[0][5:85], ancestors[2][:70], "AC", "X" * 60, ancestors[0][:68]]
+    return sorted([*ancestors, *members], key=len, reverse=True), queries
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_candidates_share_most_words_on_neighbouring_diagonals(seed: int) -> None:
+    sequences, queries = crowd(seed)
+    index = clusters._WordIndex(sequences)
+    for query in queries:
+        for count in (sum(len(sequence) >= len(query) for sequence in sequences), 3, 1, 0):
+            scores = np.array(shared_words(sequences, query, count))
+            found = index.nearest(query, count)
+            assert found.dtype == np.int64
+            assert sorted(found.tolist()) == np.flatnonzero(scores).tolist()
+            assert (np.diff(scores[found]) <= 1e-12).all()
+    assert clusters._WordIndex([]).nearest("ACD", 0).tolist() == []
+
+
+def test_equal_candidates_keep_their_order_and_the_limit_of_coverage_is_exact() -> None:
+    sequence = random_sequence(np.random.default_rng(3), 100)
+    index = clusters._WordIndex([sequence + "W", sequence, sequence, sequence[:90], sequence[:80]])
+    assert index.nearest(sequence[:80], 5).tolist() == [1, 2, 3, 4]
+
+
+def test_common_words_weigh_less_than_rare_ones_but_no_word_more_than_the_mean() -> None:
+    """Of more than 8000 words, the mean count is above 1."""
+    rng = np.random.default_rng(4)
+    sequences = [random_sequence(rng, 300) for _ in range(60)]
+    query = sequences[0][:100] + sequences[1][100:180] + sequences[2][180:250]
+    index = clusters._WordIndex(sequences)
+    scores = np.array(shared_words(sequences, query, 60))
+    found = index.nearest(query, 60)
+    assert found[:3].tolist() == [0, 1, 2]
+    assert (np.diff(scores[found]) <= 1e-12).all()
+    assert sorted(found.tolist()) == np.flatnonzero(scores).tolist()
+
+
+def test_no_more_than_twenty_candidates_are_aligned() -> None:
+    rng = np.random.default_rng(5)
+    sequence = random_sequence(rng, 50)
+    others = [random_sequence(rng, 50) for _ in range(20)]
+    assert clusters._first_similar([*others[:19], sequence, "W"], sequence, 0.4) == sequence
+    assert clusters._first_similar([*others, sequence], sequence, 0.4) is None
+
+
+def test_later_blocks_join_the_representatives_that_they_cover(monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 residues cover 0.8 of 100, and 64 cover more than 0.8 of 79."""
+    sequence = random_sequence(np.random.default_rng(6), 100)
+    cuts = [sequence[:length] for length in (100, 90, 80, 79, 64, 63)]
+    for block in (1, 2, 4096):
+        monkeypatch.setattr(clusters, "BLOCK", block)
+        assert cluster_sequences(cuts) == [0, 0, 0, 3, 3, 5]
+        assert cluster_sequences(cuts[::-1]) == [0, 2, 2, 5, 5, 5]
+
+
+def test_one_program_clusters_up_to_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of MMseqs2 have the definitions of this module."""
+    handed_over(monkeypatch)
+    rng = np.random.default_rng(7)
+    sequences = [random_sequence(rng, length) for length in range(30, 41)]
+    commands: list[list[str]] = []
+
+    def run(command: list[str]) -> str:
+        commands.append(command)
+        if command[1] == "createtsv":
+            pairs = [(0, 0), (0, 1), *((n, n) for n in range(2, len(sequences)))]
+            Path(command[5]).write_text("".join(f"{leader}\t{member}\n" for leader, member in pairs))
+        if command[1] == "createdb":
+            commands.append([Path(command[2]).read_text()])
+        return "15-abc\n"
+
+    monkeypatch.setattr(clusters, "run_program", run)
+    monkeypatch.setattr(shutil, "which", lambda _: "/bin/mmseqs")
+    assert clustering_program(sequences[:10] * 2) == ""
+    assert commands == []
+    assert clustering_program(sequences) == "MMseqs2 15-abc"
+    # The longest is the first in the table, and the sequence before it in the list joins it.
+    assert cluster_sequences(sequences, 0.3) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 10]
+    assert cluster_sequences(sequences, program="MMseqs2 15-abc", threads=3) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 10]
+    assert cluster_sequences(sequences, program="") == list(range(11))
+    assert commands[:2] == [["mmseqs", "version"]] * 2
+    create, [fasta], cluster, table = commands[2:6]
+    folder = str(Path(create[2]).parent)
+    by_length = enumerate(reversed(sequences))
+    assert fasta == "".join(f">{number}\n{sequence}\n" for number, sequence in by_length)
+    names = [f"{folder}/{name}" for name in ("fasta", "database", "clusters", "work", "tsv")]
+    assert create == ["mmseqs", "createdb", *names[:2], "--dbtype", "1", "--shuffle", "0", "-v", "1"]
+    options = "--seq-id-mode 1 -c 0.8 --cov-mode 0 --alignment-mode 3 --cluster-mode 2 --cluster-reassign 1 --split 1"
+    limits = ["--min-seq-id", "0.3", "--threads", "1", "-v", "1"]
+    assert cluster == ["mmseqs", "cluster", *names[1:4], *options.split(), *limits]
+    assert table == ["mmseqs", "createtsv", names[1], names[1], names[2], names[4], "-v", "1"]
+    assert commands[8][-6:] == ["--min-seq-id", "0.4", "--threads", "3", "-v", "1"]
+    assert not Path(folder).exists()
+
+
 ENTITIES = {"1abc_A": "1abc_1", "1abc_B": "1abc_1", "1abc_1": "1abc_2"}
 
 
@@ -155,6 +283,23 @@ def test_files_of_clusters(tmp_path: Path, text: str, entities: dict[str, str], 
     (tmp_path / "clusters.txt.gz").write_bytes(gzip.compress(text.encode()))
     keys = list(entities) or ["1abc_A", "2def_B", "3ghi_A", "3ghi_a", "4jkl_A", "5mno_A"]
     assert read_clusters(tmp_path / "clusters.txt.gz", keys, entities) == dict(one.split(":") for one in found.split())
+
+
+def test_files_of_clusters_that_do_not_fit(tmp_path: Path) -> None:
+    path = tmp_path / "clusters.txt"
+    path.write_text("1ABC_A 2DEF_B\n3GHI_C\n\n4JKL_A 2def_B\n")
+    with pytest.raises(UserError) as error:
+        read_clusters(path, ["1abc_A"])
+    assert str(error.value) == f"{path}: line 4: 2def_B is in two clusters. Remove it from one."
+    path.write_text("1ABC_A 2DEF_B 1abc_A\nplain\n")
+    assert read_clusters(path, ["2def_B", "PLAIN", "plain"]) == {"2def_B": "1ABC_A", "plain": "plain"}
+    assert read_clusters(path, []) == {}
+    with pytest.raises(UserError) as error:
+        read_clusters(path, ["5mno_A", "6pqr_A"], {"5mno_A": "5mno_1"})
+    assert str(error.value) == (
+        f"{path}: names none of the 2 chains; its names are like 1abc_A, the chains' like 5mno_A. Pass a file with "
+        "names of chains, or none: pack can compute clusters."
+    )
 
 
 def handed_over(monkeypatch: pytest.MonkeyPatch) -> None:

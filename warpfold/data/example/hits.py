@@ -200,7 +200,7 @@ def parse_hmmsearch(text: str, query: str, source: str) -> list[Hit]:
             is_letter = np.array([letter != "-" for letter in matched])
             residues = np.where(is_letter, np.cumsum(is_letter) - 1, -1)
             break
-    if residues.max(initial=-1) + 1 != len(query) and rows:
+    if np.count_nonzero(residues >= 0) != len(query):
         raise UserError(
             f"{source}: has {width} match columns, the query {len(query)} residues. Pass the hits of this query, "
             "searched with a profile in which each of its residues is a match column (hmmbuild --hand)."

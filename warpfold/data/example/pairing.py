@@ -129,7 +129,7 @@ def pair_rows(pairings: Sequence[Pairing | None]) -> np.ndarray:
     # The product overflows for more than about seventy chains. The indices themselves then decide.
     with np.errstate(over="ignore"):
         product = np.abs(rows.astype(np.float64)).prod(1)
-    order = np.lexsort((*rows.T[::-1], product, (rows < 0).sum(1)))
+    order = np.lexsort((*rows.T[::-1], product, np.count_nonzero(rows < 0, axis=1)))
     rows = np.concatenate([np.zeros((1, len(chains)), np.int64), rows[order]])
     digests = np.zeros(rows.shape, np.uint64)
     for k, pairing in enumerate(pairings):

@@ -178,14 +178,15 @@ def read_query_files(sources: Given | Sequence[Given], as_one: bool = False) -> 
     be read, and for two queries or two chains with one name.
     """
     inputs = [sources] if isinstance(sources, Given) else list(sources)
-    bare = [source for source in inputs if isinstance(source, str) and is_sequence(source)]
+    is_bare = [isinstance(source, str) and is_sequence(source) for source in inputs]
+    bare = [str(source) for source, is_text in zip(inputs, is_bare) if is_text]
     queries: list[Complex] = []
     hits: list[str] = []
     predicted: list[str] = []
-    for source in inputs:
-        if isinstance(source, str) and source in bare:
+    for position, source in enumerate(inputs):
+        if is_bare[position]:
             # All sequences are read together, in the position of the first one.
-            if source is bare[0]:
+            if position == is_bare.index(True):
                 names = ["query"] if len(bare) == 1 else [f"query_{number}" for number in range(1, len(bare) + 1)]
                 if as_one and len(bare) > 1 and not any(":" in sequence for sequence in bare):
                     names = chain_ids(len(bare))

@@ -459,7 +459,6 @@ def parse_complex_a3m(data: bytes | str, source: str) -> list[list[Alignment]]:
     chains = _split_chains(alignment, lengths)
     present = np.stack([(chain.rows != GAP).any(1) for chain in chains], axis=1)
     paired = present.sum(1) > 1
-    paired[0] = False
     keys = _unique_pair_keys([alignment])
     query = np.arange(len(alignment)) == 0
     by_chain = []
@@ -503,7 +502,9 @@ def parse_chain_alignments(
 def _unique_pair_keys(blocks: Sequence[Alignment]) -> np.ndarray:
     """Make `pair_keys` for the rows of a file from a hash of its content, so that rows of other files never match."""
     digest = hashlib.blake2b(b"".join(block.rows.tobytes() for block in blocks), digest_size=8).digest()
-    return np.arange(1, len(blocks[0]) + 1, dtype=np.uint64) + np.uint64(int.from_bytes(digest, "little") >> 1)
+    # The first key is not 0, and 63 bits leave room for the others.
+    first = int.from_bytes(digest, "little") >> 1 | 1
+    return np.arange(first, first + len(blocks[0]), dtype=np.uint64)
 
 
 def _split_chains(alignment: Alignment, lengths: Sequence[int]) -> list[Alignment]:
@@ -566,8 +567,6 @@ def _encode_rows(
     problems: dict[int, str] = {}
     for row, at in zip(rows.tolist(), bad[first].tolist()):
         character = letters[at : at + 4].decode(errors="ignore")[:1]
-        # Positions count characters, not bytes.
-        at -= sum(byte & 0xC0 == 0x80 for byte in letters[starts[row] : at])
         location = f"record {row + 1}, {_shorten(names[row])}, position {at - starts[row] + 1}"
         problems[row] = (
             f"{source}: {location} has {_quote(character)}, which is not an amino acid. Correct or remove it"
@@ -615,7 +614,7 @@ def _match_columns(names: list[str], sequences: list[bytes], lengths: Sequence[i
 def _row_blocks(rows: int, width: int) -> list[slice]:
     """Divide rows into blocks of about `_BLOCK_CHARACTERS` characters."""
     step = max(_BLOCK_CHARACTERS // max(width, 1), 1)
-    return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
+    return [slice(first, first + step) for first in range(0, rows, step)]
 
 
 def _select_entry(data: bytes, source: str, query: str | None) -> bytes:
@@ -671,7 +670,7 @@ def stockholm_rows(data: bytes, source: str) -> tuple[list[tuple[str, str, bytes
                 raise UserError(f"{source}: line {number} is not a name and a row. Make the file again.")
             name = words[0].decode()
             segments.setdefault((name, occurrences[name]), []).append(words[1])
-            occurrences[name] += 1
+            occurrences.update([name])
     rows = [(name, " ".join(descriptions.get(name, [])), b"".join(parts)) for (name, _), parts in segments.items()]
     return rows, reference
 

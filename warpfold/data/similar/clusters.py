@@ -210,8 +210,8 @@ class _WordIndex:
         self.lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
         # The first band of each sequence, and the end.
         self.bands = np.cumsum(np.append(0, 2 * self.lengths // BAND + 2))
-        # The main diagonal of each sequence.
-        zero = self.bands[:-1] * BAND + self.lengths
+        # The main diagonal of each sequence. Its first band stays empty, which separates it from the previous sequence.
+        zero = self.bands[:-1] * BAND + BAND + self.lengths
         codes = [residue_codes(sequence) for sequence in sequences]
         # For each word shape: the diagonals sorted by word, the start of each word, and its weight.
         self.tables: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []

@@ -41,13 +41,14 @@ def find_relatives(
     """Find the related targets of each query; returns their indices.
 
     If there are few pairs, all are aligned. Otherwise, those that pass phmmer's filters are aligned
-    (tests/data/similar). min_identity: fraction of identical pairs, 0 to 1.
+    (tests/data/similar). min_identity: fraction of identical pairs, 0 to 1. Empty sequences have no relatives.
     """
     indices: dict[str, list[int]] = defaultdict(list)
     for index, target in enumerate(targets):
         indices[target].append(index)
-    unique_targets = sorted(indices, key=len)
-    unique_queries = list(dict.fromkeys(queries))
+    # The sequence of an unreadable chain is empty. It has no relatives, and phmmer crashes on it.
+    unique_targets = sorted(filter(None, indices), key=len)
+    unique_queries = list(dict.fromkeys(filter(None, queries)))
     cells = sum(map(len, unique_queries)) * sum(map(len, unique_targets))
     candidates: Iterable[tuple[str, Sequence[int]]]
     if cells <= MAX_CELLS:
@@ -66,7 +67,7 @@ def find_relatives(
             batch = sequences[start : start + batch_size]
             for target, same in zip(batch, _align_locally(query, batch)):
                 # Search for a segment that is long enough and identical enough.
-                shortest = max(1, ceil(MIN_COVERAGE * min(len(query), len(target))))
+                shortest = ceil(MIN_COVERAGE * min(len(query), len(target)))
                 total = np.append(0, np.cumsum(same))
                 if any(
                     (total[pairs:] - total[:-pairs]).max() >= max(min_identity, rost_identity(pairs)) * pairs
@@ -74,7 +75,7 @@ def find_relatives(
                 ):
                     related.add(target)
         relatives[query] = {index for sequence in related for index in indices.get(sequence, ())}
-    return [relatives[query] for query in queries]
+    return [relatives.get(query, set()) for query in queries]
 
 
 def _run_phmmer(queries: Sequence[str], targets: Sequence[str], threads: int, limits: dict[str, Any]) -> Iterator[Any]:
@@ -107,7 +108,7 @@ def nearest_identities(queries: Sequence[str], sequences: Sequence[str], threads
                 start = domain.alignment.hmm_from - 1
                 same |= {i for i, letter in enumerate(aligned, start) if letter == query[i]}
             best = max(best, len(same))
-        identities.append(best / max(1, len(query)))
+        identities.append(best / len(query))
     return identities
 
 
@@ -118,10 +119,10 @@ def _align_locally(query: str, targets: Sequence[str]) -> list[np.ndarray]:
     """
     codes = residue_codes(query)
     longest = max(map(len, targets))
+    # Unknown residues pad the targets. All their scores are negative, so no best alignment contains them.
     other_codes = np.full((len(targets), longest), UNKNOWN, np.uint8)
     for row, target in zip(other_codes, targets):
         row[: len(target)] = residue_codes(target)
-    inside = np.arange(longest) < np.array([len(target) for target in targets])[:, None]
     profile = _BLOSUM62[:, other_codes]  # [21, targets, residues]
     scores = np.zeros((len(codes) + 1, len(targets), longest + 1), np.int32)
     # The best score that ends in a gap of the target.
@@ -136,7 +137,6 @@ def _align_locally(query: str, targets: Sequence[str]) -> list[np.ndarray]:
         # A gap of the query that ends at column j starts at some k < j. The best k is a running maximum.
         best = np.maximum.accumulate(row_scores + ramp, axis=1)
         np.maximum(row_scores[:, 1:], best[:, :-1] - (ramp[1:] + GAP_OPEN), out=row_scores[:, 1:])
-        row_scores *= inside
     return [_trace_back(scores[:, n], codes, other_codes[n]) for n in range(len(targets))]
 
 
