@@ -502,7 +502,7 @@ def test_versions_that_are_read(version: int | None) -> None:
             "or the working directory, or remove it and pass alignments with --msa.",
         ),
         (
-            with_protein(pairedMsa="x", pairedMsaPath="y"),
+            with_protein(pairedMsa=f">q\n{ONE}\n", pairedMsaPath="y"),
             "chain A: its pairedMsaPath is not text, or it has pairedMsa too. Keep one of them.",
         ),
         ('{"a": 1, "b": {"c": 1, "d": 2, "c": 3}}', "has 'c' twice in one object. Write two objects, or remove one."),

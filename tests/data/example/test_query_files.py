@@ -1,6 +1,7 @@
 """Read queries in every form: text, pipes, several files, folders of other programs."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ from warpfold.data.example.query_files import (
 )
 from warpfold.data.example.raw_example import RawExample
 from warpfold.data.formats.alignment import decode, parse_a3m
-from warpfold.data.formats.input_files import ChainAlignments, InputFile
+from warpfold.data.formats.input_files import ChainAlignments, InputFile, read_chain_alignments
 from warpfold.data.structure.write import write_mmcif
 from warpfold.errors import UserError
 
@@ -258,6 +259,21 @@ def test_standard_input_must_be_piped_in(tmp_path: Path, monkeypatch: pytest.Mon
     assert message(check_path, "-") == said
     monkeypatch.setattr(query_files, "is_given_pipe", lambda _: True)
     check_path("-")
+
+
+def test_queries_and_alignments_may_be_pipes() -> None:
+    """A shell makes one for <(command)."""
+    paths = []
+    for text in (f">x\n{ONE}\n", a3m(ONE, ONE, ONE)):
+        reader, writer = os.pipe()
+        os.write(writer, text.encode())
+        os.close(writer)
+        paths.append(Path(f"/dev/fd/{reader}"))
+    (query,) = read_complexes(paths[0])
+    assert query.sequences == (ONE,)
+    assert [len(one) for one in read_chain_alignments([paths[1]], [ONE], "x").of(ONE)] == [3]
+    for path in paths:
+        os.close(int(path.name))
 
 
 # ---- examples

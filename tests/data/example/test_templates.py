@@ -288,7 +288,8 @@ def test_copies_of_a_chain_count_once_for_hmmsearch(tmp_path: Path) -> None:
 
 
 def assert_outcome(outcome: TemplateOutcome, **expected: object) -> None:
-    assert outcome == replace(TemplateOutcome("", False, ""), **expected)  # type: ignore[arg-type]
+    refused = {"used": False, "note": "", "residues": 0, "identity": 0.0, "sum_probs": None, "missing": False}
+    assert vars(outcome) == refused | {"chains": ()} | expected
 
 
 def test_outcomes_in_whole(tmp_path: Path) -> None:
@@ -332,6 +333,26 @@ def test_at_most_twenty_templates_are_made(tmp_path: Path) -> None:
     assert one(templates_from_hits(QUERY, [shortest], Library(tmp_path)))
 
 
+def test_exact_fractions_of_long_queries(tmp_path: Path) -> None:
+    """More than a tenth must be aligned. A hit of more than 95 % of the query is the query."""
+    query, sequence = QUERY * 17, OTHER * 2
+    put(tmp_path, "1abc.cif", random_chain("A", sequence), random_chain("B", (QUERY + OTHER)[:110]))
+    for columns, is_used in ((102, False), (103, True)):
+        index = np.arange(columns)
+        long = hit(sequence=sequence, start=0, query_index=index, hit_index=index)
+        templates, (outcome,) = templates_from_hits(query, [long], Library(tmp_path))
+        assert (templates is not None) is is_used
+        note = f"aligns {columns} of the query's 1020 residues; more than a tenth is needed"
+        assert outcome.note == ("" if is_used else note)
+    query = (QUERY + OTHER)[:100]
+    for length, is_used in ((95, True), (96, False)):
+        index = np.arange(length)
+        itself = hit("1abc_B", sequence=query[:length], start=0, query_index=index, hit_index=index)
+        templates, (outcome,) = templates_from_hits(query, [itself], Library(tmp_path))
+        assert (templates is not None) is is_used
+        assert outcome.note == ("" if is_used else f"is the query itself ({length} of its 100 residues)")
+
+
 def replaced(sequence: str, count: int) -> str:
     """Replace `count` letters at equal distances by W, or W by A."""
     at = set(np.linspace(2, len(sequence) - 3, count).astype(int).tolist())
@@ -370,11 +391,12 @@ def test_a_chain_with_nine_of_ten_residues_is_used(
 def test_five_atoms_make_a_template(tmp_path: Path) -> None:
     chain = random_chain("A", OTHER)
     few = replace(chain, mask=np.zeros_like(chain.mask))
-    few.mask[20:24, ATOM_ORDER["CA"]] = few.mask[20, ATOM_ORDER["N"]] = 1
+    n, ca, c = (ATOM_ORDER[name] for name in ("N", "CA", "C"))
+    few.mask[20, [n, ca, c]] = few.mask[21, [n, ca]] = 1
     put(tmp_path, "1abc.cif", replace(few, positions=chain.positions * few.mask[..., None]))
     template, outcome = template_from_file(OTHER, tmp_path / "1abc.cif")
-    assert (template.mask.sum(), outcome.residues) == (5, 4)
-    few.mask[23] = 0
+    assert (template.mask.sum(), outcome.residues) == (5, 2)
+    few.mask[21, n] = 0
     path = put(tmp_path, "2abc.cif", replace(few, positions=chain.positions * few.mask[..., None]))
     with pytest.raises(UserError) as error:
         template_from_file(OTHER, path)

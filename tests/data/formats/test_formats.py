@@ -1,6 +1,7 @@
 """Read FASTA, A3M, A2M, Stockholm and plain rows: content, and the same content after writing."""
 
 import gzip
+import os
 import time
 from pathlib import Path
 
@@ -161,6 +162,15 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         assert name in message
     assert "no such file" in refusal(read_alignment, tmp_path / "none.a3m")
     assert "is a folder" in refusal(read_alignment, tmp_path)
+
+
+def test_an_alignment_may_be_a_pipe() -> None:
+    """A shell makes one for <(command)."""
+    reader, writer = os.pipe()
+    os.write(writer, A3M.encode())
+    os.close(writer)
+    assert content(read_alignment(f"/dev/fd/{reader}")) == content(parse_a3m(A3M))
+    os.close(reader)
 
 
 def test_rows_are_selected_by_index_or_mask_and_one_row_is_an_alignment() -> None:
@@ -575,6 +585,7 @@ def test_which_rows_are_read(text: str, query: str | None, names: list[str], row
         (b"#120,88\t1,2\n>q", [120, 88], [1, 2], b">q"),
         (b"# 4 , 3 \t 10,9999 \n#x\n#\nMKV", [4, 3], [10, 9999], b"MKV"),
         (b"#999999999 1\n#5\t6\n", [5], [6], b""),
+        (b"#,4,,3 1 ,1,\n", [4, 3], [1, 1], b""),
         (b"#a 1\n>q", [], [], b">q"),
         (b">q\n#4\t1", [], [], b">q\n#4\t1"),
     ],
@@ -584,7 +595,7 @@ def test_lengths_and_copies_of_the_first_lines(text: bytes, lengths: list[int], 
 
 
 @pytest.mark.parametrize(
-    "line", ["#1000000000\t1", "#1\t10000", "#0\t1", "#4,3\t1,0", "#4,3\t1", "#4\t1,1", "#,\t1", "#0,3\t1,1"]
+    "line", ["#1000000000\t1", "#1\t10000", "#0\t1", "#4,3\t1,0", "#4,3\t1", "#4\t1,1", "#0,3\t1,1"]
 )
 def test_impossible_lengths_and_copies(line: str) -> None:
     assert refusal(announced, f"{line}\n".encode(), "x") == (

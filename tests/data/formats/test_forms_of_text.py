@@ -114,7 +114,7 @@ def test_letters_that_look_alike_are_named_by_code_point(tmp_path: Path) -> None
     assert "U+0410 CYRILLIC CAPITAL LETTER A" in error
 
 
-@pytest.mark.parametrize("blank", ["\u00a0", "\u200b", "\u00ad"])
+@pytest.mark.parametrize("blank", ["\u00a0", "\u200b", "\u200c", "\u200d", "\u2060", "\u00ad", "\ufeff"])
 def test_invisible_characters_are_left_out(blank: str, tmp_path: Path) -> None:
     assert read(tmp_path, "x.fasta", f">a\n{A[:3]}{blank}{A[3:]}\n") == [("a", (A,), "")]
 

@@ -264,7 +264,8 @@ def test_two_indices_of_one_database_name_each_member_once(tmp_path: Path) -> No
 def test_the_fingerprint_sees_names_sizes_and_times(tmp_path: Path) -> None:
     one = InputFile("a", Path("/a"), 1, 2)
     others = [InputFile("b", Path("/a"), 1, 2), InputFile("a", Path("/a"), 2, 2), InputFile("a", Path("/a"), 1, 3)]
-    assert len({sources.digest([source]) for source in (one, *others)}) == 4
+    digests = {sources.digest([source]) for source in (one, *others)}
+    assert [len(digests), *map(len, digests)] == [4, 32, 32, 32, 32]
     assert sources.digest([one]) == sources.digest([InputFile("a", Path("/elsewhere"), 1, 2)])
 
 
@@ -391,6 +392,8 @@ def test_a_long_query_is_read_in_growing_blocks(tmp_path: Path, monkeypatch: pyt
         (">a\nM\n" * 8, None),
         ("\ufeff\n#c\n" + ">a\nM\n" * 9, 42),
         ("MK\n" * 9, 24),
+        ("M\n" * 9, 16),
+        ("M" + "\n" * 9, 9),
         ("MK\n" * 7, None),
         ("", None),
     ],
@@ -448,6 +451,19 @@ def test_files_of_one_name_are_named_by_their_paths(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path / "b/in")
     assert listed(Path("..")) == listed(tmp_path / "b") == ["b/in/x.a3m", "b/in/y.a3m"]
     assert listed(Path()) == ["in/x.a3m", "in/y.a3m"]
+
+
+def test_links_are_followed_and_each_folder_is_read_once(tmp_path: Path) -> None:
+    (tmp_path / "other/deep").mkdir(parents=True)
+    (tmp_path / "other/deep/x.a3m").touch()
+    (tmp_path / "in/b").mkdir(parents=True)
+    (tmp_path / "in/b/y.A3M").touch()
+    (tmp_path / "in/b/folder.a3m").mkdir()
+    (tmp_path / "in/link").symlink_to(tmp_path / "other")
+    (tmp_path / "in/link2").symlink_to(tmp_path / "other")
+    (tmp_path / "other/deep/back").symlink_to(tmp_path / "in")
+    assert listed(tmp_path / "in") == ["in/b/y.A3M", "in/link/deep/x.a3m"]
+    assert [path.name for path in sources.walk(tmp_path / "in", (".a3m",))] == ["y.A3M", "x.a3m"]
 
 
 def test_what_cannot_be_found(tmp_path: Path) -> None:

@@ -21,8 +21,11 @@ from warpfold.errors import UserError
 FOLDER = Path("/runs/target")
 
 
-def named(*values: Any, **more: Any) -> PredictionName:
-    return PredictionName(*values, **more)
+def named(
+    target: str, layout: str, names: tuple[str, ...], rank: int | None = None, model: str = "", **more: Any
+) -> PredictionName:
+    rest = {"version": 0, "relaxed": False, "is_pass": False, "pae": None}
+    return PredictionName(target, layout, names, rank, model, **rest | more)
 
 
 COLABFOLD = "unrelaxed_rank_002_alphafold2_ptm_model_3_seed_000"

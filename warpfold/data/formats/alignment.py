@@ -436,7 +436,7 @@ def announced(data: bytes, source: str) -> tuple[list[int], list[int], bytes]:
             )
         numbers = [[number for number in part.split(b",") if number] for part in parts]
         is_valid = all(len(n) <= digits and int(n) for part, digits in zip(numbers, _MAX_DIGITS) for n in part)
-        if not is_valid or not numbers[0] or len(numbers[0]) != len(numbers[1]):
+        if not is_valid or len(numbers[0]) != len(numbers[1]):
             raise UserError(
                 f"{source}: its first line announces impossible lengths or copies. Make the alignment again."
             )
@@ -587,7 +587,7 @@ def _match_columns(names: list[str], sequences: list[bytes], lengths: Sequence[i
     if problems:
         raise UserError(next(iter(problems.values())))
     widths = count_columns(codes <= GAP)
-    if (widths != widths[0]).any() and (codes == _DOT).any():
+    if (widths != widths[0]).any():
         codes[codes == _DOT] = GAP
         widths = count_columns(codes <= GAP)
     _refuse_widths(widths, names, source, "upper-case letters and gaps")
