@@ -10,6 +10,7 @@ from tests.data.examples import example, templates
 from warpfold.data.example import raw_example
 from warpfold.data.example.pairing import make_pairing
 from warpfold.data.example.raw_example import (
+    MIN_CONFIDENCE,
     Assembly,
     RawExample,
     as_slice,
@@ -281,7 +282,7 @@ def test_atoms_of_confident_residues() -> None:
     assert raw.positions is not None
     assert raw.mask is not None
     residues = np.array([0, 1, 2, 3, 5])
-    for least, clear in ((50.0, [0, 1, 4]), (0.0, []), (90.5, [0, 1, 2, 3, 4])):
+    for least, clear in ((MIN_CONFIDENCE, [0, 1, 4]), (50.5, [0, 1, 2, 4]), (0.0, []), (90.5, [0, 1, 2, 3, 4])):
         found = raw.atoms(residues, least)
         assert found is not None
         mask = raw.mask[residues]

@@ -339,7 +339,7 @@ def test_exact_fractions_of_long_queries(tmp_path: Path) -> None:
     put(tmp_path, "1abc.cif", random_chain("A", sequence), random_chain("B", (QUERY + OTHER)[:110]))
     for columns, is_used in ((102, False), (103, True)):
         index = np.arange(columns)
-        long = hit(sequence=sequence, start=0, query_index=index, hit_index=index)
+        long = replace(hit(), sequence=sequence, start=0, query_index=index, hit_index=index)
         templates, (outcome,) = templates_from_hits(query, [long], Library(tmp_path))
         assert (templates is not None) is is_used
         note = f"aligns {columns} of the query's 1020 residues; more than a tenth is needed"
@@ -347,7 +347,7 @@ def test_exact_fractions_of_long_queries(tmp_path: Path) -> None:
     query = (QUERY + OTHER)[:100]
     for length, is_used in ((95, True), (96, False)):
         index = np.arange(length)
-        itself = hit("1abc_B", sequence=query[:length], start=0, query_index=index, hit_index=index)
+        itself = replace(hit("1abc_B"), sequence=query[:length], start=0, query_index=index, hit_index=index)
         templates, (outcome,) = templates_from_hits(query, [itself], Library(tmp_path))
         assert (templates is not None) is is_used
         assert outcome.note == ("" if is_used else f"is the query itself ({length} of its 100 residues)")
