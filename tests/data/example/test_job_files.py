@@ -484,6 +484,10 @@ def test_versions_that_are_read(version: int | None) -> None:
             "fold only the proteins.",
         ),
         (
+            with_job(sequences=[{"dna": {"id": [f"L{n}" for n in range(8)]}}]),
+            "has DNA (L0, L1, L2, L3, L4, L5, L6, L7), which AlphaFold2 cannot fold. Add a protein: the job has none.",
+        ),
+        (
             with_job(sequences=[{"ion": {"ion": "CCD_MG"}}, {"ligand": {"ccd": [], "ligand": "CCD_A", "ion": "B"}}]),
             "has an ion (MG), a ligand (A), which AlphaFold2 cannot fold. Add a protein: the job has none.",
         ),
@@ -638,6 +642,15 @@ BY_INDEX = "rows of {} are paired by index, the second with the second and so on
         (
             {"pairedMsa": msa("MKV", "M-V", "MKL")}, {"pairedMsa": msa("ACD", "A-D") + msa("ACE", header=RAT)},
             [(["MKV", "M-V", "MKL"], False, None), (["ACD", "A-D", "ACE"], False, None)], "",
+        ),
+        (
+            {"pairedMsa": msa("MKV", "M-V")}, {"pairedMsa": msa("ACD") + msa("A-D", header=RAT)},
+            [(["MKV", "M-V"], False, None), (["ACD", "A-D"], False, None)], "",
+        ),
+        # Empty rows of two chains are no pair.
+        (
+            {"unpairedMsa": msa("MKV", "---", "MKL")}, {"unpairedMsa": msa("ACD", "A-D", "---")},
+            [(["MKV", "---", "MKL"], True, None), (["ACD", "A-D", "---"], True, None)], "unpairedMsa",
         ),
         # The organism of the first row, the chain itself, is not used.
         (

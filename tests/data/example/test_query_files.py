@@ -42,8 +42,9 @@ def a3m(sequence: str, *more: str) -> str:
 
 
 def test_a_sequence_itself() -> None:
-    (one,) = read_complexes(ONE)
-    assert (one.name, one.ids, one.sequences) == ("query", ("A",), (ONE,))
+    for as_one in (False, True):
+        (one,) = read_complexes(ONE, as_one=as_one)
+        assert (one.name, one.ids, one.sequences) == ("query", ("A",), (ONE,))
     (both,) = read_complexes(f"{ONE}:{TWO}:{ONE}")
     assert (both.name, both.ids, both.sequences) == ("query", ("A", "B", "C"), (ONE, TWO, ONE))
     assert [query.name for query in read_complexes([ONE, TWO])] == ["query_1", "query_2"]
@@ -212,6 +213,7 @@ def test_sequences_among_files_are_read_together_in_the_position_of_the_first(tm
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("acdefghiklmnpqrstvwyX:", "acdefghiklmnpqrstvwyX:: no such file. If it is a sequence, write it in capitals."),
         ("mktayiakqr", "mktayiakqr: no such file. If it is a sequence, write it in capitals."),
         (
             "MKTAYIAKQr:X" * 4,
@@ -236,6 +238,7 @@ def test_sequences_among_files_are_read_together_in_the_position_of_the_first(tm
 )
 def test_missing_files_that_are_almost_sequences(text: str, said: str | None) -> None:
     assert is_sequence("MKTAYIAKQR")
+    assert is_sequence("ACDEFGHIKLMNPQRSTVWYX")
     assert not is_sequence("MKTAYI:AKQ")
     if said is None:
         check_path(text)
@@ -509,6 +512,23 @@ def test_structures_and_what_they_leave_out(tmp_path: Path, monkeypatch: pytest.
     assert query.notes == ("a", "HEM is left out: is a ligand", "D is left out: is DNA")
 
 
+def test_structures_of_a_folder_are_queries_unless_they_are_predictions(tmp_path: Path) -> None:
+    text = write_mmcif("1abc", [random_chain("L", "AGWHK")])
+    for name in ("design.cif", "x_rank_2.cif", "y_relaxed.pdb"):
+        write(tmp_path / "in" / name, text)
+    write(tmp_path / "in/z_relaxed.fasta", f">z\n{ONE}\n")
+    read = read_query_files(tmp_path / "in")
+    assert [query.name for query in read.found] == ["design", "z"]
+    assert read.predicted == ["in/x_rank_2.cif", "in/y_relaxed.pdb"]
+
+
+def test_alignments_for_pairing_alone_are_a_query(tmp_path: Path) -> None:
+    text = f">a\n{ONE}\n>r\n{ONE}\n\0>b\n{TWO}\n>r\n{TWO}\n"
+    (query,) = read_complexes(write(tmp_path / "x_pairgreedy/pair.a3m", text))
+    assert (query.name, query.sequences) == ("x", (ONE, TWO))
+    assert [alignment.stands_alone for alignment in query.alignments] == [False, False]
+
+
 # ---- tables and FASTA in whole
 
 
@@ -539,6 +559,10 @@ def test_tables_with_a_column_for_each_chain(tmp_path: Path) -> None:
     assert message(read_complexes, path) == (f"{path}: has two columns of chain A. Keep one column for each chain.")
     path = write(tmp_path / "q.csv", "id,sequence,a\nx,AC:DE,GG\n")
     assert queries(path) == [("x", ("A", "B"), ("AC", "DE"), "")]
+    path = write(tmp_path / "q.csv", "id,text\nx,AC\n")
+    assert message(read_complexes, path) == (
+        f"{path}: has no columns id and sequence, but id, text. Its first line must name them: id,sequence."
+    )
     path = write(tmp_path / "q.csv", "id,target,c\nx,AC,DE\n")
     assert queries(path) == [("x", ("A", "B"), ("AC", "DE"), "")]
 
