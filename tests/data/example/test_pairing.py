@@ -86,6 +86,13 @@ def test_a_chain_without_species_gets_gaps() -> None:
     np.testing.assert_array_equal(pair_rows([pairing([5, 5])] * 2), [[0, 0], [1, 1], [2, 2]])
 
 
+def test_a_pair_with_the_letters_of_the_chains_is_a_repetition() -> None:
+    """The digest of the chains themselves is 1."""
+    same, other = pairing([5], digest=[1]), pairing([5], digest=[2])
+    np.testing.assert_array_equal(pair_rows([same, same]), [[0, 0]])
+    np.testing.assert_array_equal(pair_rows([same, other]), [[0, 0], [1, 1]])
+
+
 def test_a_species_with_too_many_rows_is_not_paired() -> None:
     most = [5] * 600
     assert len(pair_rows([pairing(most), pairing(most)])) == 601

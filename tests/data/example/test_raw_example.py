@@ -189,6 +189,12 @@ def test_residues_that_the_chain_lacks_count_as_deletions_except_at_the_ends(see
     assert (placed.dtype, deletions.dtype) == (np.uint8, np.uint16)
 
 
+def test_residues_after_the_first_one_may_be_missing() -> None:
+    rows = alignment(SEQUENCE, SEQUENCE[0] + "-W" + SEQUENCE[3:])
+    deletions = place_alignment(rows, SEQUENCE[0] + SEQUENCE[3:])[1]
+    assert [{n: int(row[n]) for n in np.flatnonzero(row)} for row in deletions] == [{1: 2}, {1: 1}]
+
+
 def test_a_chain_starts_with_the_insertions_of_its_first_residue() -> None:
     tagged = "HHH" + SEQUENCE
     inserted = np.zeros((2, 30), np.int32)

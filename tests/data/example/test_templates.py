@@ -317,10 +317,11 @@ def test_hits_without_probabilities_keep_the_order_of_the_file(tmp_path: Path) -
         put(tmp_path, f"{name}.cif", random_chain("A", OTHER, n))
     pieces = [(n, {"query_index": np.arange(n, n + 20), "hit_index": np.arange(20)}) for n in range(3)]
     hits = [hit(f"{name}_A", sum_probs=None, **piece) for name, (_, piece) in zip(names, pieces)]
-    templates, _ = templates_from_hits(QUERY, [*hits, hit("1abc_A", sum_probs=1.0)], Library(tmp_path))
+    hits += [hit(f"{name}_A", sum_probs=probs) for name, probs in (("3abc", 2.0**-12), ("2abc", 1.0))]
+    templates, _ = templates_from_hits(QUERY, hits, Library(tmp_path))
     assert templates is not None
-    assert templates.names == ("1abc_A", "1abc_A", "2abc_A", "3abc_A")
-    assert templates.sum_probs.tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert templates.names == ("2abc_A", "3abc_A", "1abc_A", "2abc_A", "3abc_A")
+    assert templates.sum_probs.tolist() == [1.0, 2.0**-12, 0.0, 0.0, 0.0]
 
 
 def test_at_most_twenty_templates_are_made(tmp_path: Path) -> None:
@@ -372,13 +373,14 @@ HIT = OTHER[10:60]
         # Of several chains, the one with most identical residues is used, if the hit names none of them.
         ({"A": HIT[:45], "B": replaced(HIT, 3), "C": replaced(HIT, 4)}, "1abc_Z", "B, 94%"),
         ({"A": replaced(HIT, 8), "B": HIT[:46], "C": HIT[:47]}, "1abc", "C, 100%"),
+        ({"A": HIT[:46], "B": "GS" + HIT[:46]}, "1abc_Z", "A, 100%"),
         ({"A": HIT[:30], "B": replaced(HIT, 3)}, "1abc_A", "chain A has another sequence than the hit: 60% aligned"),
     ],
 )
 def test_a_chain_with_nine_of_ten_residues_is_used(
     tmp_path: Path, chains: dict[str, str], name: str, used: str
 ) -> None:
-    put(tmp_path, "1abc.cif", *(random_chain(id, "GS" + sequence) for id, sequence in chains.items()))
+    put(tmp_path, "1abc.cif", *(random_chain(id, sequence) for id, sequence in chains.items()))
     templates, (outcome,) = templates_from_hits(QUERY, [hit(name)], Library(tmp_path))
     if templates is not None:
         assert outcome.note == f"realigned to chain {used} identical"
@@ -503,6 +505,22 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         template_from_file(QUERY, tmp_path / "empty.cif")
     with pytest.raises(UserError, match="no such file"):
         template_from_file(QUERY, tmp_path / "none.cif")
+
+
+def test_the_first_of_equal_chains_is_taken(tmp_path: Path) -> None:
+    template, _ = template_from_file(QUERY, put(tmp_path, "x.cif", *(random_chain(*one) for one in (
+        ("A", QUERY[:50]), ("B", "GS" + QUERY[:50])
+    ))))  # fmt: skip
+    assert template.names == ("x_A",)
+    shapes = [array.shape for array in (template.aatype, template.positions, template.mask, template.sum_probs)]
+    assert shapes == [(1, 60), (1, 60, 37, 3), (1, 60, 37), (1,)]
+
+
+def test_neighbours_may_be_150_angstrom_apart(tmp_path: Path) -> None:
+    chain = random_chain("A", OTHER)
+    positions = np.where(np.arange(80)[:, None, None] < 70, [1.0, 1, 1], [151.0, 1, 1]) * chain.mask[..., None]
+    path = put(tmp_path, "x.cif", replace(chain, positions=positions.astype(np.float32)))
+    assert template_from_file(OTHER, path)[1].used
 
 
 def test_the_outcome_of_a_file_in_whole(tmp_path: Path) -> None:
