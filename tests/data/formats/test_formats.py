@@ -365,6 +365,7 @@ def test_what_the_first_row_may_be() -> None:
         ("id,sequence;x\na,MK\n", ["id", "sequence;x"], None),
         ("id\tsequence,x,\n", ["id\tsequence", "x", ""], None),
         ('id,sequence\n"a, ""b""","M\nK"\n', ["id", "sequence"], [('a, "b"', "M K")]),
+        ('id, "sequence"\na, "M,K"\n', ["id", "sequence"], [("a", "M,K")]),
         ("id\n", ["id"], None),
         ("", [], None),
     ],

@@ -466,6 +466,16 @@ def test_links_are_followed_and_each_folder_is_read_once(tmp_path: Path) -> None
     assert [path.name for path in sources.walk(tmp_path / "in", (".a3m",))] == ["y.A3M", "x.a3m"]
 
 
+def test_folders_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+    for name in "gcahebfd":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.a3m").touch()
+    assert [path.parent.name for path in sources.walk(tmp_path, (".a3m",))] == [*"abcdefgh"]
+    with pytest.raises(UserError) as error:
+        list(sources.walk(tmp_path / "none", (".a3m",)))
+    assert str(error.value) == (f"{tmp_path}/none: cannot be read (No such file or directory). Check its permissions.")
+
+
 def test_what_cannot_be_found(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     with pytest.raises(UserError) as error:
@@ -534,12 +544,14 @@ def test_an_index_that_is_none(tmp_path: Path, index: object, problem: str) -> N
 def test_a_member_ends_where_its_index_says(tmp_path: Path) -> None:
     folder = _database(tmp_path / "db", {"1one_A": {"x.a3m": b"12345", "y.a3m": b"678"}})
     first, second = find([folder], ALIGNMENTS, "alignments")
+    opened = len(os.listdir("/proc/self/fd"))
     assert (first.read_bytes(5), second.read_bytes(3), second._read_member(1, 9)) == (b"12345", b"678", b"78")
     with pytest.raises(UserError) as error:
         first.read_bytes(4)
     assert str(error.value) == (
         f"{folder}/db_0.db: a member has more than 4e-09 GB. Remove it, or raise the limit (pack --max-file-gb)."
     )
+    assert len(os.listdir("/proc/self/fd")) == opened
     (folder / "db_0.db").write_bytes(b"1234567")
     assert first.read_bytes() == b"12345"
     with pytest.raises(UserError) as error:
