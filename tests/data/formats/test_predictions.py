@@ -135,6 +135,13 @@ def test_pae_of_our_own_files(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_pae(packed, np.ones(3, bool)), PAE)
 
 
+def test_a_flat_list_is_square(tmp_path: Path) -> None:
+    """AlphaFold DB's files had one list until 2022."""
+    pae = np.arange(900, dtype=np.float32)
+    path = written(tmp_path / "x.json", [{"distance": pae.tolist()}])
+    np.testing.assert_array_equal(read_pae(path, np.ones(30, bool)), pae.reshape(30, 30))
+
+
 def refused(path: Path, seen: Sequence[bool], *limit: int) -> str:
     with pytest.raises(UserError) as error:
         read_pae(path, np.array(seen), *limit)
@@ -158,3 +165,6 @@ def test_pae_that_cannot_be_used(tmp_path: Path) -> None:
         path.write_text(f'{{"pae": [[1, {number}], [1, 1]]}}')
         assert refused(path, [True] * 2) == wrong.format([2, 2], 2)
     assert "more than" in refused(path, [True] * 2, 10)
+    # An array of objects is a pickle, which is never read.
+    np.savez(tmp_path / "x.npz", pae=np.array([[1.0]], object))
+    assert refused(tmp_path / "x.npz", [True]).startswith("x.npz: no PAE in a supported layout (Object arrays ")

@@ -2,10 +2,12 @@
 
 import gzip
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -218,6 +220,43 @@ def test_later_blocks_join_the_representatives_that_they_cover(monkeypatch: pyte
         monkeypatch.setattr(clusters, "BLOCK", block)
         assert cluster_sequences(cuts) == [0, 0, 0, 3, 3, 5]
         assert cluster_sequences(cuts[::-1]) == [0, 2, 2, 5, 5, 5]
+
+
+@pytest.mark.parametrize("pairs", [[(1, 0), (2, 1)], [(0, 0), (0, 0)], [(1, 0), (1, 1), (1, 0)], [(0, 0), (-1, 1)]])
+def test_every_sequence_needs_one_leader_that_leads_itself(
+    pairs: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pairs: leader and member of the first two of eleven sequences in the table of MMseqs2."""
+    rng = np.random.default_rng(7)
+    sequences = [random_sequence(rng, length) for length in range(40, 29, -1)]
+
+    def run(command: list[str]) -> str:
+        if command[1] == "createtsv":
+            table = [*pairs, *((n, n) for n in range(2, 11))]
+            Path(command[5]).write_text("".join(f"{leader}\t{member}\n" for leader, member in table))
+        return ""
+
+    monkeypatch.setattr(clusters, "run_program", run)
+    with pytest.raises(UserError) as error:
+        cluster_sequences(sequences, program="MMseqs2")
+    assert str(error.value) == (
+        "`mmseqs cluster`: its table does not put each sequence into one cluster. Install another version of MMseqs2 "
+        "(14 works), or pass a file with --clusters."
+    )
+
+
+def test_a_failure_of_mmseqs2_names_the_free_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(command: list[str]) -> str:
+        raise UserError("`mmseqs` failed")
+
+    monkeypatch.setattr(clusters, "run_program", fail)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=9_960_000_000))
+    with pytest.raises(UserError) as error:
+        cluster_sequences(["ACDEFGH"], program="MMseqs2")
+    assert str(error.value) == (
+        f"`mmseqs` failed. It needs memory, and space in {tempfile.gettempdir()} (10.0 GB are free): set TMPDIR to a "
+        "folder with more space, and repeat the command."
+    )
 
 
 def test_one_program_clusters_up_to_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,9 @@ TEN = "MKTAYIAKQR"
         (TEN, "XXTAYIAKQR", [*range(10)], 1.0),
         (TEN + "XX", TEN[:8] + "XXWW", [*range(12)], 1.0),
         ("XXXX", "MKTA", [*range(4)], 0.0),
+        # The first of several occurrences counts.
+        ("MKTMKT", "MKT", [0, 1, 2], 1.0),
+        ("MKT", "MKTMKT", [0, 1, 2, -1, -1, -1], 1.0),
     ],
 )
 def test_sequences_without_gaps(query: str, sequence: str, column: list[int], same: float) -> None:

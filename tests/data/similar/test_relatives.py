@@ -78,6 +78,7 @@ def test_local_alignments_are_those_of_the_definition(seed: int) -> None:
     rng = np.random.default_rng(seed)
     query = drawn(rng, 22)
     targets = [relative(rng, query) for _ in range(6)]
+    targets += ["".join("X" if rng.random() < 0.4 else letter for letter in query) for _ in range(4)]
     targets += [query[9:] + relative(rng, query)[:12], drawn(rng, 3), "X" * 4, "W", query[:7] + "X" * 9 + query[7:]]
     found = relatives._align_locally(query, targets)
     assert [same.tolist() for same in found] == [align(query, target) for target in targets]
@@ -163,7 +164,7 @@ def hit(*domains: tuple[int, str]) -> SimpleNamespace:
 
 
 def test_the_nearest_identity_counts_the_residues_of_all_domains_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    query, others = "ACDEFGHIKL", ["W" * 11, "", "Y" * 31, "W" * 11, "V" * 30]
+    query, others = "ACDEFGHIKL", ["W" * 11, "", "Y" * 31, "W" * 11, "V" * 30, "N"]
     hits = [hit((2, "CDwyE-G")), hit((1, "ACW"), (3, "DEF"), (2, "CDE")), hit((8, "AKL"))]
     phmmer = Phmmer(*hits)
     monkeypatch.setattr(relatives, "_run_phmmer", phmmer)
@@ -173,7 +174,7 @@ def test_the_nearest_identity_counts_the_residues_of_all_domains_once(monkeypatc
     monkeypatch.setattr(phmmer, "hits", ())
     assert nearest_identities([query], others) == [0.0]
     limits = {"E": 0.001, "incE": 0.001}
-    unique = ["W" * 11, "V" * 30]
+    unique = ["W" * 11, "V" * 30, "N"]
     assert phmmer.calls[:2] == [
         ([query, "ACDWWWWIKL"], unique, 1, limits),
         ([query], [*unique, "WACDEFGHIKL"], 2, limits),
@@ -186,5 +187,6 @@ def test_long_sequences_are_cut_for_phmmer(monkeypatch: pytest.MonkeyPatch) -> N
     found = relatives._run_phmmer([query], [drawn(rng, 50), query[30:], query], 1, {"E": 1e-3})
     assert [int(one.name) for hits in found for one in hits.reported] == [2, 1]
     monkeypatch.setattr(relatives, "MAX_RESIDUES", 30)
-    found = relatives._run_phmmer([query], [drawn(rng, 50), query[30:], query], 1, {"E": 1e-3})
-    assert [int(one.name) for hits in found for one in hits.reported] == [2]
+    (hits,) = relatives._run_phmmer([query], [drawn(rng, 50), query[30:], query], 1, {"E": 1e-3})
+    assert [int(one.name) for one in hits.reported] == [2]
+    assert [domain.alignment.hmm_to for one in hits.reported for domain in one.domains] == [30]
