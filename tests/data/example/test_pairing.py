@@ -198,6 +198,9 @@ def test_an_alignment_that_serves_pairing_alone_is_the_only_one_that_pairs() -> 
     np.testing.assert_array_equal(raw.pairing.species, [0, 0, 0, hash_name("RAT"), hash_name("DOG"), 0])
     np.testing.assert_array_equal(raw.pairing.unpaired, [True, True, True, False, False, False])
     np.testing.assert_array_equal(raw.profile, from_sequence("ACDE", [a3m("ACDD", "AAAA")]).profile)
+    inserted = replace(a3m("RAT:ACyDD", "PIG:CxxCCC"), stands_alone=False)
+    below = from_sequence("ACDE", [inserted, a3m("wAAAA")], pairing=True)
+    np.testing.assert_array_equal(below.deletions, [[0] * 4, [1, 0, 0, 0], [0, 0, 1, 0], [0, 2, 0, 0]])
     # Without any species, its rows are treated like those of other alignments.
     bare = from_sequence("ACDE", [replace(a3m("CCCC", "AAAA"), stands_alone=False), a3m("AAAA")], pairing=True)
     assert (texts(bare), bare.pairing) == (["ACDE", "AAAA", "CCCC"], None)

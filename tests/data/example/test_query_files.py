@@ -457,6 +457,17 @@ def test_alignments_are_given_to_their_records(tmp_path: Path) -> None:
     }
 
 
+def test_alignments_of_a_job_are_its_own(tmp_path: Path) -> None:
+    protein = {"id": "A", "sequence": ONE, "unpairedMsa": a3m(ONE, ONE), "pairedMsa": ""}
+    job = {"name": "job", "dialect": "alphafold3", "version": 1, "sequences": [{"protein": protein}]}
+    files = [
+        write(tmp_path / "q.fasta", f">record\n{ONE}\n"),
+        write(tmp_path / "job.json", json.dumps(job)),
+        write(tmp_path / "other.a3m", a3m(TWO, TWO)),
+    ]
+    assert named(read_query_files(files)) == {"record": ((ONE,), 0), "job": ((ONE,), 1), "other": ((TWO,), 1)}
+
+
 def test_other_alignments_of_a_name_are_merged_into_the_largest(tmp_path: Path) -> None:
     """A server's answers are included in ColabFold's NAME.a3m, unless there is another file of that name."""
     both = f"#18,15\t1,1\n>101\t102\n{ONE}{TWO}\n>r\n{ONE}{'-' * 15}\n"

@@ -185,6 +185,16 @@ def test_candidates_share_most_words_on_neighbouring_diagonals(seed: int) -> Non
     assert clusters._WordIndex([]).nearest("ACD", 0).tolist() == []
 
 
+def test_words_of_a_sequence() -> None:
+    """They are numbered by their letters in the order of residue types, and start anywhere but at X."""
+    letters = np.array([3, 0, 19, 20, 1, 2, 5, 19], np.uint8)
+    for offsets, starts in (((0, 1, 2), [0, 4, 5]), ((0, 1, 3), [1, 4]), ((0, 2, 7), [0])):
+        words, at = clusters._list_words(letters, offsets)
+        numbers = [sum(int(letters[n + offset]) * base for offset, base in zip(offsets, (400, 20, 1))) for n in starts]
+        assert (words.tolist(), at.tolist()) == (numbers, starts)
+    assert [array.tolist() for array in clusters._list_words(letters[:2], (0, 1, 2))] == [[], []]
+
+
 def test_equal_candidates_keep_their_order_and_the_limit_of_coverage_is_exact() -> None:
     sequence = random_sequence(np.random.default_rng(3), 100)
     index = clusters._WordIndex([sequence + "W", sequence, sequence, sequence[:90], sequence[:80]])
