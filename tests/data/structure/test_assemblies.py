@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from tests.data.entries import ONE, OPERATORS, SHIFT, TURN, assembly_text, loop, random_chain
 from warpfold.data.structure import assemblies
-from warpfold.data.structure.assemblies import IDENTITY, AssemblyTable, PlacedChain, PlacedChains, apply_operator
+from warpfold.data.structure.assemblies import (
+    IDENTITY,
+    AssemblyTable,
+    PlacedChain,
+    PlacedChains,
+    apply_operator,
+    is_rigid,
+)
 from warpfold.data.structure.chain import Structure
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.data.structure.write import write_mmcif, write_pdb
@@ -131,3 +138,118 @@ def test_an_operator_turns_before_it_moves() -> None:
     """It is a quarter turn about z. Its transpose would turn the other way."""
     operator = np.array([[0.0, -1, 0, 1], [1, 0, 0, 2], [0, 0, 1, 3]])
     assert apply_operator(operator, np.array([[1.0, 0, 0]], np.float32)).tolist() == [[1, 3, 3]]
+
+
+SMALL = AssemblyTable("x", (), {"1": ONE, "2": TURN, "3": SHIFT, "4-5": SHIFT, "-0": (1, -0.0, *ONE[2:])})
+
+
+def operators_of(expression: str) -> list[list[float]]:
+    """Return the operators of an expression."""
+    table = AssemblyTable("x", (("1", expression, "A"),), SMALL.operators, {"A": "A"}, {"A": "1"})
+    return [operator.ravel().tolist() for _, operator in table.place("1", {"A": None}, {}).chains]
+
+
+@pytest.mark.parametrize(
+    ("expression", "names"),
+    [
+        ("(1-3)(1)", ["1", "2", "3"]),
+        ("(1)(2,3)", ["2", "3"]),
+        (" 2 , 1 ", ["2", "1"]),
+        ("(2-2)", ["2"]),
+        ("(3,1-2)", ["3", "1", "2"]),
+        ("4-5", ["4-5"]),
+        ("1,-0", ["1"]),
+        ("-0,1", ["-0"]),
+    ],
+)
+def test_an_expression_lists_operators(expression: str, names: list[str]) -> None:
+    assert operators_of(expression) == [list(map(float, SMALL.operators[name])) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("1" * 39 + ",,2", f"'{'1' * 39},' names no operators of an assembly. Correct the file."),
+        ("(3-2)", "'(3-2)' names no operators of assemblies. Correct the file."),
+        (f"({'9-8,' * 20}1)", None),
+        (f"(9-8)({'1' * 50})", f"'(9-8)({'1' * 34}' names no operators of assemblies. Correct the file."),
+        ("x" * 50, f"an assembly needs operator {'x' * 40}, which is missing. Fetch the file again."),
+        ("1,(1-3)(1-2)", "1,(1-3)(1-2) are more than 6 operators. Correct the file."),
+        ("1,2,3,1,2,3,1", "1,2,3,1,2,3,1 are more than 6 operators. Correct the file."),
+        ("(1-3)(1-3)", "(1-3)(1-3) are more than 6 operators. Correct the file."),
+        ("(1-7)" + "(1)" * 20, f"(1-7){'(1)' * 11}(1 are more than 6 operators. Correct the file."),
+        ("(1-3)(1-2)", None),
+        ("1,2,3,1,2,3", None),
+        ("1,2,3,(1-3)", None),
+    ],
+)
+def test_an_expression_has_few_operators(expression: str, message: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (assemblies.MAX_OPERATORS, assemblies.MAX_CHAINS) == (10_000, 100_000)
+    monkeypatch.setattr(assemblies, "MAX_OPERATORS", 6)
+    if message is None:
+        assert operators_of(expression)
+    else:
+        with pytest.raises(UserError) as caught:
+            operators_of(expression)
+        assert str(caught.value) == f"x: {message}"
+
+
+def test_labels_may_have_blanks_and_the_reason_of_a_dropped_chain_is_given() -> None:
+    names = {"A": "A", "B": "B", "C": "C"}
+    table = AssemblyTable("x", (("1", "1", " A,, B ,C,"), ("2", "9", "B")), SMALL.operators, names)
+    placed = table.place("1", {"A": None}, {"B": "no polypeptide"})
+    assert [chain for chain, _ in placed.chains] == ["A"]
+    assert placed.left_out == {"B": "no polypeptide", "C": "was dropped"}
+    # The missing operator 9 would place no protein.
+    assert table.place("2", {"A": None}, {}) == PlacedChains((), {"B": "was dropped"})
+    assert table.ids == ["1", "2"]
+    with pytest.raises(KeyError, match="3"):
+        table.place("3", {}, {})
+    assert SMALL.ids == ["1"]
+    whole = SMALL.place("1", {"A": None, "B": None}, {"C": "no polypeptide"})
+    assert whole.ids == ("A", "B")
+    assert whole.left_out == {"C": "no polypeptide"}
+    assert [operator.tolist() for _, operator in whole.chains] == [[[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]]] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "rigid"),
+    [
+        ({}, True),
+        ({(0, 0): 1.0099**0.5}, True),
+        ({(0, 0): 1.0101**0.5}, False),
+        ({(1, 1): 0.9901**0.5}, True),
+        ({(1, 1): 0.9899**0.5}, False),
+        ({(0, 1): 0.0099}, True),
+        ({(0, 1): 0.0101}, False),
+        ({(2, 3): 999_999.0}, True),
+        ({(2, 3): -999_999.0}, True),
+        ({(2, 3): 1_000_000.0}, False),
+        ({(2, 3): -1_000_001.0}, False),
+        ({(1, 1): -1.0}, False),
+        ({(1, 1): -1.0, (0, 0): -1.0}, True),
+        ({(1, 2): np.nan}, False),
+        ({(0, 3): np.inf}, False),
+    ],
+)
+def test_rigid_motions(changes: dict[tuple[int, int], float], rigid: bool) -> None:
+    operator = np.eye(3, 4)
+    for index, value in changes.items():
+        operator[index] = value
+    assert is_rigid(operator) == rigid
+    # All of several operators must be.
+    assert is_rigid(np.stack([np.eye(3, 4), operator])) == is_rigid(np.stack([operator, np.eye(3, 4)])) == rigid
+
+
+def test_residues_in_no_chain_are_counted() -> None:
+    structure = Structure("x", None, None, None, {}, unplaced=tuple(f"ALA {i}" for i in range(1, 7)))
+    note = "residues with N, CA and C that are in no chain: 6 (ALA 1, ALA 2, ALA 3, ALA 4, and 2 more)"
+    assert structure.unplaced_note == note
+    for arguments, remedy in (((), "correct the file"), (("remove it",), "remove it")):
+        with pytest.raises(UserError) as caught:
+            structure.check_placed("x.cif", *arguments)
+        assert str(caught.value) == f"x.cif: has {note}; {remedy}"
+    empty = Structure("x", None, None, None, {})
+    empty.check_placed("x.cif")
+    assert empty.unplaced_note == ""
+    assert empty.assembly() == PlacedChains((), {})

@@ -1,13 +1,16 @@
 """Make sample proteins and dimers: geometry, packing, covariation in alignments, files."""
 
+import json
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from warpfold import __version__
 from warpfold.data.formats.alignment import read_alignment
 from warpfold.data.structure.mmcif import read_structure
+from warpfold.data.synthetic import folder
 from warpfold.data.synthetic.backbone import (
     MIN_DISTANCE,
     MIN_POLAR,
@@ -19,6 +22,7 @@ from warpfold.data.synthetic.folder import generate
 from warpfold.data.synthetic.folds import FOLDS
 from warpfold.data.synthetic.proteins import Protein, make_protein, to_chain
 from warpfold.data.synthetic.sidechain import ROTAMERS, rotamers
+from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM14_MASK, ATOM14_NAMES, RESTYPE_ORDER
 
 COUNT = 24
@@ -258,6 +262,13 @@ def test_a_sample_depends_on_seed_and_index_alone(tmp_path: Path) -> None:
         assert (40 <= len(protein.sequence) <= 46, len(protein.alignment)) == (True, 5)
 
 
+def about(protein: Protein) -> dict[str, object]:
+    """Return what the manifest says about a chain."""
+    blueprint = protein.blueprint
+    facts = {"fold": blueprint.fold.name, "loops": list(blueprint.loops), "sequence": protein.sequence}
+    return facts | {"elements": blueprint.elements, "rows": len(protein.alignment)}
+
+
 def test_files_read_back(tmp_path: Path) -> None:
     reports: list[tuple[int, int, str]] = []
     limits = {"min_length": 30, "max_length": 38, "depth": DEPTH}
@@ -266,18 +277,123 @@ def test_files_read_back(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["set"], "no draft is left"
     assert [entry.get("kind") for entry in made] == [None, "homodimer", "heterodimer"]
     assert len(list((tmp_path / "set/msas").iterdir())) == 4, "one for a homodimer"
-    for entry, sample in zip(made, [(make_protein(7, 0, 30, 38, DEPTH),), *dimers()[:2]]):
-        chains = read_structure(tmp_path / "set" / entry["structure"]).chains
+    samples = [(make_protein(7, 0, 30, 38, DEPTH),), *dimers()[:2]]
+    manifest = json.loads((tmp_path / "set/manifest.json").read_text())
+    generator = f"WarpFold {__version__}"
+    assert manifest == {"generator": generator, "seed": 7, "proteins": made[:1], "dimers": made[1:]}
+    assert made[0] == {
+        **about(samples[0][0]),
+        "name": "sample00000",
+        "structure": "mmcif/sample00000.cif",
+        "alignment": "msas/sample00000_A.a3m",
+    }
+    assert made[2] == {
+        "name": "dimer00001",
+        "kind": "heterodimer",
+        "structure": "mmcif/dimer00001.cif",
+        "chains": [
+            {"chain": name, **about(protein), "alignment": f"msas/dimer00001_{name}.a3m"}
+            for name, protein in zip("AB", samples[2])
+        ],
+    }
+    readme = (tmp_path / "set/README.txt").read_text()
+    assert readme.startswith(f"1 sample proteins, made by {generator} with seed 7.\n")
+    assert "ideal geometry in 6 folds, packed" in readme
+    assert "The resolution in the\nfiles, 1.0 A, is not measured" in readme
+    assert "\n\n2 dimers, every second one" in readme
+    for entry, sample in zip(made, samples):
+        structure = read_structure(tmp_path / "set" / entry["structure"])
+        assert (structure.id, structure.method, structure.resolution) == (entry["name"], "THEORETICAL MODEL", 1.0)
+        chains = structure.chains
         centre = np.concatenate([protein.atoms[:, 1] for protein in sample]).mean(0)
-        for name, about, protein in zip("AB", entry.get("chains", [entry]), sample):
-            assert chains[name].sequence == protein.sequence == about["sequence"]
+        for name, facts, protein in zip("AB", entry.get("chains", [entry]), sample):
+            assert chains[name].sequence == protein.sequence == facts["sequence"]
             wanted = to_chain(protein, name, centre)
             np.testing.assert_array_equal(chains[name].mask, wanted.mask)
             np.testing.assert_allclose(chains[name].positions, wanted.positions, atol=6e-4)  # three decimals
-            alignment = read_alignment(tmp_path / "set" / about["alignment"])
+            alignment = read_alignment(tmp_path / "set" / facts["alignment"])
             assert alignment.query == protein.sequence
             np.testing.assert_array_equal(alignment.rows, protein.alignment.rows)
             np.testing.assert_array_equal(alignment.deletions, protein.alignment.deletions)
+
+
+@pytest.fixture
+def requested(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """Replace the generator by one sample. Returns a list that collects the arguments."""
+    calls: list[tuple] = []
+
+    def make(*arguments: object) -> Protein:
+        calls.append(arguments)
+        return proteins()[0]
+
+    monkeypatch.setattr(folder, "make_protein", make)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((0,), {}, "proteins = 0, dimers = 0: nothing to generate. Request at least one."),
+        ((-1,), {"dimers": 2}, "proteins = -1, dimers = 2: nothing to generate. Request at least one."),
+        ((2,), {"dimers": -1}, "proteins = 2, dimers = -1: nothing to generate. Request at least one."),
+        ((1, -1), {}, "seed = -1: negative. Use 0 or more."),
+        (
+            (1,),
+            {"min_length": 41, "max_length": 40},
+            "lengths 41 to 40: impossible. Pass a range within 30 to 60.",
+        ),
+        ((1,), {"min_length": 20, "max_length": 29}, "lengths 20 to 29: impossible. Pass a range within 30 to 60."),
+        ((1,), {"min_length": 61, "max_length": 70}, "lengths 61 to 70: impossible. Pass a range within 30 to 60."),
+        ((1,), {"depth": (0, 4)}, "depth 0 to 4: impossible. Pass a range of numbers from 1 on."),
+        ((1,), {"depth": (5, 4)}, "depth 5 to 4: impossible. Pass a range of numbers from 1 on."),
+    ],
+)
+def test_impossible_arguments_are_refused(
+    arguments: tuple[int, ...], options: dict, message: str, tmp_path: Path, requested: list[tuple]
+) -> None:
+    with pytest.raises(UserError) as caught:
+        generate(tmp_path / "set", *arguments, **options)
+    assert str(caught.value) == message
+    assert requested == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_arguments_at_their_limits_are_passed_on(tmp_path: Path, requested: list[tuple]) -> None:
+    generate(tmp_path / "a", 2)
+    generate(tmp_path / "b", 1, min_length=20, max_length=30, depth=(1, 1), folds=FOLDS[:2])
+    generate(tmp_path / "c", 1, 9, min_length=60, max_length=60, depth=(4, 5))
+    assert requested == [
+        (0, 0, 30, 60, (16, 128), FOLDS),
+        (0, 1, 30, 60, (16, 128), FOLDS),
+        (0, 0, 20, 30, (1, 1), FOLDS[:2]),
+        (9, 0, 60, 60, (4, 5), FOLDS),
+    ]
+    assert "dimers" not in (tmp_path / "a/README.txt").read_text()
+    assert json.loads((tmp_path / "a/manifest.json").read_text()).keys() == {"generator", "seed", "proteins"}
+    assert len(make_protein(5, 2, depth=(1, 1)).alignment) == 1
+    with pytest.raises(UserError, match=r"^no fold of 58 to 57 residues was found\. Allow lengths from 30 to 60\.$"):
+        make_protein(0, 0, 58, 57)
+
+
+def test_the_folder_is_new_or_empty(tmp_path: Path, requested: list[tuple]) -> None:
+    full, empty = tmp_path / "full", tmp_path / "empty"
+    full.mkdir()
+    empty.mkdir()
+    (full / "mine.txt").write_text("mine")
+    (tmp_path / "link").symlink_to(empty)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for name in ("full", "full/mine.txt", "link", "dangling"):
+        with pytest.raises(UserError) as caught:
+            generate(tmp_path / name, 1)
+        assert str(caught.value) == f"{tmp_path / name}: exists already. Pass a new folder or remove it."
+    with pytest.raises(UserError, match=r"mine\.txt/set: cannot be created: Not a directory\. Pass another folder\."):
+        generate(full / "mine.txt/set", 1)
+    generate(empty, 1)
+    generate(tmp_path / "new/folder", 1)
+    for folder_path in (empty, tmp_path / "new/folder"):
+        assert {path.name for path in folder_path.iterdir()} == {"mmcif", "msas", "manifest.json", "README.txt"}
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["folder"]
+    assert [path.name for path in full.iterdir()] == ["mine.txt"]
 
 
 def test_a_stop_leaves_nothing(tmp_path: Path) -> None:

@@ -77,7 +77,8 @@ def model_sites(blueprint: Blueprint, backbone: Floats, second: int | None = Non
     # Core, boundary or surface, by rank of the burial among the residues of helices and strands.
     burial, inside = _count_burial(ca, cb), np.flatnonzero(blueprint.bodies >= 0)
     rank = np.ones(len(burial))
-    rank[inside] = np.argsort(np.argsort(-burial[inside], kind="stable")) / len(inside)
+    # Rounding makes the copies in a homodimer equal, so that the order does not depend on the last bits.
+    rank[inside] = np.argsort(np.argsort(-burial[inside].round(6), kind="stable")) / len(inside)
     layers = ["c" if r < CORE else "b" if r < BOUNDARY else "s" for r in rank]
     is_across = across(blueprint.bodies)
     room = np.where(is_across, cb_cb, np.inf).min(1)
@@ -147,7 +148,8 @@ def _pair_off(cb_cb: Floats, allowed: Flags, busy: Flags, reach: float) -> list[
     first, second = np.nonzero(np.triu(allowed, 5))
     paired: set[int] = set()
     pairs = []
-    for k in np.argsort(cb_cb[first, second], kind="stable"):
+    # Rounding makes the two contacts of a symmetric pair equal, so that the order does not depend on the last bits.
+    for k in np.argsort(cb_cb[first, second].round(6), kind="stable"):
         pair = int(first[k]), int(second[k])
         if paired.isdisjoint(pair):
             pairs.append(pair)
