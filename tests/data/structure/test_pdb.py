@@ -363,7 +363,7 @@ def test_optional_columns_get_their_defaults() -> None:
     tags = ["group_PDB", "id", "type_symbol", "label_alt_id"]
     tags += ["label_atom_id", "label_comp_id", "label_asym_id", "label_seq_id", "Cartn_x", "Cartn_y", "Cartn_z"]
     rows = [
-        f"ATOM 1 C . {line[12:16].strip()} {line[17:20]} A {int(line[22:26]) + 4} {line[30:38]} {line[38:46]} {line[46:54]}"
+        f"ATOM 1 C . {line[12:16].strip()} {line[17:20]} A {int(line[22:26]) + 4} {line[30:54]}"
         for line in lines_of("GAST").splitlines()
     ]
     text = "data_x\nloop_\n" + "".join(f"_atom_site.{tag}\n" for tag in tags) + "\n".join(rows) + "\n#\n"
