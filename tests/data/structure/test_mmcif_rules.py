@@ -402,7 +402,7 @@ def test_conformations_are_chosen_residue_by_residue() -> None:
         count = int(rng.integers(1, 14))
         residues, atoms = rng.integers(0, 3, count), rng.integers(0, 3, count)
         altlocs = rng.choice(list(".?ABC" if rng.random() < 0.8 else ".?"), count).tolist()
-        occupancies = rng.choice(["0.25", "0.5", "0.75", "?"], count).tolist()
+        occupancies = rng.choice(["0.0", "0.25", "0.5", "?"], count).tolist()
         # Rows of other molecules precede.
         columns = {"label_alt_id": ["A", *altlocs], "occupancy": ["0.9", *occupancies]}
         picked = mmcif._choose_conformations(columns, np.arange(1, count + 1), residues, atoms)

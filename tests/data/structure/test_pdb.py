@@ -302,6 +302,7 @@ def test_gaps_of_the_numbers_are_unknown_residues(numbers: list[int], distance: 
 def test_numbers_that_fit_the_sequence(numbers: list[int], icodes: str, seq_ids: list[int] | None) -> None:
     residues = list(peptide(numbers, [], icodes))
     assert pdb._number_by_author(residues, ["GLY", "ALA", "SER", "THR"] * 2) == seq_ids
+    assert pdb._number_by_author(residues[:1], ["ALA", "GLY"]) == [2]
 
 
 # ---- mmCIF without SEQRES
@@ -350,6 +351,17 @@ NMR = "_exptl.entry_id x\n_exptl.method 'SOLUTION NMR'\n"
          [GAST, "amino acids outside of chains are read as ligands: GLY 1 of chain L"]),
         (MMCIF + rows_of("GAST") + rows_of("G", "L", 60.5, residue="HOH", name="O", record="HETATM"), [GAST]),
         (MMCIF + rows_of("GAST") + rows_of("GAST", y=1.0, model=2, residue="CA", name="CA", record="HETATM"), [GAST]),
+        (MMCIF + rows_of("GASC").replace(" CYS ", " CYN "), ["A GASC 1 2 3 4"]),
+        # A bonded peptide of HETATM is a chain.
+        (
+            MMCIF + rows_of("GAST") + rows_of("GA", "B", 60.5, record="HETATM").replace(" B B ", " B A "),
+            [GAST, "A-2 GA 1 2", RENAMED + "A-2 (residues 1 to 2)"],
+        ),
+        # A peptide of D-amino acids is none of L-amino acids.
+        (
+            MMCIF + rows_of("GAST") + rows_of("AAAA", "D", 60.5, residue="DAL"),
+            [GAST, "dropped D: polypeptide(d)"],
+        ),
         # A gap in the numbers of residues that are not bonded.
         (MMCIF + rows_of("GA") + rows_of("ST", y=9.5, first=5), ["A GAXXST 1 2 - - 5 6"]),
     ],

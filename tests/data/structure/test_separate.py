@@ -121,6 +121,10 @@ def ion(number: int) -> Residue:
         ([*run(1, 2), residue(1, FAR, breaks=True, hetero=True)], [("A", "A", "1 2 1")]),
         (run(1, 2) + run(1, 2, FAR, breaks=True, hetero=True), [("A", "A", "1 2"), ("A-2", "A", "1 2")]),
         ([residue(1, FAR, hetero=True)], [("A", "A", "1")]),
+        (
+            [*run(1, 2), residue(1, FAR, breaks=True), residue(2, -FAR, hetero=True)],
+            [("A", "A", "1 2"), ("A-2", "A", "1 2")],
+        ),
         # Blank names: the letters that are free, and a bond to continue.
         (
             run(1, 2, chain="") + run(1, 2, chain="A") + run(1, 2, FAR, chain=""),
@@ -341,11 +345,15 @@ def test_copies_are_rigid_and_apart(others: list[np.ndarray], copies: bool) -> N
 def test_at_most_one_in_twenty_is_close(
     close: int, copies: bool, shift: float, counts: bool, axis: int, sign: int
 ) -> None:
-    """Copies of 40 points are apart, but for some at this distance from a point of the first or the second copy."""
+    """Copies are apart, but for some of 40 points at this distance from a point of the first or the second copy.
+
+    Another point is next to each of these, but not close.
+    """
     grid = np.stack(np.meshgrid(*[np.arange(4)] * 3), -1).reshape(-1, 3)[:40] * 10.0 + 1.0
     move = sign * shift * np.eye(3)[axis]
     second, third = grid + [500.0, 0, 0], grid + [0, 500.0, 0]
-    models = [alphas(grid, "A"), alphas(second, "B")]
+    beside = 2.5 * np.eye(3)[axis - 1]
+    models = [alphas(np.concatenate([each, each + beside]), name) for each, name in ((grid, "A"), (second, "B"))]
     for target in (grid, second):
         moved = third.copy()
         moved[:close] = target[:close] + move

@@ -47,7 +47,7 @@ def unpack_answer(packed: IO[bytes], limit: int) -> dict[str, str]:
                 mmap.mmap(plain.fileno(), 0, access=mmap.ACCESS_READ) as whole,
                 tarfile.open(fileobj=whole, mode="r:") as archive,
             ):
-                for count, member in enumerate(archive):
+                for count, member in enumerate(archive, 1):
                     name = _NAME.fullmatch(member.name)
                     if count > _MAX_FILES:
                         raise DamagedAnswer(f"has more than {_MAX_FILES} files")

@@ -98,7 +98,7 @@ class AssemblyTable:
         if not self.generators:
             return PlacedChains(tuple(PlacedChain(name, IDENTITY) for name in kept), dict(dropped))
         # Keyed by chain and operator, so that a chain listed twice with one operator appears once.
-        placed: dict[tuple[str, bytes], PlacedChain] = {}
+        placed: dict[tuple[str, tuple[float, ...]], PlacedChain] = {}
         left_out: dict[str, str] = {}
         for name, expression, labels in self.generators:
             if name != assembly:
@@ -118,8 +118,8 @@ class AssemblyTable:
             # Operators that place only ligands are not needed.
             if chains:
                 for operator in self._expand_operators(expression):
-                    # Adding 0.0 turns -0.0 into 0.0.
-                    key = (operator + 0.0).tobytes()
+                    # Unlike their bytes, the numbers -0.0 and 0.0 are equal.
+                    key = tuple(operator.ravel().tolist())
                     placed |= {(chain, key): PlacedChain(chain, operator) for chain in chains}
                     if len(placed) > MAX_CHAINS:
                         raise UserError(

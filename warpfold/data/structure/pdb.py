@@ -429,7 +429,7 @@ def _number_by_author(residues: Sequence[gemmi.Residue], sequence: Sequence[str]
     numbers = [residue.seqid.num or 0 for residue in residues]
     if any(residue.seqid.icode != " " for residue in residues):
         return None
-    for shift in (0, *range(1 - min(numbers), len(sequence) - max(numbers) + 1)):
+    for shift in (0, *range(1 - numbers[0], len(sequence) - numbers[0] + 1)):
         seq_ids = [number + shift for number in numbers]
         if all(0 < i <= len(sequence) and sequence[i - 1] == r.name for i, r in zip(seq_ids, residues)):
             return seq_ids
