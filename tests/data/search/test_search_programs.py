@@ -1,6 +1,8 @@
 """Search with stand-ins for MMseqs2 and hhblits, which check their arguments and write results."""
 
+import hashlib
 import os
+import re
 import stat
 import sys
 import textwrap
@@ -8,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from warpfold.data.formats.alignment import write_fasta
+from warpfold.data.search import programs as searching
 from warpfold.data.search.database import Database, SearchQuery, Survey
 from warpfold.data.search.programs import HHblits, MMseqs2
 from warpfold.data.search.search import search
@@ -122,3 +126,113 @@ def test_a_program_that_fails_or_answers_something_else_fails_its_queries_only(p
         assert report["status"] == "failed"
         assert [failure["name"] for failure in report["failures"]] == ["one", "two"]
         assert said in report["failures"][0]["error"]
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replace programs. Returns a list that collects their command lines, with temporary folders as TMP."""
+    lines: list[str] = []
+
+    def run(command: list[str]) -> str:
+        lines.append(re.sub(r"\S*/warpfold-(mmseqs|hhblits)-\w+", r"\1", " ".join(command)))
+        if "unpackdb" in command:
+            rows = Path(command[3])
+            rows.mkdir()
+            # Query 0 has no file. The last row of query 1 is on two lines.
+            text = f">1\n{SEQUENCES[1]}\n>a\t9\t1\t0\t0\t16\t17\t4\t20\t30\n{SEQUENCES[1]}\n"
+            text += f">b two words\n{SEQUENCES[1][:5]}\n{SEQUENCES[1][5:]}\n>c\t1\n{SEQUENCES[1]}\n"
+            (rows / "7.a3m").write_text(text + "\0")
+            (rows / "7.txt").write_text("other")
+            assert (rows.parent / "queries.fasta").read_text() == write_fasta(enumerate(SEQUENCES))  # type: ignore[arg-type]
+        if "-oa3m" in command:
+            query = Path(command[2]).read_text()
+            assert query in [write_fasta([("query", sequence)]) for sequence in SEQUENCES]
+            Path(command[6]).write_text(query + f">u\n{query.split()[1]}\n")
+        return "program 1.2:\n usage \n"
+
+    monkeypatch.setattr(searching, "run_program", run)
+    return lines
+
+
+def search_in(engine: MMseqs2 | HHblits, most: int | None, threads: int = 5) -> list[str | UserError]:
+    queries = [SearchQuery(sequence) for sequence in SEQUENCES]
+    return engine.search(queries, Path("/data/db"), Survey(""), most, threads, lambda done, total: None)
+
+
+def mmseqs_lines(iterations: int, sensitivity: float, e_value: float, most: int) -> list[str]:
+    return [
+        "mmseqs createdb mmseqs/queries.fasta mmseqs/query -v 1",
+        f"mmseqs search mmseqs/query /data/db mmseqs/hits mmseqs/work -a 1 --num-iterations {iterations} "
+        f"-s {sensitivity} -e {e_value} --e-profile {e_value} --max-seqs {most} --threads 5 -v 1",
+        "mmseqs result2msa mmseqs/query /data/db mmseqs/hits mmseqs/msa --msa-format-mode 6 --threads 5 -v 1",
+        "mmseqs unpackdb mmseqs/msa mmseqs/rows --unpack-name-mode 0 --unpack-suffix .a3m -v 1",
+    ]
+
+
+def test_commands_of_mmseqs(commands: list[str]) -> None:
+    row = SEQUENCES[1]
+    rows = [f">a/5-21\n{row}\n", f">b two words\n{row}\n", f">c\t1\n{row}\n"]
+    assert search_in(MMseqs2(), None) == ["", "".join(rows)]
+    assert search_in(MMseqs2(1, 0.5, 4.0), 3) == ["", "".join(rows[:2])]
+    assert commands == mmseqs_lines(3, 7.5, 0.001, 10_000) + mmseqs_lines(1, 4.0, 0.5, 3)
+
+
+def test_commands_of_hhblits(commands: list[str]) -> None:
+    assert search_in(HHblits(), None) == [f">u\n{sequence}\n" for sequence in SEQUENCES]
+    assert search_in(HHblits(1, 0.5), 1) == ["", ""]
+    line = (
+        "hhblits -i hhblits/query.fasta -d /data/db -oa3m hhblits/rows.a3m -o /dev/null -cpu 5 -n {} -e {} "
+        "-maxseq 1000000 -realign_max 100000 -maxfilt 100000 -min_prefilter_hits 1000 -v 1"
+    )
+    assert commands == [line.format(3, 0.001)] * 2 + [line.format(1, 0.5)] * 2
+
+
+def test_identities(commands: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searching.shutil, "which", lambda name: f"/bin/{name}")
+    assert MMseqs2(2).identity() == {
+        "engine": "mmseqs2",
+        "program": "program 1.2:\n usage",
+        "iterations": 2,
+        "e_value": 0.001,
+        "sensitivity": 7.5,
+    }
+    assert HHblits(2).identity() == {"engine": "hhblits", "program": "program 1.2", "iterations": 2, "e_value": 0.001}
+    assert commands == ["/bin/mmseqs version", "/bin/hhblits -h"]
+    monkeypatch.setattr(searching.shutil, "which", lambda name: None)
+    for engine, name, package in ((MMseqs2(), "mmseqs", "mmseqs2"), (HHblits(), "hhblits", "hhsuite")):
+        with pytest.raises(UserError) as caught:
+            engine.identity()
+        assert str(caught.value) == (
+            f"--engine {engine.name}: `{name}` is not on PATH. Install it (apt install {package}, or conda install -c "
+            f"bioconda {package}) or use jackhmmer."
+        )
+
+
+def test_a_digest_is_of_names_sizes_and_both_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert searching.DIGEST_BYTES == 2**20
+    monkeypatch.setattr(searching, "DIGEST_BYTES", 4)
+    contents = {"db": b"0123456789", "db.dbtype": b"x", "db.lookup": b"abcde", "other": b"y"}
+    for name, data in contents.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "db_folder").mkdir()
+
+    def digest_of(*parts: bytes) -> Survey:
+        return Survey(hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest(), 0, 0)
+
+    parts = [b"db\x0010\x0001236789", b"db.dbtype\x001\x00xx", b"db.lookup\x005\x00abcdbcde"]
+    tell = lambda done, total: None  # noqa: E731
+    assert MMseqs2().survey(tmp_path / "db", tell) == digest_of(*parts)
+    with pytest.raises(UserError) as caught:
+        HHblits().survey(tmp_path / "db", tell)
+    assert str(caught.value) == (
+        f"{tmp_path}/db: not a database of this engine (db_a3m.ffdata is missing). Pass an HH-suite database without "
+        "this ending."
+    )
+    with pytest.raises(UserError) as caught:
+        MMseqs2().survey(tmp_path / "other", tell)
+    assert str(caught.value) == (
+        f"{tmp_path}/other: not a database of this engine (other.dbtype is missing). Make one with `mmseqs createdb "
+        f"{tmp_path}/other DATABASE`, and pass that."
+    )
+    (tmp_path / "db_a3m.ffdata").write_bytes(b"")
+    assert HHblits().survey(tmp_path / "db", tell) == digest_of(*parts, b"db_a3m.ffdata\x000\x00")

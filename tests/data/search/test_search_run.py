@@ -22,6 +22,10 @@ from warpfold.errors import UserError
 PROTEINS = {"p0": "MKTAYIAKQR", "p1": "GSHMLEER", "p2": "WWLKDEYP", "twin": "GSHMLEER"}
 
 
+def rows_of(sequence: str) -> str:
+    return f">a\n{sequence}\n>b\n-{sequence[1:]}\n"
+
+
 @dataclass(frozen=True)
 class StandIn(Engine):
     """An engine that returns two rows for each query. Class attributes collect its calls."""
@@ -52,7 +56,7 @@ class StandIn(Engine):
             raise UserError("broken")
         tell(1, 4)
         tell(3, 0)
-        return [UserError("no room") if q.sequence in self.fails else f">a\n{q.sequence}\n>b\n-\n" for q in queries]
+        return [UserError("no room") if q.sequence in self.fails else rows_of(q.sequence) for q in queries]
 
 
 class OtherStandIn(StandIn):
@@ -128,7 +132,7 @@ def test_the_report_and_files_of_a_search(
         "failures": [],
     }
     for name, sequence in PROTEINS.items():
-        rows = f">a\n{sequence}\n>b\n-\n"
+        rows = rows_of(sequence)
         assert (out / name / "db.a3m").read_text() == f">{name}\n{sequence}\n{rows}"
         hits = f"# STOCKHOLM 1.0\n\n#=GF x\n1abc_A/1-9 {sequence}\n//\n"
         assert (out / name / "templates.sto").read_text() == hits
@@ -141,16 +145,49 @@ def test_the_report_and_files_of_a_search(
         ((third,), path, 7, None, 6),
     ]
     # Templates are searched with the rows of the first database, and without a limit of rows.
-    queries = [tuple((s, f">a\n{s}\n>b\n-\n") for s in batch) for batch in ((first, second), (third,))]
+    queries = [tuple((s, rows_of(s)) for s in batch) for batch in ((first, second), (third,))]
     assert hit_calls == [(query, path, 7, None, 6) for query in queries]
-    progress = (
-        "0 db, 0 other, 0 db 25%, 0 db, 1 db, 2 db, 2 db 25%, 2 db, 3 db, 3 other 25%, 3 other, 4 other, 5 other, "
-    )
-    progress += "5 other 25%, 5 other, 6 other, 6 templates, 7 templates, 8 templates, 8 templates, 9 templates"
+    progress = "0 db, 0 other, 0 db 25%, 0 db, 1 db, 2 db, 2 db 25%, 2 db, 3 db, 3 other 25%, 3 other, 4 other, "
+    progress += "5 other, 5 other 25%, 5 other, 6 other, 6 templates, 7 templates, "
+    progress += "8 templates, 8 templates, 9 templates"
     told = [f"{done} {what.replace(',', '')}" for done, total, what in reported[2:] if total == 9]
     assert ", ".join(told) == progress
     assert reported[:2] == [(5, 0, "reading db"), (5, 0, "reading templates")]
     assert len(told) == len(reported) - 2
+
+
+def test_a_second_search_is_read_from_the_cache(files: tuple[Path, Path], tmp_path: Path) -> None:
+    fasta, path = files
+    kept = SearchOptions(cache=tmp_path / "kept")
+    search([fasta], [Database("db", path, 9)], tmp_path / "out", StandIn(), options=kept)
+    engine = StandIn()
+    report = search([fasta], [Database("new", path, 9)], tmp_path / "out2", engine, options=kept)
+    assert engine.calls == []
+    for protein in report["proteins"]:
+        entry = {"file": f"{protein['name']}/new.a3m", "hits": 2, "seconds": 0.0, "cached": True}
+        assert protein["databases"] == {"new": entry}
+    # Whatever changes the result is searched anew.
+    for database, other in ((Database("db", path, 8), StandIn()), (Database("db", path, 9), StandIn(setting=2))):
+        search([fasta], [database], tmp_path / "out3", other, options=kept)
+        assert len(other.calls) == 1
+    path.write_text("changed")
+    changed = StandIn()
+    search([fasta], [Database("db", path, 9)], tmp_path / "out4", changed, options=kept)
+    assert [call[0] for call in changed.calls] == ["survey", tuple(dict.fromkeys(PROTEINS.values()))]
+
+
+def test_surveys_are_cached_by_files_and_engine(tmp_path: Path) -> None:
+    cache, path = Cache(tmp_path / "cache"), tmp_path / "db[1]"
+    path.write_text("digest")
+    engine, reported = StandIn(), []
+
+    def survey(used: Engine = engine) -> Survey:
+        return cache.survey(Database("db", path), used, lambda *each: reported.append(each))
+
+    for _ in range(2):
+        assert survey() == Survey("digest", 7, 70)
+    assert engine.calls == [("survey", path)]
+    assert reported == [(5, 0, "reading db")]
     (tmp_path / "db[1].index").write_text("x")
     survey()
     survey()
