@@ -1,5 +1,6 @@
 """Ask the alignment server that a user names: requests, their rate, the cache, and checks of answers."""
 
+import errno
 import gzip
 import json
 import socket
@@ -11,8 +12,9 @@ import pytest
 
 from tests.data.search.alignment_server import Fault, Server, msa_files, packed, pair_files, sending, serving
 from warpfold.data.formats.alignment import read_alignment
+from warpfold.data.search import server as serving_module
 from warpfold.data.search.fetch import ServerRequest, fetch, search_by_server
-from warpfold.data.search.server import AlignmentServer, NoAnswer, ServerGone, ServerLimits
+from warpfold.data.search.server import MSA, PAIR, AlignmentServer, NoAnswer, ServerGone, ServerLimits
 from warpfold.errors import UserError
 
 ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGLIEVQ"
@@ -322,3 +324,237 @@ def test_nothing_is_sent_unasked(tmp_path: Path, tiny_params: Path, monkeypatch:
     summary = predict([ONE], tiny_params, tmp_path / "out", device="cpu", recycles=0)
     assert summary["msa_server"] is None
     assert summary["predictions"][0]["warnings"][0]["kind"] == "no_alignment"
+
+
+# ---- limits, cache and messages
+
+
+def test_limits_are_generous_by_default() -> None:
+    assert vars(ServerLimits()) == {
+        "request": 60.0,
+        "download": 1800.0,
+        "ticket": 14_400.0,
+        "between": 1.0,
+        "poll": (4.0, 40.0),
+        "retry": (5.0, 300.0),
+        "tries": 8,
+        "first_tries": 3,
+        "packed": 1_000_000_000,
+        "unpacked": 4_000_000_000,
+    }
+
+
+def test_an_answer_is_cached_by_server_kind_and_sequences(host: Server, tmp_path: Path) -> None:
+    client = Clock().client(host, tmp_path)
+    assert client.cached(MSA, [ONE]) is None
+    files = client.alignments(ONE)
+    assert client.cached(MSA, [ONE]) == files
+    assert client.cached(MSA, [TWO]) is client.cached(PAIR, [ONE]) is client.cached(MSA, [ONE, TWO]) is None
+    assert AlignmentServer(host.url + "/", tmp_path).cached(MSA, [ONE]) == files
+    assert AlignmentServer(host.url + "/other", tmp_path).cached(MSA, [ONE]) is None
+    assert json.loads((files[0].parent / "answer.json").read_text()) == {
+        "server": host.url,
+        "mode": "env",
+        "sequences": [ONE],
+        "files": [file.name for file in files],
+    }
+    assert json.loads((files[0].parent / "ticket.json").read_text()) == {"id": "T0", "server": host.url}
+    for text in ('{"files": []}', '{"files": "uniref.a3m"}', "[1]", "[" * 10**5, "{", ""):
+        (files[0].parent / "answer.json").write_text(text)
+        assert client.cached(MSA, [ONE]) is None
+    (files[0].parent / "answer.json").write_text(json.dumps({"files": ["uniref.a3m", "pdb70.m8"]}))
+    assert client.cached(MSA, [ONE]) == [files[0], files[2]]
+    files[2].unlink()
+    assert client.cached(MSA, [ONE]) is None
+
+
+def test_an_answer_that_another_process_has_fetched_is_not_requested(
+    host: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, client = (Clock().client(host, tmp_path) for _ in range(2))
+    answers = iter([None, other.alignments(ONE)])
+    asked = len(host.asked)
+    monkeypatch.setattr(client, "cached", lambda *_: next(answers))
+    assert len(client.alignments(ONE)) == 3
+    assert len(host.asked) == asked
+
+
+def test_a_file_system_without_locks_is_used_without(
+    host: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = [errno.ENOLCK, errno.EIO]
+
+    def flock(file: object, operation: int) -> None:
+        assert operation == serving_module.fcntl.LOCK_EX
+        raise OSError(codes.pop(0), "no")
+
+    monkeypatch.setattr(serving_module.fcntl, "flock", flock)
+    assert len(Clock().client(host, tmp_path).alignments(ONE)) == 3
+    with pytest.raises(OSError, match="no"):
+        Clock().client(host, tmp_path).alignments(TWO)
+    assert (tmp_path / "lock").exists()
+
+
+def test_pauses_grow_to_their_limits(host: Server, tmp_path: Path) -> None:
+    clock = Clock()
+    host.faults["ticket"] = ["PENDING"] * 6
+    clock.client(host, tmp_path, poll=(4.0, 10.0)).alignments(ONE)
+    assert clock.waits == [4.0, 6.0, 9.0, 10.0, 10.0, 10.0]
+    clock = Clock()
+    host.faults["ticket/msa"] = ["RATELIMIT"] * 4
+    clock.client(host, tmp_path, retry=(5.0, 15.0)).alignments(TWO)
+    assert clock.waits == [5.0, 10.0, 15.0, 15.0]
+    assert clock.said == [f"{host.url}: is busy, asked again in {seconds} s" for seconds in (5, 10, 15, 15)]
+    clock = Clock()
+    host.faults["ticket/msa"] = ["<html>no</html>"] * 4
+    clock.client(host, tmp_path, retry=(5.0, 15.0), tries=5).alignments(TWO + "A")
+    assert clock.waits == [5.0, 10.0, 15.0, 15.0]
+    said = "its answer cannot be used, asking again in {} s"
+    assert clock.said == [f"{host.url}: {said.format(seconds)}" for seconds in (5, 10, 15, 15)]
+
+
+@pytest.mark.parametrize(("tries", "downloads"), [(1, 1), (2, 2), (3, 3), (5, 3)])
+def test_a_damaged_answer_is_downloaded_three_times(host: Server, tmp_path: Path, tries: int, downloads: int) -> None:
+    clock = Clock()
+    host.faults["download"] = ["cut"] * downloads
+    with pytest.raises(NoAnswer, match=r": its answer cannot be used: it is cut short \(.*\)\. Try later\.$"):
+        clock.client(host, tmp_path, tries=tries).alignments(ONE)
+    assert host.paths().count("result/download") == downloads
+    assert len(clock.waits) == downloads - 1
+    # The ticket is not used again.
+    assert json.loads(next(tmp_path.glob("*/ticket.json")).read_text())["id"] == ""
+
+
+def test_a_server_that_forgets_its_tickets_is_given_up(host: Server, tmp_path: Path) -> None:
+    host.faults["ticket"] = ["UNKNOWN"] * 9
+    with pytest.raises(ServerGone) as caught:
+        Clock().client(host, tmp_path, tries=4).alignments(ONE)
+    assert str(caught.value) == f"{host.url}: forgets its tickets repeatedly. Try later."
+    assert len(host.sequences) == 4
+    host.faults["ticket"] = ["UNKNOWN"] * 3
+    assert len(Clock().client(host, tmp_path / "other", tries=4).alignments(TWO)) == 3
+    host.faults["download"] = [(404, {})] * 2
+    assert len(Clock().client(host, tmp_path / "third", tries=4).alignments(TWO)) == 3
+
+
+@pytest.mark.parametrize(
+    ("where", "fault", "message"),
+    [
+        ("ticket/msa", "MAINTENANCE", "is under maintenance. Try later: earlier answers are kept."),
+        ("ticket/msa", "ERROR", "answers ERROR. Check that these are protein sequences, or try later."),
+        (
+            "ticket/msa",
+            "PENDING",
+            "returns no ticket ({'id': '', 'status': 'PENDING'}). Check that this is an alignment server.",
+        ),
+        ("ticket/msa", (403, {}), "answers 403 Forbidden to ticket. Check the address."),
+        ("download", (410, {}), "answers 410 Gone to result. Check the address."),
+        ("download", (503, {}), "answers 503 Service Unavailable. Try later: earlier answers are kept."),
+        (
+            "ticket",
+            (302, {"Location": "http://other/" + "x" * 200}),
+            f"redirects to http://other/{'x' * 87}. Pass that server to --msa-server if you trust it.",
+        ),
+        (
+            "ticket/msa",
+            "<" + "x" * 100,
+            f"its answer is '<{'x' * 59}', not the status of a ticket. Check that this is the address of an alignment "
+            "server.",
+        ),
+        ("ticket", "drop", None),
+    ],
+)
+def test_messages(host: Server, tmp_path: Path, where: str, fault: Fault, message: str | None) -> None:
+    host.faults[where] = [fault]
+    with pytest.raises(UserError) as caught:
+        Clock().client(host, tmp_path, tries=1, first_tries=1).alignments(ONE)
+    if message is None:
+        assert str(caught.value).startswith(f"{host.url}: does not answer (")
+        assert str(caught.value).endswith("). Try later: earlier answers are kept.")
+    else:
+        assert str(caught.value) == f"{host.url}: {message}"
+
+
+def test_a_ticket_has_the_time_of_its_limit(host: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(serving_module.time, "monotonic", lambda: now[0])
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds
+
+    host.faults["ticket"] = ["RUNNING"] * 3
+    limits = ServerLimits(between=0.0, ticket=180.0, poll=(90.0, 90.0))
+    # The third status is read at the limit, the fourth after it.
+    assert len(AlignmentServer(host.url, tmp_path, limits, wait=wait).alignments(ONE)) == 3
+    host.faults["ticket"] = ["RUNNING"] * 9
+    with pytest.raises(ServerGone) as caught:
+        AlignmentServer(host.url, tmp_path, limits, wait=wait).alignments(TWO)
+    assert str(caught.value) == (
+        f"{host.url}: has no answer after 3 min (RUNNING). Repeat the command later to continue: the ticket is kept."
+    )
+    assert len(host.faults["ticket"]) == 5
+    host.faults.clear()
+    host.faults["ticket/msa"] = ["RATELIMIT"] * 9
+    limits = ServerLimits(between=0.0, ticket=10.0, retry=(5.0, 5.0))
+    with pytest.raises(ServerGone, match=r"no answer after 0 min \(RATELIMIT\)"):
+        AlignmentServer(host.url, tmp_path, limits, wait=wait).alignments(TWO + "A")
+    assert len(host.faults["ticket/msa"]) == 5
+
+
+def test_requests_are_spaced(host: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waits = [1000.0], list[float]()
+    monkeypatch.setattr(serving_module.time, "monotonic", lambda: now[0])
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        now[0] += seconds + 0.25
+
+    limits = ServerLimits(between=2.0)
+    AlignmentServer(host.url, tmp_path, limits, wait=wait).alignments(ONE)
+    # Each request is 0.25 s after the wait before it.
+    assert waits == [0.0, 2.0, 2.0]
+    waits.clear()
+    AlignmentServer(host.url, tmp_path, ServerLimits(between=0.0), wait=wait).alignments(TWO)
+    assert waits == [0.0, 0.0, 0.0]
+
+
+def test_sizes_of_answers_at_their_limits(host: Server, tmp_path: Path) -> None:
+    data = packed(msa_files([ONE]))
+    host.answer = lambda *_: data
+    assert len(Clock().client(host, tmp_path, packed=len(data)).alignments(ONE)) == 3
+    with pytest.raises(NoAnswer) as caught:
+        Clock().client(host, tmp_path / "other", packed=len(data) - 1, tries=1).alignments(ONE)
+    size = f"{(len(data) - 1) / 1e6:g}"
+    assert str(caught.value) == f"{host.url}: its answer cannot be used: it has more than {size} MB. Try later."
+
+
+def test_every_chain_is_numbered_in_the_request(host: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forms: list[object] = []
+    original = AlignmentServer._status
+
+    def status(self: AlignmentServer, path: str, form: dict[str, str] | None, end: float) -> dict:
+        forms.append((path, form))
+        return original(self, path, form, end)
+
+    monkeypatch.setattr(AlignmentServer, "_status", status)
+    client = Clock().client(host, tmp_path)
+    client.pairs([ONE, TWO])
+    assert forms == [
+        ("ticket/pair", {"q": f">101\n{ONE}\n>102\n{TWO}\n", "mode": "pairgreedy"}),
+        ("ticket/T0", None),
+    ]
+    assert "_last" not in repr(client)
+    assert "_has_answered" not in repr(client)
+
+
+@pytest.mark.parametrize("text", ["[]", "1", '"x"', "{}", '{"state": "COMPLETE"}', "\udcff", "null"])
+def test_what_is_no_status_is_shown(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "status"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    shown = text.replace("\udcff", "\ufffd")
+    with path.open("rb") as file, pytest.raises(serving_module.DamagedAnswer) as caught:
+        serving_module._read_status(file)
+    assert str(caught.value) == f"is {shown!r}, not the status of a ticket"
+    path.write_text('{"status": 3, "id": "x"}')
+    with path.open("rb") as file:
+        assert serving_module._read_status(file) == {"status": "3", "id": "x"}
