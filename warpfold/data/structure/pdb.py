@@ -363,14 +363,12 @@ def _parse_release_date(data: bytes) -> str | None:
 
 
 def _to_mmcif(structure: gemmi.Structure, source: str) -> cif.Block:
-    """Convert the first model to mmCIF, in which every polymer residue has its position in the sequence."""
+    """Convert a structure of one model to mmCIF, in which every polymer residue has its position in the sequence."""
     if not len(structure) or not structure[0].count_atom_sites():
         raise UserError(f"{source}: has no atoms. Pass a file with coordinates.")
     names = {residue.name for chain in structure[0] for residue in chain}
     if any("'" in name or '"' in name for name in names):
         raise UserError(f"{source}: is damaged: a residue name contains a quote. Fetch the file again.")
-    while len(structure) > 1:
-        del structure[-1]
     structure.setup_entities()
     for chain in structure[0]:
         polymer = chain.get_polymer()

@@ -79,7 +79,8 @@ def with_o_and_cb(atoms: Floats, psi: Floats) -> Floats:
     rotation, ca = frames(atoms)
     # O is trans to the next N.
     t, a = np.radians(psi + 180.0), np.pi - np.radians(CA_C_O)
-    local = np.stack([CA_C + C_O * np.cos(a) + 0 * t, C_O * np.sin(a) * np.cos(t), C_O * np.sin(a) * np.sin(t)], -1)
+    y, z = C_O * np.sin(a) * np.cos(t), C_O * np.sin(a) * np.sin(t)
+    local = np.stack([np.full_like(t, CA_C + C_O * np.cos(a)), y, z], -1)
     o = ca + (rotation @ local[..., None])[..., 0]
     cb = ca + rotation @ CB
     return np.concatenate([atoms, o[..., None, :], cb[..., None, :]], axis=-2)

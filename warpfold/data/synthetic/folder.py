@@ -104,8 +104,7 @@ def generate(
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
         text = README.format(count=proteins, version=__version__, seed=seed, folds=len(folds), resolution=RESOLUTION)
         (partial / "README.txt").write_text(text + (DIMERS.format(count=dimers) if dimers else ""))
-        if out.exists():
-            out.rmdir()
+        # This replaces an empty folder.
         partial.rename(out.absolute())
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -84,15 +84,15 @@ def model_sites(blueprint: Blueprint, backbone: Floats, second: int | None = Non
     room = np.where(is_across, cb_cb, np.inf).min(1)
     rows = np.stack([_site_preferences(blueprint, i, layers[i], float(room[i])) for i in range(len(ca))])
     fixed = np.array([letters != "" for letters in blueprint.letters])
-    strand_starts = [a == "E" and b != "E" for a, b in zip(blueprint.elements, "L" + blueprint.elements)]
-    strands = np.where([element == "E" for element in blueprint.elements], np.cumsum(strand_starts), -1)
+    is_strand = np.array([element == "E" for element in blueprint.elements])
     pairs, busy = [], fixed.copy()
     if second is not None:
         chain = np.arange(len(ca)) >= second
         pairs = _pair_off(cb_cb, chain[:, None] != chain, busy, INTERFACE_REACH)
         touching = [i for pair in pairs for i in pair]
         rows[touching], busy[touching] = _parse_preferences(INTERFACE), True
-    pairs += _pair_off(cb_cb, is_across | across(strands), busy, PAIR_REACH)
+    # Strand residues in contact are in different strands, because those of one strand are too far apart.
+    pairs += _pair_off(cb_cb, is_across | (is_strand[:, None] & is_strand), busy, PAIR_REACH)
     couplings = []
     for i, j in pairs:
         joint = rows[i][:, None] * rows[j][None, :] * _weigh_pair(rows[i] @ VOLUMES + rows[j] @ VOLUMES)
