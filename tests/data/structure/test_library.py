@@ -1,6 +1,6 @@
 """Find structures of entries in folders, under every name and through the list of obsolete entries, and cache them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -59,6 +59,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
         (["1abc.cif.gz", "1abc.cif", "ab/1abc.cif"], "1abc.cif"),
         (["ab/1abc.cif", "1ABC.cif.gz"], "1ABC.cif.gz"),
         (["a/1abc.cif", "ab/1abc.cif"], "ab/1abc.cif"),
+        (["a/1abc.cif", "ab/1abc.mmcif"], "a/1abc.cif"),
         # Other names are tried in the order of paths.
         (["z/1abc.mmcif", "b/1abc.mmcif", "c/1abc.mmcif"], "b/1abc.mmcif"),
         (["b/1abc.mmcif", "b/1ABC.mmcif"], "b/1ABC.mmcif"),
@@ -75,6 +76,17 @@ def test_an_entry_has_many_names(tmp_path: Path, names: Sequence[str], found: st
             with pytest.raises(MissingStructure) as caught:
                 library.find(spelling)
             assert str(caught.value) == f"{tmp_path}: has no 1abc.cif or 1abc.cif.gz. Add it, or do without."
+
+
+def test_folders_are_walked_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def walk(top: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+        folders = ["z", "b", "c"]
+        yield str(top), folders, []
+        for folder in folders:
+            yield f"{top}/{folder}", [], ["1abc.mmcif"]
+
+    monkeypatch.setattr(libraries.os, "walk", walk)
+    assert Library(tmp_path).find("1abc") == tmp_path / "b/1abc.mmcif"
 
 
 def test_ids_of_other_archives_and_several_folders(tmp_path: Path) -> None:

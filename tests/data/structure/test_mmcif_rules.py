@@ -142,6 +142,10 @@ def test_models_of_a_file_with_seqres() -> None:
     mixed = [row for pair in zip(rows, moved(rows, 2, 0.5)) for row in pair]
     structure = parse_structure(entry(mixed, GSAG), "x.cif")
     np.testing.assert_array_equal(structure.chains["A"].positions[:, 1, 1], 1.0)
+    longer = [*mixed, atom("OXT", "GLY", 4, pdbx_PDB_model_num=2)]
+    np.testing.assert_array_equal(
+        parse_structure(entry(longer, GSAG), "x.cif").chains["A"].mask, structure.chains["A"].mask
+    )
     # Only CA of polymers counts for the comparison: the ions are in one place.
     far = rows + ion * 9 + moved(rows, 2, 50.0) + moved(ion * 9, 2, 0.0)
     assert told(parse_structure(entry(far, GSAG), "x.cif"))[-1] == COPIES
@@ -201,6 +205,16 @@ def test_models_of_a_file_with_seqres() -> None:
 )  # fmt: skip
 def test_errors_of_mmcif_files(text: str, message: str) -> None:
     assert refusal(text) == message
+
+
+def test_documents_and_names_that_are_no_text_are_refused() -> None:
+    with pytest.raises(UserError) as caught:
+        parse_structure(b"%PDF-1.4 _atom_site.", "x.cif")
+    assert str(caught.value) == "x.cif: is a PDF document, not a structure. Pass an mmCIF or PDB file."
+    damaged = entry(peptide(chain="@"), GSAG).encode().replace(b"@", b"'\xff'")
+    with pytest.raises(UserError) as caught:
+        parse_structure(damaged, "x.cif")
+    assert str(caught.value) == "x.cif: is damaged: it has names that are not text. Fetch the file again."
 
 
 def test_what_is_within_the_limits_is_read() -> None:
@@ -411,13 +425,16 @@ def test_conformations_are_chosen_residue_by_residue() -> None:
 
 def test_nitrogens_of_each_arginine_are_swapped_on_their_own() -> None:
     atoms = []
-    for place, (first, second) in enumerate(((4.0, 3.0), (3.0, 4.0), (3.0, 3.0), (4.0, None)), 1):
-        atoms += backbone("ARG", place) + [atom("CD", "ARG", place, 0.0), atom("NH1", "ARG", place, first)]
+    for place, (first, second) in enumerate(((4.0, 3.0), (3.0, 4.0), (3.0, 3.0), (4.0, None), (None, 4.0)), 1):
+        atoms += backbone("ARG", place) + [atom("CD", "ARG", place, 0.0)]
+        atoms += [atom("NH1", "ARG", place, first)] if first is not None else []
         atoms += [atom("NH2", "ARG", place, second)] if second is not None else []
-    chain = parse_structure(entry(atoms + backbone("LYS", 5), ["ARG"] * 4 + ["LYS"])).chains["A"]
+    # Without CD, the distances are unknown.
+    atoms += backbone("ARG", 6) + [atom("NH1", "ARG", 6, 40.0), atom("NH2", "ARG", 6, 30.0)]
+    chain = parse_structure(entry(atoms + backbone("LYS", 7), ["ARG"] * 6 + ["LYS"])).chains["A"]
     columns = [ATOM_ORDER["NH1"], ATOM_ORDER["NH2"]]
-    assert chain.positions[:, columns, 0].tolist() == [[3, 4], [3, 4], [3, 3], [4, 0], [0, 0]]
-    assert chain.mask[:, columns].tolist() == [[1, 1], [1, 1], [1, 1], [1, 0], [0, 0]]
+    assert chain.positions[:, columns, 0].tolist() == [[3, 4], [3, 4], [3, 3], [4, 0], [0, 4], [40, 30], [0, 0]]
+    assert chain.mask[:, columns].tolist() == [[1, 1], [1, 1], [1, 1], [1, 0], [0, 1], [1, 1], [0, 0]]
 
 
 def test_every_atom_gets_its_own_column() -> None:

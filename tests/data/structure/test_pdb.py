@@ -10,6 +10,7 @@ from tests.data.structure.test_awkward_files import MMCIF, Atom, Written, models
 from warpfold.data.structure import pdb
 from warpfold.data.structure.chain import Structure
 from warpfold.data.structure.mmcif import parse_structure
+from warpfold.data.structure.separate import Residue, SeparatedChain
 from warpfold.errors import UserError
 
 
@@ -187,6 +188,7 @@ def test_a_position_that_is_not_a_number_is_named(column: int) -> None:
     ("text", "key"),
     [
         ("   7 ", (7, "")),
+        ("   7AB", (7, "A")),
         ("  -7A", (-7, "A")),
         ("9999B", (9999, "B")),
         ("A000 ", (10_000, "")),
@@ -236,6 +238,89 @@ def test_sections_end_where_a_model_may_end() -> None:
     assert pdb._split_sections(lines) == [(0, [1, 2]), (0, [4]), (1, [7, 8]), (2, [12, 13])]
     assert pdb._split_sections(["ATOM", "END"]) == [(0, [0])]
     assert pdb._split_sections(["TER", "END"]) == []
+
+
+FULL = "ATOM  99999 HD11AVALXY1234C***1000.1252000.2503000.500***1.00***0.00****SEGI**"
+
+
+def test_fields_fill_their_columns() -> None:
+    """Each field is read to its last column, and not beyond."""
+    alpha = FULL.replace(" HD11A", "  CA B")
+    (residue,) = pdb._read_residues([FULL, alpha], [(3, [0, 1])], "x")
+    assert (residue.model, residue.chain, residue.segment) == (3, "XY", "SEGI")
+    assert (residue.key, residue.name, residue.rows) == ((1234, "C"), "VAL", [0, 1])
+    assert residue.altlocs == {"HD11": "A", "CA": "B"}
+    assert {name: xyz.tolist() for name, xyz in residue.atoms.items()} == {"CA": [1000.125, 2000.25, 3000.5]}
+    (long,) = pdb._read_residues([FULL.replace("VALXY", "HISEY")], [(0, [0])], "x")
+    assert (long.name, long.chain) == ("HISE", "Y")
+    (blank,) = pdb._read_residues(["ATOM      1  CA" + " " * 15 + "   1.000" * 3], [(0, [0])], "x")
+    assert (blank.altlocs, blank.name, blank.chain, blank.segment) == ({"CA": " "}, "", "", "")
+
+
+@pytest.mark.parametrize(
+    ("column", "letter", "same"),
+    [
+        (16, "B", True),
+        *((column, "B", False) for column in range(17, 22)),
+        *((column, "9", False) for column in range(22, 26)),
+        (26, "B", False),
+        (27, "B", True),
+        (60, "9", True),
+        (71, "B", True),
+        *((column, "B", False) for column in range(72, 76)),
+        (76, "B", True),
+    ],
+)
+def test_columns_that_identify_a_residue(column: int, letter: str, same: bool) -> None:
+    other = FULL.replace(" HD11A", " HD12A")
+    other = other[:column] + letter + other[column + 1 :]
+    assert len(pdb._read_residues([FULL, other], [(0, [0, 1])], "x")) == 2 - same
+
+
+def test_alphas_of_models_are_read_from_their_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list] = []
+    original = pdb.collect_alphas
+
+    def collect(order: range, alphas: list) -> list:
+        seen.append(alphas)
+        return original(order, alphas)
+
+    monkeypatch.setattr(pdb, "collect_alphas", collect)
+    alpha = FULL.replace(" HD11A", "  CA  ")
+    ion = FULL.replace(" HD11A", " CA   ")
+    pdb.read("\n".join(["MODEL 1", FULL, alpha, ion, "ENDMDL", "MODEL 2", alpha, "END"]).encode(), "x")
+    key = ("XYSEGI", (1234, "C"))
+    assert seen == [[(number, key, (1000.125, 2000.25, 3000.5)) for number in (0, 1)]]
+
+
+def test_seqres_fills_its_columns() -> None:
+    """A set of records of a chain starts where the serial number does not grow."""
+    lines = [
+        "SEQRES 199 AB12345  GLY ALA",
+        "SEQRES 200 AB12345  SER",
+        "SEQRES   1  B    1  VAL",
+        "SEQRES   1 AB    3  GLY ALA SER",
+        "SEQRES   x  C    1  THR",
+        "SEQRES   x  C    1  TRP",
+    ]
+    lines = [line.replace(" AB12345", "AB12345 ").replace("  B ", " B  ").replace(" AB ", "AB  ") for line in lines]
+    lines = [line.replace("  C ", " C  ") for line in lines]
+    chains = []
+    for name in ("AB", "AB", "B", "C", "C"):
+        chain = SeparatedChain(0, name, "", name)
+        chain.add([Residue(0, name, "", (1, ""), "GLY", False, False, altlocs={"CA": " "})])
+        chains.append(chain)
+    notes: list[str] = []
+    records = [
+        (chain, [line[7:10].strip() for line in rows]) for chain, rows in pdb._assign_seqres(lines, chains, notes)
+    ]
+    assert [chain for chain, _ in records] == chains
+    assert [serials for _, serials in records] == [["199", "200"], ["1"], ["1"], ["x"], ["x"]]
+    assert notes == []
+    # Old files have the entry and a line number in the last columns.
+    full = "SEQRES   1 A   13  " + " ".join(["GLY"] * 13) + "A1ABC  99\n"
+    assert len(full) > 71
+    assert read(full + lines_of("G" * 13) + "END\n") == ["A " + "G" * 13 + " " + " ".join(map(str, range(1, 14)))]
 
 
 # ---- sequences from coordinates
@@ -362,6 +447,18 @@ NMR = "_exptl.entry_id x\n_exptl.method 'SOLUTION NMR'\n"
             MMCIF + rows_of("GAST") + rows_of("AAAA", "D", 60.5, residue="DAL"),
             [GAST, "dropped D: polypeptide(d)"],
         ),
+        (
+            MMCIF
+            + rows_of("GAST").replace(" A A ", " A 'A x' ")
+            + rows_of("VLK", "B", 40.5).replace(" B B ", " B 'A x' "),
+            ["A x GAST 1 2 3 4", "A x-2 VLK 1 2 3", RENAMED + "A x-2 (residues 1 to 3)"],
+        ),
+        # The last row of the file is a CA that has moved, so the models are no copies.
+        (
+            MMCIF + rows_of("GAST") + rows_of("GAST", y=40.5, model=2).replace(" 41.27 ", " 61.27 ", 1)
+            + "ATOM 1 C CA . GLY A A 1 ? 1.74 41.27 0.5 2\n",
+            [GAST, "only the first of 2 models counts (conformations of one structure)"],
+        ),
         # A gap in the numbers of residues that are not bonded.
         (MMCIF + rows_of("GA") + rows_of("ST", y=9.5, first=5), ["A GAXXST 1 2 - - 5 6"]),
     ],
@@ -384,6 +481,11 @@ def test_optional_columns_get_their_defaults() -> None:
     b_factors = structure.chains["A"].b_factors
     assert b_factors is not None
     np.testing.assert_array_equal(b_factors, 20.0)
+
+
+def test_gemmi_needs_some_columns() -> None:
+    text = MMCIF.replace("_atom_site.label_alt_id\n", "") + rows_of("GAST").replace(" . ", " ") + "#\n"
+    assert refusal(text) == "x.pdb: has no atoms. Pass a file with coordinates."
 
 
 def test_the_facts_of_a_file_without_seqres_are_kept() -> None:

@@ -172,6 +172,16 @@ def test_segments_may_be_chains() -> None:
     residues = run(1, 2, segment="X") + run(3, 4, segment="Y") + run(5, 6, segment="X")
     assert chains_of(residues) == [("A", "A", "1 2 3 4 5 6")]
     assert chains_of(residues, segments_are_chains=True) == [("A", "A", "1 2 5 6"), ("A-2", "A", "3 4")]
+    single = run(1, 1, segment="X") + run(3, 3, segment="Y") + run(5, 5, segment="X")
+    assert chains_of(single, segments_are_chains=True) == [("A", "A", "1 5"), ("A-2", "A", "3")]
+
+
+@pytest.mark.parametrize("unseen", [0, 1])
+def test_an_end_that_is_not_observed_may_be_anywhere(unseen: int) -> None:
+    ends = [residue(1), residue(9, FAR, breaks=True)]
+    assert len(chains_of(ends)) == 2
+    ends[unseen].atoms.clear()
+    assert chains_of(ends) == [("A", "A", "1 9")]
 
 
 def test_letters_for_blank_names_are_letters_and_digits() -> None:

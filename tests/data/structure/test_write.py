@@ -296,6 +296,11 @@ def test_moved_atoms_are_those_of_the_moved_chain() -> None:
     first = sparse_chain("A", "GXK", [(0, "N", (1.5, 0, 9.125)), (2, "NZ", (8, 9, 10))], ("-1", "", "52A"))
     for write in (write_mmcif, write_pdb):
         assert move_atoms(write("x", [first]), rotation, translation) == write("x", moved[:1])
+    wide, turned = (
+        sparse_chain("A", "G", [(0, "CA", xyz)]) for xyz in ((1000.125, -200.25, 3000.5), (200.25, 1000.125, 3000.5))
+    )
+    assert "1000.125-200.2503000.500" in write_pdb("x", [wide])
+    assert move_atoms(write_pdb("x", [wide]), rotation, np.zeros(3)) == write_pdb("x", [turned])
     with pytest.raises(UserError) as caught:
         move_atoms(write_pdb("x", [first]), rotation, np.array([0.0, 0, 9995]))
     assert str(caught.value) == ("a moved atom is beyond eight columns; the PDB format cannot hold it. Write mmCIF.")
