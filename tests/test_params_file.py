@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import warpfold
-from tests.helpers import filled_model, tiny_config, tiny_model
+from tests.helpers import as_multimer, filled_model, tiny_config, tiny_model
 from tests.model.test_openfold_files import as_openfold
 from tests.model.torch_files import save
 from tests.test_cli import refused, run
@@ -19,7 +19,7 @@ from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.weights.deepmind import PREFIX, from_deepmind, to_deepmind
 from warpfold.model.weights.files import load_model, save_params
-from warpfold.settings import toml_value
+from warpfold.settings import to_dict, toml_value
 from warpfold.training.config import RunConfig, load_settings
 from warpfold.training.train import initial_model
 
@@ -184,3 +184,103 @@ def test_a_run_folder_without_settings_says_so_in_one_short_line(tmp_path: Path)
         warpfold.train(config, store, tmp_path / "run", device="cpu")
     assert len(str(error.value)) < 1500
     assert toml_value(config.model.c_m) in str(error.value)
+
+
+def test_the_description_of_a_file(tmp_path: Path) -> None:
+    """Rows, JSON and settings have the same facts."""
+    path, model = tmp_path / "a.safetensors", tiny_model()
+    save_params(path, model, {"max_msa": 7})
+    found = warpfold.params(path)
+    digest = found.sha256
+    count = sum(parameter.numel() for parameter in model.state_dict().values())
+    rows = [
+        ("file", str(path)), ("format", "WarpFold"), ("model", "AlphaFold2, single chains, with templates"),
+        ("parameters", f"{count:,} in {len(model.state_dict())} tensors"),
+        ("blocks", "2, before them 1 of the extra alignment"), ("channels", "m 16, z 12, s 20"),
+        ("heads", "distogram, masked_msa, plddt, resolved, pae"), ("recycles", "1"), ("max_msa", "7"),
+        ("sha256", digest),
+    ]  # fmt: skip
+    assert [*found.rows()] == rows
+    assert (repr(found), found.problems, found.written) == (
+        f"<ParamsFile {path}: WarpFold, AlphaFold2, single chains, with templates, {count:,} parameters>", None, None,
+    )  # fmt: skip
+    checked = replace(found, notes=("assumed",), problems=(), written=tmp_path / "b", sample={"max_extra": 5})
+    assert [*checked.rows()] == [
+        *rows[:8], ("max_extra", "5"), rows[9], ("note", "assumed"),
+        ("check", "whole: every tensor there, all finite"), ("written", str(tmp_path / "b")),
+    ]  # fmt: skip
+    bad = replace(found, problems=("one", "two"))
+    assert [*bad.rows()][10:] == [("problem", "one"), ("problem", "two"), ("check", "2 problems")]
+    assert found.to_dict() == {
+        "path": str(path), "written": None, "format": "WarpFold", "model": found.model, "parameters": count,
+        "tensors": len(model.state_dict()), "sha256": digest, "sample": {"max_msa": 7}, "heads": found.heads,
+        "notes": (), "problems": None, "settings": to_dict(found.config),
+    }  # fmt: skip
+    assert checked.to_dict()["written"] == str(tmp_path / "b")
+    assert found.toml().startswith('base = "monomer"\n\n')
+    assert "max_msa = 7" in found.toml()
+
+
+def test_kinds_of_models_are_named(tmp_path: Path) -> None:
+    for number, (config, kind) in enumerate(
+        (
+            (replace(tiny_config(), templates=replace(tiny_config().templates, enabled=False)),
+             "AlphaFold2, single chains, without templates"),
+            (as_multimer(tiny_config(), True), "AlphaFold-Multimer 3, with templates"),
+            (as_multimer(tiny_config(), False), "AlphaFold-Multimer 1 or 2, with templates"),
+        )
+    ):  # fmt: skip
+        save_params(tmp_path / f"{number}.safetensors", filled_model(config))
+        found = warpfold.params(tmp_path / f"{number}.safetensors")
+        assert found.model == kind
+        assert found.toml().startswith(f'base = "{"multimer" if "Multimer" in kind else "monomer"}"')
+
+
+def test_the_parameters_of_a_run_are_the_best_ones(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UserError, match=r"params\.safetensors"):
+        warpfold.params(tmp_path)
+    save_params(tmp_path / "params.safetensors", tiny_model(0))
+    assert warpfold.params(tmp_path).path == tmp_path / "params.safetensors"
+    save_params(tmp_path / "params_best.safetensors", tiny_model(1))
+    assert warpfold.params(tmp_path).path == tmp_path / "params_best.safetensors"
+
+
+def test_what_is_written_is_named_by_its_ending(tmp_path: Path) -> None:
+    """A file for another program has a note on each setting that it does not contain, but not on those of training."""
+    path = tmp_path / "a.safetensors"
+    model = tiny_model()
+    save_params(path, model)
+    with pytest.raises(UserError, match=r"b\.pt: \.safetensors or \.npz is written\. Use one of these endings"):
+        warpfold.params(path, out=tmp_path / "b.pt")
+    assert warpfold.params(path, out=tmp_path / "b.safetensors").notes == ()
+    (note,) = warpfold.params(path, out=tmp_path / "b.npz").notes
+    assert note.startswith(f"{tmp_path / 'b.npz'}: DeepMind's arrays do not say model.")
+    assert note.endswith(": a reader takes the latter")
+    assert not any(word in note for word in ("head_width", "dropout", "rate:"))
+    evoformer, structure = PUBLISHED.evoformer, replace(PUBLISHED.structure, dropout=0.3)
+    evoformer = replace(evoformer, pair=replace(evoformer.pair, rate=0.5))
+    for number, config in enumerate((PUBLISHED, replace(PUBLISHED, evoformer=evoformer, structure=structure))):
+        save_params(path, filled_model(config))
+        assert warpfold.params(path, out=tmp_path / f"{number}.npz").notes == ()
+
+
+def test_every_value_that_is_not_finite_is_found_only_by_a_check(tmp_path: Path) -> None:
+    path, broken = tmp_path / "a.safetensors", tiny_model()
+    names = [name for name, _ in broken.named_parameters()][:7]
+    for name in names:
+        broken.get_parameter(name).data.view(-1)[-1] = torch.inf
+    save_params(path, broken)
+    assert warpfold.params(path).problems is None
+    (problem,) = warpfold.params(path, check=True).problems or ()
+    assert problem.startswith("not finite: ")
+    assert problem.endswith("and 2 more")
+    # A zero in every tensor is no problem.
+    model = tiny_model()
+    for tensor in model.state_dict().values():
+        tensor.view(-1)[0] = 0
+    save_params(path, model)
+    assert warpfold.params(path, check=True).problems == ()
+    save_params(path, model, {"max_mas": 7})
+    with pytest.raises(UserError, match="max_mas"):
+        warpfold.params(path)

@@ -1,10 +1,12 @@
 """Check in fp64 on a CPU that padding of features, as it is used on a GPU, does not change predictions."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +15,8 @@ from tests.ranks import run_ranks
 from warpfold.data.example.raw_example import Assembly, from_sequence
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.formats.alignment import parse_a3m
+from warpfold.host import HostTensor
+from warpfold.model import confidence
 from warpfold.model.alphafold import HeadsConfig, ModelConfig
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
@@ -20,6 +24,7 @@ from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.prediction.outputs import Prediction
 from warpfold.prediction.predictor import Predictor, Prepared
 from warpfold.prediction.queries import query_of
+from warpfold.prediction.read_out import ReadOut
 from warpfold.prediction.request import FoldOptions, Recycling
 
 ALL = FoldOptions(representations=True, distogram=True, logits=True, save_recycles=True)
@@ -144,6 +149,120 @@ def test_a_padded_protein_is_shared_by_ranks() -> None:
     padded = run_ranks(on_a_rank, 3)[0]
     predictor = predictor_of(MONOMER)
     assert_equal(padded, predictor.compute(chain(predictor, 11, 3), ALL))
+
+
+@pytest.mark.parametrize("config", [MONOMER, MULTIMER, replace(MONOMER, heads=HeadsConfig(plddt_c=8))])
+@pytest.mark.parametrize(
+    ("plan", "pad_to"),
+    [({"chunk": 0}, None), ({"chunk": 4}, 16), ({"chunk": 3, "offload": True}, 16)],
+    ids=["whole", "slices", "offloaded"],
+)
+def test_a_prediction_has_the_outputs_of_the_heads(
+    config: ModelConfig, plan: dict[str, Any], pad_to: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compute the heads on whole tensors. All arrays have the sizes without padding, and are float32."""
+    passes: list[Any] = []
+    prediction = ReadOut.prediction
+
+    def noting(read_out: ReadOut, prepared: Prepared, folded: Any, options: FoldOptions) -> Prediction:
+        passes.append(folded)
+        return prediction(read_out, prepared, folded, options)
+
+    monkeypatch.setattr(ReadOut, "prediction", noting)
+    predictor = predictor_of(config, **plan)
+    predictor.pad_to = pad_to
+    n, lengths = 13, (13,)
+    if config.multimer is None:
+        prepared = chain(predictor, n, 4, recycles=0)
+    else:
+        lengths = (8, 5)
+        query = query_of([LETTERS[:8], LETTERS[8:13]], (), "q")
+        prepared = predictor.prepare(query.assembly, seed=1, recycles=0)
+    found = predictor.compute(prepared, ALL)
+    model, (trunk, structure, _) = predictor.model, passes[0]
+    rows = int(prepared.batch["bert_mask"].shape[-2])
+    z = trunk.pair
+    if isinstance(z, HostTensor):
+        z = torch.cat([model.execution.fetch(trunk.pair, part) for part in model.execution.rows(trunk.pair.shape[-3])])
+    half = model.distogram.half_logits(z)
+    distogram = (half + half.transpose(0, 1))[:n, :n].detach()
+    probabilities = distogram.softmax(-1)
+    expected = {
+        "single": trunk.single[:n],
+        "pair": z[:n, :n],
+        "msa": trunk.msa[:rows, :n],
+        "structure_module": structure.single[:n],
+        "positions": structure.final_atom37[:n],
+        "plddt": confidence.plddt(model.plddt(structure.single[:n])),
+        "distogram": probabilities,
+        "contacts": probabilities[..., :19].sum(-1),
+        "distogram_edges": torch.linspace(2.3125, 21.6875, 63),
+    }
+    logits = {
+        "plddt": model.plddt(structure.single[:n]),
+        "resolved": model.resolved(trunk.single[:n]),
+        "masked_msa": model.masked_msa(trunk.msa[:rows, :n]),
+        "distogram": distogram,
+    }
+    if model.pae is None:
+        assert (found.pae, found.max_pae, found.ptm, found.iptm, found.chain_pair_iptm) == (None,) * 5
+    else:
+        logits["pae"] = model.pae(z)[:n, :n]
+        errors = logits["pae"].detach().softmax(-1) * (torch.arange(64) * 0.5 + 0.25)
+        expected["pae"] = errors.sum(-1)
+        assert found.max_pae == 31.75
+        assert found.ptm is not None
+    expected |= {f"{name} logits": value for name, value in logits.items()}
+    assert found.logits.keys() == logits.keys()
+    halves = ("distogram", "contacts")
+    for name, value in expected.items():
+        one = found.logits[name.split()[0]] if name.endswith(" logits") else getattr(found, name)
+        assert one.shape == value.shape, name
+        assert one.dtype == (np.float16 if name in halves else np.float32), name
+        limit = 2e-3 if name in halves else 2e-5
+        np.testing.assert_allclose(one, value.detach().numpy(), rtol=limit, atol=limit, err_msg=name)
+    assert (found.name, found.sequence, found.mask.shape) == ("q", LETTERS[:n], (n, 37))
+    if len(lengths) == 1:
+        assert (found.chain_ids, found.asym_id, found.iptm) == (("A",), None, None)
+    else:
+        assert found.asym_id is not None
+        assert (found.chain_ids, found.asym_id.tolist()) == (("A", "B"), [1] * 8 + [2] * 5)
+        assert found.asym_id.dtype == np.int32
+        assert found.chain_pair_iptm is not None
+        assert found.chain_pair_iptm.shape == (2, 2)
+    # What was not requested is not there.
+    names = ("single", "pair", "msa", "structure_module")
+    for options in (FoldOptions(representations=False), FoldOptions(distogram=True), FoldOptions(logits=True)):
+        other = predictor.compute(prepared, options)
+        assert {getattr(other, name) is None for name in names} == {not options.representations}
+        for name in ("distogram", "contacts", "distogram_edges"):
+            assert (getattr(other, name) is None) == (not options.distogram)
+        assert other.logits.keys() == (found.logits.keys() if options.logits else set())
+        np.testing.assert_array_equal(other.plddt, found.plddt)
+        if options.distogram:
+            np.testing.assert_array_equal(other.distogram, found.distogram)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("ranks", "is_leader"), [(1, True), (2, True), (2, False)])
+def test_large_outputs_of_ranks_are_gathered_in_files(ranks: int, is_leader: bool) -> None:
+    """The first rank gets the rows of all ranks, without their padding. A single rank needs no second file."""
+    asked: list[Any] = []
+    whole = torch.randn(6, 5, 3)
+
+    def gather_shards(x: torch.Tensor, axis: int, length: int, out: torch.Tensor | None = None) -> Any:
+        asked.append((axis, length, None if out is None else (out.shape, out.dtype)))
+        return whole if is_leader else None
+
+    mesh = SimpleNamespace(axial=SimpleNamespace(size=ranks))
+    team: Any = SimpleNamespace(mesh=mesh, is_example_leader=is_leader, gather_shards=gather_shards)
+    found = ReadOut(predictor_of(MONOMER).model, team)._gathered(whole[:3].half(), 6, 5, "logits")
+    shape = (torch.Size([6, 5, 3]), torch.float16)
+    assert asked == [(-3, 6, shape if ranks > 1 and is_leader else None)]
+    if is_leader:
+        assert found is not None
+        np.testing.assert_array_equal(found, whole[:5].numpy())
+    else:
+        assert found is None
 
 
 def test_features_are_padded_on_a_gpu_alone() -> None:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,18 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers import tiny_model
+from tests.helpers import as_multimer, tiny_config, tiny_model
 from tests.ranks import RankError, run_ranks
 from tests.training.runs import tiny_run
 from warpfold import predict, settings
 from warpfold.cli import main
 from warpfold.cost import planner
-from warpfold.cost.example import Job
+from warpfold.cost.example import ExampleSizes, Job
 from warpfold.cost.links import Cluster, Link
 from warpfold.cost.machine import Machine
 from warpfold.cost.memory import MemoryEstimate
 from warpfold.cost.rates import Rates, of_gpu
 from warpfold.data.example.raw_example import Assembly, from_sequence
+from warpfold.data.features.choose import SampleConfig
 from warpfold.errors import UserError
 from warpfold.memory import host_memory, is_out_of_memory
 from warpfold.model.alphafold import AlphaFold
@@ -32,6 +34,7 @@ from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import ProcessInfo, Team
+from warpfold.prediction import plan_report
 from warpfold.prediction.predictor import Predictor
 from warpfold.training import planning
 from warpfold.training.config import load_settings
@@ -236,6 +239,127 @@ def test_plan_says_what_a_query_needs(
     )
     assert found["largest"]["longest"]["whole"] < found["largest"]["longest"]["in slices"]
     assert all(one["lacks"] for one in found["largest"]["plans"])
+
+
+# ---- the report of `plan`
+
+
+def sizes_of(residues: int, sequences: int, extra: int, templates: int) -> ExampleSizes:
+    return ExampleSizes(residues=residues, sequences=sequences, extra=extra, templates=templates)
+
+
+def a_query(residues: int, rows: int, templates: int = 0, is_complex: bool = False, name: str = "q") -> Any:
+    """Make what a plan reads of a query."""
+    return SimpleNamespace(residues=residues, rows=rows, templates=templates, is_complex=is_complex, name=name)
+
+
+def test_the_sizes_of_queries() -> None:
+    model = tiny_config()
+    bare = replace(model, templates=replace(model.templates, enabled=False))
+    sample = SampleConfig(max_msa=8, max_extra=6, max_templates=2)
+    for rows, sequences, extra in ((1, 1, 1), (5, 5, 1), (8, 8, 1), (10, 8, 2), (14, 8, 6), (99, 8, 6)):
+        found = plan_report.sizes_of_query(a_query(7, rows, 3), model, sample, whole=False)
+        assert found == sizes_of(7, sequences, extra, 2)
+    assert plan_report.sizes_of_query(a_query(7, 1, 1), model, sample, whole=False).templates == 1
+    assert plan_report.sizes_of_query(a_query(7, 1), model, sample, whole=True) == sizes_of(7, 8, 6, 2)
+    assert plan_report.full_sizes(7, bare, sample) == sizes_of(7, 8, 6, 0)
+    job = plan_report.folding(model, sizes_of(7, 1, 1, 0), None)
+    assert (job.model, job.sizes, job.recycles) == (model, sizes_of(7, 1, 1, 0), 1)
+    assert plan_report.folding(model, sizes_of(7, 1, 1, 0), 0).recycles == 0
+    changed = plan_report.with_sizes(job, residues=9, extra=None, templates=0)
+    assert (changed.sizes, changed.recycles, changed.model) == (sizes_of(9, 1, 1, 0), 1, model)
+
+
+@pytest.mark.parametrize(("msas", "whole"), [([], [False, True, True]), ([Path("m")], [False, False, False])])
+def test_queries_without_alignments_are_planned_with_the_deepest(
+    monkeypatch: pytest.MonkeyPatch, msas: list[Path], whole: list[bool]
+) -> None:
+    read: list[Any] = []
+    queries = [a_query(7, 5, name="deep"), a_query(7, 1, name="alone"), a_query(7, 5, is_complex=True, name="complex")]
+    monkeypatch.setattr(plan_report, "read_queries", lambda *given: read.append(given) or queries)
+    sample, model = SampleConfig(max_msa=8, max_extra=6, max_templates=2), tiny_config()
+    for one in (model, as_multimer(model)):
+        targets = plan_report.targets_of_queries("given", msas, one, sample, 3)  # type: ignore[arg-type]
+        assert [target.name for target in targets] == ["deep", "alone", "complex"]
+        assert [target.job.sizes == sizes_of(7, 8, 6, 2) for target in targets] == whole
+        assert {target.job.recycles for target in targets} == {3}
+    assert read == [("given", msas, False), ("given", msas, True)]
+
+
+def test_the_shortest_query_must_fit() -> None:
+    tried: list[Any] = []
+    queries = [a_query(30, 1), a_query(9, 5), a_query(20, 1)]
+    params: Any = SimpleNamespace(config=replace(tiny_config(), recycles=7), sample=SampleConfig(max_templates=0))
+    for recycles in (None, 0):
+        plan_report.check_fits(queries, params, recycles, lambda *given: tried.append(given))
+    plan_report.check_fits([], params, None, lambda *given: pytest.fail("there is nothing to fit"))
+    assert tried == [(sizes_of(9, 5, 1, 0), 7), (sizes_of(9, 5, 1, 0), 0)]
+
+
+class NoRoomError(planner.NothingFitsError):
+    """The error of a job for which no plan fits, with a short message."""
+
+    def __init__(self) -> None:
+        UserError.__init__(self, "too large")
+
+
+@pytest.mark.parametrize("count", [3, 20, 21])
+def test_the_largest_target_has_all_its_plans(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Up to twenty targets are estimated exactly. One that does not fit has no plan but a reason."""
+    told: list[Any] = []
+    machine = Machine(kind="cpu", free=10**9)
+    targets = [plan_report.PlanTarget(f"t{i}", Job(model=tiny_config(), sizes=sizes_of(i, 1, 1, 0))) for i in (5, 9, 2)]
+    targets += [plan_report.PlanTarget(f"more{i}", targets[0].job) for i in range(count - 3)]
+
+    def report(*given: Any) -> dict[str, Any]:
+        assert given[:7] == ("t9", targets[1].job, machine, {"axial": 1}, {"s": 1}, None, None)
+        assert given[7] == 2.5
+        given[8](1, 2, "measuring")
+        plans = [{"chosen": False, "title": "slow"}, {"chosen": True, "title": "fast"}]
+        return {"name": "t9", "said": "it fits", "plans": plans}
+
+    def choose(job: Job, *given: Any, every: bool, tell: Any) -> Any:
+        assert given == (machine, {"axial": 1}, {"s": 1}, None)
+        assert every == (count <= 20)
+        tell(1, 2, "estimating")
+        if job.sizes.residues == 2:
+            raise NoRoomError
+        return SimpleNamespace(chosen="chosen plan")
+
+    monkeypatch.setattr(plan_report, "job_report", report)
+    monkeypatch.setattr(plan_report, "choose", choose)
+    monkeypatch.setattr(plan_report, "choice_in_words", lambda choice: f"the {choice.chosen}")
+    monkeypatch.setattr(plan_report, "plan_row", lambda chosen, choice, *given: {"title": chosen, "price": given[2]})
+    found = plan_report.plan_report(
+        targets, machine, {"axial": 1}, {"s": 1}, None, 2.5, lambda done, total, what: told.append((done, total, what))
+    )
+    assert found.keys() == {"machine", "free", "devices", "how", "targets", "largest"}
+    assert (found["free"], found["devices"], found["machine"]) == (10**9, 1, str(machine))
+    assert found["largest"]["plans"][0]["title"] == "slow"
+    row = {"said": "the chosen plan", "title": "chosen plan", "price": None}
+    assert found["targets"][:3] == [
+        {"name": "t5", "residues": 5} | row,
+        {"name": "t9", "residues": 9, "said": "it fits", "chosen": True, "title": "fast"},
+        {"name": "t2", "residues": 2, "refused": "too large"},
+    ]
+    assert [target["name"] for target in found["targets"][3:]] == [f"more{i}" for i in range(count - 3)]
+    assert told[:3] == [
+        (0.5, count, "t5, estimating"), (1.5, count, "t9, measuring"), (2.5, count, "t2, estimating"),
+    ]  # fmt: skip
+    monkeypatch.setattr(plan_report, "job_report", lambda *_: {"refused": "no room", "plans": []})
+    (alone,) = plan_report.plan_report(targets[:1], machine, {})["targets"]
+    assert alone == {"name": "t5", "residues": 5, "refused": "no room"}
+
+
+def test_keys_that_exclude_each_other_are_the_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(*_: Any, **__: Any) -> None:
+        raise ValueError("axial: 3 does not divide 4 devices")
+
+    monkeypatch.setattr(plan_report, "choose", choose)
+    monkeypatch.setattr(plan_report, "job_report", lambda *_: {"plans": []})
+    targets = [plan_report.PlanTarget("q", Job(model=tiny_config(), sizes=sizes_of(n, 1, 1, 0))) for n in (5, 9)]
+    with pytest.raises(UserError, match="axial: 3 does not divide 4 devices"):
+        plan_report.plan_report(targets, Machine(kind="cpu", free=10**9), {})
 
 
 # ---- training

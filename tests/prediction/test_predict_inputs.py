@@ -2,21 +2,27 @@
 
 import html
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.helpers import tiny_model
-from tests.prediction.runs import run_cli
+from tests.helpers import tiny_config, tiny_model
+from tests.prediction.runs import run_cli, write_entry
 from tests.prediction.test_predict_complexes import multimer
 from warpfold import predict
 from warpfold.data.example.templates import TemplateOutcome
+from warpfold.data.features.choose import SampleConfig
 from warpfold.errors import UserError
+from warpfold.files import sha256
 from warpfold.model.template import TemplateConfig
 from warpfold.model.weights.files import save_params
-from warpfold.prediction.params import params_files
+from warpfold.prediction import templates
+from warpfold.prediction.params import check_templates, families_in, params_files, read_params
 from warpfold.prediction.predictor import load
 from warpfold.prediction.queries import read_given
 from warpfold.prediction.templates import (
@@ -254,3 +260,265 @@ def test_a_folder_of_hits(tmp_path: Path) -> None:
     assert [len(outcomes) for _, outcomes in find_templates(queries, sources, most=4)] == [1, 0]
     with pytest.raises(UserError, match=r"has no hits that are named after a query\. Call them other\.hhr"):
         find_templates(queries[1:], sources, most=4)
+
+
+# ---- templates by name, chain and file
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"hits": ["h"]}, "hits: need the mmCIF files that they name"),
+        ({"structures": Path("s")}, "a template folder or date: has no effect without hits"),
+        ({"max_date": "2020-01-01"}, "a template folder or date: has no effect without hits"),
+        ({"files": ["f"], "max_date": "2020-01-01"}, "a template folder or date: has no effect without hits"),
+        ({"hits": ["h"], "structures": Path("s"), "max_date": "2020-13-01"}, "--max-template-date"),
+    ],
+)
+def test_sources_of_templates_that_do_not_fit_together(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        TemplateSources(**fields)
+
+
+def test_sources_of_templates_are_true_if_there_are_any() -> None:
+    """Only hits without a date cause a warning."""
+    none, files = TemplateSources(), TemplateSources(files=["f"])
+    hits = TemplateSources(hits=[Path("h")], structures=Path("s"))
+    dated = TemplateSources(hits=[Path("h")], structures=Path("s"), max_date="2020-01-01")
+    assert [bool(one) for one in (none, files, hits, dated)] == [False, True, True, True]
+    assert [[notice.text for notice in one.notices] for one in (none, files, dated)] == [[]] * 3
+    assert [notice.text for notice in hits.notices] == [
+        "no template date is given (--max-template-date): hits of any date are used, even a protein's own structure"
+    ]
+    assert template_notices([], none) == []
+
+
+@pytest.fixture
+def alignments_of(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], tuple[float, int] | None]:
+    """Replace reading and aligning templates by a table: sequence, file -> identity, residues; None is an error."""
+    table: dict[tuple[str, str], tuple[float, int] | None] = {}
+
+    def read(sequence: str, files: Any) -> Any:
+        (file,) = files
+        if (values := table[sequence, file]) is None:
+            raise UserError(f"{file}: does not fit {sequence}")
+        return None, [TemplateOutcome(file, True, "", residues=values[1], identity=values[0])]
+
+    monkeypatch.setattr(templates, "user_templates", read)
+    return table
+
+
+def test_templates_go_to_the_sequences_that_they_resemble(alignments_of: dict[tuple[str, str], Any]) -> None:
+    """A chain of a file goes to one sequence: that with the largest number of equal residues."""
+    chains = {"A": ONE, "B": TWO, "C": ONE}
+    alignments_of |= {(ONE, "t.cif"): (0.3, 10), (TWO, "t.cif"): (0.299, 99)}
+    alignments_of |= {(ONE, "t.cif:X"): (0.5, 10), (TWO, "t.cif:X"): (0.4, 20)}
+    alignments_of |= {(ONE, "u.cif"): None, (TWO, "u.cif"): (0.9, 5)}
+    for file, one, two in (
+        ("t.cif", ["t.cif"], []),
+        ("t.cif:X", [], ["t.cif:X"]),
+        ("u.cif", [], ["u.cif"]),
+        ("B=t.cif", [], ["t.cif"]),
+        ("B=t.cif:X", [], ["t.cif:X"]),
+        ("Z=t.cif", [], []),
+    ):
+        assert templates.files_of_chains([file], chains) == {ONE: one, TWO: two}, file
+    assert templates.files_of_chains(["t.cif", "B=t.cif", "u.cif"], chains) == {ONE: ["t.cif"], TWO: ["t.cif", "u.cif"]}
+    alignments_of[TWO, "u.cif"] = None
+    with pytest.raises(UserError, match=f"u.cif: does not fit {ONE}"):
+        templates.files_of_chains(["u.cif"], chains)
+    assert templates.files_of_chains(["u.cif"], {}) == {}
+
+
+def test_a_template_that_fits_no_chain_is_an_error() -> None:
+    used = [["t.cif"], ["u.cif:X"]]
+    templates.check_fit(["t.cif", "A=t.cif", "u.cif:X"], used, "A")
+    for file, template, reason in (
+        ("u.cif", "u.cif", "fewer than 30% of the aligned residues are equal"),
+        ("Q=w.cif", "w.cif", "none is Q"),
+    ):
+        with pytest.raises(UserError) as error:
+            templates.check_fit(["t.cif", file], used, "A")
+        assert str(error.value) == (
+            f"{file}: fits no chain, as {reason}. Leave it out, or say which chain it is for: A={template}"
+        )
+
+
+def test_names_of_templates_may_contain_separators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a=b.cif", "c:d.cif", "x.cif"):
+        Path(name).touch()
+    for file in ("a=b.cif", "a=b.cif:A", "c:d.cif", "c:d.cif:A", "H=c:d.cif", "H=a=b.cif", "H=x.cif:A", "x.cif:A"):
+        templates.check_template_file(file)
+    for file in ("y.cif", "y.cif:A", "H=y.cif", "y=x.cif:A:B", "a=y.cif"):
+        with pytest.raises(UserError, match="no such file"):
+            templates.check_template_file(file)
+
+
+def test_the_users_templates_are_read_in_their_order(tmp_path: Path) -> None:
+    first = write_entry(tmp_path / "1abc.cif", {"A": ONE, "B": TWO}, "2010-01-01")
+    second = write_entry(tmp_path / "2xyz.cif", {"C": ONE}, "2010-01-01", seed=1)
+    found, outcomes = templates.user_templates(ONE, [f"{second}:C", first])
+    assert found is not None
+    assert [*found.names] == [outcome.name for outcome in outcomes] == ["2xyz_C", "1abc_A"]
+    assert templates.user_templates(ONE, []) == (None, [])
+
+
+@pytest.fixture
+def hits_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the hits of a file by the name of the file and the sequence of the query."""
+    monkeypatch.setattr(templates, "read_hits", lambda path, sequence: [f"{path.name} {sequence}"])
+
+
+def test_hits_belong_to_queries_by_name(tmp_path: Path, hits_read: None) -> None:
+    """The case of names does not matter in folders. The file's name comes before the folder's."""
+    queries = [TemplateQuery(ONE, ("one", "H"), ()), TemplateQuery(TWO, ("two",), ())]
+    for name in (
+        "set/one.hhr", "set/H.hhr", "set/TWO.hhr", "set/two/pdb_hits.sto", "set/one/two.hhr", "set/x.hhr",
+        "set/two/hhr/y.hhr", "set/one.a3m", "one.hhr", "two.extra.hhr", "x.hhr",
+    ):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+
+    def by_query(*given: str, refused: Sequence[str] = (), chosen: Sequence[TemplateQuery] = queries) -> Any:
+        return templates._hits_by_query(chosen, [tmp_path / name for name in given], refused)
+
+    found = {name: sorted(hits) for name, hits in by_query("set").items()}
+    assert found == {
+        "one": [f"H.hhr {ONE}", f"one.hhr {ONE}"],
+        "two": [f"TWO.hhr {TWO}", f"pdb_hits.sto {TWO}", f"two.hhr {TWO}", f"y.hhr {TWO}"],
+    }
+    # A file that the user names may have any ending.
+    (tmp_path / "one.txt").touch()
+    assert by_query("one.txt") == {"one": [f"one.txt {ONE}"]}
+    assert by_query("one.hhr", "two.extra.hhr") == {"one": [f"one.hhr {ONE}"], "two": [f"two.extra.hhr {TWO}"]}
+    with pytest.raises(UserError) as error:
+        by_query("x.hhr")
+    assert str(error.value) == (
+        f"{tmp_path / 'x.hhr'}: there is no query x. With several queries, name each file of hits by its query "
+        "(one.hhr)."
+    )
+    # The records with these names failed.
+    assert by_query("x.hhr", "one.hhr", refused=["x"]) == {"one": [f"one.hhr {ONE}"]}
+    assert by_query("x.hhr", refused=["x"], chosen=queries[:1]) == {}
+    # A file belongs to the only query, and a folder has files for others.
+    assert by_query("x.hhr", chosen=queries[:1]) == {"one": [f"x.hhr {ONE}"]}
+    assert sorted(by_query("set", chosen=queries[:1])["one"]) == [f"H.hhr {ONE}", f"one.hhr {ONE}", f"two.hhr {ONE}"]
+    with pytest.raises(UserError, match=r"set: has no hits that are named after a query\. Call them z\.hhr, or put"):
+        by_query("set", chosen=[TemplateQuery(ONE, ("z",), ())])
+
+
+def test_templates_of_a_query_are_the_users_and_then_hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's files are read once for queries with one sequence."""
+    read, asked = list[Any](), list[Any]()
+    own, other = TemplateOutcome("own", True, ""), TemplateOutcome("hit", False, "late")
+    hits = {"one": [SimpleNamespace(pdb_id=f"{i}abc") for i in (1, 2, 1, 3, 4)]}
+
+    def user_templates(*key: Any) -> Any:
+        read.append(key)
+        return ["file"] if key[1] else None, [own] if key[1] else []
+
+    def from_hits(sequence: str, offered: Any, library: Any, newest: Any, limit: int) -> Any:
+        asked.append((sequence, len(offered), str(newest), limit))
+        return ["hit"], [other]
+
+    monkeypatch.setattr(templates, "user_templates", user_templates)
+    monkeypatch.setattr(templates, "templates_from_hits", from_hits)
+    monkeypatch.setattr(templates, "_hits_by_query", lambda *_: hits)
+    monkeypatch.setattr(templates, "concatenate_templates", lambda parts: [*parts])
+    queries = [TemplateQuery(ONE, (name,), files) for name, files in (("one", ("f",)), ("two", ()), ("three", ("f",)))]
+    (tmp_path / "3abc.cif").touch()
+    sources = TemplateSources(files=["f"], hits=[tmp_path], structures=tmp_path, max_date="2020-01-02")
+    assert find_templates(queries, sources, 4) == [([["file"], ["hit"]], [own, other]), ([], []), ([["file"]], [own])]
+    assert read == [(ONE, ("f",)), (ONE, ())]
+    assert asked == [(ONE, 5, "2020-01-02", 3)]
+    (tmp_path / "3abc.cif").unlink()
+    with pytest.raises(UserError) as error:
+        find_templates(queries, sources, 4)
+    assert str(error.value) == (
+        f"{tmp_path}: has the structures of none of the 5 hits (1abc.cif, 2abc.cif, 3abc.cif ...). Pass the folder of "
+        "their mmCIF files, or leave the hits out."
+    )
+    hits.clear()
+    assert [found for found, _ in find_templates(queries, sources, 4)] == [[["file"]], [], [["file"]]]
+
+
+def test_a_hit_without_a_chain_has_the_name_of_its_entry() -> None:
+    sources = TemplateSources(hits=[Path("h")], structures=Path("mmcif"))
+    missing = [TemplateOutcome(name, False, "x: has no file", missing=True) for name in ("1ABC", "2xyz_A_B")]
+    (notice,) = template_notices(missing, sources)
+    assert notice.values == {"used": 0, "offered": 2, "missing": 2, "folder": "mmcif", "detail": "1abc, 2xyz_a"}
+
+
+# ---- files of parameters
+
+
+def test_families_of_parameters_are_chosen_by_the_kind_of_query(tmp_path: Path) -> None:
+    def names(*files: str, number: int | None = None, complexes: bool = False) -> list[str]:
+        folder = tmp_path / f"{len([*tmp_path.iterdir()])}"
+        folder.mkdir()
+        for file in files:
+            (folder / file).touch()
+        return [path.name for path in params_files([folder], number, complexes)]
+
+    single = ("params_model_2.npz", "params_model_1.npz", ".params_model_9_ptm.npz", "notes.txt")
+    ptm, newest = "params_model_1_ptm.npz", "params_model_1_multimer_v3.npz"
+    older = ("params_model_1_multimer.npz", "params_model_1_multimer_v2.npz")
+    assert names(*single) == ["params_model_1.npz", "params_model_2.npz"]
+    assert names(*single, ptm, newest) == [ptm]
+    assert names(*single, newest) == ["params_model_1.npz", "params_model_2.npz"]
+    assert names(*single, ptm, newest, *older, complexes=True) == [newest]
+    assert names(*older, complexes=True) == [older[1]]
+    # A folder of one family leaves no choice.
+    assert names(*single, complexes=True) == ["params_model_1.npz", "params_model_2.npz"]
+    assert names("b.safetensors", "a.npz") == ["a.npz", "b.safetensors"]
+    assert names("b.safetensors", "a.npz", number=1) == ["a.npz"]
+    for files, complexes in ((older, False), ((*single, ptm), True), ((*single, "own.npz"), False)):
+        with pytest.raises(UserError, match="has parameters of several kinds"):
+            names(*files, complexes=complexes)
+    folder = tmp_path / "0"
+    assert {family: [path.name for path in paths] for family, paths in families_in(folder).items()} == {
+        "": ["params_model_1.npz", "params_model_2.npz"]
+    }
+    # The number limits those of each folder and of all files.
+    given = [tmp_path / "x.npz", folder, tmp_path / "y.npz"]
+    assert params_files(given) == [given[0], folder / "params_model_1.npz", folder / "params_model_2.npz", given[2]]
+    assert params_files(given, 2) == [given[0], folder / "params_model_1.npz"]
+    assert params_files([folder], 2) == [folder / "params_model_1.npz", folder / "params_model_2.npz"]
+    assert params_files(given, 3) == [given[0], folder / "params_model_1.npz", folder / "params_model_2.npz"]
+    with pytest.raises(UserError) as error:
+        params_files([folder], 3)
+    assert str(error.value) == f"--num-models 3: only 2 matching parameter files in {folder}. Use --num-models 2."
+
+
+def test_parameters_of_equal_names_are_told_apart(tmp_path: Path) -> None:
+    for number, name in enumerate(("a/x", "b/x", "b/y", "c/A_x", "d/b_x")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        save_params(tmp_path / f"{name}.safetensors", tiny_model(number), {"max_msa": 7} if number else None)
+    paths = [tmp_path / f"{name}.safetensors" for name in ("b/y", "a/x", "b/x")]
+    found = read_params(paths)
+    assert [(one.name, one.path, one.digest, one.sample.max_msa) for one in found] == [
+        ("y", paths[0], sha256(paths[0]), 7),
+        ("a_x", paths[1], sha256(paths[1]), 512),
+        ("b_x", paths[2], sha256(paths[2]), 7),
+    ]
+    assert not any(one.multimer for one in found)
+    with pytest.raises(UserError, match=r"x\.safetensors: the same parameters as .*x\.safetensors\. Pass each"):
+        read_params([paths[1], paths[0], paths[1]])
+    # The name of a file may be that of another file with its folder; some file systems ignore the case.
+    with pytest.raises(UserError, match=r"A_x\.safetensors: its file and folder are named as .*a/x\.safetensors"):
+        read_params([paths[1], paths[2], tmp_path / "c/A_x.safetensors"])
+    summary = found[0].summary()
+    assert summary.keys() == {"file", "sha256", "licence", "assumed"}
+    assert (summary["file"], summary["sha256"], summary["licence"]) == ("y.safetensors", found[0].digest, None)
+
+
+def test_a_model_takes_as_many_templates_as_it_says() -> None:
+    config, sample = tiny_config(), SampleConfig(max_templates=2)
+    bare = replace(config, templates=replace(config.templates, enabled=False))
+    check_templates(config, sample, 2)
+    check_templates(bare, sample, 0)
+    with pytest.raises(UserError, match="templates given: 3, the model takes 2"):
+        check_templates(config, sample, 3)
+    with pytest.raises(UserError, match="these parameters have no template parts"):
+        check_templates(bare, sample, 1)

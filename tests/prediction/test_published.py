@@ -1,5 +1,7 @@
 """Test `warpfold params fetch`: names, extraction from a tar, the source record of a file, existing files."""
 
+import gzip
+import hashlib
 import io
 import json
 import os
@@ -9,8 +11,9 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +73,135 @@ def test_what_the_table_says_of_each() -> None:
     assert len(digests) == len(set(digests)) == 8
     with pytest.raises(UserError, match=r"finetunning_ptm_1: .*Did you mean finetuning_ptm_1"):
         published("finetunning_ptm_1")
+
+
+def test_the_table_of_published_files() -> None:
+    """Only models 1 and 2 of DeepMind's single chains have templates, so the others are smaller."""
+    deepmind = {name: one for name, one in PUBLISHED.items() if one.terms is table.ALPHAFOLD}
+    dates = {"": "2022-12-06", "_ptm": "2022-12-06", "_multimer_v3": "2022-12-06"}
+    dates |= {"_multimer_v2": "2022-03-02", "_multimer": "2022-01-19"}
+    assert {
+        name: (one.file, one.megabytes, one.address, one.sha256, one.in_archive) for name, one in deepmind.items()
+    } == {
+        f"model_{number}{family}": (
+            f"params_model_{number}{family}.npz",
+            373 if number < 3 or "multimer" in family else 372,
+            f"https://storage.googleapis.com/alphafold/alphafold_params_{date}.tar",
+            None,
+            True,
+        )
+        for family, date in dates.items()
+        for number in (1, 2, 3, 4, 5)
+    }
+    openfold = {name: one for name, one in PUBLISHED.items() if name not in deepmind}
+    assert [*openfold] == [*SETS["openfold"]]
+    for name, one in openfold.items():
+        assert (one.file, one.in_archive, one.terms) == (f"{name}.pt", False, table.OPENFOLD)
+        assert one.megabytes == (373 if "no_templ" in name else 375)
+        assert one.address.endswith(f"/{name}.pt")
+        assert ("s3.amazonaws" in one.address) == (name == "initial_training")
+        assert (one.sha256 is None) == (name in ("initial_training", "finetuning_no_templ_1"))
+    assert [*SETS["alphafold"]] == [name for name in deepmind if not name.endswith(("multimer", "multimer_v2"))]
+    assert deepmind["model_1"].attribution == (
+        "params_model_1.npz, of the AlphaFold parameters, by DeepMind Technologies Limited; CC BY 4.0 "
+        "(https://creativecommons.org/licenses/by/4.0/); unchanged"
+    )
+
+
+@pytest.mark.parametrize(("name", "hint"), [("ptxyz", "Did you mean ptm? "), ("0123", "")])
+def test_unknown_names_have_a_hint_if_half_of_the_letters_agree(name: str, hint: str) -> None:
+    with pytest.raises(UserError) as error:
+        published(name)
+    assert str(error.value) == (
+        f"{name}: no published parameters of this name. {hint}List them with `warpfold params fetch`."
+    )
+
+
+def test_a_download_is_limited_noted_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files may have 2 GB, archives 20 GB. Files that are there already are only inspected."""
+    limits, told, inspected = list[Any](), list[Any](), list[str]()
+    content = packed(**{"a/params_model_2.npz": b"two", "params_model_3.npz": b"three", "LICENSE": b"text"})
+
+    def receive(source: Any, file: Any, name: str, limit: int, progress: Any) -> str:
+        limits.append((source, name, limit))
+        file.write(content)
+        return "https://mirror/x.tar"
+
+    def fetch_file(source: Any, path: Path, sha256: str | None, limit: int, progress: Any) -> str:
+        limits.append((source, path.name, limit, sha256))
+        path.write_bytes(b"four")
+        return "https://mirror/x.pt"
+
+    def inspect(path: Path) -> str:
+        inspected.append(path.name)
+        return path.name
+
+    monkeypatch.setattr("warpfold.download.receive", receive)
+    monkeypatch.setattr("warpfold.download.fetch_file", fetch_file)
+    monkeypatch.setitem(SETS, "both", ("model_2", "model_3", "initial_training"))
+    names = ["params_model_2.npz", "params_model_3.npz", "initial_training.pt"]
+    progress = lambda *given: told.append(given)  # noqa: E731
+    for _ in range(2):
+        assert table.fetch_params("both", tmp_path / "new/out", inspect, progress=progress) == names
+    assert inspected == names * 2
+    tar, pt = PUBLISHED["model_2"].address, PUBLISHED["initial_training"].address
+    assert limits == [(tar, TAR, 20 * 10**9), (pt, "initial_training.pt", 2 * 10**9, None)]
+    checks = [(index, 3, f"checking {name}") for index, name in enumerate(names)]
+    assert told == [(0, 2, f"extracting {names[0]}"), (1, 2, f"extracting {names[1]}"), *checks, *checks]
+    note_path = tmp_path / "new/out/params_model_2.npz.source.json"
+    note = json.loads(note_path.read_text())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", note.pop("fetched"))
+    assert note == {
+        "name": "model_2", "file": names[0], "size": 3, "sha256": hashlib.sha256(b"two").hexdigest(),
+        "published_sha256": None, "address": "https://mirror/x.tar", "published_at": tar,
+        **asdict(table.ALPHAFOLD), "attribution": PUBLISHED["model_2"].attribution,
+    }  # fmt: skip
+    assert note_path.read_text().startswith('{\n "name": "model_2",\n "file"')
+    assert note_path.read_text().endswith("}\n")
+    other = json.loads((tmp_path / "new/out/initial_training.pt.source.json").read_text())
+    assert (other["address"], other["size"]) == ("https://mirror/x.pt", 4)
+    assert other["sha256"] == hashlib.sha256(b"four").hexdigest()
+
+
+def test_members_that_are_too_large_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "LARGEST", 5)
+    for content, there in ((b"12345", True), (b"123456", False)):
+        (tmp_path / TAR).write_bytes(packed(**{"params_model_1.npz": content}))
+        out = tmp_path / f"{len(content)}"
+        if there:
+            assert table.fetch_params("model_1", out, Path.read_bytes, str(tmp_path)) == [content]
+        else:
+            with pytest.raises(UserError, match=r"has no params_model_1\.npz\. Give the published archive"):
+                table.fetch_params("model_1", out, Path.read_bytes, str(tmp_path))
+
+
+def test_a_damaged_file_that_was_there_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a file that this call downloaded is deleted, with its note."""
+
+    def fetch_file(source: Any, path: Path, *_: Any) -> str:
+        path.write_bytes(b"new")
+        return "https://mirror"
+
+    def refuse(path: Path) -> None:
+        raise UserError(f"{path.name}: is damaged")
+
+    monkeypatch.setattr("warpfold.download.fetch_file", fetch_file)
+    with pytest.raises(UserError, match=r"initial_training\.pt: is damaged"):
+        table.fetch_params("initial_training", tmp_path, refuse)
+    assert contents(tmp_path) == {}
+    table.fetch_params("initial_training", tmp_path, str)
+    before = contents(tmp_path)
+    with pytest.raises(UserError, match=r"initial_training\.pt: is damaged"):
+        table.fetch_params("initial_training", tmp_path, refuse)
+    assert contents(tmp_path) == before
+    (tmp_path / "finetuning_2.pt").write_bytes(b"another")
+    with pytest.raises(UserError) as error:
+        table.fetch_params("finetuning_2", tmp_path, str)
+    digest = hashlib.sha256(b"another").hexdigest()
+    assert str(error.value) == (
+        f"{tmp_path / 'finetuning_2.pt'}: is there, and is another file than finetuning_2: its SHA-256 is {digest}, "
+        f"not {PUBLISHED['finetuning_2'].sha256}"
+    )
 
 
 def test_a_model_is_taken_from_the_tar_checked_and_folds(
@@ -185,6 +317,7 @@ def member(size: int, kind: bytes = tarfile.REGTYPE, pax: dict[str, str] | None 
         (member(2**70), "not a tar that can be read"),
         (member(1, pax={"size": "9" * 400}), "not a tar that can be read"),
         (member(1, pax={"size": "9" * 5000}), "params_model_1.npz: not a readable .npz"),
+        (gzip.compress(packed(**{"params_model_1.npz": b"no arrays"})), "not a tar that can be read"),
         (packed(), r"has no params_model_1\.npz\. Give the published archive"),
         (packed(**{"params_model_1.npz": bytes(50_000)})[:30_000], "not a tar that can be read"),
         (packed(**{"../../params_model_1.npz": b"no arrays"}), "params_model_1.npz: not a readable .npz"),

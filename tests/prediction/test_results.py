@@ -1,22 +1,28 @@
-"""Test the files for people who read or publish results: archives of `--zip`, the log of a run, headlines."""
+"""Test the files for people who read or publish results: archives of `--zip`, logs, reports, notices."""
 
 import json
 import re
 import zipfile
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.prediction.runs import contents, run_cli
 from warpfold import cli, predict
 from warpfold.errors import UserError
 from warpfold.files import append_line
-from warpfold.prediction.pages import write_archives
+from warpfold.prediction import notices, pages
+from warpfold.prediction.notices import Notice
+from warpfold.prediction.outputs import file_names
+from warpfold.prediction.pages import headline, prediction_report, target_of, warning_lines, write_archives
 from warpfold.prediction.predictor import Predictor, Prepared
 from warpfold.relaxation import amber
 from warpfold.relaxation import files as relax_files
+from warpfold.report.report import ReportPage, Warned
 
 ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGL"
 FIGURES = {f"_{name}.{form}" for name in ("plddt", "pae", "coverage") for form in ("png", "svg")}
@@ -212,3 +218,411 @@ def test_help_all_has_the_option(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             cli.main(["predict", option])
         assert ("--zip" in capsys.readouterr().out) == there
+
+
+# ---- the report from a made-up summary
+
+PLAIN = {"length": 4, "msa_depth": 1, "msa_given": 1, "mean_plddt": 71.26, "ptm": None, "sequence": "ACDE"}
+
+
+def record(kind: str, **values: Any) -> dict[str, Any]:
+    return Notice(kind, values).record()
+
+
+def made(out: Path, name: str, files: Sequence[str] = ("arrays", "mmcif"), **more: Any) -> dict[str, Any]:
+    """Write the files of a prediction with made-up contents; return its entry in the summary."""
+    entry = PLAIN | {"name": name, "folder": name, "model": "m1", "seed": 0, "warnings": [], "templates_unused": 0}
+    entry |= {"seconds": {"features": 0.25, "model": 1.5}, "templates": [], "ranking_confidence": 71.26} | more
+    folder, names = out / str(entry["folder"]), file_names(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    entry["files"] = {kind: names[kind] for kind in files}
+    n = entry["length"]
+    arrays = {"positions": np.arange(n * 111.0).reshape(n, 37, 3), "plddt": np.arange(float(n)), "pae": np.eye(n)}
+    arrays |= {"coverage_depth": np.arange(n), "coverage_rows": np.ones((2, n)), "coverage_total": np.array(7)}
+    for kind in files:
+        if kind == "arrays":
+            np.savez(folder / names[kind], **{key: arrays[key] for key in entry.pop("kept", arrays)})
+        elif kind == "pae":
+            (folder / names[kind]).write_text('[{"predicted_aligned_error": [], "max_predicted_aligned_error": 20.5}]')
+        elif kind == "templates":
+            (folder / names[kind]).write_text(json.dumps(entry.pop("outcomes")))
+        else:
+            (folder / names[kind]).write_text(f"{kind} of {entry['folder']}")
+    return entry
+
+
+def summary_of(*entries: dict[str, Any], failures: Sequence[dict[str, Any]] = (), **more: Any) -> dict[str, Any]:
+    models = [{"file": f"{name}.npz", "sha256": f"digest of {name}"} for name in ("m1", "m2")]
+    given = {"predictions": [*entries], "failures": [*failures], "input_warnings": {}, "models": models, "seconds": 9.6}
+    given |= {"versions": {"warpfold": "7", "torch": "8"}, "settings": {"seed": 3, "seeds": 1}, "device": "cpu"}
+    return given | more
+
+
+def tables(page: ReportPage) -> dict[str, tuple[str, list[list[str]]]]:
+    """Return the text and the table, with its header, of each section."""
+    return {
+        section.heading: (section.text, [[*row] for row in (section.table.header, *section.table.rows)])
+        for section in page.sections
+        if section.table is not None
+    }
+
+
+def test_the_report_of_one_protein(tmp_path: Path) -> None:
+    """The warnings of the only prediction are at the head. Its table would repeat the numbers there."""
+    outcomes = [
+        {"name": "1abc_A", "used": True, "note": "close", "residues": 3, "identity": 0.756, "chains": []},
+        {"name": "2xyz_B", "used": False, "note": "late", "residues": 0, "identity": 0.0, "chains": []},
+    ]
+    entry = made(
+        tmp_path, "one", ("arrays", "mmcif", "pae", "templates", "pdb"), outcomes=outcomes, templates=["1abc_A"],
+        templates_unused=1, ptm=0.456, warnings=[record("one_row")], msa_depth=1, msa_given=1200,
+    )  # fmt: skip
+    page = prediction_report(tmp_path, summary_of(entry, warnings=[{"text": "of the run"}]))
+    assert (page.title, page.lead) == ("one", "Folded by WarpFold with m1.npz, m2.npz.")
+    assert page.facts == [
+        ("residues", "4"), ("chain", "1"), ("alignment rows", "1 of 1,200"), ("mean pLDDT", "71.3"), ("pTM", "0.46"),
+        ("seconds in all", "10"),
+    ]  # fmt: skip
+    assert page.warnings == [
+        Warned("of the run"),
+        Warned("its alignment has one row, its own: folded by the sequence alone"),
+    ]
+    assert page.footer == [
+        "WarpFold 7 · torch 8 · cpu · seed 3 · parameters sha256 digest of m1, digest of m2",
+    ]
+    assert tables(page) == {
+        "Templates": (
+            "NAME_templates.json in the protein's folder has the outcome of every template that was offered.",
+            [
+                ["protein", "template", "residues", "identity", "note"],
+                ["one", "1abc_A", "3", "76%", "close"],
+                ["one", "1 not used", "", "", ""],
+            ],
+        )
+    }
+    assert len(page.sections) == 1
+    (target,) = page.targets
+    assert (target.name, target.sequence, target.mmcif, target.max_pae) == ("one", "ACDE", "mmcif of one", 20.5)
+    assert (target.has_pdb, target.chains, target.group, target.note) == (True, {}, "", "")
+    assert (target.warnings, target.interfaces) == ([], [])
+    assert target.numbers == [
+        ("residues", "4"), ("mean pLDDT", "71.3"), ("pTM", "0.46"), ("alignment rows", "1 of 1,200"),
+        ("templates", "1"),
+    ]  # fmt: skip
+    np.testing.assert_array_equal(target.ca, np.arange(4 * 111.0).reshape(4, 37, 3)[:, 1])
+    np.testing.assert_array_equal(target.plddt, np.arange(4))
+    np.testing.assert_array_equal(target.pae, np.eye(4))  # type: ignore[arg-type]
+    assert target.coverage is not None
+    assert (target.coverage.depth.tolist(), target.coverage.rows.tolist()) == ([0, 1, 2, 3], [[1] * 4] * 2)
+    assert target.coverage.total == 7
+    # With a failure, the page is about several proteins.
+    page = prediction_report(tmp_path, summary_of(entry, failures=[{"name": "two", "error": "too long"}]))
+    assert (page.title, page.targets[0].warnings) == ("Predicted structures", [record("one_row")["text"]])
+    assert page.facts == [("proteins folded", "1"), ("failed", "1"), ("seconds in all", "10")]
+    assert page.warnings == [Warned(record("one_row")["text"], {"one": ""})]
+    assert tables(page)["Failed"] == ("", [["protein", "error"], ["two", "too long"]])
+    assert tables(page)["All proteins"][1][1:] == [["one", "4", "1", "71.3", "0.46", "1.8", "1"]]
+
+
+def test_the_report_of_ranked_complexes(tmp_path: Path) -> None:
+    """Only the best prediction of a protein is in the table of proteins; all are in the ranking."""
+    chains = [{"id": "A", "length": 3, "ptm": 0.5}, {"id": "B", "length": 1, "ptm": None}]
+    ranked: dict[str, Any] = {"ranked": {"mmcif": "dimer/copy.cif"}, "msa_depth": 9, "msa_given": 9, "paired_rows": 2}
+    ranked |= {"chains": chains, "together": 2, "pair_scores": []}
+    interfaces = [{"chains": ["A", "B"], "iptm": None, "plddt": 66.66, "contacts": 12}]
+    first = made(
+        tmp_path, "dimer", folder="dimer/b", **ranked, rank=1, model="m2", seed=4, iptm=0.8, ptm=0.7,
+        ranking_confidence=0.7777, interfaces=interfaces, warnings=[record("iptm_unsure", iptm=0.7)],
+    )  # fmt: skip
+    second = made(
+        tmp_path, "dimer", ("arrays", "mmcif", "pdb"), folder="dimer/a", **ranked, rank=2, seed=3, iptm=0.1,
+        ranking_confidence=0.1, kept=("positions", "plddt", "coverage_depth", "coverage_rows", "coverage_total"),
+    )  # fmt: skip
+    single = made(tmp_path, "single", ranked={"mmcif": "dimer/copy.cif"}, rank=1, msa_depth=2, msa_given=2)
+    sixth = made(tmp_path, "single", folder="six", ranked={"mmcif": "dimer/copy.cif"}, rank=6)
+    fifth = made(tmp_path, "single", folder="five", ranked={"mmcif": "dimer/copy.cif"}, rank=5)
+    (tmp_path / "dimer/copy.cif").write_text("superposed")
+    failure = {"name": "dimer", "model": "m1", "seed": 4, "error": "no"}
+    ranking = {"dimer": {"by": "0.8 ipTM + 0.2 pTM"}, "single": {"by": "mean pLDDT"}}
+    summary = summary_of(first, second, single, sixth, fifth, failures=[failure], ranking=ranking)
+    summary["settings"] = {"seed": 3, "seeds": 2}
+    summary["input_warnings"] = {"lost": [record("input", text="as given")], "dimer": []}
+    page = prediction_report(tmp_path, summary)
+    assert page.lead == "Folded by WarpFold with m1.npz, m2.npz, the best 4 drawn."
+    assert page.facts == [("proteins folded", "2"), ("failed", "1"), ("seconds in all", "10")]
+    assert "· seeds 3 to 4 ·" in page.footer[0]
+    assert page.warnings == [
+        Warned("as given", {"lost": ""}),
+        Warned("ipTM 0.70, below 0.8: the interface may be right or wrong", {"dimer, rank 1": ""}),
+    ]
+    header = ["protein", "chains", "residues", "alignment rows", "mean pLDDT", "ipTM", "pTM", "seconds", "warnings"]
+    assert tables(page) == {
+        "All proteins": (
+            "",
+            [
+                header,
+                ["dimer, rank 1", "2", "4", "9", "71.3", "0.80", "0.70", "1.8", "1"],
+                ["single, rank 1", "1", "4", "2", "71.3", "–", "–", "1.8", "0"],
+            ],
+        ),
+        "Ranking": (
+            "Best first, by 0.8 ipTM + 0.2 pTM or mean pLDDT.",
+            [
+                ["prediction", "model", "seed", "0.8 ipTM + 0.2 pTM", "mean pLDDT", "ipTM", "pTM"],
+                ["dimer, rank 1", "m2", "4", "0.778", "71.3", "0.80", "0.70"],
+                ["dimer, rank 2", "m1", "3", "0.100", "71.3", "0.10", "–"],
+                ["single, rank 1", "m1", "0", "", "71.3", "–", "–"],
+                ["single, rank 6", "m1", "0", "", "71.3", "–", "–"],
+                ["single, rank 5", "m1", "0", "", "71.3", "–", "–"],
+            ],
+        ),
+        "Failed": ("", [["protein", "error"], ["dimer (m1, seed 4)", "no"]]),
+    }
+    assert [target.name for target in page.targets] == [
+        "dimer, rank 1", "dimer, rank 2", "single, rank 1", "single, rank 5",
+    ]  # fmt: skip
+    best, other, *_ = page.targets
+    assert (best.mmcif, best.group, best.note) == ("superposed", "dimer", "rank 1: m2, seed 4")
+    assert (best.chains, best.has_pdb, other.has_pdb) == ({"A": slice(0, 3), "B": slice(3, 4)}, False, True)
+    assert best.interfaces == [["A-B", "–", "66.7", "12"]]
+    assert best.warnings == ["ipTM 0.70, below 0.8: the interface may be right or wrong"]
+    assert best.numbers == [
+        ("residues", "4"), ("mean pLDDT", "71.3"), ("ipTM", "0.80"), ("pTM", "0.70"), ("pTM of each chain", "A 0.50"),
+        ("alignment rows", "9"), ("paired rows", "2"), ("model", "m2"), ("seed", "4"),
+    ]  # fmt: skip
+    # The alignment of other ranks is the same. Without the file of the PAE there is no upper bound.
+    assert (best.coverage is not None, other.coverage, other.pae, best.max_pae) == (True, None, None, 0.0)
+
+
+def test_only_the_first_forty_predictions_with_files_are_drawn(tmp_path: Path) -> None:
+    entry = made(tmp_path, "one")
+    entries = [entry | {"name": f"p{i}"} for i in range(41)]
+    page = prediction_report(tmp_path, summary_of(entries[0] | {"files": {}}, *entries[1:]))
+    assert [target.name for target in page.targets] == [f"p{i}" for i in range(1, 41)]
+    assert page.lead.endswith(", the first 40 drawn.")
+    page = prediction_report(tmp_path, summary_of(*entries))
+    assert [target.name for target in page.targets] == [f"p{i}" for i in range(40)]
+    page = prediction_report(tmp_path, summary_of(*entries[:2]))
+    assert page.lead == "Folded by WarpFold with m1.npz, m2.npz."
+    assert [*tables(page)] == ["All proteins"]
+    assert tables(page)["All proteins"][1] == [
+        ["protein", "residues", "alignment rows", "mean pLDDT", "pTM", "seconds", "warnings"],
+        ["p0", "4", "1", "71.3", "–", "1.8", "0"],
+        ["p1", "4", "1", "71.3", "–", "1.8", "0"],
+    ]
+    nothing = prediction_report(tmp_path, summary_of(failures=[{"name": "two", "error": "too long"}], pairs=["A"]))
+    assert (nothing.title, nothing.targets) == ("Predicted structures", [])
+    assert [section.heading for section in nothing.sections] == ["Failed"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "text"),
+    [
+        ({"length": 1, "msa_depth": 1}, "1 residue, 1 chain, 1 alignment row"),
+        (
+            {"length": 1345, "chains": [{}, {}], "msa_depth": 632, "msa_given": 1024},
+            "1,345 residues, 2 chains, 632 of 1,024 alignment rows",
+        ),
+        ({"length": 2, "msa_depth": 1, "msa_given": 2}, "2 residues, 1 chain, 1 of 2 alignment rows"),
+        ({"length": 2, "chains": [{}], "msa_depth": 1234}, "2 residues, 1 chain, 1,234 alignment rows"),
+    ],
+)
+def test_the_headline_has_the_sizes(entry: dict[str, Any], text: str) -> None:
+    assert headline(entry) == text
+
+
+def test_the_tms_of_up_to_six_chains_are_shown(tmp_path: Path) -> None:
+    chains = [{"id": name, "length": 1, "ptm": 0.1} for name in "ABCDEFG"]
+    shown = {}
+    for count in (1, 6, 7):
+        entry = made(tmp_path, "one", chains=chains[:count], length=count)
+        shown[count] = dict(target_of(tmp_path, entry, numbers=[("lDDT", "1")]).numbers)
+        assert [*shown[count]][-1] == "lDDT"
+    assert [shown[count].get("pTM of each chain") for count in shown] == [
+        "A 0.10", "A 0.10, B 0.10, C 0.10, D 0.10, E 0.10, F 0.10", None,
+    ]  # fmt: skip
+    untested = made(tmp_path, "one", chains=[{"id": "A", "length": 4}])
+    assert "pTM of each chain" not in dict(target_of(tmp_path, untested).numbers)
+    assert target_of(tmp_path, entry, truth_mmcif="known").truth_mmcif == "known"
+
+
+def test_relaxations_are_shown(tmp_path: Path) -> None:
+    relaxed: dict[str, Any] = {"violations_before": {"residues": 7}, "violations_after": {"residues": 2}}
+    relaxed |= {"energy_before": None, "energy_after": -1234.56, "ca_rmsd": 0.125}
+    numbers = target_of(tmp_path, made(tmp_path, "one", relaxed=relaxed)).numbers
+    assert numbers[-3:] == [
+        ("relaxed: residues with violations", "7 → 2"),
+        ("energy, kcal/mol", "infinite → -1235"),
+        ("Cα moved, Å", "0.12"),
+    ]
+
+
+def test_the_time_is_plotted_for_ten_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+
+    def draw(residues: Sequence[int], seconds: Mapping[str, Sequence[float]]) -> str:
+        drawn.append((residues, seconds))
+        return "<svg>"
+
+    monkeypatch.setattr(pages.figures, "draw_seconds", draw)
+    entries = [
+        made(tmp_path, f"p{n}", (), length=n, seconds={"features": 0.5, "model": 0.25 * n}) for n in range(1, 11)
+    ]
+    processes = [
+        {"computing": 6.0, "waiting_for_features": 3.0, "waiting_for_files": 1.0, "other": 9.0},
+        {"computing": 2.0},
+    ]
+    page = prediction_report(tmp_path, summary_of(*entries, processes=processes))
+    (section,) = (section for section in page.sections if section.heading == "Time")
+    assert section.text == (
+        "55 residues, 250 ms of the model each. Of 12 s in the last runs' loops the model computed 8 s and waited "
+        "33.3%: 3.0 s for features, 1.0 s for files."
+    )
+    assert section.figures == [
+        ("<svg>", "Each dot is a prediction; features are made while another one computes."),
+    ]
+    lengths = [*range(1, 11)]
+    assert drawn == [(lengths, {"model": [0.25 * n for n in lengths], "features": [0.5] * 10})]
+    entries[3]["together"] = 2
+    page = prediction_report(tmp_path, summary_of(*entries))
+    assert page.sections[-1].text == (
+        "55 residues, 250 ms of the model each. Proteins that shared a pass share its seconds equally. "
+    )
+    page = prediction_report(tmp_path, summary_of(*entries, processes=[{}]))
+    assert "loops" not in page.sections[-1].text
+    page = prediction_report(tmp_path, summary_of(*entries[:9], entries[0], processes=processes))
+    assert "Time" not in [section.heading for section in page.sections]
+
+
+def test_pairs_are_a_symmetric_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+
+    def draw(names: Sequence[str], matrices: Mapping[str, np.ndarray]) -> str:
+        drawn.append((names, {title: np.nan_to_num(values, nan=-1).tolist() for title, values in matrices.items()}))
+        return "<svg>"
+
+    monkeypatch.setattr(pages.figures, "draw_pairs", draw)
+    both = made(tmp_path, "a_and_b", (), iptm=0.5, scores={"ipsae": 0.25})
+    own = made(tmp_path, "b_and_b", (), iptm=None)
+    page = prediction_report(tmp_path, summary_of(both, own, pairs=["a", "b"]))
+    first = page.sections[0]
+    assert (first.heading, first.text) == ("All against all", "2 of 3 pairs of 2 chains. scores.csv has all numbers.")
+    assert first.figures == [("<svg>", "Blank where a pair was not predicted.")]
+    assert drawn == [(["a", "b"], {"ipTM": [[-1, 0.5], [0.5, -1]], "ipSAE": [[-1, 0.25], [0.25, -1]]})]
+    page = prediction_report(tmp_path, summary_of(both | {"scores": {}}, pairs=["a", "b"]))
+    assert [*drawn[-1][1]] == ["ipTM"]
+    page = prediction_report(tmp_path, summary_of(own, pairs=["a", "b"]))
+    assert (page.sections[0].figures, len(drawn)) == ([], 2)
+
+
+def test_templates_of_complexes_have_their_chains(tmp_path: Path) -> None:
+    outcomes = [{"name": "1abc_A", "used": True, "note": "", "residues": 3, "identity": 1, "chains": ["A", "B"]}]
+    entry = made(tmp_path, "one", ("arrays", "mmcif", "templates"), outcomes=outcomes)
+    page = prediction_report(tmp_path, summary_of(entry, made(tmp_path, "two")))
+    assert tables(page)["Templates"][1][1:] == [["one", "1abc_A on A, B", "3", "100%", ""]]
+
+
+def test_warnings_of_a_run_are_lines() -> None:
+    entries = [{"name": "one", "warnings": [record("clashes", count=2)], "rank": 1},
+               {"name": "one", "warnings": [record("clashes", count=5)], "rank": 2},
+               {"name": "two", "warnings": [record("clashes", count=12)]}]  # fmt: skip
+    given = {"predictions": entries, "input_warnings": {}, "warnings": [{"text": "of the run"}]}
+    assert warning_lines(given) == [
+        "warning: of the run",
+        "one, two: clashes between atoms of different residues: 2 to 12",
+    ]
+
+
+def test_archives_are_reproducible_and_have_the_query_alone(tmp_path: Path) -> None:
+    kinds = ("arrays", "mmcif", "pdb", "scores", "plddt", "pae_png", "coverage_svg", "relaxed_pdb", "relaxed_mmcif")
+    one = made(tmp_path, "one", kinds)
+    two = made(tmp_path, "two")
+    (tmp_path / "cite.bibtex").write_text("references")
+    warned = {name: [record("input", text=f"about {name}")] for name in ("one", "two")}
+    failures = [{"name": "two", "error": "failed later"}]
+    dropped = made(tmp_path, "three", ())
+    summary = summary_of(one, two, dropped, failures=failures, input_warnings=warned, pairs=["x"])
+    write_archives(tmp_path, summary)
+    assert sorted(path.name for path in tmp_path.rglob("*.zip")) == ["one_results.zip", "two_results.zip"]
+    with zipfile.ZipFile(tmp_path / "one/one_results.zip") as archive:
+        infos = archive.infolist()
+        page = archive.read("one/report.html").decode()
+        assert archive.read("one/one.pdb") == b"pdb of one"
+    assert [info.filename for info in infos] == [
+        f"one/{name}"
+        for name in (
+            "cite.bibtex", "one.cif", "one.pdb", "one_coverage.svg", "one_pae.png", "one_relaxed.cif",
+            "one_relaxed.pdb", "one_scores.json", "report.html",
+        )
+    ]  # fmt: skip
+    assert {info.date_time for info in infos} == {(1980, 1, 1, 0, 0, 0)}
+    assert {(info.compress_type, info.external_attr) for info in infos} == {(zipfile.ZIP_DEFLATED, 0o644 << 16)}
+    assert "about one" in page
+    assert "about two" not in page
+    assert "failed later" not in page
+    with zipfile.ZipFile(tmp_path / "two/two_results.zip") as archive:
+        assert "failed later" in archive.read("two/report.html").decode()
+
+
+# ---- notices
+
+
+@pytest.mark.parametrize(
+    ("notice", "text"),
+    [
+        (Notice("input", {"text": "as given"}), "as given"),
+        (Notice("pairing_rows", {"rows": 1234}), "rows of alignments for pairing (named uniprot or pair), not used for "
+         "a single protein that has other rows: 1,234"),
+        (Notice("unused_alignments", {"count": 2, "detail": "a, b"}),
+         "alignments of none of the sequences, not used: 2 (a, b)"),
+        (Notice("unused_alignments", {"count": 2, "detail": ""}), "alignments of none of the sequences, not used: 2"),
+        (Notice("unused_alignments", {"count": 2}), "alignments of none of the sequences, not used: 2"),
+        (Notice("rows_lost"), "no row of the alignment reached the model: folded by the sequence alone"),
+        (Notice("disorder", {"share": 0.256}), "26% of the residues have a pLDDT below 50: they may be disordered and "
+         "their positions have no meaning"),
+    ],
+)  # fmt: skip
+def test_a_notice_survives_the_summary(notice: Notice, text: str) -> None:
+    assert notice.text == text
+    written = notice.record()
+    assert written["text"] == text
+    assert notices.of_record(written).record() == written
+    values = {key: value for key, value in notice.values.items() if key != "text"}
+    assert written.get("values", {}) == values
+    assert ("values" in written) == bool(values)
+
+
+def test_names_beyond_three_are_dots() -> None:
+    assert [notices.shorten_list(["a", "b", "c", "d", "e"][:n]) for n in range(6)] == [
+        "", "a", "a, b", "a, b, c", "a, b, c ...", "a, b, c ...",
+    ]  # fmt: skip
+
+
+def test_notices_are_merged_by_kind_and_words() -> None:
+    def unused(count: int, detail: str) -> Notice:
+        return Notice("unused_alignments", {"count": count, "detail": detail})
+
+    def merged(*found: tuple[str, Notice]) -> list[tuple[str, dict[str, str]]]:
+        return [(warned.said, dict(warned.about)) for warned in notices.each_kind_once(found)]
+
+    same = "alignments of none of the sequences, not used: "
+    # One protein: each notice is a sentence of its own.
+    assert merged(("a", unused(2, "x")), ("a", unused(1, "y")), ("a", unused(2, "x"))) == [
+        (f"{same}2 (x)", {"a": ""}),
+        (f"{same}1 (y)", {"a": ""}),
+    ]
+    # Several: equal values stay in the sentence, others become a range, sorted as numbers.
+    assert merged(("a", unused(2, "x")), ("b", unused(2, "x"))) == [(f"{same}2 (x)", {"a": "", "b": ""})]
+    assert merged(("a", unused(2, "x")), ("b", unused(2, "y"))) == [(f"{same}2", {"a": "x", "b": "y"})]
+    assert merged(("a", unused(10, "x")), ("b", unused(9, "x")), ("a", unused(30, "x"))) == [
+        (f"{same}9 to 30 (x)", {"a": "10; 30", "b": "9"}),
+    ]
+    # Other words are another warning.
+    assert merged(
+        ("a", Notice("no_pdb", {"why": "long"})), ("b", Notice("no_pdb", {"why": "many"})), ("c", Notice("no_hits"))
+    ) == [
+        ("no PDB file: long", {"a": ""}),
+        ("no PDB file: many", {"b": ""}),
+        ("0 templates used: no hit for it in the files given", {"c": ""}),
+    ]
+    assert merged() == []

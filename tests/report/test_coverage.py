@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.helpers import tiny_config, tiny_model
 from warpfold.batch import Arrays, to_tensors
@@ -18,6 +19,7 @@ from warpfold.model.embed import MultimerConfig
 from warpfold.model.weights.files import save_params
 from warpfold.prediction import predictor
 from warpfold.prediction.predictor import load
+from warpfold.prediction.read_out import Prepared, details_of
 from warpfold.report.coverage import PICTURED, Coverage, coverage_of, seen_rows
 
 QUERY = "MKTAYIAKQR"
@@ -76,6 +78,90 @@ def test_pairs_of_a_complex_span_its_chains_and_other_rows_their_own() -> None:
     covered = [[(row[part] > 0).any() for part in (slice(0, 10), slice(10, 19), slice(19, 29))] for row in found.rows]
     assert covered == [[True, True, True], [True, True, True], [True, False, True]]
     assert found.rows.max(1).tolist() == [101, 1 + round(100 * (9 + 7 + 9) / 29), 51]
+
+
+def prepared(assembly: Assembly, rows: list[str]) -> Prepared:
+    """Prepare features that consist of these alignment rows, padded with an empty row."""
+    codes = torch.tensor([["ARNDCQEGHILKMFPSTWYVX-".index(letter) for letter in row] for row in rows])
+    codes, mask = torch.cat([codes, codes[:1]]), torch.ones(len(rows) + 1, codes.shape[1])
+    mask[-1] = 0
+    batch = {"alignment": codes, "alignment_mask": mask}
+    return Prepared(assembly, batch, seed=3, recycles=9, ensemble=2, seconds=0.12345)
+
+
+def test_the_details_of_a_complex() -> None:
+    """Paired rows are counted without the query, and chains with one sequence share their rows."""
+    other = "GSHMLEERL"
+    one = replace(example(["MKTAYIAKQA", "MKTAY-----", "-----GGKQR"]), name="one")
+    two = example(["GSHMLEEAA", "GSHML----"], other)
+    trio = Assembly("trio", ("H", "L", "x"), (one, two, one))
+    gap = "-" * 10
+    rows = [
+        f"{QUERY}{other}{QUERY}",
+        f"MKTAYIAKQA{'GSHMLEEAA'}MKTAYIAKQA",
+        f"MKTAY-----{'-' * 9}MKTAY-----",
+        f"-----GGKQR{'-' * 9}-----GGKQR",
+    ]
+    given = prepared(trio, [*rows, f"{gap}GSHML----{gap}"])
+    assert details_of(given, 1, 1.23456, None) == {
+        "seed": 3,
+        "recycles": 1,
+        "ensemble": 2,
+        "msa_depth": 5,
+        "msa_given": 4 + 3,
+        "chain_depths": {"H": 4, "L": 3, "x": 4},
+        "paired_rows": 1,
+        "templates": [],
+        "seconds": {"features": 0.123, "model": 1.235},
+    }
+    # Without its rows, chain L has a warning; a chain that had none has no warning.
+    alone = [rows[0], rows[2], rows[3]]
+    lost = details_of(prepared(trio, alone), 1, 0, None)
+    assert (lost["paired_rows"], lost["chain_depths"]) == (0, {"H": 3, "L": 1, "x": 3})
+    assert [one["text"] for one in lost["warnings"]] == [
+        "no row of the alignment for chain L reached the model: folded by the sequence alone"
+    ]
+    single = Assembly("trio", ("H", "L", "x"), (one, example([], other), one))
+    assert "warnings" not in details_of(prepared(single, alone), 1, 0, None)
+    # The rows of copies are not paired.
+    dimer = Assembly("dimer", ("A", "B"), (one, one))
+    found = details_of(prepared(dimer, [QUERY * 2, "MKTAYIAKQA" * 2]), 1, 0, None)
+    assert (found["paired_rows"], found["chain_depths"], found["msa_given"]) == (0, {"A": 2, "B": 2}, 4)
+
+
+class NamedTemplates:
+    """Templates of which only the names are known."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def choose(self, indices: np.ndarray) -> "NamedTemplates":
+        return NamedTemplates(*(self.names[index] for index in indices))
+
+
+def test_the_details_of_a_chain_name_its_templates() -> None:
+    """A template of one chain comes first. The others are as many as the model takes, from each sequence once."""
+    some: Any = NamedTemplates("1abc_A", "2xyz_B", "3xyz_C")
+    own: Any = NamedTemplates("guess")
+    one = replace(example(["MKTAYIAKQA"]), templates=some)
+    chain = Assembly("q", ("A",), (one,))
+    sample = SampleConfig(max_templates=2)
+    found = details_of(prepared(chain, [QUERY]), 0, 0.0, sample)
+    assert found["templates"] == ["1abc_A", "2xyz_B"]
+    assert [one["text"] for one in found["warnings"]] == [
+        "no row of the alignment reached the model: folded by the sequence alone"
+    ]
+    assert not {"chain_depths", "paired_rows"} & found.keys()
+    assert details_of(prepared(chain, [QUERY]), 0, 0.0, None)["templates"] == []
+    assert "warnings" not in details_of(prepared(chain, [QUERY, "MKTAYIAKQA"]), 0, 0.0, sample)
+    dimer = Assembly("q", ("A", "B"), (one, one), fixed=(None, own))
+    assert details_of(prepared(dimer, [QUERY * 2]), 0, 0.0, sample)["templates"] == ["guess", "1abc_A", "2xyz_B"]
+    assert details_of(prepared(dimer, [QUERY * 2]), 0, 0.0, None)["templates"] == []
+    bare = Assembly("q", ("A",), (replace(one, templates=None),))
+    assert details_of(prepared(bare, [QUERY]), 0, 0.0, sample)["templates"] == []
 
 
 def test_what_is_said_of_rows_is_read_from_the_features(

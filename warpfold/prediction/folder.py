@@ -85,8 +85,8 @@ class PredictionFolder:
     keep: int | Selection | None = None
     tables: ScoreTables | None = None
     store: "RepresentationStore | None" = None
-    keys_of_part: set[Key] = field(default_factory=set, repr=False)
-    _lock: TextIO | None = field(default=None, repr=False)
+    keys_of_part: set[Key] = field(default_factory=set)
+    _lock: TextIO | None = None
 
     @property
     def run(self) -> str:
@@ -175,7 +175,7 @@ class PredictionFolder:
                 remove_copies(self.out, entry["name"], [*entry.get("ranked", {}).values(), archive])
         remove_tables(self.out, earlier.get("tables", ()))
         for path in _record_files(self.out):
-            path.unlink(missing_ok=True)
+            path.unlink()
 
     def finish(self, process: Mapping[str, Any], refused: Mapping[str, int]) -> dict[str, Any]:
         """End this process's work: write the summary if all predictions are done and no other process works.
@@ -230,7 +230,11 @@ class PredictionFolder:
         if isinstance(self.keep, Selection):
             return self.keep.chosen(map(row_of, entries))
         # Entries without a rank still have all their files.
-        return {index for index, entry in enumerate(entries) if self.keep is None or entry.get("rank", 1) <= self.keep}
+        return {
+            index
+            for index, entry in enumerate(entries)
+            if self.keep is None or entry.get("rank", self.keep) <= self.keep
+        }
 
     def _summary(self, completed: Completed, keys: set[Key] | None) -> dict[str, Any]:
         """Return the summary of the whole run, or, while other processes work, of the given keys."""
@@ -442,7 +446,7 @@ def parts_at_work(out: Path) -> list[JobPart]:
             except BlockingIOError:
                 parts.append(JobPart(int(match[1]), int(match[2])))
             except OSError:  # removed meanwhile, or no locks
-                continue
+                pass
     return parts
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import html
 import io
+import itertools
 import json
 import os
 import re
@@ -12,7 +13,6 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -182,8 +182,9 @@ class Prediction:
         """Return the residues of each chain: id -> slice of the N residues, in the user's order."""
         if self.asym_id is None:
             return {self.chain_ids[0]: slice(0, len(self.sequence))}
-        starts = np.searchsorted(self.asym_id, np.arange(1, len(self.chain_ids) + 2)).tolist()
-        return {chain: slice(*span) for chain, span in zip(self.chain_ids, pairwise(starts))}
+        # No residue has index 0, so the first end is the start of the first chain.
+        ends = np.cumsum(np.bincount(self.asym_id)).tolist()
+        return {chain: slice(*span) for chain, span in zip(self.chain_ids, itertools.pairwise(ends))}
 
     def chains(self) -> list[Chain]:
         """Return the predicted chains, each numbered from 1."""
@@ -302,7 +303,7 @@ class Prediction:
         and if the folder cannot be written.
         """
         folder = Path(folder)
-        names = _names_in(folder, self.name, len(self.recycled))
+        names = _names_in(folder, self.name) | file_names(self.name, range(len(self.recycled)))
         _check_free(folder, names, overwrite)
         fields = ["positions", "mask", "plddt", "pae", "asym_id", "chain_pair_iptm", "contacts", "distogram_edges"]
         fields += [] if stored_pair else ["single", "pair", "msa", "structure_module"]
@@ -326,7 +327,7 @@ class Prediction:
             scores = self.plddt, self.pae, self.ptm, self.iptm, self.chain_pair_iptm
             write_scores(draft / names["scores"], *scores, pair_records(self.pair_scores))
             if self.distogram is not None:
-                np.save(draft / names["distogram"], self.distogram, allow_pickle=False)
+                np.save(draft / names["distogram"], self.distogram)
             if stored_pair:
                 record = self.record(stored_pair)
                 head = _RECORD.pack(record.header, record.crc)
@@ -520,7 +521,7 @@ def _rows(values: np.ndarray, parts: int) -> Iterator[str]:
 
     Formatting each distinct number once makes this several times faster than `json.dumps`.
     """
-    numbers = range(round(parts * float(values.max(initial=0))) + 2)
+    numbers = range(round(parts * float(values.max())) + 1)
     texts = [json.dumps(number if parts == 1 else number / parts) for number in numbers]
     for index, row in enumerate(values):
         line = ", ".join(map(texts.__getitem__, np.rint(parts * row.astype(np.float64)).astype(int).tolist()))
@@ -553,12 +554,11 @@ def file_names(protein: str, recycles: Iterable[int] = ()) -> dict[str, str]:
     return {kind: stem + ending for kind, ending in endings.items()}
 
 
-def _names_in(folder: Path, protein: str, recycles: int = 0) -> dict[str, str]:
-    """Return `file_names` with the first `recycles` passes and all passes with structures in the folder."""
+def _names_in(folder: Path, protein: str) -> dict[str, str]:
+    """Return `file_names` with all passes whose structures are in the folder."""
     name = re.compile(re.escape(file_name(protein)) + r"_recycle_(\d+)\.cif")
     files = folder.iterdir() if folder.is_dir() else ()
-    present = {int(match[1]) for file in files if (match := name.fullmatch(file.name))}
-    return file_names(protein, present.union(range(recycles)))
+    return file_names(protein, [int(match[1]) for file in files if (match := name.fullmatch(file.name))])
 
 
 def remove_prediction(folder: Path, protein: str) -> None:
@@ -610,7 +610,8 @@ def clear_damaged(out: Path, entry: Mapping[str, Any], damaged: Sequence[Path]) 
     with writing(folder):
         for path in damaged:
             if path.is_file():
-                names = (f"damaged-{path.name}{end}" for end in ("", *(f"-{n}" for n in range(2, 10_000))))
+                endings = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+                names = (f"damaged-{path.name}{ending}" for ending in endings)
                 path.rename(next(backup for backup in map(folder.joinpath, names) if not backup.exists()))
         for file in _names_in(folder, entry["name"]).values():
             if (folder / file).is_file():
@@ -700,14 +701,14 @@ def _draft(folder: Path) -> Iterator[Path]:
     """Create an empty folder on the same disk as `folder`; it is deleted afterwards."""
     parent = folder if folder.is_dir() else folder.parent
     draft = parent / f".{folder.name}.{uuid4().hex}.partial"
-    for attempt in range(MAX_ATTEMPTS):
+    for attempts_left in reversed(range(MAX_ATTEMPTS)):
         # Another worker, which drops the protein's other predictions, may remove the folder while it is empty.
         try:
             parent.mkdir(parents=True, exist_ok=True)
             draft.mkdir()
             break
         except (FileNotFoundError, FileExistsError):
-            if attempt == MAX_ATTEMPTS - 1:
+            if not attempts_left:
                 raise
     try:
         yield draft

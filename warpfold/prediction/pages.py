@@ -56,7 +56,7 @@ def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
         scores = ((title, best[0].get(key)) for key, title in (("iptm", "ipTM"), ("ptm", "pTM")))
         facts += [(title, f"{value:.2f}") for title, value in scores if value is not None]
     facts.append(("seconds in all", f"{summary['seconds']:.0f}"))
-    drawn_entries = [entry for entry in entries if entry.get("rank", 1) <= DRAWN_OF_EACH and entry["files"]][:DRAWN]
+    drawn_entries = [entry for entry in entries if _rank(entry) <= DRAWN_OF_EACH and entry["files"]][:DRAWN]
     names = ", ".join(model["file"] for model in summary["models"])
     drawn_text = (
         f", the {'first' if len(entries) == len(best) else 'best'} {len(drawn_entries)} drawn"
@@ -146,9 +146,14 @@ def headline(entry: Mapping[str, Any]) -> str:
     return ", ".join(f"{count} {name}" for name, count in _sizes(entry))
 
 
+def _rank(entry: Mapping[str, Any]) -> int:
+    """Return the rank of a prediction among those of its protein; entries without a rank have no competitors."""
+    return int(entry.get("rank", 1))
+
+
 def _best(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the entry of the best prediction of each protein."""
-    return [entry for entry in summary["predictions"] if entry.get("rank", 1) == 1]
+    return [entry for entry in summary["predictions"] if _rank(entry) == 1]
 
 
 def warnings_of(summary: Mapping[str, Any]) -> list[Warned]:
@@ -291,7 +296,7 @@ def target_of(out: Path, entry: Mapping[str, Any], **truth: Any) -> Target:
         pae = arrays["pae"] if "pae" in arrays.files else None
         coverage = None
         # Predictions of other ranks have the same alignment.
-        if "coverage_rows" in arrays.files and entry.get("rank", 1) == 1:
+        if "coverage_rows" in arrays.files and _rank(entry) == 1:
             depth, rows, total = (arrays[f"coverage_{name}"] for name in ("depth", "rows", "total"))
             coverage = Coverage(depth, rows, int(total))
     numbers = [_sizes(entry)[0], ("mean pLDDT", f"{entry['mean_plddt']:.1f}")]

@@ -57,8 +57,7 @@ def params_files(given: Sequence[Path], num_models: int | None = None, complexes
     """
     chosen_files: list[Path] = []
     for path in given:
-        files = _in_folder(path, complexes) if path.is_dir() else [path]
-        chosen_files += files[:num_models] if path.is_dir() else files
+        chosen_files += _in_folder(path, complexes) if path.is_dir() else [path]
     if num_models is not None and len(chosen_files) < num_models:
         raise UserError(
             f"--num-models {num_models}: only {len(chosen_files)} matching parameter files in {given[0]}. Use "

@@ -182,7 +182,7 @@ def published(name: str) -> list[PublishedParams]:
         return [PUBLISHED[plain]]
     if plain in SETS:
         return [PUBLISHED[member] for member in SETS[plain]]
-    suggestions = difflib.get_close_matches(plain, [*PUBLISHED, *SETS, *_SAME], n=1, cutoff=0.5)
+    suggestions = difflib.get_close_matches(plain, [*PUBLISHED, *SETS, *_SAME], cutoff=0.5)
     hint = f"Did you mean {suggestions[0]}? " if suggestions else ""
     raise UserError(f"{name}: no published parameters of this name. {hint}List them with `warpfold params fetch`.")
 
@@ -280,7 +280,7 @@ def _unpack(archive: IO[bytes], wanted: Sequence[PublishedParams], out: Path, ad
 
                 def copy(draft: Path, content: IO[bytes] = content, of: tuple[Path, Any] = (path, params)) -> None:
                     with open(draft, "xb+") as file:
-                        shutil.copyfileobj(content, file, 1 << 20)
+                        shutil.copyfileobj(content, file)
                         file.seek(0)
                         digest = hashlib.file_digest(file, "sha256").hexdigest()
                     # The note comes first: a file without one would be taken for the user's.

@@ -70,11 +70,10 @@ def find_clashes(positions: np.ndarray, mask: np.ndarray, bonded: np.ndarray) ->
         rows = slice(start, start + BLOCK)
         # Atoms are sorted by residue, so each pair is in one block.
         distance = torch.cdist(atoms[rows], atoms[start:], compute_mode="donot_use_mm_for_euclid_dist").numpy()
-        # The largest radii select few candidates, for which the radii are looked up.
-        i, j = np.nonzero(distance < 2 * RADIUS.max() - CLASH_OVERLAP)
-        near, i, j = distance[i, j], i + start, j + start
-        clash = (near < radius[i] + radius[j] - CLASH_OVERLAP) & (row[i] < row[j])
-        i, j = i[clash], j[clash]
+        i, j = np.nonzero(distance < radius[rows, None] + radius[start:] - CLASH_OVERLAP)
+        i, j = i + start, j + start
+        is_other_residue = row[i] < row[j]
+        i, j = i[is_other_residue], j[is_other_residue]
         peptide = peptide_c[i] & (atom[j] == N) & (row[i] + 1 == row[j])
         disulfide = (atom[i] == SG) & (atom[j] == SG)
         pairs.append(np.stack([row[i], row[j]], -1)[~(peptide | disulfide)])

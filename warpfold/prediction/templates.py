@@ -142,11 +142,13 @@ def files_of_chains(files: Sequence[str], chains: Mapping[str, str]) -> dict[str
     files_by_sequence: dict[str, list[str]] = {sequence: [] for sequence in chains.values()}
     for file in files:
         id, template_file = _chain_and_file(file)
-        fitting = (
-            _fitting(template_file, files_by_sequence) if id is None else {chains[id]: 1.0} if id in chains else {}
-        )
-        if _split(template_file)[1] is not None:
-            fitting = dict(sorted(fitting.items(), key=lambda item: -item[1])[:1])
+        if id is None:
+            shared = _fitting(template_file, files_by_sequence)
+            fitting = sorted(shared, key=shared.__getitem__, reverse=True)
+            if _split(template_file)[1] is not None:
+                fitting = fitting[:1]
+        else:
+            fitting = [chains[id]] if id in chains else []
         for sequence in fitting:
             files_by_sequence[sequence].append(template_file)
     return files_by_sequence
