@@ -334,7 +334,9 @@ def test_atoms_that_touch_at_the_limit_do_not_clash() -> None:
         assert len(find_clashes(positions, mask, np.array([False]))) == clashes
     flat = np.zeros((1, 37, 3))
     flat[0, [ATOM_ORDER["N"], ATOM_ORDER["C"], ATOM_ORDER["CB"]]] = np.eye(3)[[0, 1, 0]]
-    assert check_geometry(flat, np.full((1, 37), 1)).mirrored == 0
+    for height, mirrored in ((0.0, 0), (0.5, 0), (-0.5, 1)):
+        flat[0, ATOM_ORDER["CB"], 2] = height
+        assert check_geometry(flat, np.full((1, 37), 1)).mirrored == mirrored
 
 
 def test_each_kind_of_flaw_is_a_notice() -> None:

@@ -152,6 +152,31 @@ def test_doubts_are_said(plddt: list[float], ptm: float | None, iptm: float | No
     assert all(notice.text.startswith(word) for notice, word in zip(found, words))
 
 
+@pytest.mark.parametrize(
+    ("plddt", "ptm", "iptm", "found"),
+    [
+        ([70] * 4, None, None, []),
+        ([69.5] * 4, None, None, [("plddt_low", {"mean_plddt": 69.5})]),
+        ([50] * 4, None, None, [("plddt_low", {"mean_plddt": 50})]),
+        ([49.5] * 4, None, None, [("plddt_very_low", {"mean_plddt": 49.5})]),
+        ([49, 51, 50, 50], None, None, [("plddt_low", {"mean_plddt": 50}), ("disorder", {"share": 0.25})]),
+        ([49, 90, 90, 90, 90], None, None, []),
+        ([50, 50, 90, 95], None, None, []),
+        ([90] * 31, 0.5, None, []),
+        ([90] * 31, 0.49, None, [("ptm_low", {"ptm": 0.49})]),
+        ([90] * 31, 0.1, 0.8, []),
+        ([90] * 31, None, 0.79, [("iptm_unsure", {"iptm": 0.79})]),
+        ([90] * 31, None, 0.6, [("iptm_unsure", {"iptm": 0.6})]),
+        ([90] * 31, None, 0.59, [("iptm_low", {"iptm": 0.59})]),
+    ],
+)
+def test_doubts_begin_below_the_limits(
+    plddt: list[float], ptm: float | None, iptm: float | None, found: list[tuple[str, dict[str, float]]]
+) -> None:
+    notices = confidence_notices(np.array(plddt, np.float32), ptm, iptm)
+    assert [(notice.kind, dict(notice.values)) for notice in notices] == found
+
+
 @pytest.mark.parametrize("plddt", [95.0, 30.0])
 def test_ranked_copies_are_superposed_on_the_best(tmp_path: Path, plddt: float) -> None:
     """The confident residues decide; without any, all residues do. Confidences and the predictions' own files stay."""

@@ -625,4 +625,8 @@ def test_notices_are_merged_by_kind_and_words() -> None:
         ("no PDB file: many", {"b": ""}),
         ("0 templates used: no hit for it in the files given", {"c": ""}),
     ]
+    # A value that is known for one protein alone.
+    assert merged(("a", unused(2, "x")), ("b", Notice("unused_alignments", {"detail": "x"}))) == [
+        (f"{same}2 to  (x)", {"a": "2", "b": ""})
+    ]
     assert merged() == []

@@ -64,7 +64,6 @@ def find_clashes(positions: np.ndarray, mask: np.ndarray, bonded: np.ndarray) ->
     row, atom = np.nonzero(mask)
     atoms = torch.from_numpy(positions[row, atom].astype(np.float32))
     radius = RADIUS[atom]
-    peptide_c = (atom == C) & np.append(bonded, False)[row]
     pairs = [np.zeros((0, 2), np.int64)]
     for start in range(0, len(row), BLOCK):
         rows = slice(start, start + BLOCK)
@@ -74,7 +73,7 @@ def find_clashes(positions: np.ndarray, mask: np.ndarray, bonded: np.ndarray) ->
         i, j = i + start, j + start
         is_other_residue = row[i] < row[j]
         i, j = i[is_other_residue], j[is_other_residue]
-        peptide = peptide_c[i] & (atom[j] == N) & (row[i] + 1 == row[j])
+        peptide = (atom[i] == C) & (atom[j] == N) & (row[i] + 1 == row[j]) & bonded[row[i]]
         disulfide = (atom[i] == SG) & (atom[j] == SG)
         pairs.append(np.stack([row[i], row[j]], -1)[~(peptide | disulfide)])
     return np.concatenate(pairs)
