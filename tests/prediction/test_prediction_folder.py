@@ -398,6 +398,7 @@ def test_entries_without_a_model_are_of_the_first_one(tmp_path: Path) -> None:
 
 
 def test_records_of_this_run_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "records").mkdir()
     for number, run_name in enumerate(("r1", "r2", "r1")):
         Recorder(tmp_path, run_name, None, None).write((f"p{number}", "m", 0), {"error": f"{number}"})
     records = tmp_path / "records"
@@ -424,6 +425,7 @@ def test_records_of_this_run_are_read(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 def test_without_locks_the_records_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "records").mkdir()
     Recorder(tmp_path, "r1", None, None).write(("p", "m", 0), {"error": "no"})
 
     def no_locks(*_: object) -> None:
