@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -17,8 +18,8 @@ from hypothesis.extra import numpy as hnp
 from warpfold.data.store import local
 from warpfold.data.store.index import WHERE, Index, encode_index
 from warpfold.data.store.local import is_local
-from warpfold.data.store.store import Store, StoreWriter, pack_record
-from warpfold.errors import UserError
+from warpfold.data.store.store import Packed, Store, StoredArray, StoreWriter, pack_record
+from warpfold.errors import StorageError, UserError
 from warpfold.files import digest_of
 
 ROOT = Path(__file__).parents[3]
@@ -374,3 +375,310 @@ def test_threads_forks_and_pickles_read_the_same(tmp_path: Path) -> None:
     if child == 0:
         os._exit(0 if np.array_equal(store.record("entry_1").read("msa"), expected) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+# ---- records, shards and files
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "rows", "blobs"),
+    [
+        ((1 << 17,), "u1", 1 << 17, 1),
+        (((1 << 17) + 1,), "u1", 1 << 17, 2),
+        ((4, 1 << 16), "u1", 2, 2),
+        ((5, 3, 1 << 13), "<i2", 2, 3),
+        ((3, 200_000), "u1", 1, 3),
+        ((1, 200_000), "?", 1, 1),
+        ((2, 1 << 15), "<f8", 1, 2),
+        ((), "<f8", 1 << 14, 1),
+        ((0, 4), "<i4", 1 << 17, 0),
+        ((5, 0), "<i4", 1 << 17, 1),
+    ],
+)
+def test_arrays_are_stored_in_blobs_of_rows(
+    tmp_path: Path, shape: tuple[int, ...], dtype: str, rows: int, blobs: int
+) -> None:
+    array = (np.arange(np.prod(shape, dtype=int)) % 251).reshape(shape).astype(dtype)
+    with StoreWriter(tmp_path / "s") as writer:
+        writer.add("a", pack_record({"x": array, "y": np.arange(3)}, {}), {})
+        writer.finish()
+    record = Store(tmp_path / "s").record("a")
+    stored = record.arrays["x"]
+    assert (stored.rows, len(stored.crcs), len(stored.starts)) == (rows, blobs, blobs + 1)
+    assert (stored.shape, stored.dtype, stored.starts[-1]) == (shape, np.dtype(dtype), record.arrays["y"].starts[0])
+    np.testing.assert_array_equal(record.read("x"), array)
+    np.testing.assert_array_equal(record.read("y"), np.arange(3))
+    for chosen in ([0, len(array) - 1], [len(array) - 1], []) if array.size and array.ndim else ():
+        some = np.unique(np.array(chosen, np.int64))
+        read = record.read("x", some)
+        np.testing.assert_array_equal(read, array[some])
+        assert read.dtype == array.dtype
+
+
+def test_a_record_is_as_documented() -> None:
+    import zstandard
+
+    compress = zstandard.ZstdCompressor(level=1).compress
+    text = np.random.default_rng(0).integers(0, 4, (8000, 14)).astype(np.uint8).repeat(2, axis=0)
+    big = np.array([1, 2, 3], ">i2")
+    rows = (1 << 17) // 14
+    blobs = [compress(text[:rows].tobytes()), compress(text[rows:].tobytes()), compress(big.astype("<i2").tobytes())]
+    sums = [[len(blob), zlib.crc32(blob)] for blob in blobs]
+    table = [["text", "|u1", [16000, 14], rows, sums[:2]], ["big", "<i2", [3], 1 << 16, sums[2:]]]
+    for shared, holder in (({}, ""), ({"y": "other", "z": "other"}, "other")):
+        content = {"notes": {"n": [1]}, "arrays": table, "shared": shared}
+        header = compress(json.dumps(content, separators=(",", ":")).encode())
+        expected = Packed(b"".join([header, *blobs]), len(header), zlib.crc32(header), holder)
+        assert pack_record({"text": text, "big": big}, {"n": [1]}, shared) == expected
+    assert pack_record({}, {}) == pack_record({}, {}, {}) == pack_record({}, {}, None)
+    # Other levels give other bytes.
+    assert zstandard.ZstdCompressor(level=2).compress(text[:rows].tobytes()) != blobs[0]
+
+
+def test_blobs_of_rows() -> None:
+    array = StoredArray("", 0, np.dtype("u1"), (10, 2), 3, [5, 8, 9, 20, 22], [1, 2, 3, 4])
+    assert [array.span(number) for number in (0, 3)] == [(5, 8, 1, ""), (20, 22, 4, "")]
+    for rows, expected in (
+        (None, [(0, 0, 0), (1, 0, 0), (2, 0, 0), (3, 0, 0)]),
+        ([], []),
+        ([0, 2, 3, 9], [(0, 0, 2), (1, 2, 3), (3, 3, 4)]),
+        ([3, 4, 5], [(1, 0, 3)]),
+        ([5, 6], [(1, 0, 1), (2, 1, 2)]),
+        ([8, 9], [(2, 0, 1), (3, 1, 2)]),
+        (list(range(10)), [(0, 0, 3), (1, 3, 6), (2, 6, 9), (3, 9, 10)]),
+    ):
+        assert array.blobs_of(None if rows is None else np.array(rows, np.int64)) == expected
+
+
+def test_a_shard_ends_before_the_record_that_would_exceed_it(tmp_path: Path) -> None:
+    record = pack_record({"x": np.arange(50)}, {})
+    size = len(record.data)
+    for limit, counts in ((2 * size, [2, 2, 1]), (2 * size - 1, [1] * 5), (1, [1] * 5), (5 * size, [5])):
+        with StoreWriter(tmp_path / str(limit), limit) as writer:
+            for i in range(5):
+                writer.add(f"k{i}", record, {"i": i})
+            writer.finish()
+        store = Store(tmp_path / str(limit))
+        assert store.index.shards == [(f"shard-{i:05d}.wfs", count * size) for i, count in enumerate(counts)]
+        shards = [shard for shard, count in enumerate(counts) for _ in range(count)]
+        offsets = [size * i for count in counts for i in range(count)]
+        where = {
+            "shard": shards, "offset": offsets, "size": [size] * 5, "header": [record.header] * 5,
+            "crc": [record.crc] * 5, "holder": [-1] * 5,
+        }  # fmt: skip
+        assert {name: array.tolist() for name, array in store.index.where.items()} == where
+        assert store.nbytes == 5 * size + (store.path / "index.wfi").stat().st_size
+        assert store.checksum == digest_of((store.path / "store.json").read_bytes())
+        assert (store.columns, list(store.column("i"))) == (["i"], [0, 1, 2, 3, 4])
+    with StoreWriter(tmp_path / "default") as writer:
+        assert writer.shard_bytes == 1 << 30
+
+
+def test_all_bytes_are_on_disk_before_a_store_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: dict[int, int] = {}
+    monkeypatch.setattr(os, "fsync", lambda file: synced.update({os.fstat(file).st_ino: os.fstat(file).st_size}))
+    write(tmp_path / "s", 1)
+    for name in ("shard-00000.wfs", "index.wfi", "store.json", "pack.json"):
+        status = (tmp_path / "s" / name).stat()
+        assert synced[status.st_ino] == status.st_size
+
+
+def test_the_files_of_a_store(tmp_path: Path) -> None:
+    (tmp_path / "s.partial").mkdir()
+    for name in ("shard-00007.wfs", "pack.tsv", "index.wfi", ".index.wfi.0123abcd"):
+        (tmp_path / "s.partial" / name).write_text("of a killed writer")
+    with StoreWriter(tmp_path / "s") as writer:
+        for key in ("a", "b"):
+            writer.add(key, pack_record({}, {}), {})
+        writer.finish({"pack.json": "one", "pack.tsv": iter(["ö", "", "ne"])})
+    files = {path.name: path.read_bytes() for path in (tmp_path / "s").iterdir()}
+    assert files.keys() == {"store.json", "index.wfi", "shard-00000.wfs", "pack.json", "pack.tsv"}
+    index = files["index.wfi"]
+    top = {
+        "format": "warpfold-store",
+        "version": 5,
+        "records": 2,
+        "index": {"bytes": len(index), "blake2b": digest_of(index)},
+        "files": {"pack.json": zlib.crc32(b"one"), "pack.tsv": zlib.crc32("öne".encode())},
+    }
+    assert files["store.json"].decode() == json.dumps(top, indent=1) + "\n"
+    store = Store(tmp_path / "s")
+    assert [store.file(name) for name in ("pack.json", "pack.tsv", "sources.json")] == ["one", "öne", None]
+    with StoreWriter(tmp_path / "bare") as writer:
+        writer.add("a", pack_record({}, {}), {})
+        writer.finish()
+    assert json.loads((tmp_path / "bare/store.json").read_text())["files"] == {}
+
+
+def test_the_columns_of_all_records_have_the_same_names(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "s") as writer:
+        writer.add("a", pack_record({}, {}), {"x": 1, "y": 2})
+        with pytest.raises(ValueError, match="b: its meta has other names"):
+            writer.add("b", pack_record({}, {}), {"x": 1})
+    with StoreWriter(tmp_path / "s") as writer:
+        writer.add("a", pack_record({}, {}), {"x": 1})
+        with pytest.raises(ValueError, match="b: its meta has other names"):
+            writer.add("b", pack_record({}, {}), {"x": 1, "y": 2})
+
+
+def test_records_are_copied_without_unpacking_them(tmp_path: Path) -> None:
+    path = hostile_store(tmp_path / "s")
+    store = Store(path)
+    with StoreWriter(tmp_path / "copy", shard_bytes=100) as writer:
+        for row, key in enumerate(store.keys):
+            writer.add(key, store.packed(key), {name: store.column(name)[row] for name in store.columns})
+        writer.finish()
+    for file in path.iterdir():
+        assert (tmp_path / "copy" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_request_gets_all_blobs_of_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with StoreWriter(tmp_path / "s", shard_bytes=1) as writer:
+        writer.add("a", pack_record({"y": np.arange(50)}, {}), {})
+        both = {"x": np.arange(40_000), "z": np.arange(3)}
+        writer.add("b", pack_record(both, {}, {"y": "a"}), {})
+        writer.finish()
+    store = Store(tmp_path / "s")
+    record, read, asked = store.record("b"), store.storage.read, list[tuple[str, int]]()
+    monkeypatch.setattr(
+        store.storage, "read", lambda name, ranges: (asked.append((name[6:11], len(ranges))), read(name, ranges))[1]
+    )
+    none, last = np.array([], np.int64), np.array([39_999])
+    record.fetch({"x": None, "z": none, "y": np.array([3, 4])})
+    assert asked == [("00001", 3), ("00000", 1)]
+    np.testing.assert_array_equal(record.read("x"), both["x"])
+    np.testing.assert_array_equal(record.read("x", last), last)
+    np.testing.assert_array_equal(record.read("y", np.array([0, 49])), [0, 49])
+    assert len(asked) == 2
+    np.testing.assert_array_equal(record.read("z"), both["z"])
+    assert asked[2:] == [("00001", 1)]
+    record.fetch({"z": none, "x": last})
+    assert asked[3:] == [("00001", 1)]
+    # The blobs of an earlier `fetch` are released, and the missing ones are read together.
+    np.testing.assert_array_equal(record.read("x"), both["x"])
+    assert asked[4:] == [("00001", 2)]
+    record.fetch({"z": none})
+    assert len(asked) == 5
+    with pytest.raises(KeyError):
+        record.read("other")
+    assert "_fetched" not in repr(record)
+
+
+# ---- damage
+
+
+def test_a_store_without_records_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "s", 1)
+    (path / "index.wfi").write_bytes(encode_index([], {name: np.zeros(0) for name in WHERE}, {}, []))
+    sign(path)
+    with pytest.raises(UserError, match=r"/s: an empty store\. Pack it again\.$"):
+        Store(path)
+
+
+def test_another_process_that_has_checked_a_store_spares_the_checks(tmp_path: Path) -> None:
+    path = write(tmp_path / "s")
+    store = Store(path)
+    index = bytearray((path / "index.wfi").read_bytes())
+    index[-1] ^= 1
+    (path / "index.wfi").write_bytes(index)
+    (path / "shard-00000.wfs").write_bytes(b"")
+    assert ForkingPickler.loads(ForkingPickler.dumps(store)).keys == store.keys
+    assert Store(path, checked=True).keys == store.keys
+    with pytest.raises(UserError, match=r"index\.wfi: damaged \(checksum\)"):
+        Store(path)
+    (path / "index.wfi").unlink()
+    with pytest.raises(UserError, match=r"/index\.wfi: cannot be read: No such file.*\. Copy the store again\.$"):
+        Store(path)
+
+
+def test_a_longer_shard_is_accepted_and_a_missing_one_named_when_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "s", 1)
+    with (path / "shard-00000.wfs").open("ab") as file:
+        file.write(b"more")
+    store = Store(path)
+    assert list(store.verify()) == []
+    (path / "shard-00000.wfs").unlink()
+    store.close()
+    with pytest.raises(UserError, match=r"shard-00000\.wfs: entry_0: cannot be read: No such file.*\. Copy the store"):
+        store.record("entry_0")
+
+
+def test_a_key_that_the_index_does_not_find_is_damage(tmp_path: Path) -> None:
+    path = write(tmp_path / "s")
+    with pytest.raises(KeyError, match="other"):
+        Store(path).record("other")
+    index = Store(path).index
+    arrays = bytearray((path / "index.wfi").read_bytes())
+    at = arrays.index(index._hashes.tobytes())
+    arrays[at : at + 24] = bytes(24)
+    (path / "index.wfi").write_bytes(arrays)
+    sign(path)
+    store = Store(path)
+    with pytest.raises(UserError, match=r"index\.wfi: damaged \(entry_2 is not found\)\. Copy or pack the store again"):
+        store.record("entry_2")
+    with pytest.raises(KeyError, match="other"):
+        store.row("other")
+
+
+@pytest.mark.parametrize("what", ["no holder", "another holder"])
+def test_shared_arrays_that_the_holder_lacks_are_damage(tmp_path: Path, what: str) -> None:
+    path = hostile_store(tmp_path / "s")
+    holders = np.array([-1, -1, 0], "<i4")
+    assert Store(path).index.where["holder"].tolist() == holders.tolist()
+    data = bytearray((path / "index.wfi").read_bytes())
+    at = data.index(holders.tobytes())
+    data[at : at + 12] = np.array([-1, -1, -1 if what == "no holder" else 1], "<i4").tobytes()
+    (path / "index.wfi").write_bytes(data)
+    sign(path)
+    with pytest.raises(UserError, match=r"/s: c: y is not in a\. Copy or pack the store again\.$"):
+        Store(path).record("c")
+
+
+def test_a_store_is_verified_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(hostile_store(tmp_path / "s"))
+    calls: list[tuple[int, int]] = []
+    assert list(store.verify(lambda *call: calls.append(call))) == []
+    assert calls == [(1, 3), (2, 3), (3, 3)]
+    path = write(tmp_path / "t")
+    store = Store(path)
+    (path / "pack.json").unlink()
+    missing, *others = store.verify(lambda *call: calls.append(call))
+    assert (missing, others) == (f"{path}/pack.json: damaged or missing. Copy or pack the store again", [])
+    lines = []
+    for key, name, number in (("entry_0", "msa", 2), ("entry_2", "positions", 0)):
+        flipped = flip(path, store.record(key).arrays[name].starts[number])
+        at = store.record(key).arrays[name].starts[number]
+        lines.append(
+            f"{path}/shard-00000.wfs: {key}, {name}: damaged (checksum at byte {at}). Copy or pack the store again."
+        )
+    assert list(flipped.verify())[1:] == lines
+
+    def fails(*_: object) -> None:
+        raise StorageError("no network")
+
+    monkeypatch.setattr(store.storage, "read", fails)
+    with pytest.raises(StorageError, match="no network"):
+        list(store.verify())
+
+
+@pytest.mark.parametrize("what", ["longer", "unknown size", "no frame"])
+@pytest.mark.parametrize("array", [np.arange(10), np.array(2.5)], ids=["array", "number"])
+def test_a_blob_that_was_made_of_other_bytes_is_damage(tmp_path: Path, what: str, array: np.ndarray) -> None:
+    """Its checksum is right. At most the size of its rows is unpacked."""
+    import zstandard
+
+    record = pack_record({"x": array}, {})
+    header = zstandard.ZstdDecompressor().decompress(record.data[: record.header])
+    (_, _, _, _, ((size, crc),)) = json.loads(header)["arrays"][0]
+    blob = {
+        "longer": zstandard.compress(bytes(array.nbytes + 1)),
+        "unknown size": zstandard.ZstdCompressor(write_content_size=False).compress(array.tobytes()),
+        "no frame": array.tobytes(),
+    }[what]
+    text = header.replace(f"[{size},{crc}]".encode(), f"[{len(blob)},{zlib.crc32(blob)}]".encode())
+    new = zstandard.compress(text)
+    with StoreWriter(tmp_path / "s") as writer:
+        writer.add("a", Packed(new + blob, len(new), zlib.crc32(new)), {})
+        writer.finish()
+    with pytest.raises(UserError, match=r"shard-00000\.wfs: a, x: damaged \(.*\)\. Pack the store again\.$"):
+        Store(tmp_path / "s").record("a").read("x")

@@ -74,7 +74,7 @@ class Texts(_LazySequence[str]):
         """Compute the rank of each text in sorted order, which is also the order of the bytes."""
         starts = self.starts.astype(np.int64)
         lengths = starts[1:] - starts[:-1]
-        width = int(lengths.max(initial=1)) or 1
+        width = int(lengths.max(initial=1))
         padded = np.zeros((len(self), width), np.uint8)
         padded[np.repeat(np.arange(len(self)), lengths), _concatenate_ranges(lengths)] = self.data
         ranks = np.empty(len(self), np.int64)
@@ -87,12 +87,17 @@ def _concatenate_ranges(lengths: np.ndarray) -> np.ndarray:
     return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
+def _narrow(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Convert integers to a narrower type if it can represent all of them."""
+    narrow = values.astype(dtype)
+    return narrow if np.array_equal(narrow, values) else values
+
+
 def _encode_texts(texts: Sequence[str]) -> Arrays:
     """Encode texts as the arrays of `Texts`."""
     encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
     starts = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
-    narrow = starts.astype("<u4") if starts[-1] < 2**32 else starts
-    return {"starts": narrow, "texts": np.frombuffer(b"".join(encoded), np.uint8)}
+    return {"starts": _narrow(starts, "<u4"), "texts": np.frombuffer(b"".join(encoded), np.uint8)}
 
 
 class Column(_LazySequence[Any]):
@@ -180,8 +185,7 @@ def encode_column(name: str, values: Sequence[Any], rows: Mapping[str, int]) -> 
     kinds = set(map(type, values)) - {type(None)}
     if kinds == {int}:
         wide = np.array([NONE if value is None else value for value in values], "<i8")
-        narrow = wide.astype("<i4")
-        return "int", {"values": narrow if np.array_equal(narrow, wide) else wide}
+        return "int", {"values": _narrow(wide, "<i4")}
     if kinds and kinds <= {int, float}:
         numbers = np.array([np.nan if value is None else value for value in values], "<f8")
         if np.isfinite(numbers).sum() + sum(value is None for value in values) == len(values):
@@ -248,7 +252,9 @@ class Index:
     """
 
     def __init__(self, data: bytes | memoryview) -> None:
-        magic, version, size, total = HEAD.unpack(data[: HEAD.size]) if len(data) >= HEAD.size else (b"", 0, 0, 0)
+        if len(data) < HEAD.size:
+            raise ValueError("not an index")
+        magic, version, size, total = HEAD.unpack(data[: HEAD.size])
         if magic != MAGIC or version < INDEX_VERSION:
             raise ValueError("not an index")
         if version > INDEX_VERSION:

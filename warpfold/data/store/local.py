@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -83,8 +84,9 @@ class Folder:
         self._lock = threading.Lock()
 
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        number = self._file(name).number
-        return [pread(number, end - begin, begin) for begin, end in ranges]
+        # This reference keeps the file open if another thread replaces or removes it meanwhile.
+        file = self._file(name)
+        return [pread(file.number, end - begin, begin) for begin, end in ranges]
 
     def whole(self, name: str) -> bytes:
         file = _OpenFile(self.path / name)
@@ -170,11 +172,13 @@ def local_copy(storage: Storage, name: str, size: int, digest: str, checked: boo
         try:
             write_atomically(path, data, sync=False)
         except UserError as error:
-            raise UserError(f"{error}. Set TMPDIR to a folder of this machine with {size / 1e6:.0f} MB free.") from None
+            raise UserError(f"{error} Set TMPDIR to a folder of this machine with {size / 1e6:.0f} MB free.") from None
         # A copy that is mapped stays readable after its removal.
         for old in folder.glob("*.wfi"):
-            if time.time() - old.stat().st_mtime > COPY_LIFETIME:
-                old.unlink(missing_ok=True)
+            # Another process may remove it at the same time.
+            with suppress(FileNotFoundError):
+                if time.time() - old.stat().st_mtime > COPY_LIFETIME:
+                    old.unlink()
     os.utime(path)
     return map_file(path, size)
 

@@ -104,7 +104,7 @@ class Remote:
         # Size and version of each object.
         self._versions: dict[str, tuple[int, str]] = {}
         self._has_ranges = False
-        self._process = 0
+        self._process: int | None = None
         self._start_process()
 
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -313,7 +313,7 @@ class BlockCache:
         try:
             limit = float(gigabytes) * 1e9
         except ValueError:
-            limit = -1.0
+            limit = float("nan")
         if not 0 <= limit < 1e18:
             raise UserError(f"WARPFOLD_CACHE_GB={gigabytes}: not a number of gigabytes. Use 0 for no cache.")
         if not limit:
@@ -340,7 +340,7 @@ class BlockCache:
                 os.utime(path)
         except OSError:
             return None
-        if len(data) < 4 or zlib.crc32(data[:-4]).to_bytes(4, "little") != data[-4:]:
+        if zlib.crc32(data[:-4]).to_bytes(4, "little") != data[-4:]:
             self.drop(key)
             return None
         return data[:-4]

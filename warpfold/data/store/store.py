@@ -173,7 +173,6 @@ class StoreWriter:
             # Closing writes the buffer, which fails on a full disk.
             with contextlib.suppress(OSError):
                 self._file.close()
-            self._file = None
         self._draft.remove()
 
     def __enter__(self) -> "StoreWriter":
@@ -208,10 +207,7 @@ class Store:
     def __init__(self, path: Place | str, checked: bool = False) -> None:
         self.path = parse_place(path)
         self.storage = open_storage(self.path)
-        with contextlib.ExitStack() as unless_open:
-            unless_open.callback(self.close)
-            self._checksums, self.index = self._open(checked)
-            unless_open.pop_all()
+        self._checksums, self.index = self._open(checked)
         self.keys = Keys(self.index)  # in writing order
         if not self.keys:
             raise UserError(f"{self.path}: an empty store. Pack it again.")
@@ -389,8 +385,8 @@ class Store:
         return blobs
 
 
-# Begin, end, checksum (None: without), description for errors.
-_Span = tuple[int, int, int | None, str]
+# Begin, end, checksum, description for errors.
+_Span = tuple[int, int, int, str]
 
 
 @dataclass(frozen=True)
@@ -416,7 +412,9 @@ class StoredArray:
         """List the blobs of `rows` (ascending; None: all) as (number, begin, end), which contain `rows[begin:end]`."""
         if rows is None:
             return [(number, 0, 0) for number in range(len(self.crcs))]
-        first, last = (int(rows[0]) // self.rows, int(rows[-1]) // self.rows) if len(rows) else (0, -1)
+        if not len(rows):
+            return []
+        first, last = int(rows[0]) // self.rows, int(rows[-1]) // self.rows
         bounds = np.searchsorted(rows, np.arange(first, last + 2) * self.rows).tolist()
         return [(i, begin, end) for i, (begin, end) in enumerate(pairwise(bounds), start=first) if begin < end]
 
@@ -487,6 +485,6 @@ def _decompress(data: bytes, what: str, limit: int = LARGEST) -> bytes:
         raise UserError(f"{what}: damaged ({error}). Pack the store again.") from error
 
 
-def _is_valid(data: bytes, begin: int, end: int, crc: int | None) -> bool:
+def _is_valid(data: bytes, begin: int, end: int, crc: int) -> bool:
     """Return whether bytes have the expected size and checksum."""
-    return len(data) == end - begin and crc in (None, zlib.crc32(data))
+    return len(data) == end - begin and zlib.crc32(data) == crc

@@ -10,7 +10,6 @@ the chains too (None for a chain's own record), so that sampling reads no record
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import pairwise
 from math import ceil
 from typing import Any
 
@@ -222,12 +221,10 @@ class StoredExample:
         """Read alignment rows and columns (both ascending) from the tiles: uint8 [len(rows), len(residues)]."""
         depth, width = self._depth, self._record.arrays["msa"].shape[1]
         msa = np.empty((len(rows), len(residues)), np.uint8)
-        first, last = (int(residues[0]) // width, int(residues[-1]) // width) if len(residues) else (0, -1)
-        bounds = np.searchsorted(residues, np.arange(first, last + 2) * width).tolist()
-        for number, (begin, end) in enumerate(pairwise(bounds), start=first):
-            if begin < end:
-                tile = self._record.read("msa", number * depth + rows)
-                msa[:, begin:end] = tile[:, as_slice(residues[begin:end] - number * width)]
+        for number in np.unique(residues // width).tolist():
+            begin, end = np.searchsorted(residues, [number * width, (number + 1) * width]).tolist()
+            tile = self._record.read("msa", number * depth + rows)
+            msa[:, begin:end] = tile[:, as_slice(residues[begin:end] - number * width)]
         return msa
 
     def _read_deletions(self, residues: np.ndarray, rows: np.ndarray) -> np.ndarray:
