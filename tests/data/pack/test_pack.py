@@ -343,6 +343,22 @@ def test_templates_are_as_old_as_asked_for_and_may_lie_elsewhere(queries: Path) 
     assert names_of_templates(store) == ("1old_A", "2old_A")
 
 
+def test_templates_are_of_earlier_entries_than_their_chain_and_missing_ones_are_named(queries: Path) -> None:
+    text = (queries / "m/1one_A/hmm_output.sto").read_text()
+    more = "".join(f"{i}abc_A/1-30 {letter}{ONE[1:]}\n" for i, letter in zip("87654", "GHIKL"))
+    (queries / "m/1one_A/hmm_output.sto").write_text(text.replace("9xyz_A/", more + "9xyz_A/"))
+    report, store = pack_queries(queries, options=PackOptions(max_template_date="2010-01-01"))
+    assert names_of_templates(store) == ("1old_A", "2old_A")
+    entry = next(entry for entry in report.kept if entry.name == "1one_A")
+    assert (entry.templates_missing, list(entry.structures_missing)) == (6, ["8abc", "7abc", "6abc", "5abc"])
+    assert sum(entry.templates_refused.values()) == 8
+    # The library of an earlier run is not used again.
+    (queries / "s/1old.cif").unlink()
+    structure(queries / "s/9xyz.cif", chain("A", "F" + ONE[1:]), released="2000-01-01")
+    _, store = pack_queries(queries, "other")
+    assert names_of_templates(store) == ("2old_A", "9xyz_A")
+
+
 def test_bad_hits_and_bad_structures_of_templates_stop_nothing(queries: Path) -> None:
     (queries / "s/1old.cif").write_text("data_1old\n_entry.id 1old\n")  # no coordinates
     alignment(queries / "m/2one_A/bfd.a3m", TWO)

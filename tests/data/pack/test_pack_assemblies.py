@@ -11,7 +11,7 @@ import pytest
 
 from tests.data.entries import ONE as IDENTITY
 from tests.data.entries import TURN, assembly_text
-from tests.data.pack.pack_inputs import ONE, TWO, chain, contents, packed, structure
+from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, contents, packed, structure
 from warpfold.bulk import JobPart
 from warpfold.data.example.pairing import pair_rows
 from warpfold.data.example.raw_example import Assembly, from_chain
@@ -118,6 +118,48 @@ def test_what_is_left_out_is_reported(files: Path) -> None:
     assert (summary["assemblies"], plain["assemblies"], summary["assembly_chains"]["max"]) == (6, 0, 4)
     assert "assemblies      6; chains: min 1" in store_summary_text(summary)
     assert "assemblies" not in store_summary_text(plain)
+
+
+def test_an_assembly_has_the_rows_and_templates_of_its_entities(tmp_path: Path) -> None:
+    pair = [chain("A", ONE), chain("B", TWO), chain("C", ONE, shift=9.0)]
+    structure(tmp_path / "s/1abc.cif", *pair, resolution=2.5, released="2005-01-01")
+    text = (tmp_path / "s/1abc.cif").read_text() + assembly_text([("1", "1,2", "A,B,C"), ("x", "1", "C")])
+    (tmp_path / "s/1abc.cif").write_text(text)
+    structure(tmp_path / "t/1old.cif", chain("A", "C" + ONE[1:]), released="2001-01-01")
+    alignment(tmp_path / "m/1abc_A.a3m", ONE, ONE[::-1], "G" + ONE[1:])
+    alignment(tmp_path / "m/1abc_C.a3m", ONE, ONE[::-1], "G" + ONE[1:])
+    alignment(tmp_path / "m/1abc_B.a3m", TWO, TWO[::-1])
+    for name in ("1abc_A", "1abc_C"):
+        hits = alignment(tmp_path / f"h/{name}.hmmsearch.a3m")
+        hits.write_text(f">1old_A/1-30 mol:protein\nC{ONE[1:]}\n")
+    found = {"hits": [tmp_path / "h"], "template_structures": [tmp_path / "t"]}
+
+    def made(name: str, **options: Any) -> dict[str, Any]:
+        chosen = PackOptions(**{"all_assemblies": True, **options})
+        report = pack([tmp_path / "s"], [tmp_path / "m"], tmp_path / name, chosen, **found)
+        return {entry.name: entry for entry in report.entries}
+
+    entries = made("store", max_chains=6, max_residues=180)
+    assert [(name, entry.depth, entry.templates) for name, entry in entries.items()] == [
+        ("1abc-assembly1", 5, 1), ("1abc-assemblyx", 3, 1), ("1abc_A", 3, 1), ("1abc_B", 2, 0), ("1abc_C", 3, 1),
+    ]  # fmt: skip
+    first = entries["1abc-assembly1"]
+    assert (first.length, first.resolution, first.release_date, first.chains) == (
+        180, 2.5, "2005-01-01", ("1abc_A", "1abc_B", "1abc_C") * 2,
+    )  # fmt: skip
+    store = Store(tmp_path / "store")
+    assert list(store.keys) == ["1abc_A", "1abc_B", "1abc_C", "1abc-assembly1", "1abc-assemblyx"]
+    assert store.record("1abc-assembly1").notes == {
+        "name": "1abc-assembly1", "ids": ["A", "B", "C", "A-2", "B-2", "C-2"],
+        "chains": ["1abc_A", "1abc_B", "1abc_C"] * 2, "entities": [1, 2, 1] * 2, "resolution": 2.5,
+        "release_date": "2005-01-01",
+    }  # fmt: skip
+    assert store.record("1abc-assemblyx").notes["entities"] == [1]
+    assert made("few", max_chains=5)["1abc-assembly1"].reason == "6 chains, more than 5"
+    assert made("small", max_residues=179)["1abc-assembly1"].reason == "180 residues, more than 179"
+    assert list(made("first", assemblies=True, all_assemblies=False)) == [
+        "1abc-assembly1", "1abc_A", "1abc_B", "1abc_C",
+    ]  # fmt: skip
 
 
 def test_a_store_without_assemblies_has_no_trace_of_them(files: Path) -> None:

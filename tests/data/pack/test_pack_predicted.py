@@ -1,6 +1,8 @@
 """Pack predictions: selection of files, masked residues, and reasons for dropping chains (Supp. 1.3)."""
 
 import json
+import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,14 @@ from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, run
 from warpfold.data.example.raw_example import Assembly
 from warpfold.data.features.choose import SampleConfig, select
 from warpfold.data.features.make import make_features
+from warpfold.data.formats.input_files import InputFile
 from warpfold.data.pack import predicted
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import pack
 from warpfold.data.pack.report import PackReport, store_summary_text, summarize_store
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import StoredExample, read_assembly
+from warpfold.data.structure.chain import Structure
 from warpfold.data.structure.write import Modelling, write_mmcif, write_pdb
 from warpfold.errors import UserError
 
@@ -104,7 +108,10 @@ def test_what_is_dropped(tmp_path: Path) -> None:
         (p / f"{name}/{name}_pae.json").write_text(json.dumps({"pae": pae.tolist()}))
     prediction(p / "damaged/damaged.cif", TWO)
     (p / "damaged/damaged_scores.json").write_text('{"plddt": [')
-    dropped = reasons(packed(tmp_path, max_pae=10.0))
+    report = packed(tmp_path, max_pae=10.0)
+    low = next(entry for entry in report.dropped if "low" in entry.file)
+    assert (low.name, low.plddt, low.masked, low.length, low.method) == ("low_A", 35.0, 24, 30, "PREDICTED")
+    dropped = reasons(report)
     assert dropped.pop("damaged.cif").startswith("damaged_scores.json: no PAE in a supported layout")
     assert dropped == {
         "good.cif": "no file with its PAE",
@@ -208,6 +215,231 @@ def test_the_depth_of_alignments(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert code == 0
     assert "dropped two_A: 1 alignment rows, fewer than 3" in out
     assert Store(tmp_path / "store").column("plddt") == [71.3]
+
+
+# ---- files of a prediction
+
+
+def test_the_first_of_several_files_is_that_of_the_best_rank(tmp_path: Path) -> None:
+    names = [
+        "a_rank_2.cif", "a_rank_1.pdb", "a.cif", "a_relaxed.cif", "a_recycle_1.cif",
+        "b_relaxed.cif", "b.pdb", "b.ent.gz", "c.pdb", "c.cif.gz", "d_rank_3.cif", "e_recycle_0.cif",
+        "AF-P1-F1-model_v3.cif", "AF-P1-F1-model_v4.pdb", "deep/c.cif",
+    ]  # fmt: skip
+    for name in (
+        *names,
+        "a_rank_1_distogram.npy",
+        "c_distogram.npy",
+        "c_pae.json.gz",
+        "b_scores.json",
+        "c.cif_distogram.npy",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    found = predicted.find_predictions([InputFile(name, tmp_path / name) for name in names], 0.5)
+    assert {name: one.why_not for name, one in found.items()} == {
+        "a_rank_1.pdb": "", "a.cif": SAME, "a_relaxed.cif": SAME, "a_rank_2.cif": predicted.LATER,
+        "a_recycle_1.cif": predicted.EARLIER, "b.ent.gz": "", "b.pdb": SAME, "b_relaxed.cif": SAME, "c.cif.gz": "",
+        "c.pdb": SAME, "deep/c.cif": SAME, "d_rank_3.cif": predicted.LATER, "e_recycle_0.cif": predicted.EARLIER,
+        "AF-P1-F1-model_v4.pdb": "", "AF-P1-F1-model_v3.cif": SAME,
+    }  # fmt: skip
+    assert {name: one.name for name, one in found.items()} == {
+        name: "P1" if name[0] == "A" else name.removeprefix("deep/")[0] for name in names
+    }
+    paths = {name: (one.pae and one.pae.name, one.distogram and one.distogram.name) for name, one in found.items()}
+    assert {name: pair for name, pair in paths.items() if any(pair)} == {
+        "a_rank_1.pdb": (None, "a_rank_1_distogram.npy"), "b.pdb": ("b_scores.json", None),
+        "b.ent.gz": ("b_scores.json", None), "c.pdb": ("c_pae.json.gz", "c_distogram.npy"),
+        "c.cif.gz": ("c_pae.json.gz", "c_distogram.npy"),
+    }  # fmt: skip
+    assert all(one.reference is None for one in found.values())
+    files = predicted.confidence_files(found)
+    assert [file.path.name for file in files] == [
+        "a_rank_1_distogram.npy", "b_scores.json", "c_distogram.npy", "c_pae.json.gz",
+    ]  # fmt: skip
+    assert predicted.confidence_files({}) == []
+
+
+@pytest.mark.parametrize(("count", "min_kl", "is_used"), [(30, 0.5, True), (29, 0.5, False), (30, 0.0, False)])
+def test_thirty_distograms_are_a_reference(tmp_path: Path, count: int, min_kl: float, is_used: bool) -> None:
+    files = []
+    for number in range(count + 1):
+        # The last file is not packed, and does not count.
+        name = f"p{number}" if number < count else "p0_rank_2"
+        (tmp_path / f"{name}.cif").touch()
+        np.save(tmp_path / f"{name}_distogram.npy", np.full((3, 3, 2), 0.5 if number < count else 1.0))
+        files.append(InputFile(f"{name}.cif", tmp_path / f"{name}.cif"))
+    found = predicted.find_predictions(files, min_kl)
+    assert len(found) == count + 1
+    for one in found.values():
+        assert (one.reference is not None) is is_used
+        if one.reference is not None:
+            np.testing.assert_allclose(one.reference, np.full((128, 2), 0.5))
+
+
+# ---- confidence
+
+
+def test_the_reference_is_the_mean_of_each_separation(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    lengths, bins, smallest = (2, 5, 131, 140), 3, 2.0**-24
+    distograms = [rng.dirichlet(np.ones(bins), (n, n)) for n in lengths]
+    paths = []
+    for number, array in enumerate((*distograms, np.full((4, 4, 2), 0.5), np.full((4, 4), 0.5))):
+        paths.append(tmp_path / f"{number}.npy")
+        np.save(paths[-1], array)
+    # The files are taken in the order of hashes, and the first one decides the number of bins.
+    order = sorted(paths, key=lambda path: predicted.blake2b(path.name.encode()).digest())
+    assert order.index(paths[4]) > 0
+    sums = np.full((128, bins), smallest)
+    for array in distograms:
+        for i in range(len(array)):
+            for j in range(i + 1, min(i + 129, len(array))):
+                sums[j - i - 1] += array[i, j]
+    reference = predicted.reference_distribution(paths)
+    assert reference is not None
+    np.testing.assert_allclose(reference, sums / sums.sum(1, keepdims=True), rtol=1e-12)
+    # Separations that do not occur.
+    short = predicted.reference_distribution(paths[:1])
+    assert short is not None
+    np.testing.assert_allclose(short[1:], np.full((127, bins), 1 / 3))
+    assert predicted.reference_distribution([]) is None
+    assert predicted.reference_distribution(paths[5:]) is None
+    for distogram in (distograms[3], distograms[0], distograms[1].astype(np.float16), distograms[1][:1, :1]):
+        n = len(distogram)
+        upper = np.triu(np.ones((n, n), bool))[..., None]
+        symmetric = np.where(upper, distogram, distogram.swapaxes(0, 1))
+        p = symmetric.astype(np.float64) + smallest
+        p /= p.sum(-1, keepdims=True)
+        expected = []
+        for i in range(n):
+            others = [j for j in range(max(0, i - 128), min(n, i + 129)) if j != i]
+            apart = [abs(i - j) - 1 for j in others]
+            pairs = [(reference[a] * np.log(reference[a] / p[i, j])).sum() for a, j in zip(apart, others)]
+            expected.append(float(np.mean(pairs)) if pairs else 0.0)
+        np.testing.assert_allclose(predicted.divergences(distogram, reference), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_thousand_distograms_are_enough(tmp_path: Path) -> None:
+    names = sorted(("a.npy", "b.npy"), key=lambda name: predicted.blake2b(name.encode()).digest())
+    first, last = (tmp_path / name for name in names)
+    np.save(first, np.full((2, 2, 2), 0.5))
+    np.save(last, np.full((2, 2, 2), [0.0, 1.0]))
+    for count, share in ((1000, 0.5), (999, 499.5 / 1000)):
+        reference = predicted.reference_distribution([last] + [first] * count)
+        assert reference is not None
+        np.testing.assert_allclose(reference[0], [share, 1 - share], atol=1e-9)
+
+
+def test_other_arrays_are_no_distograms(tmp_path: Path) -> None:
+    path = tmp_path / "x_distogram.npy"
+    for array, message in (
+        (np.full((3, 3, 2), 1.5), "a distogram with values that are not probabilities"),
+        (np.full((3, 3, 2), [0.5, 1.5]), "a distogram with values that are not probabilities"),
+        (np.full((3, 3, 2), [-0.1, 0.5]), "a distogram with values that are not probabilities"),
+        (np.full((3, 3, 2), np.nan), "a distogram with values that are not probabilities"),
+        (np.full((3, 3, 2), 1), r"a distogram of shape \[3, 3, 2\]"),
+        (np.full((3, 3), 0.5), r"a distogram of shape \[3, 3\]"),
+        (np.full((3, 4, 2), 0.5), r"a distogram of shape \[3, 4, 2\]"),
+        (np.full((4, 4, 2), 0.5), r"a distogram of shape \[4, 4, 2\]"),
+    ):
+        np.save(path, array)
+        with pytest.raises(UserError, match=rf"^x_distogram\.npy: {message}\. Predict it again\.$"):
+            predicted.read_distogram(path, 3)
+        if array.shape != (4, 4, 2):
+            with pytest.raises(UserError, match=message):
+                predicted.read_distogram(path)
+    for array in (np.full((3, 3, 2), [0.0, 1.0]), np.zeros((3, 3, 0))):
+        np.save(path, array)
+        for length in (3, None):
+            np.testing.assert_array_equal(predicted.read_distogram(path, length), array)
+    for data in (b"\x93NUMPY and more", pickle.dumps(np.full((3, 3, 2), 0.5))):
+        path.write_bytes(data)
+        with pytest.raises(UserError, match=r"^x_distogram\.npy: not a distogram \(.*\)\. Predict it again\.$"):
+            predicted.read_distogram(path)
+
+
+def confident(
+    tmp_path: Path, *factors: list[float] | None, **fields: Any
+) -> tuple[Structure, dict[str, dict[str, float]]]:
+    """Return the result for chains with these values in their B column."""
+    chains = {}
+    for name, values in zip("ABC", factors):
+        one = chain(name, "A" * len(values or [0]))
+        chains[name] = replace(one, b_factors=None if values is None else np.array(values, np.float32))
+    structure = Structure("1abc", "X-RAY DIFFRACTION", 2.0, None, chains)
+    options = PackOptions(**fields.pop("options", {}))
+    one_file = predicted.PredictedFile("target", **fields)
+    return predicted.with_confidence(structure, InputFile("p/x.cif", tmp_path / "x.cif"), one_file, options)
+
+
+def test_the_confidence_of_residues_and_chains(tmp_path: Path) -> None:
+    nan = float("nan")
+    structure, by_chain = confident(tmp_path, [90.0, 49.99, 50.0], [nan, 20.0])
+    assert (structure.id, structure.method, structure.resolution) == ("target", "PREDICTED", None)
+    factors = {name: one.b_factors.tolist() for name, one in structure.chains.items() if one.b_factors is not None}
+    assert factors == {"A": [90.0, pytest.approx(49.99), 50.0], "B": [0.0, 20.0]}
+    assert by_chain == {"A": {"plddt": 63.33, "masked": 1}, "B": {"plddt": 20.0, "masked": 2}}
+    pae = np.arange(25.0).reshape(5, 5) / 7
+    (tmp_path / "pae.json").write_text(json.dumps({"pae": pae.tolist()}))
+    np.save(tmp_path / "d.npy", np.full((5, 5, 2), 0.5))
+    reference = np.full((128, 2), [0.25, 0.75])
+    kl = 0.25 * np.log(0.5) + 0.75 * np.log(1.5)
+    files = {"pae": tmp_path / "pae.json", "distogram": tmp_path / "d.npy"}
+    for min_kl, masked in ((0.13, {"A": 1, "B": 2}), (0.131, {"A": 3, "B": 2})):
+        options = {"min_kl": min_kl}
+        structure, by_chain = confident(
+            tmp_path, [90.0, 49.99, 50.0], [nan, 20.0], reference=reference, options=options, **files
+        )
+        assert {name: one["masked"] for name, one in by_chain.items()} == masked
+        assert {one["pae"] for one in by_chain.values()} == {1.71}
+        assert {one["kl"] for one in by_chain.values()} == {round(kl, 3)}
+        assert (structure.chains["A"].b_factors == 0).all() == (masked["A"] == 3)
+    # A residue at the limit is kept.
+    even = np.full((128, 2), 0.5)
+    structure, by_chain = confident(
+        tmp_path,
+        [90.0, 60.0],
+        [70.0, 80.0, 90.0],
+        reference=even,
+        options={"min_kl": 0.0},
+        distogram=files["distogram"],
+    )
+    assert {(one["masked"], one["kl"]) for one in by_chain.values()} == {(0, 0.0)}
+    # Without a reference, distograms are not read. Residues without a pLDDT have no PAE.
+    pae[4] = 99.0
+    (tmp_path / "pae.json").write_text(json.dumps({"pae": pae[:4, :4].tolist()}))
+    (tmp_path / "d.npy").unlink()
+    _, by_chain = confident(tmp_path, [90.0, 60.0, 50.0], [nan, 20.0], **files)
+    assert by_chain["B"] == {"plddt": 20.0, "masked": 2, "pae": round(float(pae[:4, :4].mean()), 2)}
+    np.save(tmp_path / "d.npy", np.full((5, 5, 3), 0.3))
+    with pytest.raises(UserError, match=r"^p/x\.cif: its distogram has 3 bins, others 2\. Use one model for all\.$"):
+        confident(tmp_path, [90.0, 60.0, 50.0], [20.0, 30.0], reference=reference, distogram=files["distogram"])
+
+
+@pytest.mark.parametrize(
+    ("factors", "content"),
+    [
+        ([[0.0, 100.0]], None),
+        ([[0.5, 1.01]], None),
+        ([[70.0], [71.0]], None),
+        ([[0.0, 1.0]], "numbers from 0 to 1"),
+        ([[0.0, 100.5]], "numbers from 0 to 100.5"),
+        ([[-0.5, 99.0]], "numbers from -0.5 to 99"),
+        ([[70.0, 70.0]], "numbers from 70 to 70"),
+        ([[float("nan")], [float("nan")]], "nothing"),
+    ],
+)
+def test_a_b_column_of_other_numbers_is_refused(
+    tmp_path: Path, factors: list[list[float]], content: str | None
+) -> None:
+    if content is None:
+        assert len(confident(tmp_path, *factors)[1]) == len(factors)
+        return
+    with pytest.raises(UserError) as caught:
+        confident(tmp_path, *factors)
+    text = f"p/x.cif: its B column holds {content}, not pLDDT (0 to 100). Pass predicted structures."
+    assert str(caught.value) == text
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="../shared is not there")

@@ -6,22 +6,26 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.data.pack.killers import Here
-from tests.data.pack.pack_inputs import ONE, TWO, chain, contents, draft_of, packed, stopped, structure
+from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, contents, draft_of, packed, stopped, structure
+from warpfold import __version__
 from warpfold.bulk import JobPart
+from warpfold.data.formats.input_files import digest, find
 from warpfold.data.pack import jobs as pack_jobs
 from warpfold.data.pack import merge as merging
 from warpfold.data.pack import pack as packing
 from warpfold.data.pack.options import PackOptions
-from warpfold.data.pack.pack import merge, pack
+from warpfold.data.pack.pack import find_inputs, is_in_part, merge, pack
 from warpfold.data.pack.part import PartFolder, part_path
-from warpfold.data.pack.report import store_summary_text, summarize_store
+from warpfold.data.pack.predicted import LATER, SAME
+from warpfold.data.pack.report import PackEntry, PackReport, store_summary_text, summarize_store
 from warpfold.data.store.store import Store
 from warpfold.errors import UserError
 
@@ -366,3 +370,188 @@ def test_records_beyond_what_one_read_gives_are_whole(
     packed(files)
     assert contents(files / "store") == whole
     assert list(Store(files / "store").verify()) == []
+
+
+# ---- inputs
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    """Write structures `s`, alignments and hits `m`, hits `h`, structures of templates `t`, and clusters `c`."""
+    names = (
+        "s/1abc.cif", "s/2abc.pdb.gz", "s/deep/3abc.ent", "m/x.a3m", "m/1abc_A/pdb70_hits.hhr", "m/1abc_A/bfd.sto",
+        "m/2abc/hmm_output.sto", "h/y.hhr", "h/z.a3m", "t/x.cif", "t/y.mmcif.gz", "t/z.pdb", "c", "s/1abc.json",
+    )  # fmt: skip
+    for number, name in enumerate(names):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x" * number)
+    return tmp_path
+
+
+def names_of(inputs: packing.PackInputs, *kinds: str) -> list[list[str]]:
+    return [[file.name for file in getattr(inputs, kind)] for kind in kinds]
+
+
+def test_inputs_are_told_apart_by_their_names_and_by_where_they_are_passed(many: Path) -> None:
+    kinds = ("structures", "alignments", "hits", "unrequested", "library")
+    structures, alignments = ["s/1abc.cif", "s/2abc.pdb.gz", "s/deep/3abc.ent"], ["m/1abc_A/bfd.sto", "m/x.a3m"]
+    hits = ["m/1abc_A/pdb70_hits.hhr", "m/2abc/hmm_output.sto"]
+    inputs = find_inputs([many / "s"], [many / "m"])
+    assert names_of(inputs, *kinds) == [structures, alignments, [], hits, []]
+    assert (inputs.folders, inputs.clusters, inputs.predicted) == ((), None, {})
+    # The alignments of `msas` are not read as hits too.
+    inputs = find_inputs([many / "s"], [many / "m"], [many / "h", many / "m"])
+    assert names_of(inputs, *kinds) == [structures, alignments, ["h/y.hhr", "h/z.a3m", *hits], [], []]
+    assert inputs.folders == (many / "s",)
+    some = [many / "s/1abc.cif", many / "s/deep/3abc.ent", many / "s/2abc.pdb.gz"]
+    inputs = find_inputs(some, [], [many / "h"], clusters=many / "c")
+    assert inputs.folders == (many / "s", many / "s/deep")
+    assert inputs.clusters == many / "c"
+    inputs = find_inputs(some[:1], [], [many / "h"], [many / "t", many / "t/z.pdb"])
+    assert names_of(inputs, "structures", "library") == [["s/1abc.cif"], ["t/x.cif", "t/y.mmcif.gz", "t/z.pdb"]]
+    assert inputs.folders == (many / "t",)
+    inputs = find_inputs(some[:1], [], [many / "h"], [many / "t"], min_kl=0.5)
+    assert names_of(inputs, "library") == [["t/x.cif", "t/y.mmcif.gz"]]
+    assert list(inputs.predicted) == ["s/1abc.cif"]
+
+
+@pytest.mark.parametrize("predicted", [False, True])
+def test_a_manifest_describes_inputs_and_options(many: Path, predicted: bool) -> None:
+    (many / "s/1abc_pae.json").write_text("x" * 100)
+    inputs = find_inputs(
+        [many / "s"], [many / "m"], [many / "h"], [many / "t"], many / "c", 0.5 if predicted else None
+    )  # fmt: skip
+
+    def described(files: list[Any]) -> dict[str, Any]:
+        return {"files": len(files), "bytes": sum(file.size for file in files), "digest": digest(files)}
+
+    kinds = {name: getattr(inputs, name) for name in ("alignments", "hits", "library")}
+    kinds["clusters"] = find([many / "c"], (), "clusters")
+    kinds["predicted" if predicted else "structures"] = inputs.structures
+    if predicted:
+        kinds["predicted"] = [*inputs.structures, *find([many / "s/1abc_pae.json"], (), "confidences")]
+    options = PackOptions(min_length=3)
+    manifest = inputs.manifest(options, JobPart(2, 3))
+    assert manifest == {
+        "part": "2/3",
+        "warpfold": __version__,
+        "options": options.recorded(predicted),
+        "inputs": {name: described(files) for name, files in kinds.items()},
+        "clusters": str(many / "c"),
+    }
+    size = 0 + 1 + 2 + 100 * predicted
+    assert manifest["inputs"]["predicted" if predicted else "structures"]["bytes"] == size
+    bare = find_inputs([many / "s"]).manifest(options, JobPart(1, 1))
+    assert (bare["clusters"], bare["inputs"]["clusters"]) == (None, described([]))
+
+
+def test_each_file_is_of_one_part(tmp_path: Path) -> None:
+    for count in (1, 2, 7):
+        parts = [JobPart(number, count) for number in range(1, count + 1)]
+        for i in range(50):
+            assert sum(is_in_part(f"s/{i}.cif", part) for part in parts) == 1
+        assert all(any(is_in_part(f"s/{i}.cif", part) for i in range(50)) for part in parts)
+    # The tasks of a job array may run different builds.
+    assert [n for n in range(1, 8) if is_in_part("structures/1one\udcff.cif", JobPart(n, 7))] == [2]
+    for name in ("1abc", "2abc", "3abc"):
+        structure(tmp_path / f"s/{name.upper()}.x.cif", chain("A", ONE))
+    structure(tmp_path / "s/a/1ABC.cif", chain("A", ONE))
+    names = ("1abc_A", "1abc", "2abc_B/bfd", "3abc_A/1abc_A", "x", "1ab", "3abc/y")
+    for name in names:
+        alignment(tmp_path / f"m/{name}.a3m", ONE)
+    inputs = find_inputs([tmp_path / "s"], [tmp_path / "m"])
+    assert inputs.alignments_of(JobPart(1, 1)) is inputs.alignments
+    for count in (2, 5, 11):
+        parts = [JobPart(number, count) for number in range(1, count + 1)]
+        found = {f"m/{name}.a3m": [part for part in parts if is_in_part(f"m/{name}.a3m", part)] for name in names}
+        # The first structure of an entry, and the first entry of an alignment.
+        for name, entry in (
+            ("1abc_A", "1ABC.x"), ("1abc", "1ABC.x"), ("2abc_B/bfd", "2ABC.x"), ("3abc_A/1abc_A", "1ABC.x"),
+            ("3abc/y", "3ABC.x"),
+        ):  # fmt: skip
+            found[f"m/{name}.a3m"] = [part for part in parts if is_in_part(f"s/{entry}.cif", part)]
+        for part in parts:
+            expected = sorted(name for name, of in found.items() if of == [part])
+            assert [file.name for file in inputs.alignments_of(part)] == expected
+
+
+# ---- the order of work
+
+
+def test_the_largest_files_are_packed_first_and_progress_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, letters in (("1abc", ONE), ("2abc", ONE * 3), ("3abc", TWO), ("4abc", ONE * 2)):
+        structure(tmp_path / f"structures/{name}.cif", chain("A", letters))
+    alignment(tmp_path / "msas/3ABC_A/x.a3m", TWO, *(["A" * 30 + TWO[:i].lower() for i in range(30)] * 300))
+    alignment(tmp_path / "msas/1abc_A.a3m", ONE)
+    read = count_reads(monkeypatch)
+    calls: list[tuple[float, int, str]] = []
+    packed(tmp_path, progress=lambda *call: calls.append(call))
+    assert read == ["3abc.cif", "2abc.cif", "4abc.cif", "1abc.cif"]
+    assert calls == [
+        (2, 2, "reading alignments"),
+        *((done, 4, "packing") for done in range(5)),
+        (0, 1, "clustering"),
+        *((done, 4, "writing") for done in range(1, 5)),
+    ]
+
+
+def test_a_continued_run_counts_what_is_done(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[float, int, str]] = []
+
+    def stop(done: float, total: int, stage: str) -> None:
+        if (done, stage) == (3, "packing"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        packed(files, progress=stop)
+    packed(files, progress=lambda *call: calls.append(call))
+    packing_calls = [call for call in calls if call[2] == "packing"]
+    assert packing_calls == [(done, 10, "packing") for done in range(3, 11)]
+    assert not [call for call in calls if call[2] == "reading alignments"]
+
+
+def test_what_a_killed_run_leaves_beside_its_store_is_removed(files: Path) -> None:
+    packed(files)
+    part = part_path(files / "store", JobPart(1, 1))
+    shutil.copytree(parts_of(files, 1, "other")[0], part)
+    assert packed(files).finished_before
+    assert not part.exists()
+
+
+def test_one_process_packs_by_default(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[tuple[int, str | None]] = []
+
+    @contextmanager
+    def pool(workers: int, cluster: str | None) -> Iterator[None]:
+        used.append((workers, cluster))
+        yield None
+
+    monkeypatch.setattr(packing, "pool", pool)
+    packed(files)
+    merge(parts_of(files, 2, "other"), files / "other")
+    assert used == [(1, None)] * 4
+    merge(parts_of(files, 1, "third"), files / "third", workers=3, cluster="x")
+    assert used[4:] == [(1, None), (3, "x")]
+
+
+def test_the_most_frequent_reason_is_named(tmp_path: Path) -> None:
+    def entries(*reasons: str) -> PackReport:
+        return PackReport([PackEntry(str(i), "x", False, reason) for i, reason in enumerate(reasons)], {})
+
+    for reasons, named in ((["a", "b", "b", SAME, SAME, SAME, LATER], "b"), ([SAME, LATER, LATER], LATER)):
+        with pytest.raises(UserError) as caught:
+            packing._require_entries(entries(*reasons), tmp_path)
+        text = f"{tmp_path}: all {len(reasons)} entries are dropped; the most frequent reason: {named}"
+        assert str(caught.value) == text
+    report = PackReport([PackEntry("x", "x", True)], {})
+    assert packing._require_entries(report, tmp_path) is report
+
+
+def test_predictions_are_no_templates(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^pack: --hits with --predicted needs --template-structures: predictions are"):
+        pack([tmp_path], [], tmp_path / "store", hits=[tmp_path], predicted=True)
+    for more in ({"template_structures": [tmp_path]}, {"hits": []}):
+        with pytest.raises(UserError, match="no structures found"):
+            pack([tmp_path], [], tmp_path / "store", **{"hits": [tmp_path], "predicted": True, **more})

@@ -169,7 +169,6 @@ def drop_reason(
 ) -> str | None:
     """Return the reason to drop a chain, or None. confidence: of a prediction (`with_confidence`), else empty."""
     length, resolved = len(chain.sequence), int((chain.mask[:, ATOM_ORDER["CA"]] > 0).sum())
-    residue, count = Counter(chain.sequence).most_common(1)[0] if length else ("", 0)
     if structure.resolution is not None and structure.resolution > options.max_resolution:
         return f"resolution {structure.resolution:g} Å, over {options.max_resolution:g}"
     after, before, released = options.day("released_after"), options.day("released_before"), structure.release_date
@@ -185,6 +184,7 @@ def drop_reason(
         return f"{length} residues, more than {options.max_length}"
     if resolved < options.min_length:
         return f"{resolved} residues with a CA, fewer than {options.min_length}"
+    residue, count = Counter(chain.sequence).most_common()[0]
     if count > options.max_single * length:
         return f"{count / length:.0%} of the sequence is {residue}, over {options.max_single:.0%}"
     if not confidence:

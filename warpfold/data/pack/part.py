@@ -227,7 +227,8 @@ class PartWriter:
         if not self._draft.is_open:
             return
         # The attempts of this process do not count, because the jobs have not killed it.
-        earlier = Counter({job: n - self._begun[job] for job, n in self.tried.items() if job not in self.jobs})
+        attempts = self.tried - self._begun
+        earlier = Counter({job: n for job, n in attempts.items() if job not in self.jobs})
         if not (self.jobs or earlier):
             self._draft.remove()
             return
@@ -248,7 +249,7 @@ def _read_manifest(path: Path) -> Manifest:
         manifest = json.loads((path / "plan.json").read_bytes())
         JobPart.parse(manifest["part"])
         is_current = (manifest["format"], manifest["version"]) == (FORMAT, VERSION)
-        is_complete = {"part", "warpfold", "options", "inputs", "clusters"} <= manifest.keys()
+        is_complete = all(name in manifest for name in ("part", "warpfold", "options", "inputs", "clusters"))
     except (OSError, ValueError, KeyError, TypeError, RecursionError, UserError):
         is_complete = is_current = False
     if not is_complete:
