@@ -144,19 +144,22 @@ def shared_words(sequences: Sequence[str], query: str, count: int) -> list[float
     together. Sequences that the query cannot cover have no words.
     """
     totals = np.zeros((count, 2 * max(map(len, sequences)) // 8 + 3))
-    for offsets in ((0, 1, 2), (0, 1, 3)):
+    for offset in (2, 3):
 
-        def words(sequence: str, offsets: tuple[int, ...] = offsets) -> list[tuple[str, int]]:
-            found = [("".join(sequence[at + n] for n in offsets), at) for at in range(len(sequence) - offsets[-1])]
+        def words(sequence: str, offset: int = offset) -> list[tuple[str, int]]:
+            found = [(sequence[at : at + 2] + sequence[at + offset], at) for at in range(len(sequence) - offset)]
             return [(word, at) for word, at in found if "X" not in word]
 
-        counts = Counter(word for sequence in sequences for word, _ in words(sequence))
+        all_words = [words(sequence) for sequence in sequences]
+        counts = Counter(word for found in all_words for word, _ in found)
         mean = sum(counts.values()) / 8000
+        starts: dict[str, list[int]] = {}
+        for word, start in words(query):
+            starts.setdefault(word, []).append(start)
         for n, sequence in enumerate(sequences[:count]):
-            for word, at in words(sequence):
-                for other, start in words(query):
-                    if word == other:
-                        totals[n, (len(sequence) + at - start) // 8] += 1 / max(counts[word], mean)
+            for word, at in all_words[n]:
+                for start in starts.get(word, ()):
+                    totals[n, (len(sequence) + at - start) // 8] += 1 / max(counts[word], mean)
     best = (totals[:, :-1] + totals[:, 1:]).max(1)
     return [0.0 if 0.8 * len(sequence) > len(query) else float(score) for sequence, score in zip(sequences, best)]
 

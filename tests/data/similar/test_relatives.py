@@ -1,6 +1,7 @@
 """Find relatives and the nearest identity: compare alignments and segments with definitions in plain Python."""
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,7 @@ def relative(rng: np.random.Generator, sequence: str) -> str:
     return "".join(letters)
 
 
+@cache
 def align(query: str, target: str) -> list[bool]:
     """Align locally with gaps of any length, scored one by one; return from the end whether each pair is equal.
 
@@ -73,10 +75,10 @@ def has_segment(query: str, target: str, min_identity: float) -> bool:
     )
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_local_alignments_are_those_of_the_definition(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    query = drawn(rng, 22)
+    query = drawn(rng, 20)
     targets = [relative(rng, query) for _ in range(6)]
     targets += ["".join("X" if rng.random() < 0.4 else letter for letter in query) for _ in range(4)]
     targets += [query[9:] + relative(rng, query)[:12], drawn(rng, 3), "X" * 4, "W", query[:7] + "X" * 9 + query[7:]]
@@ -85,18 +87,18 @@ def test_local_alignments_are_those_of_the_definition(seed: int) -> None:
     assert any(len(same) not in (len(query), len(target)) for same, target in zip(found, targets))
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("batch_cells", [1, 1000, 4_000_000])
-def test_relatives_have_a_segment_as_defined(seed: int, batch_cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relatives, "BATCH_CELLS", batch_cells)
+@pytest.mark.parametrize("seed", range(2))
+def test_relatives_have_a_segment_as_defined(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(seed)
-    queries = [drawn(rng, length) for length in (24, 14, 18)]
+    queries = [drawn(rng, length) for length in (20, 14)]
     targets = [relative(rng, query) for query in queries for _ in range(3)]
-    targets += [queries[0][6:19], queries[1] + drawn(rng, 9), queries[0][:9] + queries[1][:7], *queries[:2], targets[0]]
+    targets += [queries[0][6:19], queries[1] + drawn(rng, 6), queries[0][:9] + queries[1][:7], *queries, targets[0]]
     for min_identity in (0.0, 0.8):
         expected = [{n for n, b in enumerate(targets) if a == b or has_segment(a, b, min_identity)} for a in queries]
-        assert find_relatives(queries, targets, min_identity) == expected
         assert any(0 < len(numbers) < len(targets) for numbers in expected)
+        for batch_cells in (1, 1000, 4_000_000):
+            monkeypatch.setattr(relatives, "BATCH_CELLS", batch_cells)
+            assert find_relatives(queries, targets, min_identity) == expected
 
 
 def test_the_default_identity_is_reached_by_30_of_100_pairs() -> None:

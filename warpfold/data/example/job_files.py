@@ -315,7 +315,7 @@ def _read_proteins(job: Mapping[str, Any], where: str) -> tuple[list[_Protein], 
         changes = [change for key, change in _CHANGES.items() if entry.get(key)]
         unsupported += [f"{change} ({_join(ids) or f'entry {number}'})" for change in changes]
         proteins.append(_Protein(tuple(ids), sequence, entry))
-        counts.append(0 if ids else count)
+        counts.append(count)
     unsupported += dict.fromkeys(name for key, name in _BONDS.items() if job.get(key))
     if unsupported:
         remedy = "Remove it to fold only the proteins." if proteins else "Add a protein: the job has none."

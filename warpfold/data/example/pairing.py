@@ -73,12 +73,9 @@ def hash_name(name: str) -> int:
 
 def species_keys(headers: Iterable[str]) -> np.ndarray:
     """Hash the organism in each header, uint64 [R]; 0 if it names none."""
-    keys: dict[str | None, int] = {None: 0}
     names = [species_of(header) for header in headers]
-    for name in names:
-        if name is not None and name not in keys:
-            keys[name] = hash_name(name)
-    return np.array([keys[name] for name in names], np.uint64)
+    keys: dict[str | None, int] = {name: hash_name(name) for name in dict.fromkeys(names) if name is not None}
+    return np.array([keys.get(name, 0) for name in names], np.uint64)
 
 
 def make_pairing(msa: np.ndarray, species: np.ndarray, unpaired: np.ndarray) -> Pairing | None:

@@ -171,7 +171,7 @@ def _locate_hit(hit: Hit, structure: Structure) -> tuple[Chain, np.ndarray, str]
             note = "" if is_named else f"of chain {chain.id}, which has the hit's sequence"
             return chain, np.arange(match.start(), match.end()), note
     maps = [(chain, *column_map(chain.sequence, hit.sequence)) for chain in named or other_chains]
-    chain, residues, identity = max(maps, key=lambda candidate: candidate[2] * (candidate[1] >= 0).mean())
+    chain, residues, identity = max(maps, key=lambda candidate: candidate[2] * np.count_nonzero(candidate[1] >= 0))
     aligned = (residues >= 0).mean()
     if min(identity, aligned) < MIN_IDENTITY:
         raise UserError(

@@ -220,7 +220,7 @@ class _WordIndex:
             number = np.concatenate([np.empty(0, np.uint16), *(word for word, _ in words)])
             diagonal = np.concatenate([np.empty(0, np.int64), *(at + start for (_, at), start in zip(words, zero))])
             counts = np.bincount(number, minlength=20**3)
-            begins, weight = np.append(0, np.cumsum(counts)), 1 / np.maximum(counts, counts.mean() + 1e-9)
+            begins, weight = np.append(0, np.cumsum(counts)), 1 / np.maximum(counts, max(counts.mean(), 1))
             self.tables.append((diagonal[np.argsort(number, kind="stable")], begins, weight))
 
     def nearest(self, sequence: str, count: int) -> np.ndarray:
@@ -230,7 +230,7 @@ class _WordIndex:
         """
         if not count:
             return np.empty(0, np.int64)
-        score = np.zeros(self.bands[count] + 1)
+        score = np.zeros(self.bands[count])
         code = residue_codes(sequence)
         for (diagonals, begins, weight), offsets in zip(self.tables, WORDS):
             word, at = _list_words(code, offsets)
