@@ -288,6 +288,9 @@ def _merge_alignments(queries: Sequence[Complex]) -> list[Complex]:
     The alignments of a record or a structure are added to it. The remaining alignments with one name form a single
     query, that with the most chains; alignments of that name with other sequences stay separate.
     """
+    # Encoding the sequences of ten thousand designs takes seconds.
+    if all(query.place is None for query in queries):
+        return [*queries]
     records = [query for query in queries if query.place is None]
     chains = {row for record in records for row in record.rows}
     # Alignments with the name of an invalid record are not queries.
