@@ -318,9 +318,9 @@ def test_the_largest_target_has_all_its_plans(monkeypatch: pytest.MonkeyPatch, c
         plans = [{"chosen": False, "title": "slow"}, {"chosen": True, "title": "fast"}]
         return {"name": "t9", "said": "it fits", "plans": plans}
 
-    def choose(job: Job, *given: Any, every: bool, tell: Any) -> Any:
+    def choose(job: Job, *given: Any, estimate_all: bool, tell: Any) -> Any:
         assert given == (machine, {"axial": 1}, {"s": 1}, None)
-        assert every == (count <= 20)
+        assert estimate_all == (count <= 20)
         tell(1, 2, "estimating")
         if job.sizes.residues == 2:
             raise NoRoomError
