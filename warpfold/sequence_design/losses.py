@@ -8,6 +8,7 @@ settings/design/hallucination.toml lists the losses that differ from theirs. Len
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 
 import numpy as np
 import torch
@@ -199,8 +200,7 @@ class _Terms:
     def ipsae(self) -> Tensor:
         pairs = [
             torch.maximum(*(soft_ipsae(self._errors[i][:, j], self.shape) for i, j in ((a, b), (b, a))))
-            for place, a in enumerate(self.chains)
-            for b in self.chains[:place]
+            for a, b in combinations(self.chains, 2)
             if bool(self.between[a[0], b[0]])
         ]
         return 1 - torch.stack(pairs).mean()
@@ -231,24 +231,19 @@ class _Terms:
 
     def helicity(self) -> Tensor:
         turn = self.seen.residue_index[:, None] - self.seen.residue_index == 3
-        pairs = self.within & turn
-        near = self._near(self.shape.helix_distance)[pairs]
-        # Chains of three residues have no such pair.
-        return near.mean() if len(near) else self.ca.sum() * 0
+        near = self._near(self.shape.helix_distance)[self.within & turn]
+        # Chains of three residues have no such pair, and the loss is 0.
+        return near.sum() / max(len(near), 1)
 
     def symmetry(self) -> Tensor:
-        """Compare the distances between copies i and i + step (cyclically) with their mean over i, for every step."""
+        """Compare the distances between copies i and i - step (cyclically) with their mean over i, for every step."""
         seen, losses = self.seen, []
         for entity in seen.entity_id.unique():
-            copies = [residues for residues in self.chains if bool(seen.entity_id[residues[0]] == entity)]
+            chains = [residues for residues in self.chains if bool(seen.entity_id[residues[0]] == entity)]
+            copies = self.ca[torch.stack(chains)]
             for step in range(len(copies) if len(copies) > 1 else 0):
-                blocks = []
-                for i, residues in enumerate(copies):
-                    other_residues = copies[(i + step) % len(copies)]
-                    blocks.append(
-                        ((self.ca[residues][:, None] - self.ca[other_residues]).square().sum(-1) + TINY).sqrt()
-                    )
-                distances = torch.stack(blocks)
+                vectors = copies[:, :, None] - copies.roll(step, 0)[:, None]
+                distances = (vectors.square().sum(-1) + TINY).sqrt()
                 losses.append((distances - distances.mean(0)).square().mean())
         return (torch.stack(losses).mean() + TINY).sqrt() / 10
 
@@ -294,15 +289,15 @@ class _Terms:
     def _contacts(self, pairs: Tensor, distance: float, number: int) -> Tensor:
         """Compute the mean -log P(contact) of the `number` most likely contacts of each designed residue.
 
-        pairs: [N, N], the admissible contacts. Residues with fewer admissible contacts use all of them.
+        pairs: [N, N], the admissible contacts. Residues with fewer admissible contacts use all of them, and residues
+        without any are left out. The loss is 0 if there are no contacts.
         """
         losses = -(self._near(distance) + TINY).log()
-        rows = pairs.any(-1) & self.seen.designed
-        if not bool(rows.any()):
-            return losses.sum() * 0
-        best = losses.masked_fill(~pairs, torch.inf)[rows].topk(min(number, losses.shape[-1]), largest=False).values
-        is_admissible = best.isfinite()
-        return (torch.where(is_admissible, best, 0).sum(-1) / is_admissible.sum(-1)).mean()
+        best = losses.masked_fill(~pairs, torch.inf)[self.seen.designed].topk(min(number, len(losses)), largest=False)
+        is_admissible = best.values.isfinite()
+        counts = is_admissible.sum(-1)
+        by_residue = torch.where(is_admissible, best.values, 0).sum(-1) / counts.clamp(min=1)
+        return by_residue.sum() / counts.count_nonzero().clamp(min=1)
 
 
 def soft_ipsae(errors: Tensor, shape: LossShape) -> Tensor:

@@ -115,12 +115,14 @@ def run_design(
     identity |= {} if predictor.chain_gap is None else {"chain_gap": predictor.chain_gap}
     _refuse_others(out)
     with writing(out):
-        for folder in (out, out / "starts", out / "designs"):
-            folder.mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
     with lock_file(
         out / "lock", UserError(f"{out}: another process is writing designs here. Wait for it, or use another folder.")
     ):
         _identify(out, identity, force)
+        with writing(out):
+            for folder in FOLDERS:
+                (out / folder).mkdir(exist_ok=True)
         total = starts * settings.steps
         for number in range(1, starts + 1):
             name = f"design_{number:04}"
@@ -159,7 +161,6 @@ def _identify(out: Path, about: Mapping[str, Any], force: bool) -> None:
             raise UserError(f"{out}: holds another run ({difference}). Use a new folder, or replace it with --force.")
         for folder in FOLDERS:
             remove_own(out / folder, OWN_FILE.fullmatch)
-            (out / folder).mkdir(exist_ok=True)
         remove_own(out, FILES.__contains__)
     write_atomically(path, text)
 

@@ -1,5 +1,7 @@
 """Compare MSA features with loops over the formulas of Supp. 1.2.7 and table 1, and check their distributions."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from tests.data.examples import example
 from warpfold.data.features import msa as module
 from warpfold.data.features.choose import SampleConfig
-from warpfold.data.features.msa import mask_msa, msa_features, nearest_cluster
+from warpfold.data.features.msa import mask_msa, msa_features, nearest_cluster, query_weight
 from warpfold.geometry.residue import GAP, MASK
 from warpfold.keyed import keyed_rng
 
@@ -131,3 +133,74 @@ def test_very_long_sequences_are_counted_without_error() -> None:
     rows = np.full((1, 600), 4, np.uint8)
     rows[0, :256] = 3  # modulo 256, the first centre would have 0, or the second more
     assert nearest_cluster(rows, centres[None])[0, 0] == 1
+
+
+class Fixed(np.random.Generator):
+    """Return the given numbers instead of random ones."""
+
+    def __init__(self, chosen: np.ndarray, kinds: list[float], levels: list[float]) -> None:
+        super().__init__(np.random.PCG64(0))
+        self.numbers = iter((chosen, np.array([kinds, levels])))
+
+    def random(self, *_: Any, **__: Any) -> Any:
+        return next(self.numbers)
+
+    def integers(self, low: Any, high: Any = None, size: Any = None, *_: Any, **__: Any) -> Any:
+        assert (low, high) == (0, 20)
+        return np.arange(10, 10 + size)
+
+
+def test_masking_at_its_thresholds() -> None:
+    """Numbers that equal a threshold belong to the next kind, and those that equal a level to the next code."""
+    config = SampleConfig(masked_fraction=0.5, mask_uniform=0.25, mask_profile=0.25, mask_same=0.25)
+    msa = np.array([[1, 2, 3, 4], [5, 6, 7, 8]], np.uint8)
+    profile = np.zeros((4, 22), np.float32)
+    profile[:, 3], profile[:, 9], profile[:, 21] = 0.5, 0.25, 0.25
+    profile[2] = np.eye(22)[17]
+    chosen = np.array([[0.5, 0.49, 0.0, 0.9], [0.1, 0.2, 0.3, 0.4]])
+    kinds = [0.24, 0.25, 0.49, 0.5, 0.74, 0.75]
+    for level, codes in ((0.0, (3, 17)), (0.49, (3, 17)), (0.5, (9, 17)), (0.75, (21, 17)), (0.99, (21, 17))):
+        rng = Fixed(chosen, kinds, [level] * 6)
+        masked, positions = mask_msa(msa, profile, config, rng)
+        assert positions.tolist() == [[False, True, True, False], [True] * 4]
+        # Kinds: uniform (the first draw), twice from the profile of columns 2 and 0, twice the same, the mask token.
+        assert masked.tolist() == [[1, 10, codes[1], 4], [codes[0], 6, 7, MASK]]
+    np.testing.assert_array_equal(msa, [[1, 2, 3, 4], [5, 6, 7, 8]])
+
+
+@pytest.mark.parametrize("length", [1, 2, 254, 255, 256, 511])
+def test_agreement_is_counted_in_every_column(length: int) -> None:
+    """In each column once, a row agrees only there, and with the last centre."""
+    rows = np.full((length, length), GAP, np.uint8)
+    np.fill_diagonal(rows, 3)
+    centres = np.stack([np.full((7, length), 4), np.full((7, length), 5)]).astype(np.uint8)
+    centres[0, 6], centres[1, 5] = 3, 3
+    np.testing.assert_array_equal(nearest_cluster(rows, centres), [[6] * length, [5] * length])
+
+
+def test_the_weight_of_the_query_is_one_over_the_size_of_its_cluster() -> None:
+    raw = example(12, 30, 1)
+    for config, is_extra in (
+        (SampleConfig(max_msa=4, max_extra=10), False),
+        (SampleConfig(max_msa=100, empty_extra="query"), True),
+        (SampleConfig(max_msa=100), False),
+        (SampleConfig(max_msa=len(raw.msa) - 1), False),
+    ):
+        features = msa_features(raw, config, 0, ("x",), 3)
+        weight, alone = query_weight(raw, config, 0, ("x",), 3)
+        assert (alone, weight.dtype, weight.shape) == (is_extra, np.float32, (3,))
+        # The profile is a sum over the members divided by their number, of which each residue is one.
+        code = features["msa_feat"][:, 0, 0, :23].argmax(-1)
+        others = query_weight(raw, config, 0, ("x",))
+        assert others[0].tolist() == weight[:1].tolist()
+        for index, share in enumerate(weight):
+            profile = features["msa_feat"][index, 0, :, 25:48] / share
+            np.testing.assert_allclose(profile, np.rint(profile), atol=1e-3)
+            assert profile[0, code[index]] >= 1 - 1e-3
+            total = profile.sum(-1)
+            np.testing.assert_allclose(total, 1 / share - 1e-6, rtol=1e-5)
+    assert len(msa_features(raw, SampleConfig(), 0, ("x",))["msa_feat"]) == 1
+    lone = example(12, 0, 1)
+    weight, alone = query_weight(lone, SampleConfig(), 0, ("x",), 2)
+    assert not alone
+    assert weight.tolist() == [np.float32(1) / np.float32(1 + 1e-6)] * 2

@@ -71,9 +71,9 @@ def contiguous_crop(lengths: Sequence[int], size: int, rng: np.random.Generator)
     The chains are visited in random order. Each contributes a random number of residues, at least as many as the later
     chains could not contribute.
     """
-    crops = [np.arange(0)] * len(lengths)
+    crops: dict[int, np.ndarray] = {}
     added, remaining = 0, sum(lengths)
-    for chain in rng.permutation(len(lengths)):
+    for chain in rng.permutation(len(lengths)).tolist():
         length = lengths[chain]
         remaining -= length
         most = min(size - added, length)
@@ -82,7 +82,7 @@ def contiguous_crop(lengths: Sequence[int], size: int, rng: np.random.Generator)
         start = int(rng.integers(0, length - count + 1))
         crops[chain] = np.arange(start, start + count)
         added += count
-    return crops
+    return [crops[chain] for chain in range(len(lengths))]
 
 
 def spatial_crop(

@@ -395,7 +395,7 @@ def alignment_features(
 ) -> Arrays:
     """Compute the alignment features of an assembly: the alignment, and for each pass the centres and extra rows.
 
-    Missing rows of the extra MSA and of `SampleConfig.pad` refer to a masked row that is appended to the alignment.
+    An extra MSA without rows refers to a masked row that is appended to the alignment, or to the query (`empty_extra`).
     """
     msa, deletions, owner = concatenate_alignments(entities, length)
     profile = compute_profile(msa)
@@ -416,16 +416,9 @@ def alignment_features(
     mask = np.ones(msa.shape, np.uint8)
     names = ("centre_rows", "extra_rows", "masked_msa", "bert_mask", "true_msa")
     drawn = {name: np.stack(arrays) for name, arrays in zip(names, zip(*samples))}
-    blank = len(msa)
-    if config.pad or not drawn["extra_rows"].size:
+    if not drawn["extra_rows"].size:
+        drawn["extra_rows"] = np.full((passes, 1), len(msa) if config.empty_extra == "masked" else 0)
         msa, deletions, mask = (np.concatenate([x, np.zeros_like(x[:1])]) for x in (msa, deletions, mask))
-        if not drawn["extra_rows"].size:
-            drawn["extra_rows"] = np.full((passes, 1), blank if config.empty_extra == "masked" else 0)
-    if config.pad:
-        for name, array in drawn.items():
-            missing = (config.max_extra if name == "extra_rows" else config.max_msa) - array.shape[1]
-            width = [(0, 0), (0, max(missing, 0)), *[(0, 0)] * (array.ndim - 2)]
-            drawn[name] = np.pad(array, width, constant_values=blank if name.endswith("_rows") else 0)
     return {"alignment": msa, "alignment_deletions": deletions, "alignment_mask": mask, **drawn}
 
 
