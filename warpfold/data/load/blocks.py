@@ -132,7 +132,7 @@ def view(buffer: Tensor, dtype: str, shape: Sequence[int], offset: int) -> Tenso
 
 @cache
 def _torch_dtype(dtype: str) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, dtype)).dtype
+    return torch.from_numpy(np.empty((), dtype)).dtype
 
 
 def _allocate(size: int) -> int:

@@ -28,7 +28,7 @@ class State:
         end = self.first + number
         for index in self.early:
             end += index < end
-        return State(end, tuple(index for index in self.early if index >= end)).changed()
+        return State(end, self.early).changed()
 
     def changed(self, late: Iterable[int] = (), early: Iterable[int] = ()) -> "State":
         """Return the state with the `late` examples marked as unused, and the `early` ones as used."""
@@ -36,7 +36,6 @@ class State:
         first = min([self.first, *unused])
         used = {*self.early, *early, *range(first, self.first)} - unused
         while first in used:
-            used.remove(first)
             first += 1
         return State(first, tuple(sorted(index for index in used if index > first)))
 
@@ -88,10 +87,8 @@ class Schedule:
         remaining = self._after_replay.remaining()
         for _ in range(self.steps - self.repeated):
             indices = list(islice(remaining, self.examples))
-            if self.ranks > 1:
-                assigned = deal([self.cost(index) for index in indices], self.ranks)[self.rank]
-                indices = [indices[i] for i in assigned]
-            yield from ((Draw(index), False) for index in indices)
+            assigned = deal([self.cost(index) for index in indices], self.ranks)[self.rank]
+            yield from ((Draw(indices[i]), False) for i in assigned)
 
     def state(self, steps: int, late: Iterable[int] = (), early: Iterable[int] = ()) -> State:
         """Return the set of examples that all ranks have used after `steps` steps.
