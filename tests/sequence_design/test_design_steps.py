@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from tests.data.structure.test_awkward_files import pdb_chain, plain
 from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.write import write_mmcif
 from warpfold.errors import UserError
@@ -484,6 +486,13 @@ def test_problems_that_cannot_be_are_refused(changes: dict[str, Any], text: str)
     with pytest.raises(UserError) as refused:
         Problem.of(replace(SETTINGS, **changes), pae=False)
     assert str(refused.value) == text
+
+
+def test_a_target_with_residues_in_no_chain_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "target.pdb"
+    file.write_text("SEQRES   1 A    4  GLY ALA SER THR\n" + pdb_chain(plain("GASTW"), "A") + "TER\nEND\n")
+    with pytest.raises(UserError, match=re.escape(f"{file}: has residues with N, CA and C that are in no chain: 1")):
+        Problem.of(replace(SETTINGS, target=str(file)), pae=True)
 
 
 # The state of a start

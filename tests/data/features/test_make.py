@@ -18,7 +18,8 @@ from warpfold.data.example.raw_example import from_sequence
 from warpfold.data.features.choose import SampleConfig, select
 from warpfold.data.features.make import make_features, pad_batch, pad_features, padded_shape, template_features
 from warpfold.data.features.msa import msa_features
-from warpfold.geometry.residue import GAP
+from warpfold.geometry.labels import structure_labels
+from warpfold.geometry.residue import ATOM14_MASK, ATOM37_MASK, GAP
 from warpfold.keyed import keyed_rng
 
 ROOT = Path(__file__).parents[3]
@@ -83,6 +84,11 @@ def test_centres_and_extra_rows_share_nothing_and_use_all_there_is() -> None:
     assert len(rows) == len(raw.msa)
 
 
+COMPLEX = (
+    *("asym_id", "entity_id", "sym_id", "alignment", "alignment_mask", "alignment_deletions", "centre_rows"),
+    *("extra_rows", "masked_msa", "copy_atom_positions", "copy_atom_mask"),
+)
+SOFT = ("soft_alignment", "soft_extra")
 ASSEMBLIES = ("extra_rows", "masked_msa")  # arrays that only assemblies have
 MSA_FEATURES = [
     name for name in FEATURES if ("msa" in name or name.startswith(("bert", "extra"))) and name not in ASSEMBLIES
@@ -93,12 +99,16 @@ MSA_FEATURES = [
 def test_clusters_are_those_of_the_whole_chain_then_cropped(max_msa: int) -> None:
     raw = dataclasses.replace(example(length=60, depth=80), profile=example(length=60, seed=1).profile)
     config = dataclasses.replace(TRAIN, max_msa=max_msa)
-    whole = make_features(raw, dataclasses.replace(config, crop=None), 0, ("x", 0), 2, train=True)
-    crop = make_features(raw, config, 0, ("x", 0), 2, train=True)
-    start = crop["residue_index"][0]
-    assert len(crop["residue_index"]) == 16
-    for name in MSA_FEATURES:  # rows, masks, clusters and profiles of one draw are equal bit for bit
-        np.testing.assert_array_equal(crop[name], whole[name][:, :, start : start + 16], err_msg=name)
+    starts = set()
+    for step in range(6):
+        whole = make_features(raw, dataclasses.replace(config, crop=None), 0, ("x", step), 2, train=True)
+        crop = make_features(raw, config, 0, ("x", step), 2, train=True)
+        start = int(crop["residue_index"][0])
+        starts.add(start)
+        assert len(crop["residue_index"]) == 16
+        for name in MSA_FEATURES:  # rows, masks, clusters and profiles of one draw are equal bit for bit
+            np.testing.assert_array_equal(crop[name], whole[name][:, :, start : start + 16], err_msg=name)
+    assert max(starts) > 22
 
 
 def test_clusters_of_the_crop_alone_are_those_of_a_chain_that_ends_there() -> None:
@@ -268,6 +278,41 @@ def test_a_padded_shape_has_multiples_that_kernels_serve() -> None:
     assert padded_shape(complex_of_two, 16) == {"res": 32, "seq": 15, "extra": 16, "row": 16, "tmpl": 1}
     config = SampleConfig(crop=250, max_msa=124, max_extra=1024, max_templates=4)
     assert padded_shape(features, 16, config, 2) == {"res": 128, "seq": 62, "extra": 512, "tmpl": 2}
+
+
+def test_an_example_has_the_features_of_the_table_and_one_pass_by_default() -> None:
+    raw = dataclasses.replace(example(), resolution=None, templates=templates(2, 40))
+    assert raw.positions is not None
+    assert raw.mask is not None
+    features = make_features(raw, SampleConfig(crop=8), 0, ("x",))
+    monomer = [name for name in FEATURES if name not in (*COMPLEX, *SOFT)]
+    assert sorted(features) == sorted(monomer)
+    assert (features["resolution"], features["use_clamped_fape"]) == (0.0, 1.0)
+    assert make_features(example(), SampleConfig(), 0, ("x",))["resolution"] == 2.0
+    for passes, config in ((1, SampleConfig()), (3, SampleConfig(resample_msa=False))):
+        features = make_features(raw, config, 0, ("x",), passes)
+        assert features["msa_feat"].shape[::2] == (1, 40)
+    labels = structure_labels(
+        torch.from_numpy(raw.aatype).long(), torch.from_numpy(raw.positions), torch.from_numpy(raw.mask).float()
+    )
+    for name, label in labels.items():
+        np.testing.assert_array_equal(features[name], label, err_msg=name)
+    np.testing.assert_array_equal(features["all_atom_mask"], raw.mask)
+    np.testing.assert_array_equal(features["atom14_atom_exists"], ATOM14_MASK[raw.aatype])
+    np.testing.assert_array_equal(features["atom37_atom_exists"], ATOM37_MASK[raw.aatype])
+    np.testing.assert_array_equal(features["target_feat"], np.eye(22)[raw.aatype.astype(int) + 1])
+    # Residues of a prediction with a low confidence are masked.
+    confidence = np.linspace(30, 70, 40).astype(np.float16)
+    features = make_features(dataclasses.replace(raw, confidence=confidence), SampleConfig(), 0, ("x",))
+    np.testing.assert_array_equal(features["all_atom_mask"], raw.mask * (confidence >= 50)[:, None])
+
+
+def test_a_multiple_of_two_is_one_too() -> None:
+    features = shapes_of(res=5, seq=2, extra=7, tmpl=1)
+    assert padded_shape(features, 2) == {"res": 6, "seq": 2, "extra": 8, "tmpl": 2}
+    assert padded_shape(features, 1, SampleConfig(max_msa=3)) == padded_shape(features, 1, None, 4)
+    batch = {"aatype": torch.ones(3, dtype=torch.uint8), "msa_mask": torch.ones(1, 3, 3)}
+    assert {name: x.shape for name, x in pad_batch(batch, 2).items()} == {"aatype": (4,), "msa_mask": (1, 4, 4)}
 
 
 def test_features_of_several_examples_are_padded_alike() -> None:

@@ -170,12 +170,13 @@ def test_masking_at_its_thresholds() -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 254, 255, 256, 511])
 def test_agreement_is_counted_in_every_column(length: int) -> None:
-    """In each column once, a row agrees only there, and with the last centre."""
-    rows = np.full((length, length), GAP, np.uint8)
+    """Each row but the last agrees in one column only, and with the last centre. The last row agrees everywhere."""
+    rows = np.full((length + 1, length), GAP, np.uint8)
     np.fill_diagonal(rows, 3)
+    rows[length] = 3
     centres = np.stack([np.full((7, length), 4), np.full((7, length), 5)]).astype(np.uint8)
     centres[0, 6], centres[1, 5] = 3, 3
-    np.testing.assert_array_equal(nearest_cluster(rows, centres), [[6] * length, [5] * length])
+    np.testing.assert_array_equal(nearest_cluster(rows, centres), [[6] * (length + 1), [5] * (length + 1)])
 
 
 def test_the_weight_of_the_query_is_one_over_the_size_of_its_cluster() -> None:

@@ -201,7 +201,8 @@ def nearest_cluster(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
                     sums = embedding_bag(entries, table, mode="sum").int().numpy()
                     for i in range(PACKED_COUNTS):
                         count[:, i] += (sums >> (COUNT_BITS * i)) & MAX_COUNT
-            best = counts.reshape(len(group), len(block), -1)[..., :depth].argmax(-1)
+            # The counts that fill up the last group are 0 and come last, so they are never the first of equals.
+            best = counts.reshape(len(group), len(block), -1).argmax(-1)
             nearest[first : first + passes_per_group, start : start + BLOCK_ROWS] = best
     return nearest
 
