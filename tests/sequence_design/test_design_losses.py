@@ -487,7 +487,7 @@ def test_losses_at_their_ends_have_the_values_of_their_guards() -> None:
     seen = seen_of(*leaves, asym=asym, entity=entity)
     for name, expected in (("symmetry", 1e-5), ("contacts", 0.0), ("helicity", 0.0)):
         loss = Losses(LossWeights(**{name: 1.0}))(seen)[name]
-        assert float(loss) == pytest.approx(expected, rel=1e-6)
+        assert loss.item() == pytest.approx(expected, rel=1e-6)
         grads = torch.autograd.grad(loss, leaves, allow_unused=True)
         assert any(x is not None for x in grads)
         assert all(x is None or not x.any() for x in grads)

@@ -1,6 +1,5 @@
 """The settings of a design (TOML): chains, losses, and the stages from soft to hard sequences."""
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -77,7 +76,7 @@ class DesignSettings:
     stages: tuple[Stage, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.recycles < 0 or self.spread < 0 or not math.isfinite(self.spread):
+        if self.recycles < 0 or self.spread < 0:
             raise ValueError(f"recycles = {self.recycles}, spread = {self.spread}: must not be negative")
         for name, value in self.chains.items():
             if not value or (isinstance(value, int) and value < 1):
@@ -90,14 +89,15 @@ class DesignSettings:
 
     def at(self, step: int) -> StepSettings:
         """Return the settings of a step, counted from 0."""
+        in_stage = step
         for number, stage in enumerate(self.stages):
-            if step < stage.steps:
-                done = (step + 1) / stage.steps
+            if in_stage < stage.steps:
+                done = (in_stage + 1) / stage.steps
                 (soft, end), (hot, cold) = stage.soft, stage.temperature
                 soft, temperature = soft + (end - soft) * done, cold + (hot - cold) * (1 - done) ** 2
                 rate = stage.rate * ((1 - soft) + soft * temperature)
                 return StepSettings(number, soft, temperature, stage.hard, rate, replace(self.loss, **stage.weights))
-            step -= stage.steps
+            in_stage -= stage.steps
         raise ValueError(f"step {step} is after the last stage")
 
 
