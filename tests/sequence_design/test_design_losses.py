@@ -491,6 +491,11 @@ def test_losses_at_their_ends_have_the_values_of_their_guards() -> None:
         grads = torch.autograd.grad(loss, leaves, allow_unused=True)
         assert any(x is not None for x in grads)
         assert all(x is None or not x.any() for x in grads)
+    # A single residue is designed. 57 of the 64 bins end below 20 angstrom.
+    flat = torch.zeros(4, 4, 64).double()
+    seen = seen_of(plddt[:4], flat, None, leaves[3][:4], asym=[1, 2, 2, 2], designed=[True, False, False, False])
+    loss = Losses(LossWeights(interface_contacts=1.0))(seen)["interface_contacts"]
+    assert loss.item() == pytest.approx(-math.log(57 / 64 + 1e-8), rel=1e-9)
     errors = torch.tensor([[28.0, 27.0, 29.0]]).double()
     number = sum(1 / (1 + math.exp(e - 10)) for e in (27.0, 28.0, 29.0))
     score = sum(1 / (1 + math.exp(e - 10)) / (1 + e**2) for e in (27.0, 28.0, 29.0)) / (number + 1e-8)
