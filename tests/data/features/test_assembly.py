@@ -662,7 +662,7 @@ def test_an_assembly_has_the_features_that_its_definition_has(name: str, train: 
             names |= {"template_aatype", "template_all_atom_positions", "template_all_atom_masks"}
         assert found.keys() - expected.keys() == names
         for feature, value in expected.items():
-            np.testing.assert_allclose(found[feature], value, atol=2e-5, err_msg=feature)
+            np.testing.assert_allclose(found[feature], value, rtol=1e-6, atol=2e-5, err_msg=feature)
         equal = float(keyed_rng(7, *key, "clamp").random())
         if train and "use_clamped_fape" in expected:
             again = make_features(whole, replace(config, unclamped_fraction=equal), 7, key, train=True)

@@ -163,15 +163,16 @@ def test_a_worker_answers_every_job(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = ["made", "refused", "made", "starved", "unreachable", "made", "failed"]
     ours, theirs = Pipe()
     for value, kind in enumerate(kinds):
-        # The only block is free again.
-        ours.send_bytes(json.dumps([[0] if value in (2, 5) else [], [kind, value]]).encode())
+        # The first block is free again before the last result.
+        ours.send_bytes(json.dumps([[0] if value == 5 else [], [kind, value]]).encode())
     with socket.socket(fileno=os.dup(ours.fileno())) as end:
         end.shutdown(socket.SHUT_WR)
     module._work(None, theirs, make)
     theirs.close()
+    # The answers are read when all are written, so the last result has replaced the first one.
     *found, failed = answers_of(ours)
     assert found == [
-        {"ready": True}, [0, 0], {"refused": "damaged"}, [2, 4], {"refused": "too little memory"},
+        {"ready": True}, [5, 10], {"refused": "damaged"}, [2, 4], {"refused": "too little memory"},
         {"unreachable": "disk is gone"}, [5, 10],
     ]  # fmt: skip
     assert list(failed) == ["failed"]
