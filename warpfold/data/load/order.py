@@ -111,7 +111,7 @@ class Order:
         # Number of examples of each source before each block.
         self._before = [np.zeros(len(sources), np.int64)]
         # The last block, and its sources.
-        self._block: tuple[int, np.ndarray] = -1, np.empty(0, np.int64)
+        self._block: tuple[int, np.ndarray] = -1, np.array([], np.int64)
 
     def __len__(self) -> int:
         """Return the total number of entries."""
