@@ -105,8 +105,8 @@ class Script:
 
 
 def chains_of(sequences: Mapping[str, str], spread: float = 3.0) -> list[Chain]:
-    """Build chains with all atoms of each residue at one point."""
-    chains, start = [], 0
+    """Build chains with all atoms of each residue at one point, which is not the origin."""
+    chains, start = [], 1
     for id, sequence in sequences.items():
         n = len(sequence)
         points = spread * np.arange(start, start + n)[:, None] * np.ones(3)
@@ -600,7 +600,7 @@ def test_the_report_shows_the_best_designs(tmp_path: Path, monkeypatch: pytest.M
     for number, (target, design) in enumerate(zip(page.targets, designs), 1):
         assert target.sequence == design["sequence"]
         np.testing.assert_array_equal(target.plddt, [0, 10, 20, 30, 40])
-        np.testing.assert_allclose(target.ca, number * np.arange(5)[:, None] * np.ones(3), atol=1e-3)
+        np.testing.assert_allclose(target.ca, number * np.arange(1, 6)[:, None] * np.ones(3), atol=1e-3)
         assert target.mmcif == (tmp_path / f"designs/{target.name}.cif").read_text()
         scores = [("pTM", design["ptm"]), ("ipTM", design["iptm"])]
         assert target.numbers == [
