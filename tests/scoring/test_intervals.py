@@ -1,6 +1,8 @@
 """Test intervals of means and verdicts on paired scores: their error rates, and how often there is a verdict."""
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,9 +107,52 @@ def test_equal_sets_are_no_better() -> None:
     assert (equal.difference, equal.interval, equal.verdict) == (0, (0, 0), "unclear")
 
 
+def test_a_difference_is_that_of_the_means_of_clusters() -> None:
+    """Compare all fields with their definitions, for clusters of different sizes and equal scores of some targets."""
+    random = np.random.default_rng(4)
+    clusters = [*"aabbbcddddeffghhi"]
+    a, b = random.uniform(0.5, 0.9, 17), random.uniform(0.4, 0.8, 17)
+    b[[3, 8]] = a[[3, 8]]
+    means = [[float(np.mean([x[k] for k in range(17) if clusters[k] == c])) for c in "abcdefghi"] for x in (a, b)]
+    differences = [x - y for x, y in zip(*means)]
+    middle = statistics.mean(differences)
+    # 3.0851 is the 99.25 % quantile of Student's t with 8 degrees of freedom.
+    half = 3.0851 * statistics.stdev(differences) / 3
+    found = paired_difference(a.tolist(), b.tolist(), clusters).to_dict()
+    assert found.pop("means") == pytest.approx([statistics.mean(x) for x in means])
+    assert found.pop("difference") == pytest.approx(middle)
+    assert found.pop("interval") == pytest.approx((middle - half, middle + half), rel=1e-3)
+    wins, losses = sum(a > b), sum(a < b)
+    verdict = "better" if middle > half else "unclear"
+    assert found == {"targets": 17, "clusters": 9, "wins": wins, "losses": losses, "verdict": verdict}
+    assert wins + losses == 15
+    # Without clusters, each target is one.
+    assert paired_difference(a[:8], b[:8]) == paired_difference(a[:8], b[:8], "abcdefgh")
+    assert paired_difference(a[:8], b[:8]).interval is not None
+
+
 def test_quantiles_of_t_are_those_of_tables() -> None:
     for degrees, expected in ((7, 3.2032), (11, 2.8789), (19, 2.6742), (59, 2.5057)):
         assert t_quantile(degrees) == pytest.approx(expected, rel=1e-3)
+
+
+def test_quantiles_of_t_are_the_expansion_of_abramowitz_and_stegun() -> None:
+    z = statistics.NormalDist().inv_cdf(1 - 0.015 / 2)
+    # The coefficients of z, z^3, z^5, z^7 and z^9, and their divisor, for each power of 1 / degrees.
+    terms = {
+        0: ([1], 1),
+        1: ([1, 1], 4),
+        2: ([3, 16, 5], 96),
+        3: ([-15, 17, 19, 3], 384),
+        4: ([-945, -1920, 1482, 776, 79], 92160),
+    }
+    for degrees in (1, 2, 7, 30):
+        expected = sum(
+            coefficient * z ** (2 * k + 1) / divisor / degrees**power
+            for power, (coefficients, divisor) in terms.items()
+            for k, coefficient in enumerate(coefficients)
+        )
+        assert t_quantile(degrees) == pytest.approx(expected, rel=1e-7)
 
 
 def test_many_targets_are_drawn_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,12 +161,35 @@ def test_many_targets_are_drawn_in_blocks(monkeypatch: pytest.MonkeyPatch) -> No
     # Blocks of three draws do not divide the number of draws, so the last block is shorter.
     monkeypatch.setattr(intervals, "BLOCK", 1000)
     assert interval(values) == pytest.approx(whole, abs=0.002)
-    random, sizes = np.random.default_rng(0), [3] * (intervals.DRAWS // 3) + [intervals.DRAWS % 3]
+    # There are 10,000 draws.
+    random, sizes = np.random.default_rng(0), [3] * 3333 + [1]
     means = np.concatenate([random.choice(values, (size, 300)).mean(1) for size in sizes])
-    assert interval(values) == pytest.approx(tuple(np.percentile(means, (2.5, 97.5))), rel=1e-12)
+    expected = tuple(np.percentile(means, (2.5, 97.5)))
+    assert interval(values) == interval(values, seed=0) == pytest.approx(expected, rel=1e-12)
+    assert interval(values, seed=1) != interval(values)
+    # A block has at least one draw.
+    monkeypatch.setattr(intervals, "BLOCK", 100)
+    assert interval(values) == pytest.approx(expected, rel=1e-3)
+    assert interval([0.25, 0.75]) == (0.25, 0.75)
 
 
-@pytest.mark.parametrize(("a", "b"), [([0.1], [0.1, 0.2]), ([], []), ([np.nan], [0.1]), ([np.inf], [np.inf])])
-def test_what_is_not_paired_is_refused(a: list[float], b: list[float]) -> None:
-    with pytest.raises(ValueError, match="paired_difference"):
-        paired_difference(a, b)
+UNPAIRED = "paired_difference: lists of {} and {} values; each target needs both"
+NOT_FINITE = "paired_difference: a value is not finite; leave its target out of both lists"
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "clusters", "message"),
+    [
+        ([0.1], [0.1, 0.2], None, UNPAIRED.format("(1,)", "(2,)")),
+        ([], [], None, UNPAIRED.format("(0,)", "(0,)")),
+        ([[0.1]], [[0.1]], None, UNPAIRED.format("(1, 1)", "(1, 1)")),
+        ([0.1, 0.2], [0.1, 0.2], ["a"], UNPAIRED.format("(2,)", "(2,)")),
+        ([np.nan], [0.1], None, NOT_FINITE),
+        ([0.1, 0.2], [0.1, np.nan], None, NOT_FINITE),
+        ([np.inf, 0.2], [np.inf, 0.2], None, NOT_FINITE),
+    ],
+)
+def test_what_is_not_paired_is_refused(a: Any, b: Any, clusters: Sequence[Hashable] | None, message: str) -> None:
+    with pytest.raises(ValueError, match="paired_difference") as error:
+        paired_difference(a, b, clusters)
+    assert str(error.value) == message

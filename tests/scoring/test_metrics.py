@@ -3,6 +3,7 @@
 import csv
 import gzip
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,49 @@ def test_lddt_is_its_definition() -> None:
                 kept += np.mean([error < 0.5, error < 1, error < 2, error < 4])
     assert metrics.lddt(predicted, truth, mask, known) == pytest.approx(kept / total)
     assert 0.2 < kept / total < 0.9
+
+
+def test_pairs_and_errors_at_a_limit_do_not_count() -> None:
+    """Residues 0 to 4 on a line. In the prediction, residues 1 to 3 are moved by exactly a tolerance."""
+    truth = np.zeros((5, 1, 3))
+    truth[:, 0, 0] = [0, 3, 6, 9, 15]
+    predicted = truth.copy()
+    predicted[1:4, 0, 0] += [0.5, 1, 2]
+    mask = np.ones((5, 1), bool)
+    # The pair of the first and the last residue is not nearer than 15 angstrom.
+    assert metrics.lddt_counts(predicted, truth, mask)[1].tolist() == [3, 4, 4, 4, 3]
+    errors = {(0, 1): 0.5, (0, 2): 1, (0, 3): 2, (1, 2): 0.5, (1, 3): 1.5, (1, 4): 0.5, (2, 3): 1, (2, 4): 1, (3, 4): 2}
+    kept = np.zeros(5)
+    for (i, j), error in errors.items():
+        kept[[i, j]] += {0.5: 0.75, 1: 0.5, 1.5: 0.5, 2: 0.25}[error]
+    assert metrics.lddt_counts(predicted, truth, mask)[0].tolist() == kept.tolist()
+    assert metrics.lddt(predicted, truth, mask) == pytest.approx(kept.sum() / 18)
+    # A residue without pairs has no score, and the others keep theirs.
+    mask[1] = False
+    found = metrics.lddt_per_residue(predicted, truth, mask)
+    assert np.isnan(found).tolist() == [False, True, False, False, False]
+    assert found[[0, 2, 3, 4]] == pytest.approx([0.75 / 2, 1.5 / 3, 1.0 / 3, 0.75 / 2])
+    assert metrics.lddt(predicted, truth, mask) == pytest.approx(4.0 / 10)
+
+
+@pytest.mark.parametrize("count", [0, 1, metrics.BLOCK, metrics.BLOCK + 1, 2 * metrics.BLOCK + 3])
+def test_near_pairs_are_all_there_are(count: int) -> None:
+    rng = np.random.default_rng(count)
+    # Far from the origin, squared distances by a product of matrices are wrong by more than the limit.
+    far = np.array([3e6, -1e6, 2e6])
+    a, b = far + rng.uniform(0, 20, (count, 3)), far + rng.uniform(0, 20, (40, 3))
+    found = [
+        (i, j, x) for block in metrics.near_pairs(a, b, 4.0) for i, j, x in zip(*(column.tolist() for column in block))
+    ]
+    distances = np.linalg.norm(a[:, None] - b, axis=-1)
+    assert [(i, j) for i, j, _ in found] == [tuple(pair) for pair in np.argwhere(distances < 4).tolist()]
+    assert [x for _, _, x in found] == pytest.approx(distances[distances < 4].tolist())
+
+
+def test_a_pair_just_below_the_limit_is_near() -> None:
+    a, b = np.zeros((1, 3)), np.array([[2.0, 0, 0], [1.9995, 0, 0], [0, 0, -1.9995], [0, -2.0001, 0]])
+    ((_, j, distance),) = metrics.near_pairs(a, b, 2.0)
+    assert (j.tolist(), distance.tolist()) == ([1, 2], [1.9995, 1.9995])
 
 
 def test_lddt_agrees_with_biotite() -> None:
@@ -112,6 +156,18 @@ def test_symmetric_side_chains_are_judged_by_the_unambiguous_atoms_of_others() -
     assert flips > 8
 
 
+def test_a_residue_that_lacks_one_of_two_symmetric_atoms_keeps_its_names() -> None:
+    """Its single atom would fit better under the other name."""
+    truth = np.repeat(chain(8), 4, axis=0).reshape(8, 4, 3) + 2 * np.random.default_rng(0).normal(size=(8, 4, 3))
+    swap = np.tile([0, 1, 3, 2], (8, 1))
+    predicted, present = truth[:, [0, 1, 3, 2]].copy(), np.ones((8, 4), bool)
+    present[3, 3] = False
+    renamed = metrics.rename_symmetric(predicted, truth, np.ones((8, 4), bool), present, swap)
+    expected = truth.copy()
+    expected[3] = predicted[3]
+    np.testing.assert_array_equal(renamed, expected)
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 50])
 def test_rigid_motion_is_ignored(n: int) -> None:
     points = chain(n)
@@ -123,7 +179,9 @@ def test_scores_of_nothing() -> None:
     one = np.zeros((1, 1, 3))
     assert np.isnan(metrics.lddt(one, one, np.ones((1, 1))))
     assert np.isnan(metrics.lddt(one, one, np.zeros((1, 1))))
-    assert metrics.overlap(one[0, :0], one[0, :0], length=9).tm == 0
+    assert np.isnan(metrics.lddt(one[:0], one[:0], np.ones((0, 1))))
+    assert np.isnan(metrics.rmsd(one[0, :0], one[0, :0]))
+    assert metrics.overlap(one[0, :0], one[0, :0], length=9) == metrics.Overlap(tm=0.0, gdt_ts=0.0, gdt_ha=0.0)
 
 
 def test_a_mirror_image_is_not_superposed() -> None:
@@ -162,40 +220,148 @@ def test_overlap_finds_the_half_that_fits() -> None:
     assert metrics.rmsd(predicted, truth) > 8
 
 
-def test_overlap_is_the_search_of_the_program_written_out() -> None:
-    """Implement the program's search plainly: up to 20 superpositions for each fragment.
+def plain_search(predicted: np.ndarray, truth: np.ndarray, d0: float) -> Iterator[np.ndarray]:
+    """Yield the distances after each superposition of the program's search: up to 21 for each fragment."""
+    n, reach = len(truth), min(8.0, max(4.5, d0))
+    for size in sorted({x for x in (n, n // 2, n // 4, n // 8, n // 16) if x > 4} | {min(4, n)}):
+        for start in range(n - size + 1):
+            chosen, within = np.arange(start, start + size), reach - 1
+            for _ in range(21):
+                rotation, translation = metrics.superpose(predicted[chosen], truth[chosen])
+                distance = np.linalg.norm(predicted @ rotation.T + translation - truth, axis=-1)
+                yield distance
+                grown, wider = np.flatnonzero(distance < within), within
+                while len(grown) < min(3, n):
+                    wider += 0.5
+                    grown = np.flatnonzero(distance < wider)
+                if within > reach and np.array_equal(grown, chosen):
+                    break
+                chosen, within = grown, reach + 1
 
-    GDT is counted during the search, which uses a d0 that is larger by 0.8.
-    """
-    random = np.random.default_rng(5)
-    truth = chain(45)
-    predicted = turned(truth + random.normal(size=truth.shape) * np.linspace(0.2, 5, 45)[:, None])
+
+def noisy(length: int, most: float) -> tuple[np.ndarray, np.ndarray]:
+    """Build a prediction that is wrong by more and more towards the end, and its truth."""
+    truth = chain(length)
+    noise = np.random.default_rng(5).normal(size=truth.shape) * np.linspace(0.2, most, length)[:, None]
+    return turned(truth + noise), truth
+
+
+def test_overlap_is_the_search_of_the_program_written_out() -> None:
+    """GDT is counted during a search with a d0 that is larger by 0.8."""
+    predicted, truth = noisy(45, 5.0)
     most: dict[float, int] = dict.fromkeys((0.5, 1.0, 2.0, 4.0, 8.0), 0)
-    tm, d0 = 0.0, metrics.tm_d0(45)
-    for search_d0 in (d0, d0 + 0.8):
-        reach = min(8.0, max(4.5, search_d0))
-        for size in (45, 22, 11, 5, 4):
-            for start in range(45 - size + 1):
-                chosen, within = np.arange(start, start + size), reach - 1
-                for _ in range(21):
-                    rotation, translation = metrics.superpose(predicted[chosen], truth[chosen])
-                    distance = np.linalg.norm(predicted @ rotation.T + translation - truth, axis=-1)
-                    if search_d0 == d0:
-                        tm = max(tm, float(np.mean(1 / (1 + (distance / d0) ** 2))))
-                    else:
-                        most = {cutoff: max(count, int((distance < cutoff).sum())) for cutoff, count in most.items()}
-                    grown, wider = np.flatnonzero(distance < within), within
-                    while len(grown) < 3:
-                        wider += 0.5
-                        grown = np.flatnonzero(distance < wider)
-                    if within > reach and np.array_equal(grown, chosen):
-                        break
-                    chosen, within = grown, reach + 1
+    d0 = 1.24 * 30 ** (1 / 3) - 1.8
+    tm = max(float(np.mean(1 / (1 + (distance / d0) ** 2))) for distance in plain_search(predicted, truth, d0))
+    for distance in plain_search(predicted, truth, d0 + 0.8):
+        most = {cutoff: max(count, int((distance < cutoff).sum())) for cutoff, count in most.items()}
     found = metrics.overlap(predicted, truth)
     assert found.tm == pytest.approx(tm, abs=1e-12)
     assert found.gdt_ts == pytest.approx(sum(most[cutoff] for cutoff in (1, 2, 4, 8)) / 4 / 45)
     assert found.gdt_ha == pytest.approx(sum(most[cutoff] for cutoff in (0.5, 1, 2, 4)) / 4 / 45)
     assert 0.2 < found.tm < 0.9
+
+
+@pytest.mark.parametrize(
+    ("length", "most", "d0"), [(2, 1, 0.5), (3, 1, 0.5), (4, 9, 0.5), (9, 40, 1), (40, 20, 4.7), (82, 8, 2), (33, 5, 9)]
+)
+def test_the_search_tries_each_superposition_of_the_program(length: int, most: float, d0: float) -> None:
+    predicted, truth = noisy(length, most)
+    searches = [list(plain_search(predicted, truth, d0)), [*np.sqrt(np.concatenate([*_search(predicted, truth, d0)]))]]
+    # The sets of superpositions are equal: each is numbered by a rounded product with the same random vector.
+    weights = np.random.default_rng(0).random(length)
+    ours, plain = (np.unique(np.round(np.array(found) @ weights, 5)) for found in searches)
+    np.testing.assert_allclose(ours, plain, atol=1.1e-5)
+
+
+def _search(predicted: np.ndarray, truth: np.ndarray, d0: float) -> Iterator[np.ndarray]:
+    return metrics._superpositions(predicted, truth, d0)
+
+
+def test_fragments_are_those_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If all superpositions are perfect, each size has one for each fragment and one for the whole chain."""
+    truth = chain(160)
+    counts = [len(squares) for squares in _search(turned(truth), truth, 5.0)]
+    assert counts == [1, 1, 81, 1, 121, 1, 141, 1, 151, 1, 157, 1]
+    assert [len(squares) for squares in _search(truth[:64], truth[:64], 5.0)] == [1, 1, 33, 1, 49, 1, 57, 1, 61, 1]
+    # Long chains have 1024 fragments of each size, from the first to the last.
+    assert metrics.MAX_FRAGMENTS == 1024
+    monkeypatch.setattr(metrics, "MAX_FRAGMENTS", 5)
+    predicted, truth = noisy(40, 9.0)
+    blocks = list(_search(predicted, truth, 5.0))
+    assert [len(blocks[0]), max(map(len, blocks))] == [1, 5]
+    rows = np.concatenate(blocks)
+    for start in (0, 9, 18, 27, 36):
+        fragment = slice(start, start + 4)
+        rotation, translation = metrics.superpose(predicted[fragment], truth[fragment])
+        squares = np.sum((predicted @ rotation.T + translation - truth) ** 2, 1)
+        assert np.abs(rows - squares).max(1).min() < 1e-6
+    # The number of distances in memory is bounded.
+    monkeypatch.undo()
+    monkeypatch.setattr(metrics, "MAX_DISTANCES", 1000)
+    assert 500 < max(squares.size for squares in _search(predicted, truth, 5.0)) <= 1000
+
+
+def test_overlap_searches_with_the_d0_of_the_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The TM-score depends on the length of the reference, and the search for GDT on the number of pairs."""
+    searched = []
+
+    def search(predicted: np.ndarray, truth: np.ndarray, d0: float) -> Iterator[np.ndarray]:
+        searched.append(d0)
+        yield from _superpositions(predicted, truth, d0)
+
+    _superpositions = metrics._superpositions
+    monkeypatch.setattr(metrics, "_superpositions", search)
+    truth = chain(30)
+    assert metrics.overlap(truth, truth, length=142) == metrics.Overlap(tm=30 / 142, gdt_ts=30 / 142, gdt_ha=30 / 142)
+    assert searched == pytest.approx([1.24 * 127 ** (1 / 3) - 1.8, 1.24 * 15 ** (1 / 3) - 1.0])
+    assert [metrics.tm_d0(length) for length in (1, 15, 20, 23)] == pytest.approx([0.5, 0.5, 0.5, 0.68])
+
+
+def test_a_distance_at_a_cutoff_does_not_count() -> None:
+    """The paired points are 8 angstrom apart, as three points on a line that is longer by 16 angstrom."""
+    truth = np.array([[-100.0, 0, 0], [0, 0, 0], [100.0, 0, 0]])
+    predicted = truth * [1.08, 1, 1]
+    found = metrics.overlap(predicted, truth)
+    # The middle is right, and the ends are 8 angstrom off.
+    assert (found.gdt_ts, found.gdt_ha) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
+
+
+def test_scores_do_not_depend_on_the_distance_from_the_origin() -> None:
+    predicted, truth = (np.round(x * 1024) / 1024 for x in noisy(25, 3.0))
+    near = metrics.overlap(predicted, truth)
+    for far in ([1e8, 0, 0], [0, -1e8, 3e7]):
+        for ours, theirs in ((predicted + far, truth), (predicted, truth + far)):
+            found = metrics.overlap(ours, theirs)
+            assert vars(found) == pytest.approx(vars(near), abs=1e-6)
+
+
+def test_the_superposition_of_mirror_images_is_the_best_rotation() -> None:
+    """Compare the deviation with that of Horn's quaternions (1987), the largest eigenvalue of a 4 x 4 matrix."""
+    rng = np.random.default_rng(0)
+    mobile, target = rng.normal(size=(2, 12, 9, 3)) * [3, 2, 1]
+    mobile[::2] = target[::2] * [1, 1, -1] + 0.3 * rng.normal(size=(6, 9, 3))
+    weights = rng.random((12, 9))
+    rotations, translations = metrics.superpose(mobile, target, weights)
+    for one, x, y, w, translation in zip(rotations, mobile, target, weights, translations, strict=True):
+        x0, y0 = (points - np.average(points, 0, weights=w) for points in (x, y))
+        (xx, xy, xz), (yx, yy, yz), (zx, zy, zz) = (w[:, None] * x0).T @ y0
+        quaternions = [
+            [xx + yy + zz, yz - zy, zx - xz, xy - yx],
+            [yz - zy, xx - yy - zz, xy + yx, zx + xz],
+            [zx - xz, xy + yx, yy - xx - zz, yz + zy],
+            [xy - yx, zx + xz, yz + zy, zz - xx - yy],
+        ]
+        spread = np.sum(w[:, None] * (x0**2 + y0**2))
+        least = spread - 2 * np.linalg.eigvalsh(quaternions).max()
+        assert np.sum(w * np.sum((x @ one.T + translation - y) ** 2, 1)) == pytest.approx(least)
+        assert np.linalg.det(one) == pytest.approx(1)
+        alone = metrics.superpose(x, y, w)
+        np.testing.assert_allclose(alone[0], one, atol=1e-9)
+        np.testing.assert_allclose(alone[1], translation, atol=1e-9)
+    np.testing.assert_allclose(
+        metrics.superpose(mobile, target)[0], metrics.superpose(mobile, target, weights * 0 + 3)[0]
+    )
+    assert all(np.isfinite(x).all() for x in metrics.superpose(mobile[0], target[0], np.zeros(9)))
 
 
 def gap(length: int) -> float:
@@ -249,6 +415,32 @@ def test_alignment_of_a_part_and_of_a_loop_cut_out() -> None:
     expected = [[i, i if i < 20 else i + 8] for i in range(len(cut))]
     assert metrics.align(cut, whole).tolist() == expected
     assert metrics.align("", whole).shape == (0, 2)
+
+
+# Alignments that depend on each score and on the choice between equal scores, which are checked to be the best.
+ALIGNED = [
+    ("-AC", "CA-"),
+    ("CCCA", "--C-"),
+    ("---XCAA", "XAXAXA-"),
+    ("GCEACAF-----FKACA", "----GAFLEEECFKACA"),
+    ("KKKIDKGKKGLKHCDGIEHIKAL", "-KK--KGKKGLKHCDGIEHIKAL"),
+    ("DGLCCGLGCCKEEH", "DGLCGLGECCKEEH"),
+    (14 * "W" + 10 * "-" + "ACDEFGHIKL", 14 * "-" + 10 * "Y" + "ACDEFGHIKL"),
+    (10 * "-" + 14 * "W" + "ACDEFGHIKL", 10 * "Y" + 14 * "-" + "ACDEFGHIKL"),
+    # The gap at the end is free, however long it is.
+    ("ACDE" + 1303 * "-", "ACDE" + 1300 * "W" + "ACD"),
+    ("ACDE" + 1300 * "W" + "ACD", "ACDE" + 1303 * "-"),
+]
+
+
+@pytest.mark.parametrize(("a", "b"), ALIGNED, ids=range(len(ALIGNED)))
+def test_alignments_of_equal_scores_are_always_the_same(a: str, b: str) -> None:
+    indices = [np.cumsum([letter != "-" for letter in text]) - 1 for text in (a, b)]
+    expected = [[int(i), int(j)] for i, j, x, y in zip(*indices, a, b) if "-" not in (x, y)]
+    first, second = a.replace("-", ""), b.replace("-", "")
+    assert metrics.align(first, second).tolist() == expected
+    if len(a) < 100:
+        assert score_of(first, second, expected) == pytest.approx(best_score(first, second))
 
 
 NAMES = "ALA ARG ASN ASP CYS GLN GLU GLY HIS ILE LEU LYS MET PHE PRO SER THR TRP TYR VAL"

@@ -7,6 +7,7 @@ superpositions of single chains and from growing a mapping along the interfaces.
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -106,7 +107,7 @@ def similar_chains(predicted: Chains, reference: Chains) -> dict[Pair, Array]:
     best = {r: max(identity[p, r] for p in predicted) for r in reference}
     similar = {k: pairs[k] for k, v in identity.items() if v >= min_identity[k] and v >= SAME_PROTEIN * best[k[1]]}
     if not similar:
-        highest = max(identity.values(), default=0.0)
+        highest = max(identity.values())
         p, r = next(iter(predicted)), next(iter(reference))
         raise UserError(
             f"no predicted chain resembles a reference chain (highest sequence identity {highest:.0%}). "
@@ -155,7 +156,7 @@ def map_chains(docking: Docking, similar: Mapping[Pair, Array]) -> dict[str, str
         superposition = sum(terms[p, r] for r, p in mapped.items()) / residues
         return sum(docking.measure(*both).dockq for both in pairs) + 1e-6 * superposition
 
-    best = max(itertools.chain([superposed[0].mapped], candidates), key=quality)
+    best = max(candidates, key=quality)
     reference_of = {p: r for r, p in best.items()}
     return {p: reference_of[p] for p in docking.predicted if p in reference_of}
 
@@ -241,7 +242,7 @@ def _grow(
     mapped = {start[1]: start[0]}
     skipped: set[str] = set()
     while True:
-        pull: dict[str, int] = {}
+        pull = Counter[str]()
         for (a, b), near in docking.native.items():
             for mapped_chain, neighbour in ((a, b), (b, a)):
                 if (
@@ -250,7 +251,7 @@ def _grow(
                     and neighbour not in skipped
                     and neighbour in options
                 ):
-                    pull[neighbour] = pull.get(neighbour, 0) + len(near.indices)
+                    pull[neighbour] += len(near.indices)
         if not pull:
             return _complete(mapped, superposed[0].terms)
         r = max(pull, key=lambda name: pull[name])
@@ -258,13 +259,13 @@ def _grow(
         free = [p for p in options[r] if p not in mapped.values()]
         free = [p for p in free if any((p, n) in docking.touching or (n, p) in docking.touching for n in neighbours)]
         if free:
-            # The increase of the sum of DockQ if r is mapped to p.
-            gains = {p: 0.0 for p in free}
-            for p in free:
-                extended = {**mapped, r: p}
-                for a, b in docking.native:
-                    if r in (a, b) and a in extended and b in extended:
-                        gains[p] += docking.measure((a, b), (extended[a], extended[b])).dockq
-            mapped[r] = max(free, key=lambda p: gains[p])
+            mapped[r] = max(free, key=lambda p: _gain(docking, mapped, (p, r)))
         else:
             skipped.add(r)
+
+
+def _gain(docking: Docking, mapped: Assignment, added: Pair) -> float:
+    """Compute the increase of the sum of DockQ if a predicted and a reference chain are added to a mapping."""
+    extended = {**mapped, added[1]: added[0]}
+    interfaces = (pair for pair in docking.native if added[1] in pair and {*pair} <= extended.keys())
+    return sum(docking.measure((a, b), (extended[a], extended[b])).dockq for a, b in interfaces)

@@ -123,10 +123,10 @@ class Docking:
         near = self.native[interface]
         native = near.within(CONTACT)
         first_counterpart, second_counterpart = self._counterpart(first), self._counterpart(second)
-        # Number the reference's contacts by the predicted residues. -1: one of the two residues has no counterpart.
+        # Number the reference's contacts by the predicted residues, if both residues have counterparts.
         width = len(self.predicted[b].sequence)
         i, j = first_counterpart[native[:, 0]], second_counterpart[native[:, 1]]
-        native_keys = np.where((i < 0) | (j < 0), -1, i * width + j)
+        native_keys = (i * width + j)[(i >= 0) & (j >= 0)]
         if (b, a) in self.touching:
             model = self.touching[b, a].within(CONTACT)[:, ::-1]
         elif (a, b) in self.touching:

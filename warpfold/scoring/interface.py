@@ -183,7 +183,7 @@ def ipsae(errors: Array, cutoff: float) -> Ipsae:
 
 def ipsae_d0(residues: Array) -> Array:
     """Compute the aligned error in angstrom at which a term is 1/2, at least 1 (as in ipsae.py)."""
-    return np.maximum(1.0, 1.24 * np.cbrt(np.maximum(residues, 26) - 15) - 1.8)
+    return np.maximum(1.0, 1.24 * np.cbrt(residues - 15) - 1.8)
 
 
 def pdockq(contacts: int, plddt: float) -> float:

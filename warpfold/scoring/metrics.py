@@ -33,13 +33,15 @@ def lddt(predicted: Array, truth: Array, mask: Array, predicted_mask: Array | No
     Returns NaN if there are no pairs.
     """
     preserved, pairs = lddt_counts(predicted, truth, mask, predicted_mask)
-    return float(preserved.sum() / pairs.sum()) if pairs.sum() else float("nan")
+    return float(preserved.sum() / pairs.sum()) if pairs.any() else float("nan")
 
 
 def lddt_per_residue(predicted: Array, truth: Array, mask: Array, predicted_mask: Array | None = None) -> Array:
     """Compute lDDT of each residue [N] over the pairs that contain it; NaN for a residue without pairs."""
     preserved, pairs = lddt_counts(predicted, truth, mask, predicted_mask)
-    return np.divide(preserved, pairs, out=np.full(len(pairs), np.nan), where=pairs > 0)
+    # 0 / 0 is NaN.
+    with np.errstate(invalid="ignore"):
+        return preserved / pairs
 
 
 def lddt_counts(
@@ -52,7 +54,7 @@ def lddt_counts(
 ) -> tuple[Array, Array]:
     """Count the preserved pairs (mean over the tolerances) and all pairs of each residue: two arrays [N].
 
-    ours, others: bool [N, A], the atoms that count as first and as second atom of a pair; default all. The other
+    ours, others: bool [N, A] or [N, 1], the atoms that count as first and as second atom of a pair; default all. The other
     arguments are those of `lddt`.
     """
     mask = np.asarray(mask, bool)
@@ -257,9 +259,7 @@ def align(a: str, b: str) -> Array:
         up_opens[i] = score - opens >= up - extends
         up = np.maximum(score - opens, up - extends)
         paired = np.concatenate([[0.0], score[:-1] + same])
-        paired[0] = 0.0
         without_gap_in_a = np.maximum(paired, up)
-        without_gap_in_a[0] = 0.0
         # A gap in a that ends at j and began after k costs o + e * (j - k - 1): a running maximum over k.
         o, e = (0.0, 0.0) if is_free else (GAP_OPENING, GAP_EXTENSION)
         reached = without_gap_in_a + e * columns

@@ -127,7 +127,7 @@ def compare_interfaces(
     return ComplexScore(
         dockq=_mean(interface.dockq for interface in interfaces),
         dockq_present=_mean(interface.dockq for interface in interfaces if interface.predicted),
-        ilddt=_ratio(*np.sum(list(ilddt.values()), 0)) if ilddt else None,
+        ilddt=_ratio(*sum(ilddt.values(), np.zeros(2))) if ilddt else None,
         qs_global=qs_global,
         qs_best=qs_best,
         ics=ics,
@@ -152,8 +152,8 @@ def interface_lddt(
             truth,
             mask,
             predicted_mask,
-            others=mask & (names == b)[:, None],
-            ours=mask & (names == a)[:, None],
+            others=(names == b)[:, None],
+            ours=(names == a)[:, None],
         )
         counts[a, b] = np.array([preserved.sum(), pairs.sum()])
     return counts
@@ -179,7 +179,7 @@ def _score_interface(
 class _Residues:
     """A numbering of the residues of both structures in which exactly the paired residues share a number.
 
-    true, predicted: chain name -> numbers of its residues. paired: whether each residue of the reference is paired.
+    true, predicted: chain name -> numbers of its residues. paired: whether the residue of each number is in both.
     """
 
     def __init__(self, docking: Docking, similar: Mapping[Pair, Array], mapping: Mapping[str, str]) -> None:
@@ -190,7 +190,7 @@ class _Residues:
             self.true[name] = start + np.arange(len(chain.sequence))
             start += len(chain.sequence)
         self.predicted: dict[str, Array] = {}
-        self.paired = np.zeros(start, bool)
+        self.paired = np.zeros(start + sum(len(chain.sequence) for chain in docking.predicted.values()), bool)
         for name, chain in docking.predicted.items():
             numbers = start + np.arange(len(chain.sequence))
             start += len(chain.sequence)
@@ -199,11 +199,6 @@ class _Residues:
                 numbers[i] = self.true[mapping[name]][j]
                 self.paired[numbers[i]] = True
             self.predicted[name] = numbers
-
-    def common(self, number: Array) -> Array:
-        """Return a mask of the residues that are in both structures."""
-        size = len(self.paired)
-        return (number < size) & self.paired[np.minimum(number, size - 1)]
 
     def join(self, pairs: Mapping[Pair, ResiduePairs], numbers: Mapping[str, Array]) -> tuple[Array, Array]:
         """Collect the contacts of all chains as pairs of numbers [K, 2], the smaller first, and distances [K]."""
@@ -246,7 +241,7 @@ def _qs_score(numbers: _Residues) -> tuple[float | None, float | None]:
     for pairs, lengths, in_both in ((true, distance, shared[0]), (ours, our_distance, shared[1])):
         extra = _qs_weight(lengths) * ~in_both
         extra_all += extra.sum()
-        extra_common += extra[numbers.common(pairs).all(-1)].sum()
+        extra_common += extra[numbers.paired[pairs].all(-1)].sum()
     return _ratio(score, weight.sum() + extra_all), _ratio(score, weight.sum() + extra_common)
 
 
@@ -267,7 +262,7 @@ def _contact_similarity(numbers: _Residues, docking: Docking) -> tuple[float | N
 
 
 def _keys(pairs: Array) -> Array:
-    return (pairs[:, 0] << 32) + pairs[:, 1]
+    return (pairs[:, 0] << 32) | pairs[:, 1]
 
 
 def _mean(values: Iterable[float]) -> float | None:

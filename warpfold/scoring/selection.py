@@ -85,8 +85,9 @@ class Selection:
         """Compute the sort key of a row: best first, rows without the score last."""
         assert self.score is not None
         value = row[self.score]
-        sign = -1 if MORE_IS_BETTER[self.score] else 1
-        return value is None, 0 if value is None else sign * value, row["name"], row["model"] or "", row["seed"]
+        is_missing = value is None
+        cost = -value if MORE_IS_BETTER[self.score] and not is_missing else value
+        return is_missing, cost, row["name"], row["model"] or "", row["seed"]
 
     def chosen(self, rows: Iterable[Row]) -> set[int]:
         """Select rows of a run; returns their indices."""
