@@ -115,7 +115,7 @@ def test_pairs_with_ca_have_it_in_both_chains() -> None:
 
 
 TEN = "ACDEFGHIKL"
-# name -> predicted chains, reference chains, and the pairs that are similar; a number is the highest identity if none is
+# name -> predicted chains, reference chains, and the similar pairs or, if there are none, the highest identity
 SIMILAR: dict[str, tuple[dict[str, Chain], dict[str, Chain], set[Pair] | str]] = {
     # Chains without common numbers need 30 % identity.
     "6 of 20": ({"P": chain("H" * 14 + "ACDEFG")}, {"R": chain("ACDEFG" + "W" * 14, range(51, 71))}, {("P", "R")}),

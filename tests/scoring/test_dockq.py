@@ -206,7 +206,7 @@ def plain_scores(
     mapping: Mapping[str, str],
     partner: Mapping[str, Mapping[int, int]],
 ) -> dict[str, float]:
-    """Compute the scores of a complex by their definitions. partner: predicted chain -> residue -> reference residue."""
+    """Compute the scores of a complex. partner: predicted chain -> predicted residue -> reference residue."""
 
     def label(name: str, i: int) -> tuple[str, str, int]:
         if name in mapping and i in partner[name]:

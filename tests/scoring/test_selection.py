@@ -126,7 +126,7 @@ def test_errors_rmsds_and_clashes_are_better_if_lower() -> None:
         assert Selection("", 1, score).chosen(rows) == ({0} if score in lower else {1})
         assert Selection("", 2, score).chosen(rows) == {0, 1}
     alone = {"mean_plddt", "ptm", "ranking_confidence", "rmsd", "binder_rmsd", "target_rmsd"}
-    assert OF_COMPLEXES == [name for name in COLUMNS.split(", ") if name not in alone]
+    assert [name for name in COLUMNS.split(", ") if name not in alone] == OF_COMPLEXES
 
 
 def test_the_best_are_sorted_as_the_score_is_meant() -> None:

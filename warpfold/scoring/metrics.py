@@ -54,8 +54,8 @@ def lddt_counts(
 ) -> tuple[Array, Array]:
     """Count the preserved pairs (mean over the tolerances) and all pairs of each residue: two arrays [N].
 
-    ours, others: bool [N, A] or [N, 1], the atoms that count as first and as second atom of a pair; default all. The other
-    arguments are those of `lddt`.
+    ours, others: bool [N, A] or [N, 1], the atoms that count as first and as second atom of a pair; default all. The
+    other arguments are those of `lddt`.
     """
     mask = np.asarray(mask, bool)
     present = np.ones_like(mask) if predicted_mask is None else np.asarray(predicted_mask, bool)
