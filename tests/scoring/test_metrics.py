@@ -317,13 +317,18 @@ def test_overlap_searches_with_the_d0_of_the_lengths(monkeypatch: pytest.MonkeyP
     assert [metrics.tm_d0(length) for length in (1, 15, 20, 23)] == pytest.approx([0.5, 0.5, 0.5, 0.68])
 
 
-def test_a_distance_at_a_cutoff_does_not_count() -> None:
-    """The paired points are 8 angstrom apart, as three points on a line that is longer by 16 angstrom."""
-    truth = np.array([[-100.0, 0, 0], [0, 0, 0], [100.0, 0, 0]])
-    predicted = truth * [1.08, 1, 1]
-    found = metrics.overlap(predicted, truth)
-    # The middle is right, and the ends are 8 angstrom off.
-    assert (found.gdt_ts, found.gdt_ha) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
+def test_the_best_superposition_of_each_score_counts_the_distances_below_its_cutoffs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Give the squared distances of two superpositions: at the cutoffs, and of two near points among far ones."""
+    squares = np.array([[0.25, 1, 4, 16, 64], [0.04, 0.16, 900, 900, 900]])
+    monkeypatch.setattr(metrics, "_superpositions", lambda predicted, truth, d0: iter((squares, squares[:1] + 900)))
+    found = metrics.overlap(chain(5), chain(5), length=10)
+    # The counts below 0.5, 1, 2, 4 and 8 are 0 to 4 and 2.
+    assert found.gdt_ts == pytest.approx((2 + 2 + 3 + 4) / 4 / 10)
+    assert found.gdt_ha == pytest.approx((2 + 2 + 2 + 3) / 4 / 10)
+    # With a d0 of 0.5, the near points have the higher TM-score.
+    assert found.tm == pytest.approx(sum(1 / (1 + x / 0.25) for x in squares[1]) / 10)
 
 
 def test_scores_do_not_depend_on_the_distance_from_the_origin() -> None:
