@@ -175,7 +175,8 @@ def test_tables_grow_row_by_row_or_are_rebuilt(tmp_path: Path, pairs: bool) -> N
 
 
 @pytest.mark.parametrize(
-    "left", [b"", b"n", b"name,model", SCORES_TEXT[:-1], SCORES_TEXT * 50, SCORES_TEXT * 50 + b"d3"]
+    "left",
+    [b"", b"n", b"name,model", SCORES_TEXT[:-1], SCORES_TEXT + 300 * b"x", SCORES_TEXT * 50, SCORES_TEXT * 50 + b"d3"],
 )
 def test_whatever_a_killed_process_left_of_a_table_is_completed(tmp_path: Path, left: bytes) -> None:
     (tmp_path / "scores.csv").write_bytes(left)

@@ -245,9 +245,7 @@ def align(a: str, b: str) -> Array:
     # Score of the best alignment that ends with a residue of a against a gap.
     up = np.full(m + 1, -np.inf)
     # 0 means paired, 1 a gap in b, and 2 a gap in a.
-    steps = np.zeros((n + 1, m + 1), np.int8)
-    up_opens = np.zeros((n + 1, m + 1), bool)
-    left_from = np.zeros((n + 1, m + 1), np.int32)
+    steps, up_opens, left_from = (np.zeros((n + 1, m + 1), dtype) for dtype in (np.int8, bool, np.int32))
     for i in range(1, n + 1):
         # Gaps after the end of a are free, as are those after the end of b below.
         is_free = i == n
@@ -281,4 +279,4 @@ def align(a: str, b: str) -> Array:
             while not up_opens[i, j]:
                 i -= 1
             i -= 1
-    return np.array(pairs[::-1], np.int64).reshape(-1, 2)
+    return np.array(pairs[::-1], np.int64).reshape(len(pairs), 2)
