@@ -100,7 +100,8 @@ def test_chains_pulled_apart_share_nothing() -> None:
     apart = named(truth["A"], placed(truth["B"], "B", shift=(90, 0, 0)))
     result, found = compared(apart, truth)
     (one,) = found.interfaces
-    assert (one.fnat, one.ilddt, found.qs_global, found.ics, found.ips) == (0, 0, 0, 0, 0)
+    scores = (one.fnat, one.fnonnat, one.ilddt, found.qs_global, found.qs_best, found.ics, found.ips)
+    assert scores == (0,) * 7
     assert one.dockq < 0.05
     assert found.ilddt == 0
     assert result.lddt is not None
