@@ -92,6 +92,9 @@ def test_a_pair_just_below_the_limit_is_near() -> None:
     a, b = np.zeros((1, 3)), np.array([[2.0, 0, 0], [1.9995, 0, 0], [0, 0, -1.9995], [0, -2.0001, 0]])
     ((_, j, distance),) = metrics.near_pairs(a, b, 2.0)
     assert (j.tolist(), distance.tolist()) == ([1, 2], [1.9995, 1.9995])
+    # The points of a pair may be on opposite sides of the centre of the first points.
+    ((i, j, _),) = metrics.near_pairs(np.array([[-1.0, 0, 0], [1, 0, 0]]), np.array([[0.9995, 0, 0]]), 2.0)
+    assert (i.tolist(), j.tolist()) == ([0, 1], [0, 0])
 
 
 def test_lddt_agrees_with_biotite() -> None:
