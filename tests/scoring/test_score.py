@@ -395,7 +395,8 @@ def test_joined_chains_follow_each_other() -> None:
 def test_groups_are_scored_as_joined_chains_are(lost: str) -> None:
     """The prediction lacks a chain and the start of the others, and has other names in another order."""
     chains = {
-        name: moved(protein(name, 20 + 3 * k, seed=k), (3 * k, 2 * k % 3, k), name) for k, name in enumerate("ABCD")
+        name: moved(protein(name, 12 + 2 * k, seed=k, first=100 * k), (3 * k, 2 * k % 3, k), name)
+        for k, name in enumerate("ABCD")
     }
     names = {"A": "Z", "B": "W", "C": "Y", "D": "X"}
     model = {names[name]: dataclasses.replace(part(x, slice(2, None)), id=names[name]) for name, x in chains.items()}
