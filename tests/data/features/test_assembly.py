@@ -627,6 +627,7 @@ ASSEMBLIES: dict[str, tuple[SampleConfig, dict[str, Any]]] = {
     "fixed templates": (SampleConfig(max_msa=6, max_extra=9, max_templates=3), {"fixed": True}),
     "without atoms": (SampleConfig(max_msa=6, max_extra=9), {"atoms": False}),
     "without known species": (SampleConfig(max_msa=6, max_extra=9, chain_rows=30), {"species": False}),
+    "one entity": (SampleConfig(max_msa=6, max_extra=9), {"homomer": True}),
 }
 
 
@@ -646,8 +647,11 @@ def test_an_assembly_has_the_features_that_its_definition_has(name: str, train: 
         whole = replace(whole, chains=(replace(a, pairing=None), b, replace(c, pairing=None)))
     if "fixed" in more:
         whole = replace(whole, fixed=(templates(1, 11, seed=4), None, templates(1, 11, seed=5)))
-    every = [list(range(11)), list(range(8)), list(range(11))]
+    if "homomer" in more:
+        whole = replace(whole, ids=("A", "C"), chains=(a, c), operators=None)
+    every = [list(range(chain.length)) for chain in whole.chains]
     crops = [every, [[1, 2, 5], [0, 7], [2, 3, 4, 10]], [[], [2, 3], [0, 5]], [[], [], [4, 5, 6]], [[4], [], [1, 4]]]
+    crops = [crop if len(crop) == len(every) else [crop[0] or [3], crop[2]] for crop in crops]
     for step in range(8 if train else len(crops)):
         config = replace(config, crop=(15, 22, 30, 4)[step % 4])
         key = ("x", step)
@@ -670,7 +674,7 @@ def test_an_assembly_has_the_features_that_its_definition_has(name: str, train: 
             assert len(again["centre_rows"]) == 1
     # By default, an assembly has one pass and is not cropped.
     plain = make_features(whole, replace(config, crop=3), 7, ("x", 0))
-    assert len(plain["aatype"]) == 30
+    assert len(plain["aatype"]) == whole.length
     assert len(plain["centre_rows"]) == 1
 
 
