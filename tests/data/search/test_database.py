@@ -54,7 +54,7 @@ def test_chunks_have_whole_records(path: Path, size: int) -> None:
     """The records of nucleic acids are left out, wherever the file is cut."""
     path.write_bytes(b"\xef\xbb\xbf\n " + TEXT)
     chunks = list(read_chunks(path, size))
-    assert all(chunk == b"" or chunk.startswith(b">") for chunk in chunks)
+    assert all(chunk.startswith(b">") for chunk in chunks)
     read = b"".join(chunk + b"\n" * (not chunk.endswith(b"\n")) for chunk in chunks)
     proteins = [record for record in RECORDS if " mol:na " not in record]
     # A chunk with nucleic acids is written anew, without blank lines at the ends of records.
@@ -153,8 +153,11 @@ def test_one_protein_makes_a_protein_database(path: Path, monkeypatch: pytest.Mo
         assert survey_fasta(path).records == len(records)
 
 
-def test_the_size_of_a_chunk() -> None:
+def test_defaults_of_databases(path: Path) -> None:
     assert database.CHUNK == 32 * 2**20
+    assert Survey("x") == Survey("x", 0, 0)
+    path.write_bytes(TEXT)
+    assert list(read_chunks(path)) == list(read_chunks(path, 32 * 2**20))
 
 
 # ---- names, limits and outputs

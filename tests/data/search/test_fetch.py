@@ -167,7 +167,7 @@ def test_a_search_writes_its_report_and_files(tmp_path: Path) -> None:
     out = tmp_path / "out"
     report = search_by_server([table], StandIn(tmp_path / "kept"), out)  # type: ignore[arg-type]
     assert report == json.loads((out / "search.json").read_text())
-    assert report.pop("seconds") >= 0.0
+    assert 0.0 <= report.pop("seconds") < 100.0
 
     def files(name: str) -> dict[str, dict[str, object]]:
         return {

@@ -211,6 +211,16 @@ def test_targets_that_are_too_long_for_hmmer_are_skipped(
     assert found(Jackhmmer(), query, path, threads=threads) == [""]
 
 
+def test_a_chunk_may_have_nucleic_acids_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sequence, relatives = family(0)
+    proteins = write_fasta([(f"{i}abc_A mol:protein", row) for i, (_, row) in enumerate(relatives[:3])])
+    path = tmp_path / "seqres.txt"
+    path.write_text(proteins + ">9dna_A mol:na x\nACGT\n>8dna_A mol:na x\nACGT\n" * 9 + proteins.replace("abc", "xyz"))
+    whole = found(Hmmsearch(), [SearchQuery(sequence)], path)
+    monkeypatch.setattr(search_hmmer, "read_chunks", partial(read_chunks, size=20))
+    assert found(Hmmsearch(), [SearchQuery(sequence)], path) == whole
+
+
 def test_progress_counts_the_records_of_each_pass(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search_hmmer, "read_chunks", partial(read_chunks, size=2000))
     queries = [SearchQuery(family(i)[0]) for i in range(2)]
@@ -303,13 +313,16 @@ def test_template_hits_are_those_of_the_command(tmp_path: Path) -> None:
     """The text has a name and an author, and a row for each domain."""
     sequence, relatives = family(0)
     path = tmp_path / "seqres.txt"
-    path.write_text(write_fasta([(f"{i}abc_A", row) for i, (_, row) in enumerate(relatives[:3])]))
+    # Fragments leave columns of the query without residues.
+    path.write_text(write_fasta([(f"{i}abc_A", row[6:-6]) for i, (_, row) in enumerate(relatives[:3])]))
     text = found(Hmmsearch(), [SearchQuery(sequence)], path)[0]
     lines = text.splitlines()
     assert lines[0] == "# STOCKHOLM 1.0"
     assert "#=GF ID query" in lines
     assert "#=GF AU hmmsearch (HMMER, pyhmmer)" in lines
     assert sum(line.startswith(("0abc_A/", "1abc_A/", "2abc_A/")) for line in lines) == 3
+    (reference,) = (line.split()[2] for line in lines if line.startswith("#=GC RF"))
+    assert sum(letter not in ".~" for letter in reference) == len(sequence)
     path.write_text(">x\nGGGG\n")
     assert found(Hmmsearch(), [SearchQuery(sequence)], path) == ["# STOCKHOLM 1.0\n//\n"]
 

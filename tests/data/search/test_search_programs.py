@@ -1,5 +1,6 @@
 """Search with stand-ins for MMseqs2 and hhblits, which check their arguments and write results."""
 
+import gzip
 import hashlib
 import os
 import re
@@ -211,7 +212,9 @@ def test_identities(commands: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_digest_is_of_names_sizes_and_both_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert searching.DIGEST_BYTES == 2**20
     monkeypatch.setattr(searching, "DIGEST_BYTES", 4)
-    contents = {"db": b"0123456789", "db.dbtype": b"x", "db.lookup": b"abcde", "other": b"y"}
+    # The files are not unpacked.
+    packed = gzip.compress(b"abcde", mtime=0)
+    contents = {"db": b"0123456789", "db.dbtype": b"x", "db.lookup": packed, "other": b"y"}
     for name, data in contents.items():
         (tmp_path / name).write_bytes(data)
     (tmp_path / "db_folder").mkdir()
@@ -219,7 +222,11 @@ def test_a_digest_is_of_names_sizes_and_both_ends(tmp_path: Path, monkeypatch: p
     def digest_of(*parts: bytes) -> Survey:
         return Survey(hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest(), 0, 0)
 
-    parts = [b"db\x0010\x0001236789", b"db.dbtype\x001\x00xx", b"db.lookup\x005\x00abcdbcde"]
+    parts = [
+        b"db\x0010\x0001236789",
+        b"db.dbtype\x001\x00xx",
+        b"db.lookup\x00%d\x00" % len(packed) + packed[:4] + packed[-4:],
+    ]
     tell = lambda done, total: None  # noqa: E731
     assert MMseqs2().survey(tmp_path / "db", tell) == digest_of(*parts)
     with pytest.raises(UserError) as caught:

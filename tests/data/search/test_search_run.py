@@ -1,5 +1,6 @@
 """Run searches with a stand-in for an engine: report, files, cache, progress, failures, and the size of passes."""
 
+import itertools
 import json
 import platform
 from collections.abc import Sequence
@@ -97,15 +98,18 @@ def test_the_report_and_files_of_a_search(
     engine, out = StandIn(per_pass=2), tmp_path / "out"
     reported: list[tuple[int, int, str]] = []
     databases = [Database("db", path, 9), Database("other", path)]
+    # Each look at the clock takes 1.23456 seconds.
+    looks = itertools.count()
+    monkeypatch.setattr(searching.time, "perf_counter", lambda: 1.23456 * next(looks))
     report = search([fasta], databases, out, engine, path, progress=lambda *each: reported.append(each))
-    assert report == json.loads((out / "search.json").read_text())
-    assert report.pop("seconds") > 0.0
+    assert (out / "search.json").read_text() == json.dumps(report, indent=1) + "\n"
+    # A pass has two looks, and so has the report that the search is running.
+    assert report.pop("seconds") == round(1.23456 * (2 * 6 + 2), 3)
 
     def entry(name: str, database: str, hits: int) -> dict[str, object]:
-        return {"file": f"{name}/{database}", "hits": hits, "cached": False}
+        seconds = 1.235 if name == "p2" else 0.617
+        return {"file": f"{name}/{database}", "hits": hits, "seconds": seconds, "cached": False}
 
-    for protein in report["proteins"]:
-        assert all(databases.pop("seconds") >= 0.0 for databases in protein["databases"].values())
     survey = {"digest": "digest", "records": 7, "residues": 70}
     assert report == {
         "format": "warpfold-search-1",
@@ -261,8 +265,17 @@ def test_failures(files: tuple[Path, Path], tmp_path: Path) -> None:
     engine = StandIn(fails=(PROTEINS["p1"],))
     seqres = tmp_path / "seqres.fa"
     seqres.write_text(">1abc_A mol:protein\nMKTAYIAKQRWWLKDEYP\n")
-    report = search([fasta], [Database("db", path)], tmp_path / "out", engine, seqres)
+    reported: list[int] = []
+    report = search(
+        [fasta],
+        [Database("db", path)],
+        tmp_path / "out",
+        engine,
+        seqres,
+        progress=lambda *each: reported.append(each[0]),
+    )
     assert report["status"] == "failed"
+    assert (reported[-1], max(reported[1:])) == (6, 6)
     failed = [{"name": name, "database": "db", "error": "no room"} for name in ("p1", "twin")]
     assert report["failures"][:2] == failed
     start = {"database": "templates", "error": "db gave no alignment to start from"}
@@ -315,6 +328,7 @@ def test_defaults_of_engines_and_options() -> None:
     assert {"jackhmmer": Jackhmmer, "mmseqs2": MMseqs2, "hhblits": HHblits} == searching.ENGINES
     assert (Jackhmmer(), MMseqs2(), HHblits()) == (Jackhmmer(1, 1e-4), MMseqs2(3, 1e-3, 7.5), HHblits(3, 1e-3))
     assert SearchOptions() == SearchOptions(None, 1, None, None, None)
+    assert cache_key(1) != cache_key(2)
     assert (searching.TEMPLATE_BATCH, searching.CLUSTER_PASS) == (256, 4)
     assert [engine().queries_per_pass(threads) for engine in (MMseqs2, HHblits) for threads in (1, 9)] == [
         256,

@@ -7,8 +7,10 @@ import socket
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import requests
 
 from tests.data.search.alignment_server import Fault, Server, msa_files, packed, pair_files, sending, serving
 from warpfold.data.formats.alignment import read_alignment
@@ -329,8 +331,8 @@ def test_nothing_is_sent_unasked(tmp_path: Path, tiny_params: Path, monkeypatch:
 # ---- limits, cache and messages
 
 
-def test_limits_are_generous_by_default() -> None:
-    assert vars(ServerLimits()) == {
+def test_limits_are_generous_by_default(tmp_path: Path) -> None:
+    assert vars(AlignmentServer("http://host", tmp_path).limits) == {
         "request": 60.0,
         "download": 1800.0,
         "ticket": 14_400.0,
@@ -516,6 +518,34 @@ def test_requests_are_spaced(host: Server, tmp_path: Path, monkeypatch: pytest.M
     waits.clear()
     AlignmentServer(host.url, tmp_path, ServerLimits(between=0.0), wait=wait).alignments(TWO)
     assert waits == [0.0, 0.0, 0.0]
+
+
+def test_a_server_that_has_answered_is_given_more_time(host: Server, tmp_path: Path) -> None:
+    clock = Clock()
+    client = clock.client(host, tmp_path / "new/cache", tries=5, first_tries=2)
+    client.alignments(ONE)
+    client.url = "http://127.0.0.1:1"
+    with pytest.raises(ServerGone, match="does not answer"):
+        client.alignments(TWO)
+    assert clock.waits == [5.0, 10.0, 20.0, 40.0]
+
+
+def test_the_time_of_a_request_is_limited(host: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, float]] = []
+    original = requests.Session.request
+
+    def request(self: requests.Session, method: str, url: str, **options: Any) -> requests.Response:
+        assert options["stream"]
+        assert not options["allow_redirects"]
+        seen.append((method, options["timeout"]))
+        return original(self, method, url, **options)
+
+    monkeypatch.setattr(requests.Session, "request", request)
+    Clock().client(host, tmp_path, request=7.0, download=5.0).alignments(ONE)
+    assert seen == [("POST", 7.0), ("GET", 7.0), ("GET", 5.0)]
+    seen.clear()
+    Clock().client(host, tmp_path, request=7.0, download=9.0).alignments(TWO)
+    assert seen[-1] == ("GET", 7.0)
 
 
 def test_sizes_of_answers_at_their_limits(host: Server, tmp_path: Path) -> None:

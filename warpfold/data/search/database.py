@@ -161,9 +161,11 @@ def read_chunks(path: Path, size: int = CHUNK) -> Iterator[bytes]:
             buffer += block
             # Keep the last record, which may be incomplete.
             if end := buffer.rfind(b"\n>") + 1:
-                yield _drop_nucleic(buffer[:end])
+                if proteins := _drop_nucleic(buffer[:end]):
+                    yield proteins
                 buffer = buffer[end:]
-        yield _drop_nucleic(buffer)
+        if proteins := _drop_nucleic(buffer):
+            yield proteins
 
 
 def survey_fasta(path: Path, tell: Tell = lambda done, total: None) -> Survey:
@@ -214,7 +216,7 @@ def _first_problem(chunk: bytes, before: int) -> str:
     """Describe the first bad record of a chunk that comes after `before` records."""
     for number, record in enumerate(chunk[1:].split(b"\n>"), before + 1):
         header, _, sequence = record.partition(b"\n")
-        name = header.decode(errors="replace").split(maxsplit=1)
+        name = header.decode(errors="replace").split()
         if not _NAMED_HEADER.match(b"\n>" + header):
             return f"record {number} has no name. Give every sequence a name"
         if not _is_text(record):

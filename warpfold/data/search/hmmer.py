@@ -191,7 +191,7 @@ def _read_blocks(path: Path) -> Iterator["DigitalSequenceBlock[AA]"]:
     for chunk in read_chunks(path):
         with SequenceFile(io.BytesIO(chunk), format="fasta", digital=True, alphabet=AMINO) as file:
             block = cast("DigitalSequenceBlock[AA]", file.read_block())
-        if block and len(block.largest()) > MAX_RESIDUES:
+        if len(block.largest()) > MAX_RESIDUES:
             block = DigitalSequenceBlock(AMINO, (sequence for sequence in block if len(sequence) <= MAX_RESIDUES))
         if block:
             yield block
