@@ -222,11 +222,8 @@ def test_a_digest_is_of_names_sizes_and_both_ends(tmp_path: Path, monkeypatch: p
     def digest_of(*parts: bytes) -> Survey:
         return Survey(hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest(), 0, 0)
 
-    parts = [
-        b"db\x0010\x0001236789",
-        b"db.dbtype\x001\x00xx",
-        b"db.lookup\x00%d\x00" % len(packed) + packed[:4] + packed[-4:],
-    ]
+    parts = [b"db\x0010\x0001236789", b"db.dbtype\x001\x00xx"]
+    parts.append(b"db.lookup\x00%d\x00" % len(packed) + packed[:4] + packed[-4:])
     tell = lambda done, total: None  # noqa: E731
     assert MMseqs2().survey(tmp_path / "db", tell) == digest_of(*parts)
     with pytest.raises(UserError) as caught:
