@@ -11,7 +11,7 @@ from tests.data.entries import Atom, assembly_text, atom, backbone, entry, loop,
 from tests.data.structure.test_pdb import told
 from warpfold.data.structure import mmcif
 from warpfold.data.structure.chain import Structure
-from warpfold.data.structure.mmcif import parse_seq_id, parse_structure, read_release_date
+from warpfold.data.structure.mmcif import parse_seq_id, parse_structure, read_release_date, read_structure
 from warpfold.data.structure.write import write_mmcif
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER, ATOM_TYPES
@@ -45,7 +45,8 @@ def without(rows: list[Atom], *places: int) -> list[Atom]:
 
 def scheme(*rows: str) -> str:
     tags = ("asym_id", "seq_id", "pdb_seq_num", "pdb_strand_id", "pdb_ins_code")
-    return loop("pdbx_poly_seq_scheme", tags, [row.split() for row in rows])
+    # A dot in quotes would be a code, not a missing one.
+    return loop("pdbx_poly_seq_scheme", tags, [row.split() for row in rows]).replace("'", "")
 
 
 ASYMS = "loop_\n_struct_asym.id\n_struct_asym.entity_id\n"
@@ -111,6 +112,29 @@ ASYMS = "loop_\n_struct_asym.id\n_struct_asym.entity_id\n"
 )  # fmt: skip
 def test_mmcif_files(text: str, wanted: list[str]) -> None:
     assert read(text) == wanted
+
+
+def test_numbers_of_residues_without_atoms() -> None:
+    rows = without(peptide(), 4) + without(peptide(chain="B", y=9.0), 1)
+    more = scheme("A 0 70 x .", "A 4 74 x A", "A 5 75 x .", "B 1 81 x .", "C 1 91 x .")
+    chains = parse_structure(entry(rows, GSAG, more=more)).chains
+    assert [chain.author_numbers for chain in chains.values()] == [("1", "2", "3", "74A"), ("81", "2", "3", "4")]
+
+
+def test_chains_of_ca_atoms_need_an_option(tmp_path: Path) -> None:
+    path = tmp_path / "x.cif"
+    rows = [row for row in peptide() if row["label_atom_id"] == "CA"]
+    path.write_text(entry(rows + backbone("TRP", 9, label_seq_id="."), GSAG))
+    with pytest.raises(UserError, match="a CA-only chain"):
+        read_structure(path)
+    assert told(read_structure(path, ca_only=True)) == ["A GSAG 1 2 3 4", "unplaced TRP 9 of chain A"]
+
+
+def test_an_unknown_occupancy_is_one() -> None:
+    mixed = [row | {"occupancy": "1.0", "label_alt_id": "A"} for row in backbone("SER", 1)]
+    mixed += [row | {"occupancy": "?", "label_alt_id": "B"} for row in backbone("THR", 1)]
+    assert read(entry(mixed + backbone("GLY", 2), ["SER/THR", "GLY"])) == ["A SG 1 2"]
+    assert read(entry(mixed[4:] + mixed[:4] + backbone("GLY", 2), ["THR/SER", "GLY"])) == ["A TG 1 2"]
 
 
 def moved(rows: list[Atom], model: int, y: float) -> list[Atom]:

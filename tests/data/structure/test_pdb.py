@@ -119,6 +119,11 @@ def two_letters(text: str) -> str:
         ("SEQRES   1 A    4  GLY ALA GLY ALA\n" + lines_of("GA", first=11) + "END\n", ["A GAGA 11 12 - -"]),
         ("SEQRES   1 A    4  GLY ALA GLY ALA\n" + lines_of("GA", first=-7) + "END\n", ["A GAGA -7 -6 - -"]),
         ("SEQRES   1 A    5  TRP GLY ALA GLY ALA\n" + lines_of("GAGA", first=5) + "END\n", ["A WGAGA - 5 6 7 8"]),
+        # A ligand may have an atom called CA.
+        (lines_of("GAST") + "TER\n" + Atom("CA", "", "XYZ", "A", (1, ""), (9, 60, 9), "", "HETATM").line(9) + "\nEND\n",
+         [GAST]),
+        # Bonded segments are one chain.
+        (pdb_chain(plain("GAST"), "A", "X").replace(" X  ", " Y  ", 8), [GAST]),
         # A free amino acid after TER is a ligand.
         (lines_of("GAST") + "TER\n" + lines_of("G", y=60.5, first=90).replace("ATOM  ", "HETATM") + "END\n",
          [GAST, "amino acids outside of chains are read as ligands: GLY 90 of chain A"]),
@@ -153,6 +158,7 @@ def test_the_header() -> None:
     assert repeated.method == "X-RAY DIFFRACTION"
     unknown = header.replace("2.07", "0.00")
     assert parse_structure(unknown + chains, "x.pdb").resolution is None
+    assert parse_structure(header.replace("2.07", "0.95") + chains, "x.pdb").resolution == 0.95
 
 
 def test_what_is_cut_is_refused() -> None:
@@ -436,6 +442,8 @@ NMR = "_exptl.entry_id x\n_exptl.method 'SOLUTION NMR'\n"
          [GAST, "amino acids outside of chains are read as ligands: GLY 1 of chain L"]),
         (MMCIF + rows_of("GAST") + rows_of("G", "L", 60.5, residue="HOH", name="O", record="HETATM"), [GAST]),
         (MMCIF + rows_of("GAST") + rows_of("GAST", y=1.0, model=2, residue="CA", name="CA", record="HETATM"), [GAST]),
+        (MMCIF + rows_of("GAST") + rows_of("VLK", "B", 8.5, first=8).replace(" B B ", " B A "),
+         [GAST, "A-2 VLK 8 9 10", RENAMED + "A-2 (residues 8 to 10)"]),
         (MMCIF + rows_of("GASC").replace(" CYS ", " CYN "), ["A GASC 1 2 3 4"]),
         # A bonded peptide of HETATM is a chain.
         (
