@@ -105,13 +105,9 @@ def alignment_rows(alignments: Sequence[Path]) -> int | None:
 def plddt_sums(paired: Paired, plddt: Mapping[str, Array]) -> Sums:
     """Sum pLDDT and lDDT-Ca, both 0 to 100, over the residues of both structures."""
     lddt = 100 * paired.lddt_ca_per_residue()
-    expected = np.concatenate(
-        [
-            np.where(atoms.predicted_residue >= 0, plddt[name][atoms.predicted_residue], np.nan)
-            for name, atoms in paired.atoms.items()
-        ]
-    )
-    in_both = np.isfinite(lddt) & np.isfinite(expected) & paired.arrays[1][:, CA]
+    # Unpaired residues have the index -1, which `in_both` leaves out.
+    expected = np.concatenate([plddt[name][atoms.predicted_residue] for name, atoms in paired.atoms.items()])
+    in_both = np.isfinite(lddt) & paired.arrays[1][:, CA]
     return Sums.from_values(expected[in_both], lddt[in_both], PLDDT_BINS)
 
 
@@ -125,16 +121,11 @@ def pae_sums(paired: Paired, pae: Array) -> Sums:
     for name, chain in paired.predicted.chains.items():
         starts[name] = start
         start += len(chain.sequence)
-    # The row of each reference residue in `pae`, -1 if it has no counterpart.
-    row = np.concatenate(
-        [
-            np.where(atoms.predicted_residue >= 0, atoms.predicted_residue + starts[name], -1)
-            for name, atoms in paired.atoms.items()
-        ]
-    )
+    # The row of each reference residue in `pae`. Residues without a counterpart have no atoms in `predicted_mask`.
+    row = np.concatenate([atoms.predicted_residue + starts[name] for name, atoms in paired.atoms.items()])
     positions, predicted_mask, truth, mask, _ = paired.arrays
-    scored = predicted_mask[:, CA] & (row >= 0)
-    aligned = (predicted_mask & mask)[:, [N, CA, C]].all(-1) & (row >= 0)
+    scored = predicted_mask[:, CA]
+    aligned = (predicted_mask & mask)[:, [N, CA, C]].all(-1)
     # The scored Ca in the coordinates of each frame, [K, M, 3].
     local = []
     for x in (positions, truth):
