@@ -11,7 +11,16 @@ import pytest
 from tests.scoring.test_score import part, protein, structure, unseen
 from warpfold.data.formats.predictions import read_pae
 from warpfold.data.structure.chain import Chain
-from warpfold.evaluation.confidence import MAX_PAE, PLDDT_BINS, Sums, pae_sums, plddt_sums, read_plddt
+from warpfold.evaluation.confidence import (
+    MAX_PAE,
+    PAE_BINS,
+    PLDDT_BINS,
+    Sums,
+    alignment_rows,
+    pae_sums,
+    plddt_sums,
+    read_plddt,
+)
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.scoring import metrics
 from warpfold.scoring.score import pair
@@ -130,6 +139,95 @@ def test_plddt_may_be_a_share() -> None:
     np.testing.assert_allclose(found["A"], np.linspace(20, 90, 10))
     # A constant column is accepted, because `written` is true by default.
     assert read_plddt(with_b(np.full(10, 50.0)))[0] is not None
+
+
+@pytest.mark.parametrize(
+    ("values", "scale"),
+    [
+        (np.linspace(0, 100, 10), 1),
+        (np.linspace(0, 1, 10), 100),
+        (np.linspace(0, 1.5, 10), 1),
+        (np.zeros(10), 100),
+        (np.full(10, 100.0), 1),
+    ],
+)
+def test_limits_of_plddt(values: np.ndarray, scale: int) -> None:
+    found, reason = read_plddt(with_b(values))
+    assert reason == ""
+    assert found is not None
+    np.testing.assert_array_equal(found["A"], scale * values)
+
+
+def test_plddt_of_several_chains() -> None:
+    """Only residues with Ca need a value, and a chain without a B column is left out."""
+    values = np.linspace(20, 90, 10)
+    values[3] = np.nan
+    chain = unseen(protein("A", 10), slice(3, 4))
+    chains = {"A": replace(chain, b_factors=values), "B": protein("B", 10), "C": with_b(np.full(10, 95.0))["A"]}
+    found, reason = read_plddt(chains, written=False)
+    assert (reason, found and list(found)) == ("", ["A", "C"])
+    assert found is not None
+    np.testing.assert_array_equal(found["A"], values)
+    some = values.copy()
+    some[4] = np.nan
+    assert read_plddt({"A": replace(chain, b_factors=some)}) == (None, "its file has no B column")
+    assert read_plddt(with_b(np.full(10, 101.0))) == (None, "its B column is 101 throughout")
+
+
+def test_rows_of_alignments(tmp_path: Path) -> None:
+    (tmp_path / "a.a3m").write_text(">q\nAC\n>r >s\nA>\n")
+    (tmp_path / "b.sto").write_text("# STOCKHOLM 1.0\n#=GS q DE x\nq  AC\nr1 AC\n\nq  DE\nr1 DE\n//\n")
+    assert alignment_rows([tmp_path / "a.a3m"]) == 2
+    assert alignment_rows([tmp_path / "a.a3m", tmp_path / "b.sto"]) == 4
+    assert alignment_rows([]) is None
+
+
+def test_errors_are_clipped_to_the_largest_pae() -> None:
+    """The prediction has its second chain 50 angstrom away, and the confidence is the largest."""
+    truth = [protein("A", 20, 1), protein("B", 20, 2)]
+    far = replace(truth[1], positions=truth[1].positions + np.float32([50, 0, 0]) * truth[1].mask[..., None])
+    paired = pair(structure(truth[0], far), structure(*truth))
+    (last,) = [row for row in pae_sums(paired, np.full((40, 40), 31.5)).to_dict()["bins"] if row["count"]]
+    assert last["expected"] == 31.5
+    # Half of the pairs are in one chain, except for pairs of a residue with itself.
+    assert last["true"] == pytest.approx(31.75 * 800 / (40 * 39), abs=1e-3)
+
+
+def test_values_outside_the_bins_are_in_the_nearest_bin() -> None:
+    expected, true = np.array([-5, 0, 9.5, 10, 20, 25.0]), np.array([1, 2, 3, 4, 5, 6.0])
+    found = Sums.from_values(expected, true, np.array([0, 10, 20.0]))
+    assert [found.count.tolist(), found.expected.tolist(), found.true.tolist()] == [[3, 3], [4.5, 55], [6, 15]]
+    assert found.squares.tolist() == [expected @ expected, true @ true, expected @ true]
+    both = found + found
+    for name in ("count", "expected", "true", "squares"):
+        np.testing.assert_array_equal(getattr(both, name), 2 * getattr(found, name))
+
+
+def test_calibration_of_a_few_values() -> None:
+    """Empty bins are left out, and the correlation is that of all values."""
+    expected, true = np.array([0.25, 0.5, 2.25]), np.array([0.5, 0.125, 1.0])
+    found = Sums.from_values(expected, true, np.array([0, 1, 2, 3.0])).to_dict()
+    assert found == {
+        "count": 3,
+        "error": pytest.approx((2 * (0.375 - 0.3125) + 1.25) / 3),
+        "bias": pytest.approx(1.0 - 1.625 / 3),
+        "correlation": pytest.approx(np.corrcoef(expected, true)[0, 1]),
+        "bins": [{"count": 2, "expected": 0.375, "true": 0.3125}, {"count": 1, "expected": 2.25, "true": 1.0}],
+    }
+    assert list(map(type, found.values())) == [int, float, float, float, list]
+
+
+@pytest.mark.parametrize(("spread", "correlation"), [(6e-6, pytest.approx(1.0)), (1e-6, None)])
+def test_equal_values_have_no_correlation(spread: float, correlation: float | None) -> None:
+    values = np.array([0, spread])
+    assert Sums.from_values(values, values, PLDDT_BINS).to_dict()["correlation"] == correlation
+
+
+def test_bins_of_plddt_and_pae() -> None:
+    values = np.arange(0, 100.5, 0.5)
+    assert [row["count"] for row in Sums.from_values(values, values, PLDDT_BINS).to_dict()["bins"]] == [10] * 19 + [11]
+    rows = Sums.from_values(values, values, PAE_BINS).to_dict()["bins"]
+    assert [row["count"] for row in rows] == [2] * 31 + [139]
 
 
 PAE = np.random.default_rng(0).uniform(0, 31, (4, 4)).round(2)

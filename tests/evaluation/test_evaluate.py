@@ -14,6 +14,7 @@ import pytest
 
 import warpfold
 from tests.evaluation.folders import LENGTHS, noisy, sets, truths, write
+from tests.finetuning.test_relatives import store_of
 from tests.report.browser import CHROMIUM, Browser
 from tests.report.test_report_browser import prediction, write_page
 from tests.scoring.complexes import disturbed, heterodimer, renamed
@@ -21,6 +22,8 @@ from tests.scoring.test_score import part, protein
 from warpfold import cli
 from warpfold.data.structure.write import write_mmcif, write_pdb
 from warpfold.errors import UserError
+from warpfold.evaluation.evaluate import PredictionSet, evaluate
+from warpfold.evaluation.measure import Comparison
 from warpfold.evaluation.suite import read_suite
 from warpfold.evaluation.tables import compare
 from warpfold.scoring.chain_mapping import CA
@@ -206,6 +209,105 @@ def test_all_models_are_listed_and_the_best_ranked_counts(tmp_path: Path, folder
     assert (first["rank"], second["rank"], one["targets"]) == (1, 2, 1)
     assert first["lddt_ca"] < second["lddt_ca"]
     assert one["means"]["lddt_ca"]["mean"] == first["lddt_ca"]
+
+
+def scored(*folders: Path, truth: Path, **options: Any) -> tuple[list[PredictionSet], list[tuple[int, int, str]]]:
+    """Score folders in this process.  Returns the sets, and the progress."""
+    told: list[tuple[int, int, str]] = []
+    settings: dict[str, Any] = {"suite": None, "train_sequences": None, "all_models": False, "options": Comparison()}
+    sets, _ = evaluate(folders, truth, **{**settings, **options}, workers=1, progress=lambda *given: told.append(given))
+    return sets, told
+
+
+def test_a_failure_of_the_best_model_is_one_of_its_target(tmp_path: Path, folders: tuple[Path, Path, Path]) -> None:
+    """A failure of another model leaves the best one in the means."""
+    good, _, truth = folders
+    p = tmp_path / "p"
+    p.mkdir()
+    for name, has_atoms in {
+        "alpha": True,
+        "Beta_rank_1": False,
+        "Beta_rank_2": True,
+        "Beta_rank_3": False,
+        "gamma_rank_1": True,
+        "gamma_rank_2": False,
+        "zeta": True,
+    }.items():
+        text = (good / f"{name.partition('_')[0].replace('zeta', 'alpha')}.cif").read_text()
+        (p / f"{name}.cif").write_text(text if has_atoms else f"data_{name}\n")
+    (one,), told = scored(p, truth=truth, all_models=True)
+    assert [(result.row["target"], result.row["rank"]) for result in one.measured] == [("alpha", 1), ("gamma", 1)]
+    assert [row["target"] for row in one.by_target().values()] == ["alpha", "gamma"]
+    failed = {"Beta": "Beta_rank_1.cif", "gamma": "gamma_rank_2.cif"}
+    assert {target: error.partition(": has no atoms")[0] for target, error in one.failures.items()} == {
+        target: str(p / name) for target, name in failed.items()
+    }
+    assert (one.without_truth, one.without_prediction) == (["zeta"], [])
+    # The number of finished jobs before the job, the number of jobs, and the target.
+    targets = ["Beta", "Beta", "Beta", "alpha", "gamma", "gamma"]
+    assert told == [(done, 6, f"scored {target}") for done, target in enumerate(targets)]
+    (best,), _ = scored(p, truth=truth)
+    assert (len(best.jobs), best.without_prediction) == (3, [])
+
+
+def test_folders_of_one_name_are_named_by_their_path(tmp_path: Path, folders: tuple[Path, Path, Path]) -> None:
+    good, worse, truth = folders
+    for folder, source in (("a/p", good), ("b/p", good), ("c", worse)):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "alpha.cif").write_bytes((source / "alpha.cif").read_bytes())
+    paths = [tmp_path / folder for folder in ("a/p", "b/p", "c")]
+    found, _ = scored(*paths, truth=truth)
+    assert [one.name for one in found] == [str(paths[0]), str(paths[1]), "c"]
+    assert [one.without_prediction for one in found] == [["Beta", "gamma"]] * 3
+    assert found[0].measured[0].row["lddt_ca"] > found[2].measured[0].row["lddt_ca"]
+
+
+def test_folders_that_cannot_be_scored(tmp_path: Path, folders: tuple[Path, Path, Path]) -> None:
+    good, _, truth = folders
+    p = tmp_path / "p"
+    p.mkdir()
+    for name in "vwxyz":
+        (p / f"{name}.cif").write_bytes((good / "alpha.cif").read_bytes())
+    with pytest.raises(UserError) as raised:
+        scored(p, truth=truth)
+    assert str(raised.value) == (
+        f"{p}: none of its targets (v, w, x, and 2 more) is among those of {truth} (Beta, alpha, gamma)"
+    )
+    (p / "alpha.cif").write_text("data_x\n")
+    with pytest.raises(UserError) as raised:
+        scored(p, truth=truth)
+    assert str(raised.value).startswith(f"{p / 'alpha.cif'}: has no atoms")
+    (p / "Beta.cif").write_text("data_x\n")
+    with pytest.raises(UserError) as raised:
+        scored(p, truth=truth)
+    assert str(raised.value).startswith(f"{p}: none of 2 targets could be scored: {p / 'Beta.cif'}: has no atoms")
+    # A file of failures alone is refused by the names of its targets.
+    for name in "vwxyz":
+        (p / f"{name}.cif").unlink()
+    failures = [{"name": name, "error": "too long"} for name in ("one", "alpha")]
+    top = {"format": "warpfold-predictions-1", "predictions": [], "failures": failures}
+    (p / "summary.json").write_text(json.dumps(top))
+    with pytest.raises(UserError, match=r"none of its targets \(one, alpha\) is among those of"):
+        scored(p, truth=truth)
+
+
+def test_the_nearest_training_sequence_of_any_chain_counts(tmp_path: Path) -> None:
+    """Training sequences come from a FASTA file or a store, and the targets may be complexes."""
+    complex_ = heterodimer()
+    for folder in ("p", "truth"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "9abc.cif").write_text(write_mmcif("9abc", list(complex_.values())))
+        write(tmp_path / folder, {"alpha": truths()["alpha"]})
+    sequence = complex_["B"].sequence
+    (tmp_path / "train.fasta").write_text(f">a\n{sequence}\n")
+    store_of(tmp_path / "store", {"b_A": sequence})
+    for source in ("train.fasta", "store"):
+        (one,), _ = scored(tmp_path / "p", truth=tmp_path / "truth", train_sequences=tmp_path / source)
+        rows = one.by_target()
+        assert rows["9abc"]["train_identity"] == 1
+        assert rows["alpha"]["train_identity"] < 1
+    (one,), _ = scored(tmp_path / "p", truth=tmp_path / "truth")
+    assert [row["train_identity"] for row in one.by_target().values()] == [None, None]
 
 
 def test_similarity_to_what_was_trained_on(tmp_path: Path, folders: tuple[Path, Path, Path]) -> None:

@@ -41,6 +41,17 @@ def test_evaluate_counts_a_target_with_unplaced_residues_as_a_failure(tmp_path: 
     assert found["failures"] == []
 
 
+def test_evaluate_refuses_unplaced_residues_of_a_prediction(tmp_path: Path) -> None:
+    write(tmp_path / "truth/t1.pdb", pdb_chain(plain("GAST"), "A"))
+    write(tmp_path / "predictions/t1.pdb", SHORT + pdb_chain(plain("GASTW"), "A") + "TER\n")
+    with pytest.raises(UserError) as raised:
+        warpfold.evaluate(tmp_path / "predictions", tmp_path / "truth")
+    assert str(raised.value) == (
+        f"{tmp_path / 'predictions/t1.pdb'}: has residues with N, CA and C that are in no chain: 1 (TRP 5 of chain A); "
+        "correct the file, or pass --allow-unplaced to score without them"
+    )
+
+
 def test_chains_that_differ_in_case_are_different_targets(tmp_path: Path) -> None:
     sequences = {"a": "GASTVLKEVGASTVLKEV", "A": "WWYFHRDNQWWYFHRDNQ"}
     for chain, sequence in sequences.items():

@@ -2,15 +2,21 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.evaluation.folders import sets
 from tests.test_cli import run
+from warpfold.bulk import JobPart
 from warpfold.evaluation import evaluate as evaluating
+from warpfold.evaluation.confidence import PLDDT_BINS, Sums
+from warpfold.evaluation.layouts import PredictedFile
 from warpfold.evaluation.measure import Job, Measured, measure
-from warpfold.evaluation.parts import IS_PART
+from warpfold.evaluation.parts import IS_PART, jobs_fingerprint, parts_with, read_parts, write_part
+from warpfold.evaluation.truths import Truth
 
 Capture = pytest.CaptureFixture[str]
 
@@ -92,3 +98,57 @@ def test_parts_of_something_else_are_not_used(
         part.write_text("[]")
     run(capsys, *words, *more, "--out", "parts", "--shard", "1/2")
     assert len(measured) == 2 * before == 6
+
+
+@pytest.mark.parametrize("changed", ["p.cif", "t.cif", "pae.json", "a.a3m"])
+def test_a_changed_file_changes_the_fingerprint(changed: str, tmp_path: Path) -> None:
+    for name in ("p.cif", "t.cif", "pae.json", "a.a3m"):
+        (tmp_path / name).write_text(name)
+    file = PredictedFile("p", tmp_path / "p.cif", "CASP", ("p",), pae=tmp_path / "pae.json")
+    job = Job(replace(file, alignments=(tmp_path / "a.a3m",)), Truth("t", tmp_path / "t.cif"))
+    before = jobs_fingerprint([job])
+    assert jobs_fingerprint([job]) == before != jobs_fingerprint([job, job])
+    path = tmp_path / changed
+    kept = path.stat()
+    path.write_text(path.read_text() + "x")
+    os.utime(path, ns=(kept.st_atime_ns, kept.st_mtime_ns))
+    longer = jobs_fingerprint([job])
+    path.write_text(changed)
+    os.utime(path, ns=(kept.st_atime_ns, kept.st_mtime_ns + 1000))
+    later = jobs_fingerprint([job])
+    path.unlink()
+    missing = jobs_fingerprint([job])
+    assert len({before, longer, later, missing}) == 4
+    bare = Job(PredictedFile("p", tmp_path / "p.cif", "CASP", ("p",)), job.truth)
+    assert jobs_fingerprint([bare]) != missing
+
+
+def test_results_of_parts_are_read_as_written(tmp_path: Path) -> None:
+    """Results without pLDDT or PAE, errors, and files of other runs are kept apart."""
+    jobs = [
+        Job(PredictedFile(str(n), Path(f"{n}.cif"), "CASP", (str(n),)), Truth("t", Path("t.cif"))) for n in range(3)
+    ]
+    assert read_parts(tmp_path / "none", "f", jobs) == {}
+    sums = Sums.from_values(np.array([1.5, 30]), np.array([2.0, 3.0]), PLDDT_BINS)
+    results = {0: Measured(jobs[0], {"a": 1}, sums), 2: Measured(jobs[2], error="too long")}
+    out = tmp_path / "out"
+    write_part(out, "f", JobPart(1, 2), results)
+    write_part(out, "f", JobPart(2, 2), {1: Measured(jobs[1], {"a": 2}, None, sums)})
+    write_part(out, "other", JobPart(1, 3), {1: Measured(jobs[1], {"a": 3})})
+    (out / "part-3-of-4.json.old").write_text("{}")
+    assert sorted(path.name for path in out.iterdir() if IS_PART(path.name)) == [
+        "part-1-of-2.json",
+        "part-1-of-3.json",
+        "part-2-of-2.json",
+    ]
+    found = read_parts(out, "f", jobs)
+    assert list(found) == [0, 2, 1]
+    assert found[2] == results[2]
+    assert (found[0].job, found[0].row, found[0].pae, found[0].error) == (jobs[0], {"a": 1}, None, None)
+    assert (found[1].row, found[1].plddt) == ({"a": 2}, None)
+    for read in (found[0].plddt, found[1].pae):
+        assert read is not None
+        assert read.to_dict() == sums.to_dict()
+    with pytest.raises(ValueError, match="JSON"):
+        write_part(out, "f", JobPart(1, 2), {0: Measured(jobs[0], {"a": float("nan")})})
+    assert parts_with([0, 3, 5, 6], 3) == ["1/3", "3/3"]

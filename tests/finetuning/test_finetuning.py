@@ -1,6 +1,7 @@
 """Test `warpfold finetune` at a very small scale: it runs every stage, resumes, and writes nothing for bad input."""
 
 import dataclasses
+import hashlib
 import json
 import math
 import shutil
@@ -12,8 +13,11 @@ import numpy as np
 import pytest
 
 import warpfold
+from tests.finetuning.test_relatives import store_of
 from tests.test_cli import run
 from warpfold import settings
+from warpfold.data.load.order import Source, split_keys
+from warpfold.data.search.search import SearchOptions
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import entry_keys
 from warpfold.data.structure.mmcif import read_structure
@@ -31,8 +35,20 @@ from warpfold.evaluation.before_after import (
     target_with_truth,
     true_chains,
 )
-from warpfold.finetuning.finetune import COMPLEX, TrainingLine, both_models, compared_scores, distinct_entries
+from warpfold.finetuning.finetune import (
+    CHAIN,
+    COMPLEX,
+    FinetuneOptions,
+    TrainingLine,
+    _rehearsal,
+    _searched,
+    both_models,
+    compared_scores,
+    distinct_entries,
+)
 from warpfold.finetuning.page import verdict
+from warpfold.finetuning.split import Split
+from warpfold.progress import no_progress
 from warpfold.scoring.intervals import paired_difference
 from warpfold.training.config import RunConfig
 
@@ -87,6 +103,44 @@ def test_everything_is_there(done: tuple[Path, dict[str, Any]]) -> None:
         assert f"{scores['before']:.4f} | {scores['after']:.4f}" in card
 
 
+def test_the_summary_says_what_was_done(
+    done: tuple[Path, dict[str, Any]], given: dict[str, Any], tiny_params: Path
+) -> None:
+    out, result = done
+    test, config = result["settings"]["train"]["test"], settings.build(RunConfig, result["settings"])
+    assert result["entries"] == {"training": 10, "validation": 2, "test": 2}
+    assert (sorted(result["tested"]), result["chains"], result["dropped"]) == (sorted(test), 14, {})
+    assert (result["without_alignment"], result["left_out"], result["split_by"]) == ([], {}, "cluster")
+    assert (result["format"], result["seed"], result["split_identity"]) == ("warpfold-finetune-1", 0, 0.3)
+    assert (result["steps"], result["ended"], result["command"]) == (4, None, "")
+    for kind, path in (("init", tiny_params), ("params", out / "params.safetensors")):
+        assert result[kind]["file"] == path.name
+        assert result[kind]["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert result["folded"] == {
+        "recycles": config.model.recycles,
+        "ensemble": config.model.ensemble,
+        "max_msa": 4,
+        "max_extra": 4,
+        "max_templates": 0,
+        "seed": 0,
+        "equal_weights": result["params"]["step"] == 0,
+    }
+    assert set(result["machine"]) == {"device", "threads", "system"}
+    assert (result["machine"]["device"], set(result["versions"])) == ("cpu", {"warpfold", "torch", "python"})
+    assert list(result["seconds"]) == ["searching", "packing", "training", "folding"]
+    assert all(0 <= value < 300 and value == round(value, 1) for value in result["seconds"].values())
+    assert result["seconds"]["training"] > 0
+    # The predictions are those after training.
+    assert len(result["predictions"]) == 2
+    for name, entry in zip(result["tested"], result["predictions"]):
+        assert entry["name"] == name
+        with np.load(out / "after" / entry["folder"] / entry["files"]["arrays"]) as arrays:
+            assert entry["mean_plddt"] == pytest.approx(arrays["plddt"].mean(), abs=0.006)
+    after = json.loads(json.dumps(result["predictions"]))
+    assert all((out / "before" / entry["folder"]).is_dir() for entry in after)
+    assert [row["kind"] for row in map(json.loads, (out / "run/metrics.jsonl").open())].count("validation") >= 2
+
+
 def test_the_test_was_neither_trained_on_nor_validated(done: tuple[Path, dict[str, Any]]) -> None:
     out, result = done
     rows = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -123,6 +177,10 @@ def test_a_general_store_is_rehearsed(done: tuple[Path, dict[str, Any]], given: 
     drawn = {name.split(":")[0] for row in rows if row["kind"] == "step" for name in row["examples"]}
     assert drawn == {"store", "general"}
     assert result["compared"]["general"]["lddt_ca"]["targets"] == 2
+    # The predictions of the summary are those of the test alone, and both are in the folders.
+    assert [entry["name"] for entry in result["predictions"]] == result["tested"]
+    assert len(list((tmp_path / "tuned/after").iterdir())) == len(result["tested"]) + 2
+    assert (tmp_path / "tuned/report.html").read_text().count("held-out entries of the general store") >= 1
 
 
 @pytest.mark.parametrize(
@@ -209,6 +267,156 @@ def test_the_log_of_training_has_loss_speed_and_eta(monkeypatch: pytest.MonkeyPa
         "training: loss 1.000, 2 s/sample, ETA 2 min",
         "training: validation lDDT-Cα 0.700, ETA 2 min",
     ]
+
+
+def test_the_line_of_training_at_other_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of other kinds repeat the last text."""
+    lines = list[tuple[int, int, str]]()
+    clock = iter([0.0, 5.0, 29.5, 30.0, 61.0])
+    monkeypatch.setattr("warpfold.finetuning.finetune.time.monotonic", lambda: next(clock))
+    line = TrainingLine(4, lambda *given: lines.append(given))
+    line({"kind": "start", "step": 0})
+    for step, rate in ((1, 1.0), (2, 7.0), (3, 1.5)):
+        line({"kind": "step", "step": step, "loss": 2.0, "samples_per_second": rate})
+    line({"kind": "step", "step": 4, "loss": 1.0, "samples_per_second": 0.999})
+    first = "training: loss 2.000, 1 samples/s"
+    assert lines == [
+        (0, 4, "training"),
+        *((step, 4, first) for step in (1, 2, 3)),
+        (4, 4, "training: loss 1.000, 1 s/sample, ETA 0 s"),
+    ]
+
+
+def test_scores_are_compared_over_clusters() -> None:
+    """Entries without one of the two scores are left out, and measures without any entry are missing."""
+    pairs = [(0.12345, 0.4), (0.3, 0.2), (math.nan, 0.9), (0.9, math.nan), (0.5, 0.9)]
+    measured: list[Any] = [SimpleNamespace(predictions=(None, None), scores=pair) for pair in pairs]
+    measures = [Measure("one", "", lambda _, score: score), Measure("none", "", lambda _, score: math.nan)]
+    clusters = dict(zip("abcde", ("x", "y", "z", "z", "x")))
+    expected = paired_difference([0.4, 0.2, 0.9], [0.12345, 0.3, 0.5], ["x", "y", "x"])
+    assert compared_scores(measured, measures, clusters) == {
+        "one": {
+            "before": round((0.311725 + 0.3) / 2, 4),
+            "after": round((0.65 + 0.2) / 2, 4),
+            "difference": expected.difference,
+            "interval": None,
+            "verdict": None,
+            "targets": 3,
+            "clusters": 2,
+            "wins": 2,
+            "losses": 1,
+        }
+    }
+    with pytest.raises(ValueError, match="shorter"):
+        compared_scores(measured[:4], measures, clusters)
+
+
+def test_measures_of_proteins_and_complexes() -> None:
+    score: Any = SimpleNamespace(
+        lddt_ca=0.1, lddt=0.2, tm=0.3, gdt_ts=0.4, complex=SimpleNamespace(ilddt=0.5, dockq=0.6)
+    )
+    folded: Any = SimpleNamespace(predictions=(None, None), scores=(score, score))
+    found = [(measure.key, *measure.of(folded)) for measure in COMPLEX]
+    keys = ("lddt_ca", "lddt", "tm", "gdt_ts", "interface_lddt", "dockq")
+    assert found == [(key, value, value) for key, value in zip(keys, (0.1, 0.2, 0.3, 0.4, 0.5, 0.6))]
+    assert COMPLEX[:4] == CHAIN
+    score.lddt = None
+    assert math.isnan(COMPLEX[1].of(folded)[0])
+
+
+def test_every_option_that_affects_the_result_is_in_the_identity(tmp_path: Path) -> None:
+    for name in ("init", "other", "split.toml"):
+        (tmp_path / name).write_text(name)
+    store = store_of(tmp_path / "store", {"a_A": "MKVLAAGIVG"})
+    base = FinetuneOptions(structures=[Path("s")], init=tmp_path / "init")
+    plain: dict[str, Any] = {"split": None, "one_family": False, "split_identity": 0.3, "trainable": (), "adapters": 0}
+    plain |= {"msas": (), "search": (), "rehearse": None, "steps": None, "changes": (), "seed": 0, "workers": 1}
+    assert base == FinetuneOptions(structures=[Path("s")], init=base.init, **plain, processes=1, memory=None)
+    changes: list[dict[str, Any]] = [
+        *({"structures": [Path(name)]} for name in ("t", "u")),
+        *({"msas": [Path("s")]}, {"init": tmp_path / "other"}, {"search": ["s"]}, {"split": tmp_path / "split.toml"}),
+        *({"rehearse": Source(store, weight=weight)} for weight in (0.5, 0.25)),
+        *({"one_family": True}, {"split_identity": 0.5}, {"trainable": ["s"]}, {"adapters": 2}, {"steps": 2}),
+        *({"changes": ["s"]}, {"seed": 1}),
+    ]
+    digests = [base.identity(), *(dataclasses.replace(base, **change).identity() for change in changes)]
+    assert len(set(digests)) == len(digests)
+    same = [{"workers": 2}, {"processes": 2}, {"memory": 9}]
+    assert {dataclasses.replace(base, **change).identity() for change in same} == {base.identity()}
+    (tmp_path / "init").write_text("changed")
+    assert base.identity() != digests[0]
+
+
+def test_each_sequence_is_searched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The FASTA file has the distinct sequences, and the alignments are written into the folder of the run."""
+    generate(tmp_path / "proteins", 2, 5, max_length=32)
+    first, second = sorted((tmp_path / "proteins/mmcif").iterdir())
+    chains = [next(iter(read_structure(path).chains.values())) for path in (first, second)]
+    first.with_name("9cpy.cif").write_text(write_mmcif("9cpy", chains[:1]))
+    calls = list[Any]()
+
+    def search(*given: Any) -> dict[str, Any]:
+        calls.append(given)
+        return {"failures": [{"name": "q", "error": "too long"}]}
+
+    monkeypatch.setattr("warpfold.finetuning.finetune.searching.search", search)
+    monkeypatch.setattr("warpfold.finetuning.finetune.Database.parse", lambda *given: given)
+    options = FinetuneOptions(structures=[tmp_path / "proteins/mmcif"], init=tmp_path, search=["one", "two"], workers=2)
+    warned = list[str]()
+    monkeypatch.setattr("warpfold.finetuning.finetune.log.warning", lambda text, *values: warned.append(text % values))
+    assert _searched(options, tmp_path / "out", no_progress) == tmp_path / "out/alignments"
+    records = (tmp_path / "out/sequences.fasta").read_text().splitlines()
+    assert records[1::2] == [chain.sequence for chain in chains]
+    assert all(name.startswith(">") for name in records[::2])
+    ((fasta, databases, alignments, *_, search_options, told),) = calls
+    assert (fasta, alignments, told) == ([tmp_path / "out/sequences.fasta"], tmp_path / "out/alignments", no_progress)
+    assert databases == [("one", {}), ("two", {})]
+    assert search_options == SearchOptions(None, 2, None, None, None)
+    assert warned == ["no alignment of q: too long"]
+
+
+def sequences_of(count: int, seed: int) -> list[str]:
+    random = np.random.default_rng(seed)
+    return ["".join(random.choice(list("ARNDCQEGHILKMFPSTWYV"), 40)) for _ in range(count)]
+
+
+def test_the_rehearsed_entries(tmp_path: Path) -> None:
+    """A tenth of the general store measures forgetting; relatives of tests and validations are left out."""
+    own = sequences_of(3, 0)
+    store = store_of(tmp_path / "own", dict(zip(("train_A", "valid_A", "test_A"), own)))
+    split = Split(by="cluster", training=("train_A",), validation=("valid_A",), test=("test_A",))
+    general = [*own, *sequences_of(27, 1)]
+    source = Source(store_of(tmp_path / "general", {f"g{n:02d}_A": x for n, x in enumerate(general)}), weight=0.25)
+    options = FinetuneOptions(structures=[], init=tmp_path, rehearse=source)
+    assert _rehearsal(dataclasses.replace(options, rehearse=None), False, store, split) == (None, [], 0)
+    seen = set[str]()
+    for seed in range(12):
+        rehearsed, forgotten, left_out = _rehearsal(dataclasses.replace(options, seed=seed), False, store, split)
+        assert rehearsed is not None
+        assert (rehearsed.store, rehearsed.weight) == (source.store, 0.25)
+        drawn = split_keys(source.store, 3, seed)[1]
+        # Relatives of training and validation entries cannot measure forgetting; those of tests can.
+        assert forgotten == [key for key in drawn if key not in ("g00_A", "g01_A")]
+        left = {"g01_A", "g02_A"} - set(forgotten)
+        assert list(rehearsed.keys) == [key for key in source.keys if key not in left]
+        assert left_out == len(left)
+        seen |= set(drawn)
+    assert {"g00_A", "g01_A", "g02_A"} & seen
+    related = store_of(tmp_path / "related", {"r0_A": own[1], "r1_A": own[2]})
+    with pytest.raises(UserError) as raised:
+        _rehearsal(dataclasses.replace(options, rehearse=Source(related)), False, store, split)
+    assert str(raised.value) == (
+        f"{tmp_path / 'related'}: every entry is related to the test or the validation. Leave --rehearse out, or raise "
+        "--split-identity"
+    )
+
+
+def test_at_most_24_entries_measure_forgetting(tmp_path: Path) -> None:
+    store = store_of(tmp_path / "own", {"a_A": "M" + "AG" * 20})
+    split = Split(by="cluster", training=("a_A",), validation=("a_A",), test=("a_A",))
+    made = store_of(tmp_path / "general", {f"g{n:03d}_A": x for n, x in enumerate(sequences_of(251, 2))})
+    options = FinetuneOptions(structures=[], init=tmp_path, rehearse=Source(made))
+    assert len(_rehearsal(options, False, store, split)[1]) == 24
 
 
 def test_settings_are_no_difference(given: dict[str, Any], tmp_path: Path) -> None:

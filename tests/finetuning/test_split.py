@@ -1,6 +1,7 @@
 """Test splits of a store: parts share no cluster, a file reproduces the split, and misleading splits are refused."""
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -10,7 +11,8 @@ from warpfold.data.pack.pack import pack
 from warpfold.data.store.store import Store
 from warpfold.data.synthetic.folder import generate
 from warpfold.errors import UserError
-from warpfold.finetuning.split import MIN_ENTRIES, SHARE, make_split, read_split
+from warpfold.finetuning import split as splitting
+from warpfold.finetuning.split import MIN_ENTRIES, SHARE, Split, make_split, read_split, without_relatives
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,101 @@ def test_chains_are_held_out_in_equal_numbers(store: Store) -> None:
     held_out = round(SHARE * len(store.keys))
     assert [len(part) for part in (split.test, split.validation)] == [held_out, held_out]
     assert sorted([*split.training, *split.validation, *split.test]) == sorted(store.keys)
+
+
+@pytest.mark.parametrize(
+    ("entries", "held_out"), [(10, 2), (16, 2), (17, 3), (24, 4), (399, 60), (400, 60), (410, 60), (600, 60)]
+)
+def test_the_share_that_is_held_out(entries: int, held_out: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fifteen percent are tests and as many validations, at least 2 and at most 60 of each."""
+    keys = [f"k{number:03d}" for number in range(entries)]
+    monkeypatch.setattr(splitting, "entry_keys", lambda store, assemblies: keys)
+    split = make_split(cast("Store", None), 3, by="chain")
+    assert (split.by, len(split.test), len(split.validation)) == ("chain", held_out, held_out)
+    for part in split.parts.values():
+        assert list(part) == sorted(part)
+    assert sorted([*split.training, *split.validation, *split.test]) == keys
+
+
+def families_of(monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> list[str]:
+    """Let a store have clusters of these sizes.  Returns its keys."""
+    clusters = [f"c{number}" for number, size in enumerate(sizes) for _ in range(size)]
+    keys = [f"{cluster}k{number:03d}" for number, cluster in enumerate(clusters)]
+    monkeypatch.setattr(splitting, "entry_keys", lambda store, assemblies: keys)
+    monkeypatch.setattr(splitting, "Source", lambda store, assemblies: assemblies)
+    monkeypatch.setattr(splitting, "joined_clusters", lambda source: source)
+    monkeypatch.setattr(splitting, "families", lambda *given: clusters if given[:3] == (True, True, 0.35) else None)
+    return keys
+
+
+def split_families(seed: int) -> Split:
+    return make_split(cast("Store", None), seed, assemblies=True, min_identity=0.35)
+
+
+def test_large_clusters_stay_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 20 entries 3 are tests, so a cluster of 6 may be held out, and one of 7 may not."""
+    keys, held_out = families_of(monkeypatch, [7, 6, *[1] * 7]), set[str]()
+    for seed in range(40):
+        split = split_families(seed)
+        assert split.by == "cluster"
+        assert sorted(key for part in split.parts.values() for key in part) == keys
+        for part in split.parts.values():
+            assert list(part) == sorted(part)
+        for part in (split.test, split.validation):
+            assert 3 <= len(part) <= 6 or len(split.training) == 7
+            # A part is full with three entries, so the last cluster was added to at most two.
+            sizes = [sum(key.startswith(f"{cluster}k") for key in part) for cluster in {key[:2] for key in part}]
+            assert sum(sizes) - max(sizes) <= 2 or max(sizes) == 1
+        held_out |= {key[:2] for key in (*split.test, *split.validation)}
+    assert held_out == {f"c{number}" for number in range(1, 9)}
+
+
+def test_equal_clusters_are_held_out_in_equal_numbers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    families_of(monkeypatch, [1] * 20)
+    splits = [split_families(seed) for seed in range(20)]
+    assert {(len(split.training), len(split.validation), len(split.test)) for split in splits} == {(14, 3, 3)}
+    assert len({split.test for split in splits}) > 10
+    families_of(monkeypatch, [3, *[1] * 7])
+    split_families(0)
+    assert caplog.text == ""
+
+
+def test_few_clusters_are_a_warning_and_fewer_an_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    families_of(monkeypatch, [4, *[1] * 6])
+    split_families(0)
+    assert caplog.messages == [
+        "the structures are of 7 clusters of related proteins, too few for a verdict; the largest, of c0k000, has 4 of "
+        "the 10 structures; add proteins of other families, or raise --split-identity"
+    ]
+    for sizes, clusters, largest in (([10], "1 cluster", 10), ([9, 1], "2 clusters", 9), ([5, 5], "2 clusters", 5)):
+        families_of(monkeypatch, sizes)
+        with pytest.raises(UserError) as raised:
+            split_families(0)
+        assert str(raised.value) == (
+            f"the 10 structures are of {clusters}, too few or too unequal to hold some out without relatives in "
+            f"training; the largest, of c0k000, has {largest} of the 10 structures; add proteins of other families, "
+            "raise --split-identity, or split by chain and say: --one-family"
+        )
+
+
+def test_a_split_is_written_as_toml(tmp_path: Path) -> None:
+    split = Split(by="cluster", training=("a", 'b"'), validation=("c",), test=())
+    assert split.parts == {"training": ("a", 'b"'), "validation": ("c",), "test": ()}
+    split.write(tmp_path / "split.toml")
+    assert (tmp_path / "split.toml").read_text() == (
+        "# Which entries are trained on, which choose the best parameters, and which test them.  `warpfold\n"
+        '# finetune --split` takes this file.  by = "cluster": no cluster is in two parts.\n'
+        'by = "cluster"\n\ntraining = [\n    "a",\n    "b\\"",\n]\n\nvalidation = [\n    "c",\n]\n\ntest = [\n]\n'
+    )
+
+
+def test_a_split_by_chain_keeps_relatives() -> None:
+    split = Split(by="chain", training=("a",), validation=("b",), test=("c",))
+    assert without_relatives(split, cast("Store", None), 0.3) is split
 
 
 def test_the_seed_decides(store: Store) -> None:

@@ -190,7 +190,7 @@ def target_with_truth(
     def moved(points: np.ndarray) -> np.ndarray:
         return (points @ rotation.T + translation).astype(np.float32)
 
-    chains = [replace(chain, positions=moved(chain.positions) * chain.mask[..., None]) for chain in truth]
+    chains = [replace(chain, positions=moved(chain.positions)) for chain in truth]
     numbers = []
     for measure in measures:
         first, second = measure.of(measured)

@@ -170,8 +170,7 @@ def finetune(
         left_out |= {name: len(part) - len(split.parts[name]) for name, part in read.parts.items()}
     else:
         split = make_split(store, options.seed, assemblies, "chain" if options.one_family else "cluster", limit)
-    if not (out / "split.toml").exists():
-        split.write(out / "split.toml")
+    split.write(out / "split.toml")
     seconds["packing"] = time.perf_counter() - began
 
     began = time.perf_counter()
@@ -204,7 +203,8 @@ def finetune(
     before, after = both_models(options.init, out / "params.safetensors", config, device)
     clusters = {"test": distinct_entries(store, split.test, limit, split.by)}
     folded = {"test": store}
-    if general is not None and forgotten:
+    if forgotten:
+        assert general is not None
         clusters["general"] = distinct_entries(general.store, forgotten, limit)
         folded["general"] = general.store
     for kind, source_store in folded.items():
