@@ -129,12 +129,12 @@ def test_a_chain_without_atoms_is_an_error() -> None:
 
 def test_means_are_over_examples_with_both_scores() -> None:
     score = Measure("key", "label", lambda prediction, value: value)
-    pairs = [(0.12345, 0.4), (0.3, 0.5), (math.nan, 0.9), (0.9, math.nan), (0.5, 0.9)]
+    pairs = [(0.12345, 0.41234), (0.3, 0.5), (math.nan, 0.9), (0.9, math.nan), (0.5, 0.9)]
     examples: list[Any] = [SimpleNamespace(predictions=(None, None), scores=pair) for pair in pairs]
-    assert score.means(examples) == {"untrained": 0.3078, "trained": 0.6}
+    assert score.means(examples) == {"untrained": 0.3078, "trained": 0.6041}
     missing = Measure("missing", "label", lambda prediction, value: math.nan)
     assert means([score, missing], examples) == {
-        "key": {"untrained": 0.3078, "trained": 0.6},
+        "key": {"untrained": 0.3078, "trained": 0.6041},
         "missing": {"untrained": None, "trained": None},
     }
     assert means([], examples) == {}

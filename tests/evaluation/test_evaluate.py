@@ -264,14 +264,17 @@ def test_folders_of_one_name_are_named_by_their_path(tmp_path: Path, folders: tu
 
 def test_folders_that_cannot_be_scored(tmp_path: Path, folders: tuple[Path, Path, Path]) -> None:
     good, _, truth = folders
-    p = tmp_path / "p"
+    p, others = tmp_path / "p", tmp_path / "others"
     p.mkdir()
+    others.mkdir()
     for name in "vwxyz":
         (p / f"{name}.cif").write_bytes((good / "alpha.cif").read_bytes())
+        (others / f"other_{name}.cif").write_text("")
     with pytest.raises(UserError) as raised:
-        scored(p, truth=truth)
+        scored(p, truth=others)
+    available = "other_v, other_w, other_x, and 2 more"
     assert str(raised.value) == (
-        f"{p}: none of its targets (v, w, x, and 2 more) is among those of {truth} (Beta, alpha, gamma)"
+        f"{p}: none of its targets (v, w, x, and 2 more) is among those of {others} ({available})"
     )
     (p / "alpha.cif").write_text("data_x\n")
     with pytest.raises(UserError) as raised:

@@ -1,8 +1,10 @@
 """Test the page of an evaluation: its tables, figures, warnings and facts, and the structures that it shows."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.data.structure.write import write_mmcif
 from warpfold.evaluation import page as evaluation_pages
+from warpfold.evaluation.confidence import PAE_BINS, Sums
 from warpfold.evaluation.evaluate import DEFINITIONS, PredictionSet
 from warpfold.evaluation.layouts import PredictedFile
 from warpfold.evaluation.measure import Job, Measured, measure
@@ -354,6 +357,11 @@ def test_calibration() -> None:
     alone = evaluation_page(two_sets()[1:], results(first)).sections[1]
     assert alone.table is not None
     assert [line[0] for line in alone.table.rows] == ["pLDDT", "PAE"]
+    one_kind = summary("ours", calibration={"plddt": calibration(12, (7,))})
+    assert [figure[0][0] for figure in evaluation_page(two_sets()[:1], results(one_kind)).sections[1].figures] == [
+        "draw_reliability",
+        "draw_calibration",
+    ]
     without = set_of("ours", [measured_of(row("t2"))])
     assert len(evaluation_page([without], results(first)).sections[1].figures) == 2
 
@@ -446,6 +454,42 @@ def test_a_single_chain_without_plddt_is_coloured_by_lddt(tmp_path: Path) -> Non
     # A prediction whose file is gone is left out.
     (tmp_path / "p.cif").unlink()
     assert drawn(measured) == []
+
+
+def test_a_chain_id_of_two_letters_does_not_fit_into_a_pdb_file(tmp_path: Path) -> None:
+    chains = {name: protein(name, 20, seed) for seed, name in enumerate(("A", "BB"))}
+    (target,) = drawn(scored(tmp_path, chains, chains))
+    assert (target.has_pdb, list(target.chains)) == (False, ["A", "BB"])
+
+
+class DrawnError(Exception):
+    """Raised when a structure would be drawn."""
+
+
+def test_structures_of_3000_residues_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(*_: Any) -> None:
+        raise DrawnError
+
+    monkeypatch.setattr(evaluation_pages, "read_plddt", draw)
+    for residues in (3001, 3000):
+        chains = {"A": SimpleNamespace(sequence="A" * 2000), "B": SimpleNamespace(sequence="A" * (residues - 2000))}
+        paired = SimpleNamespace(predicted=SimpleNamespace(chains=chains))
+        monkeypatch.setattr(evaluation_pages, "read_pair", lambda _, paired=paired: (paired, "", ""))
+        with pytest.raises(DrawnError) if residues == 3000 else nullcontext():
+            assert drawn(measured_of(row("t"))) == []
+
+
+@pytest.mark.parametrize("residues", [1000, 1001])
+def test_errors_of_1000_residues_are_embedded(residues: int, tmp_path: Path) -> None:
+    chain = protein("A", residues, 1)
+    mask = np.zeros_like(chain.mask)
+    mask[:, CA] = 1
+    (tmp_path / "p.cif").write_text(write_mmcif("p", [replace(chain, mask=mask)]))
+    np.savez(tmp_path / "p.npz", pae=np.ones((residues, residues), np.float32))
+    file = PredictedFile("p", tmp_path / "p.cif", "AlphaFold", ("p",), pae=tmp_path / "p.npz")
+    sums = Sums.from_values(np.ones(1), np.ones(1), PAE_BINS)
+    (target,) = drawn(Measured(Job(file, Truth("p", tmp_path / "p.cif")), row("p"), pae=sums))
+    assert (target.pae is not None) == (residues == 1000)
 
 
 @pytest.mark.parametrize("residues", [34, 33])

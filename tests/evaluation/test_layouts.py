@@ -83,7 +83,8 @@ def test_alphafolds_ranking_names_the_model_and_its_pae(tmp_path: Path) -> None:
     folder = tmp_path / "out/T9"
     fill(folder, "ranked_0.pdb", "ranked_1.pdb", "relaxed_model_1_pred_0.pdb", "pae_model_2_pred_0.json")
     (folder / "ranking_debug.json").write_text(json.dumps({"order": ["model_2_pred_0", "model_1_pred_0"]}))
-    fill(folder, "msas/uniref90_hits.sto", "msas/pdb_hits.sto", "msas/bfd_uniref_hits.a3m")
+    names = ("uniref90_hits.sto", "pdb_hits.sto", "bfd_uniref_hits.a3m", "uniprot_hits.sto")
+    fill(folder, *(f"msas/{name}" for name in names))
     (folder / "msas/uniref90_hits.sto").write_text("# STOCKHOLM 1.0\nq  AC\nr  AC\n\nq  DE\nr  DE\n//\n")
     (folder / "msas/bfd_uniref_hits.a3m").write_text(">q\nACDE\n>s\nACDE\n>t\nACDE\n")
     (best,) = find_predictions(tmp_path / "out").files
@@ -94,6 +95,8 @@ def test_alphafolds_ranking_names_the_model_and_its_pae(tmp_path: Path) -> None:
         "AlphaFold",
     )
     assert best.pae == folder / "pae_model_2_pred_0.json"
+    # Template hits and the alignment that serves pairing do not count.
+    assert [path.name for path in best.alignments] == ["bfd_uniref_hits.a3m", "uniref90_hits.sto"]
     assert alignment_rows(best.alignments) == 5
     both = find_predictions(tmp_path / "out", all_models=True).files
     assert [(one.rank, one.path.name) for one in both] == [(1, "ranked_0.pdb"), (2, "ranked_1.pdb")]
@@ -250,6 +253,7 @@ def test_ranked_models_of_alphafold(tmp_path: Path) -> None:
         PredictedFile("T9", folder / f"ranked_{n}.pdb", "AlphaFold", ("T9",), n + 1, model, (True,))
         for n, model in enumerate(("model_4", "ranked_1"))
     ]
+    fill(folder, "msas/notes.txt")
     for text in ("[]", "{}"):
         (folder / "ranking_debug.json").write_text(text)
         assert [file.model for file in find_predictions(tmp_path).files] == ["ranked_0"]

@@ -9,6 +9,7 @@ import pytest
 
 from tests.scoring.complexes import disturbed, heterodimer, renamed, without
 from tests.scoring.test_score import part, protein, structure
+from warpfold.data.formats.predictions import read_pae
 from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.data.structure.write import write_mmcif
@@ -32,7 +33,8 @@ def test_the_row_of_a_complex(tmp_path: Path) -> None:
     files[0].write_text(write_mmcif("p", list(predicted.values()), b_factors=b_factors))
     files[1].write_text(write_mmcif("t", list(reference.values()), release_date="2024-05-01"))
     files[2].write_text(">q\nAC\n>r\nAC\n")
-    np.savez(tmp_path / "p.npz", pae=np.random.default_rng(0).uniform(0, 30, (70, 70)))
+    # The file has only the residues with atoms.
+    np.savez(tmp_path / "p.npz", pae=np.random.default_rng(0).uniform(0, 30, (68, 68)))
     file = PredictedFile("target", files[0], "AlphaFold", ("t",), 2, "model", pae=tmp_path / "p.npz")
     job = Job(replace(file, alignments=(files[2],)), Truth("t", files[1]))
     found = measure(job)
@@ -75,8 +77,7 @@ def test_the_row_of_a_complex(tmp_path: Path) -> None:
     assert found.plddt is not None
     assert found.plddt.to_dict() == plddt_sums(paired, {k: v.astype(np.float64) for k, v in by_chain.items()}).to_dict()
     assert found.pae is not None
-    with np.load(tmp_path / "p.npz") as arrays:
-        assert found.pae.to_dict() == pae_sums(paired, arrays["pae"].astype(np.float32)).to_dict()
+    assert found.pae.to_dict() == pae_sums(paired, read_pae(tmp_path / "p.npz", mask[:, CA] > 0)).to_dict()
     # The depth that the program reports takes precedence over the alignment, also if it is 0.
     assert measure(replace(job, prediction=replace(job.prediction, depth=0))).row["depth"] == 0
 
@@ -113,6 +114,10 @@ def test_structures_that_cannot_be_scored(tmp_path: Path) -> None:
     error = measure(job).error
     assert error is not None
     assert error.startswith(f"{tmp_path / 'p.cif'} against {tmp_path / 't.cif'}: no predicted chain resembles")
+
+
+def test_the_chains_of_the_file_are_compared_by_default() -> None:
+    assert Comparison() == Comparison(assembly=False, chains=None, allow_unplaced=False)
 
 
 def test_named_chains_are_compared(tmp_path: Path) -> None:

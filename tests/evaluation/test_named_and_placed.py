@@ -8,6 +8,7 @@ import warpfold
 from tests.data.structure.test_awkward_files import pdb_chain, plain
 from warpfold.data.structure.library import Library
 from warpfold.errors import UserError
+from warpfold.evaluation.truths import Truth
 
 SEQUENCE = "GASTVLKEVGASTVLKEV"
 # SEQRES lists four residues, but the chain has atoms of a fifth.
@@ -50,6 +51,13 @@ def test_evaluate_refuses_unplaced_residues_of_a_prediction(tmp_path: Path) -> N
         f"{tmp_path / 'predictions/t1.pdb'}: has residues with N, CA and C that are in no chain: 1 (TRP 5 of chain A); "
         "correct the file, or pass --allow-unplaced to score without them"
     )
+
+
+def test_a_reference_with_unplaced_residues_is_refused_by_default(tmp_path: Path) -> None:
+    path = write(tmp_path / "t1.pdb", SHORT + pdb_chain(plain("GASTW"), "A") + "TER\n")
+    with pytest.raises(UserError, match="in no chain: 1"):
+        Truth("t1", path).parse(path.read_bytes())
+    assert list(Truth("t1", path).parse(path.read_bytes(), allow_unplaced=True).chains) == ["A"]
 
 
 def test_chains_that_differ_in_case_are_different_targets(tmp_path: Path) -> None:

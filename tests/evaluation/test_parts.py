@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from warpfold.bulk import JobPart
 from warpfold.evaluation import evaluate as evaluating
 from warpfold.evaluation.confidence import PLDDT_BINS, Sums
 from warpfold.evaluation.layouts import PredictedFile
-from warpfold.evaluation.measure import Job, Measured, measure
+from warpfold.evaluation.measure import Comparison, Job, Measured, measure
 from warpfold.evaluation.parts import IS_PART, jobs_fingerprint, parts_with, read_parts, write_part
 from warpfold.evaluation.truths import Truth
 
@@ -121,6 +122,28 @@ def test_a_changed_file_changes_the_fingerprint(changed: str, tmp_path: Path) ->
     assert len({before, longer, later, missing}) == 4
     bare = Job(PredictedFile("p", tmp_path / "p.cif", "CASP", ("p",)), job.truth)
     assert jobs_fingerprint([bare]) != missing
+
+
+def test_a_part_that_ends_meanwhile_is_read(tmp_path: Path) -> None:
+    """The second part is scored while the first one is, and the first one then has all results."""
+    good, _, truth = sets(tmp_path)
+    options: dict[str, Any] = {"suite": None, "train_sequences": None, "all_models": False, "options": Comparison()}
+    options |= {"workers": 1, "out": tmp_path / "out"}
+    reports = []
+
+    def score(number: int, progress: Any) -> list[str]:
+        part = JobPart(number, 2)
+        (one,), report = evaluating.evaluate([good], truth, **options, part=part, progress=progress)
+        reports.append(report)
+        return [result.row["target"] for result in one.measured]
+
+    def meanwhile(done: int, *_: Any) -> None:
+        if not done:
+            assert score(2, lambda *_: None) == []
+
+    assert score(1, meanwhile) == ["Beta", "alpha", "gamma"]
+    running = {"format": "warpfold-evaluation-1", "status": "running", "part": "2/2", "predictions": 1}
+    assert reports == [{**running, "failures": [], "left": ["1/2"]}, {}]
 
 
 def test_results_of_parts_are_read_as_written(tmp_path: Path) -> None:

@@ -270,10 +270,7 @@ def _target(measured: Measured) -> Target | None:
         replace(_select_residues(chain, chain.mask[:, CA] > 0), id=PDB_CHAINS[i % len(PDB_CHAINS)])
         for i, chain in enumerate(paired.reference.chains[name] for name in paired.chains.values())
     ]
-    moved_chains = [
-        replace(chain, positions=(chain.positions @ rotation.T + translation) * chain.mask[..., None])
-        for chain in moved_chains
-    ]
+    moved_chains = [replace(chain, positions=chain.positions @ rotation.T + translation) for chain in moved_chains]
     row = measured.row
     numbers = [(metric.name, metric.show(row[metric.key])) for metric in METRICS if row[metric.key] is not None]
     by_chain = np.split(confidence, ends[:-1])
