@@ -22,6 +22,7 @@ from tests.scoring.test_score import part, protein
 from warpfold import cli
 from warpfold.data.structure.write import write_mmcif, write_pdb
 from warpfold.errors import UserError
+from warpfold.evaluation import evaluate as evaluating
 from warpfold.evaluation.evaluate import PredictionSet, evaluate
 from warpfold.evaluation.measure import Comparison
 from warpfold.evaluation.suite import read_suite
@@ -294,8 +295,9 @@ def test_folders_that_cannot_be_scored(tmp_path: Path, folders: tuple[Path, Path
         scored(p, truth=truth)
 
 
-def test_the_nearest_training_sequence_of_any_chain_counts(tmp_path: Path) -> None:
-    """Training sequences come from a FASTA file or a store, and the targets may be complexes."""
+def test_the_nearest_training_sequence_of_any_chain_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training sequences come from a FASTA file or the chains of a store, and the targets may be complexes."""
+    monkeypatch.setattr(evaluating, "entry_keys", lambda store, assemblies: [] if assemblies else store.keys)
     complex_ = heterodimer()
     for folder in ("p", "truth"):
         (tmp_path / folder).mkdir()

@@ -136,7 +136,8 @@ def test_the_markdown_has_a_table_for_each_set() -> None:
 
 def folded(before: float, after: float) -> Any:
     """Build the part of a measured protein that the page reads itself: its scores before and after training."""
-    pair = [{"lddt_ca": value, "tm": value / 2} for value in (before, after)]
+    # The order of the proteins by the other score is the opposite one.
+    pair = [{"lddt_ca": value, "tm": 1 - value} for value in (before, after)]
     return SimpleNamespace(predictions=(None, None), scores=pair)
 
 

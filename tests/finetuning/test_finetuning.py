@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import warpfold
 from tests.finetuning.test_relatives import store_of
+from tests.helpers import tiny_model
 from tests.test_cli import run
 from warpfold import settings
 from warpfold.data.load.order import Source, split_keys
@@ -48,6 +50,9 @@ from warpfold.finetuning.finetune import (
 )
 from warpfold.finetuning.page import verdict
 from warpfold.finetuning.split import Split
+from warpfold.model.alphafold import AlphaFold, HeadsConfig
+from warpfold.model.template import TemplateConfig
+from warpfold.model.weights.files import save_params
 from warpfold.progress import no_progress
 from warpfold.scoring.intervals import paired_difference
 from warpfold.training.config import RunConfig
@@ -272,32 +277,32 @@ def test_the_log_of_training_has_loss_speed_and_eta(monkeypatch: pytest.MonkeyPa
 def test_the_line_of_training_at_other_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of other kinds repeat the last text."""
     lines = list[tuple[int, int, str]]()
-    clock = iter([0.0, 5.0, 29.5, 30.0, 61.0])
+    clock = iter([0.0, 0.0, 5.0, 29.5, 30.0, 61.0])
     monkeypatch.setattr("warpfold.finetuning.finetune.time.monotonic", lambda: next(clock))
-    line = TrainingLine(4, lambda *given: lines.append(given))
+    line = TrainingLine(7, lambda *given: lines.append(given))
     line({"kind": "start", "step": 0})
-    for step, rate in ((1, 1.0), (2, 7.0), (3, 1.5)):
+    line({"kind": "validation", "step": 0, "lddt_ca": 0.5})
+    first = "training: loss 2.000, 1 samples/s, ETA 50 s"
+    for step, rate in ((1, 7.0), (2, 7.0), (3, 1.0)):
         line({"kind": "step", "step": step, "loss": 2.0, "samples_per_second": rate})
     line({"kind": "step", "step": 4, "loss": 1.0, "samples_per_second": 0.999})
-    first = "training: loss 2.000, 1 samples/s"
-    assert lines == [
-        (0, 4, "training"),
-        *((step, 4, first) for step in (1, 2, 3)),
-        (4, 4, "training: loss 1.000, 1 s/sample, ETA 0 s"),
-    ]
+    before = "training: validation lDDT-Cα 0.500"
+    # The three steps until the last row took 56 s, and three more are left.
+    last = "training: loss 1.000, 1 s/sample, ETA 56 s"
+    assert lines == [(0, 7, "training"), *((step, 7, before) for step in range(3)), (3, 7, first), (4, 7, last)]
 
 
 def test_scores_are_compared_over_clusters() -> None:
     """Entries without one of the two scores are left out, and measures without any entry are missing."""
-    pairs = [(0.12345, 0.4), (0.3, 0.2), (math.nan, 0.9), (0.9, math.nan), (0.5, 0.9)]
+    pairs = [(0.12345, 0.41234), (0.3, 0.2), (math.nan, 0.9), (0.9, math.nan), (0.5, 0.9)]
     measured: list[Any] = [SimpleNamespace(predictions=(None, None), scores=pair) for pair in pairs]
     measures = [Measure("one", "", lambda _, score: score), Measure("none", "", lambda _, score: math.nan)]
     clusters = dict(zip("abcde", ("x", "y", "z", "z", "x")))
-    expected = paired_difference([0.4, 0.2, 0.9], [0.12345, 0.3, 0.5], ["x", "y", "x"])
+    expected = paired_difference([0.41234, 0.2, 0.9], [0.12345, 0.3, 0.5], ["x", "y", "x"])
     assert compared_scores(measured, measures, clusters) == {
         "one": {
             "before": round((0.311725 + 0.3) / 2, 4),
-            "after": round((0.65 + 0.2) / 2, 4),
+            "after": round((0.65617 + 0.2) / 2, 4),
             "difference": expected.difference,
             "interval": None,
             "verdict": None,
@@ -307,7 +312,7 @@ def test_scores_are_compared_over_clusters() -> None:
             "losses": 1,
         }
     }
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match=r"argument 2"):
         compared_scores(measured[:4], measures, clusters)
 
 
@@ -402,6 +407,8 @@ def test_the_rehearsed_entries(tmp_path: Path) -> None:
         assert left_out == len(left)
         seen |= set(drawn)
     assert {"g00_A", "g01_A", "g02_A"} & seen
+    few = Source(store_of(tmp_path / "few", {f"f{n}_A": x for n, x in enumerate(sequences_of(8, 5))}))
+    assert len(_rehearsal(dataclasses.replace(options, rehearse=few), False, store, split)[1]) == 1
     related = store_of(tmp_path / "related", {"r0_A": own[1], "r1_A": own[2]})
     with pytest.raises(UserError) as raised:
         _rehearsal(dataclasses.replace(options, rehearse=Source(related)), False, store, split)
@@ -411,12 +418,47 @@ def test_the_rehearsed_entries(tmp_path: Path) -> None:
     )
 
 
-def test_at_most_24_entries_measure_forgetting(tmp_path: Path) -> None:
+def test_at_most_24_entries_measure_forgetting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More entries are drawn if a cluster has several."""
     store = store_of(tmp_path / "own", {"a_A": "M" + "AG" * 20})
     split = Split(by="cluster", training=("a_A",), validation=("a_A",), test=("a_A",))
     made = store_of(tmp_path / "general", {f"g{n:03d}_A": x for n, x in enumerate(sequences_of(251, 2))})
     options = FinetuneOptions(structures=[], init=tmp_path, rehearse=Source(made))
     assert len(_rehearsal(options, False, store, split)[1]) == 24
+    drawn = list(made.keys)[:30]
+    monkeypatch.setattr("warpfold.finetuning.finetune.split_keys", lambda *given: (None, drawn))
+    assert _rehearsal(options, False, store, split)[1] == drawn[:24]
+
+
+def test_new_heads_start_with_the_weights_of_the_seed(tmp_path: Path) -> None:
+    """The model before training lacks the PAE head. One other tensor differs between the two models."""
+    init, params = tmp_path / "init.safetensors", tmp_path / "params.safetensors"
+    templates = TemplateConfig(enabled=False)
+    bare = tiny_model(templates=templates, heads=HeadsConfig(plddt_c=8, pae=False))
+    trained = tiny_model(templates=templates)
+    config: Any = SimpleNamespace(train=SimpleNamespace(seed=3, new_heads=True))
+    save_params(init, bare)
+    torch.manual_seed(3)
+    expected = AlphaFold(trained.config).state_dict()
+    started = bare.state_dict()
+    expected |= started
+    with torch.no_grad():
+        trained.load_state_dict(expected)
+    save_params(params, trained)
+    torch.manual_seed(5)
+    before, after = both_models(init, params, config, "cpu")
+    assert before is after
+    name = next(iter(started))
+    with torch.no_grad():
+        trained.get_parameter(name).add_(1)
+    save_params(params, trained)
+    before, after = both_models(init, params, config, "cpu")
+    assert before is not after
+    assert before.sample == after.sample
+    found = before.model.state_dict()
+    assert found.keys() == expected.keys()
+    assert [key for key, value in expected.items() if not torch.equal(found[key], value)] == []
+    assert [key for key, value in after.model.state_dict().items() if not torch.equal(expected[key], value)] == [name]
 
 
 def test_settings_are_no_difference(given: dict[str, Any], tmp_path: Path) -> None:

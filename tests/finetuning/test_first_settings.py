@@ -112,6 +112,7 @@ def split_of(examples: int) -> Split:
     [
         (1, 1, 0, 1, 0.9, 1),
         (41, 2, 20, 21, 0.9, 4),
+        (300, 15, 150, 150, 0.9333, 30),
         (400, 20, 200, 200, 0.95, 40),
         (100_000, 5000, 50_000, 50_000, 0.999, 10_000),
     ],
@@ -225,7 +226,7 @@ def test_the_largest_crop_that_fits_is_used(
     [
         (384, [], [384, 320, 256, 192, 128, 64], "384 residues do not fit"),
         (50, [], [50], "50 residues do not fit"),
-        (384, ["data.crop=300"], [300], "300 residues do not fit"),
+        (384, ["data.crop=300", "train.steps=5"], [300], "300 residues do not fit"),
         (None, [], [256], "256 residues do not fit"),
         # No smaller crop repairs another setting, so the first attempt is the last.
         (384, ["optim.accumulate=0"], [384], "optim.accumulate"),

@@ -128,8 +128,6 @@ def planned(
         try:
             config, summary = plan_training(loaded, out, device, memory)
         except UserError as error:
-            if is_fixed or crop is None:
-                raise
             # This raises if the settings themselves are invalid, which no smaller crop repairs.
             loaded.config()
             first_error = first_error or error

@@ -36,7 +36,7 @@ from warpfold.data.search import search as searching
 from warpfold.data.search.database import Database
 from warpfold.data.similar.relatives import MIN_IDENTITY
 from warpfold.data.store.store import Store
-from warpfold.data.store.stored_example import entry_keys, read_assembly
+from warpfold.data.store.stored_example import read_assembly
 from warpfold.device import cores
 from warpfold.errors import UserError, listed
 from warpfold.evaluation.before_after import DOCKQ, INTERFACE_LDDT, LDDT, Measure, Measured, fold_before_after
@@ -379,7 +379,7 @@ def _searched(options: FinetuneOptions, out: Path, tell: Progress) -> Path:
     pack(options.structures, [], out / "sequences", PackOptions(), workers=options.workers, progress=tell)
     store = Store(out / "sequences")
     names: dict[str, str] = {}
-    for key in entry_keys(store, assemblies=False):
+    for key in store.keys:
         names.setdefault(read_assembly(store, key).chains[0].sequence, key)
     fasta = out / "sequences.fasta"
     write_atomically(fasta, "".join(f">{name}\n{sequence}\n" for sequence, name in names.items()))

@@ -95,7 +95,7 @@ def make_split(
         part = min(parts.values(), key=len)
         if len(part) < held_out_size and len(part) + len(clusters[cluster]) <= 2 * held_out_size:
             part.update(clusters.pop(cluster))
-    if not all(parts.values()) or not clusters:
+    if not all(parts.values()):
         raise UserError(
             f"the {len(keys)} structures are of {count} cluster{'s' * (count > 1)}, too few or too unequal to "
             f"hold some out without relatives in training; {family}; add proteins of other families, raise "
