@@ -300,6 +300,6 @@ def _select_residues(chain: Chain, selected: np.ndarray) -> Chain:
         positions=chain.positions[selected],
         mask=chain.mask[selected],
         residue_index=np.arange(count),
-        author_numbers=tuple(str(number) for number in range(1, count + 1)),
+        author_numbers=tuple(str(index + 1) for index in range(count)),
         b_factors=None,
     )
