@@ -346,7 +346,8 @@ def test_structures_that_are_not_used(tmp_path: Path) -> None:
     assert truths.without(used) == ["3abc"]
     assert truths.without([]) == ["1abc", "2abc", "3abc"]
     entries = {"1abc": Entry(chains=("A",)), "first": Entry()}
-    fill(tmp_path, "first.cif")
+    for name in entries:
+        (tmp_path / f"{name}.cif").write_text(write_mmcif(name, [protein("A", 5)]))
     truths = Truths(tmp_path)
     truths.keep(Suite(Path("s.toml"), "0", "", "", entries))
     assert truths.find(["1ABC"]) == Truth("1abc", tmp_path / "1abc.cif", ("A",))
@@ -355,9 +356,10 @@ def test_structures_that_are_not_used(tmp_path: Path) -> None:
 
 
 def test_files_that_are_not_those_of_the_suite(tmp_path: Path) -> None:
-    digest = hashlib.sha256(b"x").hexdigest()
-    dated = write_mmcif("d", [protein("A", 5)], release_date="2024-05-01")
-    (fill(tmp_path, *(f"{name}.cif" for name in "abc")) / "d.cif").write_text(dated)
+    text = write_mmcif("d", [protein("A", 5)], release_date="2024-05-01")
+    for name in "abcd":
+        (tmp_path / f"{name}.cif").write_text(text)
+    digest = hashlib.sha256(text.encode()).hexdigest()
     targets = {
         "a": Entry(sha256=digest),
         "b": Entry(sha256="0f"),
