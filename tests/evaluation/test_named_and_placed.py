@@ -49,7 +49,7 @@ def test_evaluate_refuses_unplaced_residues_of_a_prediction(tmp_path: Path) -> N
         warpfold.evaluate(tmp_path / "predictions", tmp_path / "truth")
     assert str(raised.value) == (
         f"{tmp_path / 'predictions/t1.pdb'}: has residues with N, CA and C that are in no chain: 1 (TRP 5 of chain A); "
-        "correct the file, or pass --allow-unplaced to score without them"
+        "correct the file, or pass allow_unplaced to score without them"
     )
 
 

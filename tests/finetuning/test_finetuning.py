@@ -185,7 +185,7 @@ def test_a_general_store_is_rehearsed(done: tuple[Path, dict[str, Any]], given: 
     # The predictions of the summary are those of the test alone, and both are in the folders.
     assert [entry["name"] for entry in result["predictions"]] == result["tested"]
     assert len(list((tmp_path / "tuned/after").iterdir())) == len(result["tested"]) + 2
-    assert (tmp_path / "tuned/report.html").read_text().count("held-out entries of the general store") >= 1
+    assert (tmp_path / "tuned/report.html").read_text().count("Held-out entries of the general store") >= 1
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ def test_the_largest_crop_that_fits_is_used(
         (384, ["data.crop=300", "train.steps=5"], [300], "300 residues do not fit"),
         (None, [], [256], "256 residues do not fit"),
         # No smaller crop repairs another setting, so the first attempt is the last.
-        (384, ["optim.accumulate=0"], [384], "optim.accumulate"),
+        (384, ["optim.accumulate=0"], [384], "accumulate must be at least 1"),
     ],
 )
 def test_no_crop_fits(
