@@ -198,6 +198,7 @@ def test_values_outside_the_bins_are_in_the_nearest_bin() -> None:
     found = Sums.from_values(expected, true, np.array([0, 10, 20.0]))
     assert [found.count.tolist(), found.expected.tolist(), found.true.tolist()] == [[3, 3], [4.5, 55], [6, 15]]
     assert found.squares.tolist() == [expected @ expected, true @ true, expected @ true]
+    assert Sums.from_values(expected[:1], true[:1], np.array([0, 10, 20, 30.0])).count.tolist() == [1, 0, 0]
     both = found + found
     for name in ("count", "expected", "true", "squares"):
         np.testing.assert_array_equal(getattr(both, name), 2 * getattr(found, name))

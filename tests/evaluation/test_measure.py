@@ -73,6 +73,8 @@ def test_the_row_of_a_complex(tmp_path: Path) -> None:
     }
     assert len(score.complex.interfaces) == 1
     assert (found.job, found.error) == (job, None)
+    # By default, the chains of the file are compared.
+    assert Comparison() == Comparison(assembly=False, chains=None, allow_unplaced=False)
     by_chain = {name: chain.b_factors for name, chain in paired.predicted.chains.items() if chain.b_factors is not None}
     assert found.plddt is not None
     assert found.plddt.to_dict() == plddt_sums(paired, {k: v.astype(np.float64) for k, v in by_chain.items()}).to_dict()
@@ -116,8 +118,12 @@ def test_structures_that_cannot_be_scored(tmp_path: Path) -> None:
     assert error.startswith(f"{tmp_path / 'p.cif'} against {tmp_path / 't.cif'}: no predicted chain resembles")
 
 
-def test_the_chains_of_the_file_are_compared_by_default() -> None:
-    assert Comparison() == Comparison(assembly=False, chains=None, allow_unplaced=False)
+def test_a_prediction_of_ca_alone_is_scored(tmp_path: Path) -> None:
+    chain = protein("A", 30, 1)
+    mask = np.zeros_like(chain.mask)
+    mask[:, CA] = 1
+    row = measure(write_pair(tmp_path, replace(chain, mask=mask), chain)).row
+    assert (row["lddt"], row["lddt_ca"], row["paired"]) == (None, 1.0, 30)
 
 
 def test_named_chains_are_compared(tmp_path: Path) -> None:

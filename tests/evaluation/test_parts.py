@@ -131,8 +131,8 @@ def test_a_part_that_ends_meanwhile_is_read(tmp_path: Path) -> None:
     options |= {"workers": 1, "out": tmp_path / "out"}
     reports = []
 
-    def score(number: int, progress: Any) -> list[str]:
-        part = JobPart(number, 2)
+    def score(number: int, progress: Any, count: int = 2) -> list[str]:
+        part = JobPart(number, count)
         (one,), report = evaluating.evaluate([good], truth, **options, part=part, progress=progress)
         reports.append(report)
         return [result.row["target"] for result in one.measured]
@@ -144,6 +144,11 @@ def test_a_part_that_ends_meanwhile_is_read(tmp_path: Path) -> None:
     assert score(1, meanwhile) == ["Beta", "alpha", "gamma"]
     running = {"format": "warpfold-evaluation-1", "status": "running", "part": "2/2", "predictions": 1}
     assert reports == [{**running, "failures": [], "left": ["1/2"]}, {}]
+    # The last job alone is left.
+    options["out"] = tmp_path / "three"
+    for number in (1, 2):
+        score(number, lambda *_: None, 3)
+    assert [report["left"] for report in reports[2:]] == [["2/3", "3/3"], ["3/3"]]
 
 
 def test_results_of_parts_are_read_as_written(tmp_path: Path) -> None:
@@ -154,7 +159,7 @@ def test_results_of_parts_are_read_as_written(tmp_path: Path) -> None:
     assert read_parts(tmp_path / "none", "f", jobs) == {}
     sums = Sums.from_values(np.array([1.5, 30]), np.array([2.0, 3.0]), PLDDT_BINS)
     results = {0: Measured(jobs[0], {"a": 1}, sums), 2: Measured(jobs[2], error="too long")}
-    out = tmp_path / "out"
+    out = tmp_path / "a/out"
     write_part(out, "f", JobPart(1, 2), results)
     write_part(out, "f", JobPart(2, 2), {1: Measured(jobs[1], {"a": 2}, None, sums)})
     write_part(out, "other", JobPart(1, 3), {1: Measured(jobs[1], {"a": 3})})
