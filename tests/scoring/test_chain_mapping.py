@@ -120,6 +120,11 @@ SIMILAR: dict[str, tuple[dict[str, Chain], dict[str, Chain], set[Pair] | str]] =
     # Chains without common numbers need 30 % identity.
     "6 of 20": ({"P": chain("H" * 14 + "ACDEFG")}, {"R": chain("ACDEFG" + "W" * 14, range(51, 71))}, {("P", "R")}),
     "5 of 20": ({"P": chain("H" * 15 + "ACDEF")}, {"R": chain("ACDEF" + "W" * 15, range(51, 71))}, "25%"),
+    "the highest of several": (
+        {"P": chain("H" * 15 + "ACDEF"), "Q": chain("Y" * 20)},
+        {"R": chain("ACDEF" + "W" * 15, range(51, 71))},
+        "25%",
+    ),
     "2 of 6 in a longer chain": ({"P": chain("HHHHAC")}, {"R": chain("AC" + "W" * 10)}, {("P", "R")}),
     # Chains with equal numbers need 15 %.
     "3 of 20 numbered": ({"P": chain("AAA" + "W" * 17)}, {"R": chain("AAA" + "Y" * 17)}, {("P", "R")}),
