@@ -280,7 +280,7 @@ def test_entries_of_one_id_are_named_by_their_files(tmp_path: Path) -> None:
         "g.cif": late, "h.cif": late,
         "i.cif": "no id", "j.cif": "no id either",
         "k.cif": "_entry.id SAME\n", "SAME.cif": "_entry.id SAME\n", "deep/k.cif": "_entry.id SAME\n",
-        "pdb2abc.ent": "", "2abc.cif": "", "pdbx2ab.ent": "HEADER",
+        "pdb2abc.ent": "", "pdbx2ab.ent": "HEADER",
         "l.cif": "_entry.id 2ABC\n",
         "PDB3abc.ent": "_entry.id 3abc\n", "m.cif": "_entry.id 3abc\n",
     }  # fmt: skip

@@ -450,6 +450,16 @@ def test_blobs_of_rows() -> None:
         assert array.blobs_of(None if rows is None else np.array(rows, np.int64)) == expected
 
 
+def test_a_blob_holds_no_more_than_its_rows() -> None:
+    import zstandard
+
+    array = StoredArray("x", 0, np.dtype("u1"), (10, 2), 4, [0, 8, 16, 20], [1, 2, 3])
+    for number, size in ((0, 8), (1, 8), (2, 4)):
+        assert array.unpack(number, zstandard.compress(bytes(size))).tolist() == [0] * size
+        with pytest.raises(UserError, match=r"^x: damaged \(unexpected size\)\. Pack the store again\.$"):
+            array.unpack(number, zstandard.compress(bytes(size + 1)))
+
+
 def test_a_shard_ends_before_the_record_that_would_exceed_it(tmp_path: Path) -> None:
     record = pack_record({"x": np.arange(50)}, {})
     size = len(record.data)
@@ -508,6 +518,17 @@ def test_the_files_of_a_store(tmp_path: Path) -> None:
         writer.add("a", pack_record({}, {}), {})
         writer.finish()
     assert json.loads((tmp_path / "bare/store.json").read_text())["files"] == {}
+
+
+def test_a_writer_closes_its_files(tmp_path: Path) -> None:
+    for name in ("finished", "aborted"):
+        with StoreWriter(tmp_path / name) as writer:
+            writer.add("a", pack_record({}, {}), {})
+            file = writer._file
+            assert file is not None
+            if name == "finished":
+                writer.finish()
+        assert file.closed
 
 
 def test_the_columns_of_all_records_have_the_same_names(tmp_path: Path) -> None:

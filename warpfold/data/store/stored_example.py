@@ -190,7 +190,6 @@ class StoredExample:
         record.fetch(prefetch)
         fields: dict[str, Any] = {name: record.read(name, residues) for name in PER_RESIDUE if name in record.arrays}
         fields["msa"] = self._read_msa(residues, rows) if whole is None else whole[:, as_slice(residues)]
-        fields["templates"] = None
         if len(templates):
             arrays = {name: record.read(f"template_{name}", templates) for name in TEMPLATE_ARRAYS}
             fields["templates"] = Templates(**arrays, names=tuple(names[i] for i in templates)).take(residues)
