@@ -253,7 +253,10 @@ def test_what_is_written_is_named_by_its_ending(tmp_path: Path) -> None:
     save_params(path, model)
     with pytest.raises(UserError, match=r"b\.pt: \.safetensors or \.npz is written\. Use one of these endings"):
         warpfold.params(path, out=tmp_path / "b.pt")
+    with pytest.raises(UserError, match=r"a\.safetensors: "):
+        warpfold.params(tmp_path / "missing.safetensors", out=path)
     assert warpfold.params(path, out=tmp_path / "b.safetensors").notes == ()
+    assert same(load_model(tmp_path / "b.safetensors"), model)
     (note,) = warpfold.params(path, out=tmp_path / "b.npz").notes
     assert note.startswith(f"{tmp_path / 'b.npz'}: DeepMind's arrays do not say model.")
     assert note.endswith(": a reader takes the latter")
@@ -263,6 +266,7 @@ def test_what_is_written_is_named_by_its_ending(tmp_path: Path) -> None:
     for number, config in enumerate((PUBLISHED, replace(PUBLISHED, evoformer=evoformer, structure=structure))):
         save_params(path, filled_model(config))
         assert warpfold.params(path, out=tmp_path / f"{number}.npz").notes == ()
+        assert same(load_model(tmp_path / f"{number}.npz"), load_model(path))
 
 
 def test_every_value_that_is_not_finite_is_found_only_by_a_check(tmp_path: Path) -> None:

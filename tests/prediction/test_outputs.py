@@ -40,6 +40,7 @@ from warpfold.prediction.outputs import (
 from warpfold.prediction.pages import target_of
 from warpfold.prediction.sanity import Geometry, check_geometry, confidence_notices, find_clashes
 from warpfold.report.coverage import Coverage
+from warpfold.report.prediction_figures import draw_figures
 from warpfold.scoring.metrics import superpose
 from warpfold.scoring.score_table import pair_records
 
@@ -404,6 +405,7 @@ def test_a_folder_that_another_worker_removes_is_made_again(tmp_path: Path, monk
 def dimer(name: str = "dimer") -> Prediction:
     """Build two parallel helices, chains A and b, with known confidences and the structure of an earlier pass."""
     made = helices(2, 10.0, ("A", "b"))
+    made = replace(made, plddt=made.plddt + np.float32(0.123))
     pae = np.arange(400.0, dtype=np.float32).reshape(20, 20) / 16
     pairs = np.array([[0.12345, 0.56789], [0.2, 0.98766]], np.float32)
     earlier = PassStructure(made.positions + 1, made.plddt / 2, 0.12344, None)
@@ -426,8 +428,8 @@ def alone(p: Prediction) -> Prediction:
 
 def test_a_prediction_describes_itself() -> None:
     p, one = dimer(), alone(dimer())
-    assert repr(p) == "<Prediction dimer: 20 residues in 2 chains, pLDDT 9.5, ipTM 0.25, pTM 0.51>"
-    assert repr(replace(one, ptm=None)) == "<Prediction dimer: 10 residues, pLDDT 4.5>"
+    assert repr(p) == "<Prediction dimer: 20 residues in 2 chains, pLDDT 9.6, ipTM 0.25, pTM 0.51>"
+    assert repr(replace(one, ptm=None)) == "<Prediction dimer: 10 residues, pLDDT 4.6>"
     assert p.spans == {"A": slice(0, 10), "b": slice(10, 20)}
     assert one.spans == {"A": slice(0, 10)}
     assert [(chain.id, chain.sequence, chain.author_numbers) for chain in p.chains()] == [
@@ -438,10 +440,10 @@ def test_a_prediction_describes_itself() -> None:
     np.testing.assert_array_equal(p.structure().chains["b"].positions, p.positions[10:])
     np.testing.assert_array_equal(p.ca, p.positions[:, 1])
     assert p.confidences() == {
-        "mean_plddt": 9.5, "ptm": 0.5124, "iptm": 0.25, "ranking_confidence": pytest.approx(0.302478, abs=2e-6),
+        "mean_plddt": 9.62, "ptm": 0.5124, "iptm": 0.25, "ranking_confidence": pytest.approx(0.302478, abs=2e-6),
     }  # fmt: skip
     assert replace(p, ptm=None, iptm=None).confidences() == {
-        "mean_plddt": 9.5, "ptm": None, "iptm": None, "ranking_confidence": 9.5,
+        "mean_plddt": 9.62, "ptm": None, "iptm": None, "ranking_confidence": pytest.approx(9.623, abs=2e-6),
     }  # fmt: skip
     odd = replace(one, plddt=np.full(10, 71.2345678, np.float32)).confidences()
     assert odd["mean_plddt"] == 71.23
@@ -450,20 +452,20 @@ def test_a_prediction_describes_itself() -> None:
     assert p.chain_ptm.tolist() == pytest.approx([0.12345, 0.98766])
     assert one.chain_ptm is None
     assert (len(p.pair_scores), one.pair_scores) == (1, [])
-    assert p.recycled[0].scores() == {"mean_plddt": 4.75, "ptm": 0.1234, "iptm": None}
+    assert p.recycled[0].scores() == {"mean_plddt": 4.81, "ptm": 0.1234, "iptm": None}
 
 
 def test_the_page_and_the_frame_of_a_prediction() -> None:
     p = replace(dimer('a "b" <c>'), coverage=Coverage(np.ones(20, np.int32), np.ones((1, 20), np.uint8), 3))
     target = p._target()
-    assert target.numbers == [("residues", "20"), ("mean pLDDT", "9.5"), ("ipTM", "0.25"), ("pTM", "0.51")]
+    assert target.numbers == [("residues", "20"), ("mean pLDDT", "9.6"), ("ipTM", "0.25"), ("pTM", "0.51")]
     assert (target.sequence, target.max_pae) == (f"{p.sequence[:10]}:{p.sequence[10:]}", 31.7512)
     assert (target.chains, target.coverage) == (p.spans, p.coverage)
     single = replace(alone(p), pae=None, max_pae=None, ptm=None)._target()
     assert (single.chains, single.max_pae) == ({}, 0.0)
-    assert single.numbers == [("residues", "10"), ("mean pLDDT", "4.5")]
+    assert single.numbers == [("residues", "10"), ("mean pLDDT", "4.6")]
     page = html.unescape(p.page())
-    for text in ("given", "very low confidence: mean pLDDT 9.5", "ipTM 0.25, below 0.6", "Folded by WarpFold."):
+    for text in ("given", "very low confidence: mean pLDDT 9.6", "ipTM 0.25, below 0.6", "Folded by WarpFold."):
         assert text in page
     frame = re.fullmatch(
         r'<iframe srcdoc="([^"]*)" title="([^"]*)" width="100%" height="900" style="border:0"></iframe>',
@@ -564,7 +566,9 @@ def test_a_complex_is_saved_with_all_its_files(tmp_path: Path) -> None:
 def test_figures_of_complexes_separate_the_chains() -> None:
     p = dimer()
     assert p.figures().keys() == {"plddt.png", "plddt.svg", "pae.png", "pae.svg"}
-    assert p.figures()["plddt.svg"] != replace(p, asym_id=None).figures()["plddt.svg"]
+    assert p.figures() == draw_figures(p.plddt, p.pae, None, p.spans)
+    one = alone(p)
+    assert one.figures() == draw_figures(one.plddt, one.pae, None, {})
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -598,12 +602,12 @@ def test_the_entry_of_a_complex(tmp_path: Path, given: bool) -> None:
         "checksums": {kind: [path.stat().st_size, checksum(path)] for kind, path in paths.items()},
         "length": 20,
         "sequence": f"{p.sequence[:10]}:{p.sequence[10:]}",
-        "mean_plddt": 9.5,
+        "mean_plddt": 9.62,
         "ptm": 0.5124,
         "iptm": 0.25,
         "chains": [
-            {"id": "A", "length": 10, "mean_plddt": 4.5, "ptm": 0.1235, "msa_depth": 7},
-            {"id": "b", "length": 10, "mean_plddt": 14.5, "ptm": 0.9877, "msa_depth": None},
+            {"id": "A", "length": 10, "mean_plddt": 4.62, "ptm": 0.1235, "msa_depth": 7},
+            {"id": "b", "length": 10, "mean_plddt": 14.62, "ptm": 0.9877, "msa_depth": None},
         ],
         "chain_pair_iptm": [[0.1235, 0.5679], [0.2, 0.9877]],
         "interfaces": [
@@ -620,7 +624,7 @@ def test_the_entry_of_a_complex(tmp_path: Path, given: bool) -> None:
         "seed": 0,
         "recycles": 1,
         "templates": ["1abc_A", "2xyz_B"],
-        "recycled": [{"mean_plddt": 4.75, "ptm": 0.1234, "iptm": None}],
+        "recycled": [{"mean_plddt": 4.81, "ptm": 0.1234, "iptm": None}],
         "templates_unused": 2,
         "templates_refused": {"released N": 1, "has no N.cif": 1},
         "templates_missing": 1,

@@ -243,6 +243,26 @@ def test_a_prediction_has_the_outputs_of_the_heads(
             np.testing.assert_array_equal(other.distogram, found.distogram)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("config", [MONOMER, MULTIMER, replace(MONOMER, heads=HeadsConfig(plddt_c=8))])
+def test_a_pass_before_the_last_is_the_end_of_a_shorter_run(config: ModelConfig) -> None:
+    predictor = predictor_of(config)
+    found, alone = (
+        predictor.compute(
+            predictor.prepare(query_of([LETTERS[:8], LETTERS[8:13]], (), "q").assembly, seed=1, recycles=recycles)
+            if config.multimer is not None
+            else chain(predictor, 13, 4, recycles=recycles),
+            FoldOptions(save_recycles=True),
+        )
+        for recycles in (1, 0)
+    )
+    (earlier,) = found.recycled
+    np.testing.assert_allclose(earlier.positions, alone.positions, atol=1e-4)
+    np.testing.assert_allclose(earlier.plddt, alone.plddt, atol=1e-4)
+    assert (earlier.ptm, earlier.iptm) == (pytest.approx(alone.ptm), pytest.approx(alone.iptm))
+    assert (earlier.ptm is None, earlier.iptm is None) == (found.ptm is None, found.iptm is None)
+    assert not alone.recycled
+
+
 @pytest.mark.parametrize(("ranks", "is_leader"), [(1, True), (2, True), (2, False)])
 def test_large_outputs_of_ranks_are_gathered_in_files(ranks: int, is_leader: bool) -> None:
     """The first rank gets the rows of all ranks, without their padding. A single rank needs no second file."""

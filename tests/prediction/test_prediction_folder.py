@@ -5,6 +5,7 @@ import fcntl
 import json
 import logging
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -253,6 +254,7 @@ def test_parts_share_a_folder(tmp_path: Path) -> None:
             (PredictionFolder(tmp_path, new, items, JobPart(3, 3)), "work there on part 1/2"),
             (PredictionFolder(tmp_path, new, items), "work there on part 1/2"),
             (PredictionFolder(tmp_path, summary("r2"), items, JobPart(3, 3)), "work there on part 1/2"),
+            (PredictionFolder(tmp_path, summary("r2"), items, JobPart(2, 2)), "work there on part 1/2"),
         ):
             with closing(other), pytest.raises(UserError, match=text):
                 other.begin(groups_of(*items), other.run == "r2")
@@ -331,7 +333,8 @@ def test_several_predictions_are_ranked_thinned_and_copied(tmp_path: Path) -> No
         assert folder.begin(groups_of(*items), False) == [[items[0].key], [items[2].key], [items[3].key]]
 
 
-def test_a_selection_drops_the_others_and_its_table_lists_all(tmp_path: Path) -> None:
+def test_a_selection_drops_the_others_and_its_table_lists_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("warpfold.scoring.score_table._write_parquet", lambda *_: True)
     items = [item(name) for name in "abc"]
     tables, keep = ScoreTables(tmp_path), Selection("best:1:mean_plddt", 1, "mean_plddt")
     new = summary(tables=tables.names)
@@ -348,6 +351,7 @@ def test_a_selection_drops_the_others_and_its_table_lists_all(tmp_path: Path) ->
         found = {record["key"][0]: record["entry"] for record in read_records(tmp_path, "r1")}
         assert (found["b"]["dropped"], found["b"]["files"], found["b"]["checksums"]) == (True, {}, {})
         assert not {"dropped"} & found["a"].keys() & found["c"].keys()
+        assert [line.split(",")[0] for line in (tmp_path / "scores.csv").read_text().splitlines()] == ["name", *"abc"]
         whole = folder.finish(CLOCK, {})
     assert [(one["name"], bool(one.get("dropped")), bool(one["files"])) for one in whole["predictions"]] == [
         ("a", True, False),
@@ -357,7 +361,7 @@ def test_a_selection_drops_the_others_and_its_table_lists_all(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["c"]
     lines = (tmp_path / "scores.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in lines] == ["name", "a", "b", "c"]
-    assert whole["tables"][0] == "scores.csv"
+    assert whole["tables"] == ["scores.csv", "scores.parquet"]
     # The same selection is done; without one, the dropped predictions are made again.
     with closing(PredictionFolder(tmp_path, new, items, keep=keep, tables=tables)) as folder:
         assert folder.begin(groups_of(*items), False) == []
@@ -661,6 +665,18 @@ def test_a_store_is_written_again_with_more_predictions(
     monkeypatch.setattr(folder_module.os, "access", lambda *_: False)
     with pytest.raises(UserError, match=r"new/x\.store: cannot be written: .* is not a writable folder"):
         RepresentationStore(tmp_path / "new/x.store", "r2").check()
+
+
+def test_a_lock_is_waited_for_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "records/lock"
+    with folder_module._locked(path), pytest.raises(UserError, match="another process is at work there"):
+        folder_module._locked(path, at_work(tmp_path, JobPart(1, 1)))
+    held = folder_module._locked(path, at_work(tmp_path, JobPart(1, 1)))
+    timer = threading.Timer(0.05, held.close)
+    timer.start()
+    with alone(tmp_path):
+        assert held.closed
+    timer.join()
 
 
 def test_the_lock_creates_its_folder_and_is_released(tmp_path: Path) -> None:

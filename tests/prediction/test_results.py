@@ -394,6 +394,16 @@ def test_the_report_of_ranked_complexes(tmp_path: Path) -> None:
     assert (best.coverage is not None, other.coverage, other.pae, best.max_pae) == (True, None, None, 0.0)
 
 
+@pytest.mark.parametrize("iptm", [{}, {"iptm": 0.5}])
+def test_the_ranking_of_one_kind_has_its_columns(iptm: dict[str, float]) -> None:
+    entry = PLAIN | {"name": "one", "model": "m1", "seed": 0, "ranking_confidence": 0.5} | iptm
+    section = pages._ranking([entry], {"one": {"by": "mean pLDDT"}})
+    assert section.table is not None
+    columns = ["ipTM", "pTM"] if iptm else ["pTM"]
+    assert section.table.header == ["prediction", "model", "seed", "mean pLDDT", *columns]
+    assert section.table.rows == [["one", "m1", "0", "71.3", *(["0.50"] if iptm else []), "–"]]
+
+
 def test_only_the_first_forty_predictions_with_files_are_drawn(tmp_path: Path) -> None:
     entry = made(tmp_path, "one")
     entries = [entry | {"name": f"p{i}"} for i in range(41)]
@@ -536,7 +546,8 @@ def test_warnings_of_a_run_are_lines() -> None:
 def test_archives_are_reproducible_and_have_the_query_alone(tmp_path: Path) -> None:
     kinds = ("arrays", "mmcif", "pdb", "scores", "plddt", "pae_png", "coverage_svg", "relaxed_pdb", "relaxed_mmcif")
     one = made(tmp_path, "one", kinds)
-    two = made(tmp_path, "two")
+    two = made(tmp_path, "two", rank=1, ranked={"mmcif": "two/two_rank_1.cif"})
+    (tmp_path / "two/two_rank_1.cif").write_text("superposed")
     (tmp_path / "cite.bibtex").write_text("references")
     warned = {name: [record("input", text=f"about {name}")] for name in ("one", "two")}
     failures = [{"name": "two", "error": "failed later"}]
@@ -562,6 +573,7 @@ def test_archives_are_reproducible_and_have_the_query_alone(tmp_path: Path) -> N
     assert "failed later" not in page
     with zipfile.ZipFile(tmp_path / "two/two_results.zip") as archive:
         assert "failed later" in archive.read("two/report.html").decode()
+        assert archive.read("two/two_rank_1.cif") == b"superposed"
 
 
 # ---- notices

@@ -121,6 +121,10 @@ def test_the_details_of_a_complex() -> None:
     assert [one["text"] for one in lost["warnings"]] == [
         "no row of the alignment for chain L reached the model: folded by the sequence alone"
     ]
+    pair = details_of(prepared(Assembly("pair", ("H", "L"), (one, two)), [f"{QUERY}{other}"]), 1, 0, None)
+    assert [one["text"] for one in pair["warnings"]] == [
+        "no row of the alignment for chains H, L reached the model: folded by the sequence alone"
+    ]
     single = Assembly("trio", ("H", "L", "x"), (one, example([], other), one))
     assert "warnings" not in details_of(prepared(single, alone), 1, 0, None)
     # The rows of copies are not paired.

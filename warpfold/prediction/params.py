@@ -87,7 +87,7 @@ def _in_folder(folder: Path, complexes: bool) -> list[Path]:
     if len(families) == 1:
         return next(iter(families.values()))
     multimers = sorted(name for name in families if name.startswith("multimer"))
-    order = multimers[::-1] if complexes else [name for name in ("ptm", "", "own") if name in families]
+    order = multimers[-1:] if complexes else [name for name in ("ptm", "", "own") if name in families]
     if "own" in families or not order:
         raise UserError(
             f"{folder}: has parameters of several kinds ({', '.join(paths[0].name for paths in families.values())}). "
@@ -204,7 +204,7 @@ class _Sections:
     data: dict[str, Any] = field(default_factory=dict)
 
 
-def inspect_params(source: Path, check: bool = False, target: Path | None = None) -> ParamsFile:
+def inspect_params(source: Path, check: bool, target: Path | None) -> ParamsFile:
     """Inspect a parameter file, check it, and write it in another format.
 
     source: WarpFold's .safetensors, DeepMind's .npz, OpenFold's .pt (whose code is not executed), or the folder of a
