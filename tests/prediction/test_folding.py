@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 import warpfold.prediction.predict as module
-from tests.helpers import as_multimer, tiny_config
+from tests.helpers import as_multimer, tiny_config, tiny_multimer
 from warpfold.bulk import JobPart
 from warpfold.data.features.choose import SampleConfig
 from warpfold.errors import StorageError, UserError
 from warpfold.model.template import TemplateConfig
+from warpfold.model.weights.files import save_params
 from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.prediction import folding
 from warpfold.prediction.folding import (
@@ -43,6 +44,7 @@ from warpfold.prediction.request import FORMAT, FoldOptions, Recycling, Request
 from warpfold.scoring.selection import Selection
 from warpfold.training.passes import PassPlace
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 CONFIG = tiny_config(templates=TemplateConfig(enabled=False))
 
 
@@ -440,12 +442,16 @@ def test_the_summary_of_a_new_run(monkeypatch: pytest.MonkeyPatch) -> None:
             True,
             "--keep mean_plddt > 1 and rmsd < 2: rmsd is to a given complex. Fold structures, or pass --initial-guess.",
         ),
+        ("rmsd < 3", 2, True, None),
     ],
 )
 def test_the_score_of_a_selection(keep: str | None, chains: int, pae: bool, expected: str | None) -> None:
     request = Request("q", "p", "out", keep=keep)
     queries, model = [query_of(["MKV"] * chains, (), "q"), query_of("MKV", (), "r")], described()
     model = replace(model, config=replace(model.config, heads=replace(model.config.heads, pae=pae)))
+    if keep == "rmsd < 3":  # one of the queries is designed
+        structure: Any = object()
+        queries[1] = replace(queries[1], structure=structure)
     if expected is not None and expected.startswith("--"):
         with pytest.raises(UserError) as caught:
             module._selection(request, queries, [model])
@@ -604,6 +610,80 @@ def test_workers_get_sixteen_jobs_each_and_dead_ones_are_left_the_rest(
         assert refused == {"why": 64, "job 0": 31, "job 1": 1}
         assert [done for done, _, _ in told] == [0, *range(2, 65, 2)]
         told.clear()
+
+
+def test_ranks_take_groups_wait_and_count_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    item, waits, told = item_of(4), list[str](), list[tuple[float, float, str]]()
+    outcome = FoldOutcome(item)
+
+    def fold(*arguments: Any) -> Clock:
+        assert list(arguments[3]) == [(item,)]
+        arguments[5](outcome)
+        return Clock(1, 2, 3)
+
+    refusals = iter([{"early": 1}, {"slow": 2}] * 3)
+    monkeypatch.setattr(module, "refusals", lambda before=None: next(refusals))
+    monkeypatch.setattr(module, "fold_groups", fold)
+    request = Request("q", "p", "out")
+    for ranks, leader in ((2, True), (2, False), (1, True)):
+        numbers, added = iter([0, 1]), list[Any]()
+        team: Any = SimpleNamespace(
+            mesh=SimpleNamespace(data=SimpleNamespace(size=ranks)), is_example_leader=leader,
+            wait_for_all=waits.append, take=lambda what, numbers=numbers: next(numbers),
+        )  # fmt: skip
+        recorder = SimpleNamespace(add=added.append, shortlist=None)
+        folder: Any = SimpleNamespace(out=tmp_path, items=[item, item], is_several=True, recorder=lambda r=recorder: r)
+        found = module._fold(ModelInMemory(request, team), [(item,)], folder, lambda *at: told.append(at))
+        assert found == (Clock(1, 2, 3), {"slow": 2})
+        assert added == [outcome] * leader
+    assert waits == ["the end of the predictions"] * 2
+    assert told == [(1, 2, "q"), (2, 2, "q")] * 3
+
+
+class Broadcasting(Team):
+    """A team of one process that records what rank 0 sends."""
+
+    def broadcast(self, value: Any, what: str) -> Any:
+        self.sent = [*getattr(self, "sent", []), what]
+        return "fp32" if what == "the precision" else super().broadcast(value, what)
+
+
+@pytest.mark.parametrize(
+    ("queries", "tables"),
+    [
+        (["MKV", "GSH"], None),
+        (["MKV", "MKV:GSH"], ["scores.csv"]),
+        (["MKV:GSH", "MKV:GSH:AAA"], ["scores.csv", "scores_pairs.csv"]),
+    ],
+)
+def test_what_rank_zero_sends_and_which_tables_a_run_writes(
+    tmp_path: Path, tiny_params: Path, queries: list[str], tables: list[str] | None
+) -> None:
+    team = Broadcasting()
+    fasta = tmp_path / "q.fasta"
+    fasta.write_text("".join(f">p{i}\n{sequence}\n" for i, sequence in enumerate(queries)))
+    request = Request(
+        fasta, tiny_params, tmp_path / "out", device="cpu", recycles=0, chain_gap=100, figures=False, precision="bf16"
+    )
+    summary = module.run(request, team=team)
+    assert team.sent == ["the precision", "the beginning of the run", "the end of the run"]
+    assert summary["settings"]["precision"] == "fp32"
+    assert sorted(summary.get("tables") or []) == sorted(tables or [])
+    assert (summary["status"], summary["asked"], summary["msa_server"]) == ("complete", None, None)
+    log = (tmp_path / "out" / "predict.log").read_text()
+    assert "device cpu, precision fp32, 2 of 2 predictions to make" in log
+    assert "complete: 2 predictions, 0 failures" in log
+
+
+def test_records_are_one_complex_only_if_every_model_folds_complexes(tmp_path: Path, tiny_params: Path) -> None:
+    (tmp_path / "q.fasta").write_text(">a\nMKV\n>b\nGSH\n")
+    multimer = tmp_path / "multimer.safetensors"
+    save_params(multimer, tiny_multimer())
+    for params, names in (([multimer], ["q"]), ([multimer, tiny_params], ["a", "b"]), ([tiny_params], ["a", "b"])):
+        read, models, digest = module._read(
+            Request(tmp_path / "q.fasta", params, tmp_path / "out"), Team(), lambda *at: None
+        )
+        assert ([query.name for query in read.queries], len(models), digest) == (names, len(params), None)
 
 
 def test_planning_is_announced_from_a_thousand_residues(
