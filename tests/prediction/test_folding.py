@@ -14,6 +14,7 @@ import pytest
 
 import warpfold.prediction.predict as module
 from tests.helpers import as_multimer, tiny_config, tiny_multimer
+from tests.prediction.runs import write_entry
 from warpfold.bulk import JobPart
 from warpfold.data.features.choose import SampleConfig
 from warpfold.errors import StorageError, UserError
@@ -673,6 +674,33 @@ def test_what_rank_zero_sends_and_which_tables_a_run_writes(
     log = (tmp_path / "out" / "predict.log").read_text()
     assert "device cpu, precision fp32, 2 of 2 predictions to make" in log
     assert "complete: 2 predictions, 0 failures" in log
+
+
+def test_the_summary_and_the_progress_of_a_run_of_designs(tmp_path: Path, tiny_params: Path) -> None:
+    """Of a designed complex, the table takes the last chain for the binder unless chains are fixed."""
+    entry = write_entry(tmp_path / "design.cif", {"A": "MKVAW", "B": "GSH"}, "2020-01-01")
+    (tmp_path / "q.fasta").write_text(">plain\nMKV\n>bad\nMK1V\n")
+    told: list[tuple[float, float, str]] = []
+    request = Request(
+        [entry, tmp_path / "q.fasta"], tiny_params, tmp_path / "out", device="cpu", recycles=0, chain_gap=100, seed=3,
+        seeds=2, representations=tmp_path / "r.store", figures=False, batch=1,
+    )  # fmt: skip
+    summary = module.run(request, lambda *at: told.append(at))
+    assert [one["text"] for one in summary["warnings"]] == [
+        "scores.csv takes the last chain for the binder and the other chains for its target; name the target with "
+        "--fixed-chains if it is another"
+    ]
+    assert (summary["store"], summary["tables"][0]) == (str(tmp_path / "r.store"), "scores.csv")
+    assert [one["name"] for one in summary["failures"]] == ["bad"]
+    assert summary["failures"][0]["error"]
+    keys = sorted((one["name"], one["seed"]) for one in summary["predictions"])
+    assert keys == [("design", 3), ("design", 4), ("plain", 3), ("plain", 4)]
+    (process,) = summary["processes"]
+    assert 0 < process["seconds"] < 60
+    assert told[0] == (0, 4, "loading the parameters")
+    assert told[-1] == (4, 4, "writing the report")
+    assert {done for done, _, _ in told} >= {0, 1, 2, 3, 4}
+    assert module.run(replace(request, force=True), lambda *at: told.append(at))["run"] == summary["run"]
 
 
 def test_records_are_one_complex_only_if_every_model_folds_complexes(tmp_path: Path, tiny_params: Path) -> None:

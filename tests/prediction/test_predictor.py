@@ -14,6 +14,7 @@ import warpfold.prediction.predictor as module
 from tests.helpers import tiny_model, tiny_multimer
 from warpfold.arguments import WrongArgument
 from warpfold.data.features.choose import SampleConfig
+from warpfold.engine.gradient import loss_of_every_output
 from warpfold.errors import UserError
 from warpfold.model.template import TemplateConfig
 from warpfold.model.weights.files import save_params
@@ -269,3 +270,35 @@ def test_warnings_of_the_query_come_before_those_of_the_prediction(
     first = Notice("no_alignment").record()
     assert warned.details == {"seed": 1, "warnings": [first, second]}
     assert caplog.messages == [f"q: {first['text']}", "q: second"]
+
+
+def test_the_prediction_of_a_gradient(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that runs out of memory is followed by a tighter one, and the second attempt is timed alone."""
+    attempts, gradient = list[Any](), module.gradient_by_shares
+    logits = np.random.default_rng(0).normal(size=(5, 20))
+
+    def failing(*arguments: Any) -> Any:
+        attempts.append(arguments[5:7])
+        if len(attempts) == 1:
+            raise MemoryError
+        return gradient(*arguments)
+
+    monkeypatch.setattr(module, "gradient_by_shares", failing)
+    monkeypatch.setattr(predictor.planner, "after", lambda planned, error: replace(planned, details={"n": 2}))
+    monkeypatch.setattr(module, "release_memory", lambda device: attempts.append(str(device)))
+    found = predictor.gradient(logits, loss_of_every_output, recycles=1)
+    assert attempts == [(1, "last"), "cpu", (1, "last")]
+    assert found.prediction.name == "design"
+    assert found.prediction.details["plan"] == {"n": 2}
+    assert 0 < found.prediction.details["seconds"]["model"] < 60
+    assert found.prediction.details["recycles"] == 1
+    assert found.prediction.logits == {}
+    given = {"soft": 1.0, "temperature": 1.0, "hard": 0.0, "through": "last", "seed": 0}
+    again = predictor.gradient(logits, loss_of_every_output, recycles=1, **given)
+    assert again.loss == found.loss
+    assert isinstance(found.grad, np.ndarray)
+    by_chain = predictor.gradient({"A": logits}, loss_of_every_output, recycles=1).grad
+    assert isinstance(by_chain, dict)
+    np.testing.assert_array_equal(by_chain["A"], found.grad)
+    with pytest.raises(UserError, match="design: a complex, but these parameters are for single chains"):
+        predictor.gradient({"A": logits}, loss_of_every_output, fixed={"B": "MKV"})
