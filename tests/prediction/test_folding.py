@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import warpfold.prediction.predict as module
@@ -37,6 +38,7 @@ from warpfold.prediction.folding import (
     taken,
 )
 from warpfold.prediction.notices import Notice
+from warpfold.prediction.outputs import Prediction
 from warpfold.prediction.params import Params
 from warpfold.prediction.predict import ModelInMemory, ProgressOfRun, check_processes, in_jobs
 from warpfold.prediction.predictor import Predictor, load
@@ -46,6 +48,7 @@ from warpfold.scoring.selection import Selection
 from warpfold.training.passes import PassPlace
 
 pytestmark = pytest.mark.usefixtures("undrawn")
+EMPTY = Prediction("q", "MKV", *(np.zeros(1) for _ in range(3)), None, None, None)
 CONFIG = tiny_config(templates=TemplateConfig(enabled=False))
 
 
@@ -701,6 +704,133 @@ def test_the_summary_and_the_progress_of_a_run_of_designs(tmp_path: Path, tiny_p
     assert told[-1] == (4, 4, "writing the report")
     assert {done for done, _, _ in told} >= {0, 1, 2, 3, 4}
     assert module.run(replace(request, force=True), lambda *at: told.append(at))["run"] == summary["run"]
+
+
+def test_what_is_written_of_a_prediction(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(module, "write_prediction", lambda *arguments: calls.append(arguments) or {"entry": 1})
+    monkeypatch.setattr(module, "row_of", lambda entry: ("row", entry))
+    query = replace(query_of("MKV", (), "q"), notices=[Notice("no_alignment")])
+    structure: Any = SimpleNamespace(source="folder/guess.pdb")
+    guessed = replace(query, guess=structure, fixed=("A",))
+    prediction = replace(EMPTY, details={"seed": 1})
+    shortlist: Any = SimpleNamespace(wants=lambda row: row)
+    stored = Request("q", "p", "out", representations=tmp_path / "r.store", pair_representation="whole", figures=True)
+    for several, chosen, request, item in (
+        (True, shortlist, stored, FoldItem(described(), guessed, 7)),
+        (False, None, Request("q", "p", "out", figures=False), FoldItem(described(), query, 7)),
+    ):
+        assert module._writer(tmp_path, several, chosen, request)(item, prediction) == {"entry": 1}
+    guess = {"initial_guess": "guess.pdb", "fixed_chains": ["A"]}
+    first, second = calls
+    assert first[0].details == {"seed": 1, "model": "tiny", **guess}
+    assert second[0].details == {"seed": 1, "model": "tiny"}
+    assert first[1:6] == (tmp_path, "tiny_seed_7", query.notices, ("A",), structure)
+    assert first[6]("entry") == ("row", "entry")
+    assert first[7:] == ("whole", True)
+    assert second[1:] == (tmp_path, "", query.notices, (), None, None, None, False)
+
+
+def test_the_precision_of_a_cluster_is_that_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    @contextmanager
+    def pool(workers: int, cluster: str | None) -> Iterator[str]:
+        asked.append((workers, cluster))
+        yield "executor"
+
+    def in_order(function: Any, jobs: Any, executor: str) -> Iterator[str]:
+        asked.append((function, jobs, executor))
+        yield "bf16"
+
+    monkeypatch.setattr(module, "pool", pool)
+    monkeypatch.setattr(module, "in_order", in_order)
+    monkeypatch.setattr(module, "resolve_precision", lambda precision, device: (precision, device))
+    alone = Request("q", "p", "out", device="cpu", workers=2)
+    cluster = replace(alone, cluster="tcp://host:8786", msa=["a"])
+    assert module._resolve_precision(alone) == ("auto", "cpu")
+    assert module._resolve_precision(replace(cluster, precision="fp32")) == ("fp32", "cpu")
+    assert asked == []
+    assert module._resolve_precision(cluster) == "bf16"
+    assert asked == [(2, "tcp://host:8786"), (module._precision_of_worker, [cluster.for_workers()], "executor")]
+    assert module._precision_of_worker(cluster) == ("auto", "cpu")
+    for available, device in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr("torch.cuda.is_available", lambda available=available: available)
+        assert module._device_of(Request("q", "p", "out")) == device
+
+
+def test_names_of_the_run_and_gaps_of_multimers_are_refused(tmp_path: Path, tiny_params: Path) -> None:
+    multimer = tmp_path / "multimer.safetensors"
+    save_params(multimer, tiny_multimer())
+    (tmp_path / "q.fasta").write_text(">Records\nMKV\n")
+
+    def read(params: Path, **more: Any) -> Any:
+        request = Request(tmp_path / "q.fasta", params, tmp_path / "out", **more)
+        return module._read(request, Team(), lambda *at: None)
+
+    with pytest.raises(UserError, match="Records: no protein can have this name"):
+        read(tiny_params)
+    with pytest.raises(UserError) as caught:
+        read(multimer, chain_gap=200)
+    text = "multimer.safetensors is AlphaFold-Multimer's, which tells chains apart. Leave it out."
+    assert str(caught.value) == f"--chain-gap: {text}"
+    (tmp_path / "q.fasta").write_text(">a\nMKV:GSH\n")
+    assert read(tiny_params, chain_gap=200)[0].queries[0].is_complex
+    for more in ({}, {"pairs": "all"}):
+        with pytest.raises(UserError):
+            read(tiny_params, **more)
+
+
+def test_the_queries_choose_among_the_kinds_of_a_folder_of_parameters(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The folder may stand beside a file."""
+    folder, multimer = tmp_path / "params", tmp_path / "own_multimer.npz"
+    folder.mkdir()
+    for name in ("params_model_1_ptm", "params_model_1_multimer_v3"):
+        (folder / f"{name}.npz").touch()
+
+    def read_params(paths: Sequence[Path]) -> list[Params]:
+        configs = [as_multimer(CONFIG) if "multimer" in path.name else CONFIG for path in paths]
+        return [replace(described(), path=path, config=config) for path, config in zip(paths, configs)]
+
+    monkeypatch.setattr(module, "read_params", read_params)
+    single, several, (ptm, newest) = ">a\nMKV\n>c\nGSH\n", ">a\nMKV\n>b\nMKV:GSH\n", ("ptm", "multimer_v3")
+    for fasta, params, more, kinds in (
+        (single, [folder], {}, [ptm]),
+        (several, [folder], {}, [newest]),
+        (several, [folder, multimer], {}, [newest, "own"]),
+        (single, [folder], {"pairs": "all"}, [newest]),
+        (several, [folder], {"chain_gap": 200}, [ptm]),
+    ):
+        (tmp_path / "q.fasta").write_text(fasta)
+        request = Request(tmp_path / "q.fasta", params, tmp_path / "out", **more)
+        read, models, _ = module._read(request, Team(), lambda *at: None)
+        assert len(read.queries) == 2
+        names = [f"params_model_1_{kind}.npz" if kind != "own" else multimer.name for kind in kinds]
+        assert [model.path.name for model in models] == names
+
+
+def test_the_workers_of_a_cluster_get_absolute_paths(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_params: Path
+) -> None:
+    seen: list[Any] = []
+
+    def fold(memory: Any, groups: Any, folder: Any, tell: Any) -> Any:
+        seen.extend(item.model.path for group in groups for item in group)
+        raise UserError("stop")
+
+    monkeypatch.setattr(module, "_fold", fold)
+    monkeypatch.chdir(tiny_params.parent)
+    (tmp_path / "q.fasta").write_text(">a\nMKV\n")
+    for cluster, path in (("tcp://host:8786", tiny_params), (None, Path(tiny_params.name))):
+        out = tmp_path / f"out {cluster is None}"
+        request = Request(
+            tmp_path / "q.fasta", tiny_params.name, out, device="cpu", precision="fp32", workers=2, cluster=cluster
+        )
+        with pytest.raises(UserError, match="stop"):
+            module.run(request)
+        assert seen.pop() == path
 
 
 def test_records_are_one_complex_only_if_every_model_folds_complexes(tmp_path: Path, tiny_params: Path) -> None:
