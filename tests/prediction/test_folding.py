@@ -16,6 +16,7 @@ import pytest
 import warpfold.prediction.predict as module
 from tests.helpers import as_multimer, tiny_config, tiny_multimer
 from tests.prediction.runs import write_entry
+from warpfold import __version__
 from warpfold.bulk import JobPart
 from warpfold.data.features.choose import SampleConfig
 from warpfold.errors import StorageError, UserError
@@ -23,6 +24,7 @@ from warpfold.model.template import TemplateConfig
 from warpfold.model.weights.files import save_params
 from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.prediction import folding
+from warpfold.prediction.folder import PredictionFolder
 from warpfold.prediction.folding import (
     FAILURES,
     Clock,
@@ -323,6 +325,8 @@ def test_the_text_of_the_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     bar.follow(groups[2], PassPlace(2, 2, 4, 4, 0.5))
     now[0] = 150.0
     bar.follow(groups[2], PassPlace(2, 2, 4, 4, 1.25))  # 100 s for 60 of 60
+    now[0] = 288.0
+    bar.follow(groups[2], PassPlace(2, 2, 4, 4, 1.2375))  # 238 s for 59.5 of 60
     bar.move([b, c, c])
     place = "pass 1/2, block 3/4"
     assert told == [
@@ -334,6 +338,7 @@ def test_the_text_of_the_progress(monkeypatch: pytest.MonkeyPatch) -> None:
         (4, 6, "2 toget…, 1 s left, pass 2/2, block 4/4"),
         (4, 6, "2 toget…, pass 2/2, block 4/4"),
         (5.5, 6, "2 toget…, pass 2/2, block 4/4"),
+        (5.5, 6, "2 toget…, 2 s left, pass 2/2, block 4/4"),
         (6, 6, "c"),
     ]
     ProgressOfRun(lambda *at: told.append(at), 3, [])
@@ -675,6 +680,7 @@ def test_what_rank_zero_sends_and_which_tables_a_run_writes(
     assert sorted(summary.get("tables") or []) == sorted(tables or [])
     assert (summary["status"], summary["asked"], summary["msa_server"]) == ("complete", None, None)
     log = (tmp_path / "out" / "predict.log").read_text()
+    assert f"WarpFold {__version__}, torch" in log.splitlines()[0]
     assert "device cpu, precision fp32, 2 of 2 predictions to make" in log
     assert "complete: 2 predictions, 0 failures" in log
 
@@ -695,7 +701,8 @@ def test_the_summary_and_the_progress_of_a_run_of_designs(tmp_path: Path, tiny_p
     ]
     assert (summary["store"], summary["tables"][0]) == (str(tmp_path / "r.store"), "scores.csv")
     assert [one["name"] for one in summary["failures"]] == ["bad"]
-    assert summary["failures"][0]["error"]
+    error = summary["failures"][0]["error"]
+    assert f"failed bad: {error}" in (tmp_path / "out" / "predict.log").read_text()
     keys = sorted((one["name"], one["seed"]) for one in summary["predictions"])
     assert keys == [("design", 3), ("design", 4), ("plain", 3), ("plain", 4)]
     (process,) = summary["processes"]
@@ -809,6 +816,54 @@ def test_the_queries_choose_among_the_kinds_of_a_folder_of_parameters(
         assert len(read.queries) == 2
         names = [f"params_model_1_{kind}.npz" if kind != "own" else multimer.name for kind in kinds]
         assert [model.path.name for model in models] == names
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "data", "more", "groups", "grids"),
+    [
+        (0, 1, 1, {}, [[2]], 0),
+        (0, 2, 1, {}, [[1, 1]], 0),
+        (0, 2, 2, {}, [[1, 1]], 1),
+        (0, 1, 1, {"save_recycles": True}, [[1, 1]], 0),
+        (0, 1, 1, {"batch": 1}, [[1, 1]], 0),
+        (1, 2, 1, {}, [], 0),
+    ],
+)
+def test_the_steps_of_a_run_before_it_folds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_params: Path, caplog: pytest.LogCaptureFixture,
+    rank: int, ranks: int, data: int, more: dict[str, Any], groups: list[Any], grids: int,
+) -> None:  # fmt: skip
+    calls = {name: list[Any]() for name in ("choose_process_grid", "check_fits", "log_precision", "check_guess")}
+    for name, seen in calls.items():
+        monkeypatch.setattr(module, name, lambda *arguments, seen=seen: seen.append(arguments))
+    folded: list[Any] = []
+
+    def in_groups_of_run(*arguments: Any) -> Any:
+        folded.append([len(group) for group in in_groups(*arguments)])
+        raise UserError("stop")
+
+    monkeypatch.setattr(module, "in_groups", in_groups_of_run)
+    predictor = SimpleNamespace(device="cpu", planner=SimpleNamespace(check="check"))
+    monkeypatch.setattr(module, "load", lambda *_, **__: predictor)
+    monkeypatch.setattr(PredictionFolder, "groups_of", lambda self, todo: 1 / 0)
+    monkeypatch.setattr(module, "LONG", 3)
+    caplog.set_level("INFO", "warpfold")
+    team: Any = Broadcasting(ProcessInfo(rank, ranks))
+    team.mesh = SimpleNamespace(
+        data=SimpleNamespace(size=data), axial=SimpleNamespace(size=1), branch=SimpleNamespace(size=1),
+        world=SimpleNamespace(size=1), model=SimpleNamespace(rank=0),
+    )  # fmt: skip
+    (tmp_path / "q.fasta").write_text(">a\nMKV\n>b\nGSH\n")
+    request = Request(tmp_path / "q.fasta", tiny_params, tmp_path / "out", device="cpu", recycles=2, **more)
+    with pytest.raises((UserError, ZeroDivisionError)):
+        module.run(request, team=team)
+    assert folded == groups
+    assert len(calls["choose_process_grid"]) == grids
+    ((queries, model, recycles, check),) = calls["check_fits"]
+    assert ([query.name for query in queries], model.name, recycles, check) == (["a", "b"], "tiny", 2, "check")
+    assert len(calls["check_guess"]) == 1
+    assert calls["log_precision"] == ([] if rank == 0 else [("auto", "fp32", "cpu")])
+    assert ("planning for 3 residues" in caplog.messages) == (rank == 0)
 
 
 def test_the_workers_of_a_cluster_get_absolute_paths(

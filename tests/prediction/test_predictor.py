@@ -20,6 +20,7 @@ from warpfold.model.template import TemplateConfig
 from warpfold.model.weights.files import save_params
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
+from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.prediction.notices import Notice
 from warpfold.prediction.predictor import FoldResult, Predictor, load, with_warnings
 from warpfold.prediction.queries import query_of
@@ -302,3 +303,44 @@ def test_the_prediction_of_a_gradient(predictor: Predictor, monkeypatch: pytest.
     np.testing.assert_array_equal(by_chain["A"], found.grad)
     with pytest.raises(UserError, match="design: a complex, but these parameters are for single chains"):
         predictor.gradient({"A": logits}, loss_of_every_output, fixed={"B": "MKV"})
+
+
+def test_what_a_predictor_refuses(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong: Any = "params.npz"
+    for arguments in ((wrong,), (predictor.model, "cpu", None, "fp7")):
+        with pytest.raises(WrongArgument):
+            Predictor(*arguments)
+    with pytest.raises(WrongArgument):
+        predictor.gradient(np.zeros((5, 20)), loss_of_every_output, through=wrong)
+    calls: list[Any] = [
+        lambda: predictor.fold(TWO, fixed="A"),
+        lambda: predictor.fold_many([TWO], fixed="A"),
+        lambda: predictor.score_designs([TWO], fixed="A"),
+        lambda: predictor.fold_example(assembly_of(TWO), fixed=("A",)),
+        lambda: predictor.with_templates(query_of([ONE, TWO], (), "q")),
+    ]
+    for call in calls:
+        with pytest.raises(UserError):
+            call()
+    assert not Predictor(predictor.model.train()).model.training
+    for name in ("unsupported_on", "unsupported_reason"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Plan, name, lambda *_: "not here")
+            with pytest.raises(UserError, match="not here"):
+                Predictor(predictor.model)
+
+
+def test_assumptions_are_logged_by_rank_zero(
+    monkeypatch: pytest.MonkeyPatch, tiny_params: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for assumed, sample, team, logged in (
+        ("assumed", None, None, True),
+        ("assumed", None, Team(), True),
+        ("assumed", SampleConfig(), None, False),
+        ("", None, None, False),
+        ("assumed", None, Team(ProcessInfo(1, 2)), False),
+    ):
+        monkeypatch.setattr(module, "assumed_settings", lambda path, assumed=assumed: assumed)
+        caplog.clear()
+        load(tiny_params, "cpu", sample=sample, team=team)
+        assert ("assumed" in caplog.messages) == logged
