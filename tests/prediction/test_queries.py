@@ -26,6 +26,7 @@ from warpfold.data.search.server import ServerGone
 from warpfold.errors import StorageError, UserError
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.model.template import TemplateConfig
+from warpfold.prediction import queries
 from warpfold.prediction.notices import Notice
 from warpfold.prediction.params import Params
 from warpfold.prediction.queries import (
@@ -192,6 +193,8 @@ def test_what_is_read_of_records(tmp_path: Path) -> None:
         read_given(path, [tmp_path / "x.a3m"])
     with pytest.raises(UserError, match=re.escape(f"any record in {path}, {ONE * 2}. Pass")):
         read_given([path, ONE * 2], [tmp_path / "x.a3m"])
+    beside = read_given([path, tmp_path / "bad.fasta"], [tmp_path / "x.a3m"])
+    assert said(beside.notices) == [f"alignments of none of the sequences, not used: 1 ({tmp_path / 'x.a3m'})"]
     # Chains of pairs are read one by one.
     pairs = read_given([path, f"{ONE}:{TWO}"], [], pairs=True)
     assert [(one.name, said(one.notices), one.chains[0].pairing is None) for one in pairs.queries] == [
@@ -282,6 +285,29 @@ def test_sequences_without_an_alignment() -> None:
 
 
 # ---- Templates
+
+
+def test_as_many_templates_are_sought_as_any_model_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    sought = list[Any]()
+
+    def find(asked: Sequence[Any], sources: Any, most: int, refused: Any) -> list[Any]:
+        sought.append(([one.names for one in asked], most, refused))
+        return [(templates_of(len(one.sequence), 1), []) for one in asked]
+
+    monkeypatch.setattr(queries, "find_templates", find)
+    models = [params("few", most=1), params("none", templates=False, most=9), params("many", most=3)]
+    single, pair = query_of(ONE, None, "one"), query_of({"A": ONE, "b": TWO, "C": ONE}, None, "pair")
+    alone, together = TemplateSources(), ["pair_A", "pair_C", "pair_A"]
+    completed = with_templates([single, pair], alone, models, ["bad"])
+    assert sought[0] == ([("one",), tuple(together), ("pair_b", "pair_b")], 3, ["bad"])
+    assert [[chain.templates_count for chain in query.chains] for query in completed] == [[1], [1, 1, 1]]
+    for refused in ((), ["bad"]):
+        with_templates([pair], alone, models[:1], refused)
+    assert [names for names, _, _ in sought[1:]] == [
+        [("A", "C", "A", "C", *together), ("b", "b", "pair_b", "pair_b")],
+        [tuple(together), ("pair_b", "pair_b")],
+    ]
+    assert [most for _, most, _ in sought] == [3, 1, 1]
 
 
 def test_templates_of_several_models_and_queries(tmp_path: Path) -> None:
@@ -423,6 +449,7 @@ def test_sequences_from_python(sequence: Any, chains: dict[str, str]) -> None:
         ([ONE, TWO], [None] * 3, "q: 2 chains and 3 alignments. Pass one for each, or none.", False),
         ([ONE, TWO], [None, 3], "q B: alignment = 3: rows, an Alignment, or files are needed", True),
         (ONE, [ONE, 3], "q: alignment = ['", True),
+        (ONE, [Path("one.a3m"), ONE], "q: alignment = [", True),
         (ONE, 3, "q: alignment = 3: rows, an Alignment, or files are needed", True),
         (ONE, alignment(TWO), "q: its first row has 15 residues, the query has 18", False),
         ([ONE, TWO], [None, alignment(ONE)], "q B: its first row has 18 residues", False),
@@ -467,6 +494,7 @@ def test_alignments_from_python(tmp_path: Path) -> None:
         (pair, [None, [two, x]], [1, 3], [unused, bare]),
         (pair, {"B": two}, [1, 3], [bare]),
         (pair, [None, [third]], [1, 2], [bare]),
+        (pair, [one, None], [2, 1], [bare.replace("A", "B")]),
         (pair, [[other]], [2, 1], [bare.replace("A", "B")]),
         ({"B": ONE, "A": TWO}, {"A": two}, [1, 3], [bare.replace("A", "B")]),
     ]
