@@ -14,6 +14,7 @@ import pytest
 from tests.helpers import tiny_config
 from tests.prediction.runs import write_entry
 from warpfold.arguments import WrongArgument
+from warpfold.data.example import query_files
 from warpfold.data.example.complex import Complex
 from warpfold.data.example.pairing import Pairing
 from warpfold.data.example.raw_example import RawExample, Templates, from_sequence
@@ -409,6 +410,8 @@ def test_guesses_of_many_queries(tmp_path: Path) -> None:
     assert isinstance(first, Query)
     assert (first.fixed, first.guess is not None and first.guess.source) == (("A",), str(tmp_path / "one.cif"))
     assert ("has no structure of two. Add" in str(guessed["two"]), guessed["bad"]) == (True, error)
+    one = query_of(ONE, None, "one")
+    assert with_guess(one, str(tmp_path / "one.cif")).guess is not None
     assert with_guesses(found, None, ()) == found
     assert ["is no structure" in str(one) for one in with_guesses(found, "self", ()).values()] == [True, True, False]
 
@@ -589,7 +592,7 @@ def test_many_queries_from_python(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert str(given(tmp_path / "q.fasta", check=check)["two"]) == "not two"
 
 
-def test_guesses_from_python(tmp_path: Path) -> None:
+def test_guesses_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = guess(ONE)
     for guesses in ({"query_2": arrays}, [None, arrays]):
         found = given([ONE, ONE], guesses=guesses, fixed=("A",))
@@ -599,6 +602,8 @@ def test_guesses_from_python(tmp_path: Path) -> None:
     assert (found["query_1"].fixed, "has other chains" in str(found["query_2"])) == (("A",), True)
     itself = given(file, guesses="self")["g"]
     assert itself.guess.digest == itself.structure.digest
+    monkeypatch.setattr(query_files, "STDIN", file)
+    assert [one.sequences for one in given("-").values()] == [(ONE,)]
 
 
 @pytest.mark.parametrize(
