@@ -679,6 +679,7 @@ def test_what_rank_zero_sends_and_which_tables_a_run_writes(
     assert summary["settings"]["precision"] == "fp32"
     assert sorted(summary.get("tables") or []) == sorted(tables or [])
     assert (summary["status"], summary["asked"], summary["msa_server"]) == ("complete", None, None)
+    assert summary["warnings"] == []
     log = (tmp_path / "out" / "predict.log").read_text()
     assert f"WarpFold {__version__}, torch" in log.splitlines()[0]
     assert "device cpu, precision fp32, 2 of 2 predictions to make" in log
