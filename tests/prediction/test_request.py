@@ -319,7 +319,7 @@ def test_batches_and_chains() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"seeds": 0}, "--seeds 0: at least 1 is needed"),
+        ({"seeds": 0}, "seeds = 0: at least 1 is needed"),
         ({"batch": "0"}, "--batch 0: a number from 1 on, or auto"),
         ({"pairs": "all", "complex": True}, "--pairs: it makes complexes of all records. Leave --complex out."),
         ({"memory": "lots"}, "--memory lots: not an amount"),
