@@ -139,7 +139,7 @@ def test_the_summary_says_what_was_done(
     assert len(result["predictions"]) == 2
     for name, entry in zip(result["tested"], result["predictions"]):
         assert entry["name"] == name
-        with np.load(out / "after" / entry["folder"] / entry["files"]["arrays"]) as arrays:
+        with np.load(out / "after" / entry["folder"] / entry["files"]["arrays"], allow_pickle=False) as arrays:
             assert entry["mean_plddt"] == pytest.approx(arrays["plddt"].mean(), abs=0.006)
     after = json.loads(json.dumps(result["predictions"]))
     assert all((out / "before" / entry["folder"]).is_dir() for entry in after)

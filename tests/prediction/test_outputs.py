@@ -529,7 +529,7 @@ def test_a_complex_is_saved_with_all_its_files(tmp_path: Path) -> None:
     }  # fmt: skip
     assert files == expected | passes
     assert {path.name for path in (tmp_path / "out").iterdir()} == set(files.values())
-    with np.load(tmp_path / "out/dimer.npz") as arrays:
+    with np.load(tmp_path / "out/dimer.npz", allow_pickle=False) as arrays:
         assert set(arrays.files) == {
             "positions", "mask", "plddt", "pae", "asym_id", "chain_pair_iptm", "contacts", "distogram_edges", "single",
             "pair", "msa", "structure_module", "coverage_depth", "coverage_rows", "coverage_total",
@@ -554,7 +554,7 @@ def test_a_complex_is_saved_with_all_its_files(tmp_path: Path) -> None:
     )
     assert again == expected | {"representations": "dimer_representations.record", "recycle_0": "dimer_recycle_0.cif"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == {*again.values(), "dimer_recycle_x.cif"}
-    with np.load(tmp_path / "out/dimer.npz") as arrays:
+    with np.load(tmp_path / "out/dimer.npz", allow_pickle=False) as arrays:
         assert not {"single", "pair", "msa", "structure_module"} & set(arrays.files)
     assert read_record(tmp_path / "out/dimer_representations.record") == p.record("pooled")
     # Without its upper bound, the PAE has no file.
@@ -782,7 +782,7 @@ def test_thinning_removes_what_is_large(tmp_path: Path) -> None:
     gone = {"pae", "scores"}
     assert kept == {kind: name for kind, name in (files | {"distogram": "notes_pae.json"}).items() if kind not in gone}
     assert {name for name in after if after[name] != before[name]} == {"dimer.npz"}
-    with np.load(tmp_path / "a/dimer.npz") as arrays:
+    with np.load(tmp_path / "a/dimer.npz", allow_pickle=False) as arrays:
         assert set(arrays.files) == {
             "positions", "mask", "plddt", "asym_id", "chain_pair_iptm", "coverage_depth", "coverage_rows",
             "coverage_total",
@@ -836,7 +836,7 @@ def test_a_file_that_cannot_be_removed_is_an_error(tmp_path: Path, monkeypatch: 
 def test_arrays_with_pickles_are_refused(tmp_path: Path) -> None:
     """Loading a pickle would run its code."""
     entry = write_prediction(alone(dimer()), tmp_path)
-    with np.load(tmp_path / "dimer/dimer.npz") as arrays:
+    with np.load(tmp_path / "dimer/dimer.npz", allow_pickle=False) as arrays:
         held = {name: arrays[name] for name in arrays.files}
     np.savez(tmp_path / "dimer/dimer.npz", **{**held, "positions": held["positions"].astype(object)})
     with pytest.raises(ValueError, match="allow_pickle"):

@@ -161,7 +161,7 @@ def test_sequences_that_cannot_be_examples() -> None:
     assert str(error.value) == (
         "query: every residue is unknown (X), so it cannot be aligned. Pass an amino acid sequence."
     )
-    assert (from_sequence("XJO").sequence, from_sequence("XJO").name) == ("XXX", "query")
+    assert (from_sequence("XJO").sequence, from_sequence("XJO").name) == (3 * "X", "query")
     assert from_sequence("XAO", [alignment("XAO")]).depth == 1
     with pytest.raises(UserError, match="q: has '1' at position 2"):
         from_sequence("A1", name="q")

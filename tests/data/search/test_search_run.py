@@ -294,7 +294,7 @@ def test_failures(files: tuple[Path, Path], tmp_path: Path) -> None:
     ]
     assert [protein["databases"] for protein in broken["proteins"]] == [{}] * 4
     # A sequence that cannot be searched for is no protein of the report.
-    fasta.write_text(write_fasta([("x", "XXX"), ("long", "MK" * 50_000), ("longer", "MK" * 50_000 + "A")]))
+    fasta.write_text(write_fasta([("x", 3 * "X"), ("long", "MK" * 50_000), ("longer", "MK" * 50_000 + "A")]))
     odd = search([fasta], [Database("db", path)], tmp_path / "out3", StandIn())
     assert [protein["name"] for protein in odd["proteins"]] == ["long"]
     assert [failure["name"] for failure in odd["failures"]] == ["x", "longer"]

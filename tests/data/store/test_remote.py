@@ -345,9 +345,9 @@ def test_no_home_folder_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     names = ("WARPFOLD_CACHE_GB", "WARPFOLD_CACHE", "XDG_CACHE_HOME", "HOME")
     for values, folder, limit in (
-        (("", "", "", "/home/me"), "/home/me/.cache/warpfold/objects", 20e9),
-        (("3", "", "/xdg", "/home/me"), "/xdg/warpfold/objects", 3e9),
-        (("0.5", "/here", "/xdg", "/home/me"), "/here", 0.5e9),
+        (("", "", "", "/me"), "/me/.cache/warpfold/objects", 20e9),
+        (("3", "", "/xdg", "/me"), "/xdg/warpfold/objects", 3e9),
+        (("0.5", "/here", "/xdg", "/me"), "/here", 0.5e9),
         (("9e8", "/here", "", ""), "/here", 9e17),
     ):
         for name, value in zip(names, values):

@@ -225,7 +225,7 @@ def test_residue_numbers(text: str, key: tuple[int, str]) -> None:
         ("HEADER\nREVDAT   2   07-JAN-12\nREVDAT   1   31-DEC-71", "1971-12-31"),
         ("REVDAT   1   01-JAN-70", "2070-01-01"),
         ("REVDAT   1   01-JAN-00", "2000-01-01"),
-        ("REVDAT   1   07-XXX-98", None),
+        ("REVDAT   1   07-XYZ-98", None),
         ("REVDAT   1   07-ANF-98", None),
         ("REVDAT   1   07-NFE-98", None),
         ("REVDAT   2   07-JAN-98", None),
