@@ -687,7 +687,7 @@ def test_what_rank_zero_sends_and_which_tables_a_run_writes(
 
 
 def test_the_summary_and_the_progress_of_a_run_of_designs(tmp_path: Path, tiny_params: Path) -> None:
-    """Of a designed complex, the table takes the last chain for the binder unless chains are fixed."""
+    """The table takes the last chain of a designed complex for the binder unless chains are fixed."""
     entry = write_entry(tmp_path / "design.cif", {"A": "MKVAW", "B": "GSH"}, "2020-01-01")
     (tmp_path / "q.fasta").write_text(">plain\nMKV\n>bad\nMK1V\n")
     told: list[tuple[float, float, str]] = []
@@ -792,7 +792,7 @@ def test_names_of_the_run_and_gaps_of_multimers_are_refused(tmp_path: Path, tiny
 def test_the_queries_choose_among_the_kinds_of_a_folder_of_parameters(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The folder may stand beside a file."""
+    """The folder may be next to a file."""
     folder, multimer = tmp_path / "params", tmp_path / "own_multimer.npz"
     folder.mkdir()
     for name in ("params_model_1_ptm", "params_model_1_multimer_v3"):

@@ -370,7 +370,7 @@ HIT = OTHER[10:60]
         ({"A": replaced(HIT, 6)}, "1abc_A", "chain A has another sequence than the hit: 100% aligned, 88% identical"),
         ({"A": HIT[:45]}, "1abc_A", "A, 100%"),
         ({"A": HIT[:44]}, "1abc_A", "chain A has another sequence than the hit: 88% aligned, 100% identical"),
-        # Of several chains, the one with most identical residues is used, if the hit names none of them.
+        # If the hit names none of several chains, the chain with the most identical residues is used.
         ({"A": HIT[:45], "B": replaced(HIT, 3), "C": replaced(HIT, 4)}, "1abc_Z", "B, 94%"),
         ({"A": replaced(HIT, 8), "B": HIT[:46], "C": HIT[:47]}, "1abc", "C, 100%"),
         ({"A": HIT[:46], "B": "GS" + HIT[:46]}, "1abc_Z", "A, 100%"),

@@ -284,7 +284,7 @@ def test_jobs_are_given_to_processes_that_are_ready(monkeypatch: pytest.MonkeyPa
         assert one.job()[1] == ["entry", 3]
         two.make(12)
         assert pool.value(2) == 12
-        # The memory of both results is free, since nobody uses them.
+        # Both results are unreferenced, so their memory is free.
         workers.submit(4, ["last"])
         returned, job = two.job()
         assert (sorted(returned), job) == ([0, 1], ["last"])

@@ -352,7 +352,7 @@ def test_a_run_plans_its_examples_and_replaces_unusable_ones() -> None:
     assert told[1:] == [("data:a", 3, "damaged too")]
     order.note(other)
     assert used == [Draw(3, 2)]
-    # Of the three later examples, the first one is handed out late.
+    # The first of three later examples is handed out late.
     assert order.exchanged() == ([], [])
     for example, late, early in (
         (planned[0], [], []), (planned[1], [], []), (other, [2], [3]), (planned[5], [2], [5]), (planned[2], [4], [5]),

@@ -15,7 +15,7 @@ from warpfold.data.store.index import NONE, Index, Keys, Texts, encode_index
 
 KEYS = ["b", "é", "a"]
 SHARDS = [("shard-0", 100), ("shard-1", 50)]
-# Every value is at the limit of what is allowed.
+# Every value is at its limit.
 WHERE = {
     "shard": [0, 0, 1], "offset": [0, 40, 10], "size": [40, 60, 40], "header": [40, 5, 1], "crc": [2**32 - 1, 0, 7],
     "holder": [-1, 2, 0],

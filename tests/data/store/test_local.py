@@ -75,7 +75,7 @@ def test_few_files_stay_open(folder: Folder, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_file_stays_open_while_a_thread_reads_it(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread may open the same file at the same time, or so many that this one is closed."""
+    """Another thread may open the same file at the same time, or so many files that this one is closed."""
     read = local.pread
     monkeypatch.setattr(local, "pread", lambda *arguments: (folder.close(), read(*arguments))[1])
     assert folder.read("a", [(0, 5), (7, 9)]) == [DATA[:5], DATA[7:9]]

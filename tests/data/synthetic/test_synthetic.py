@@ -263,7 +263,7 @@ def test_a_sample_depends_on_seed_and_index_alone(tmp_path: Path) -> None:
 
 
 def about(protein: Protein) -> dict[str, object]:
-    """Return what the manifest says about a chain."""
+    """Return the manifest's entry of a chain."""
     blueprint = protein.blueprint
     facts = {"fold": blueprint.fold.name, "loops": list(blueprint.loops), "sequence": protein.sequence}
     return facts | {"elements": blueprint.elements, "rows": len(protein.alignment)}
