@@ -200,7 +200,7 @@ def test_the_whole_page(build: Any) -> None:
         sections=sections,
         targets=drawn,
         footer=[
-            "WarpFold 1.2 · torch 2.9 · seed 7 · packing 0 s · training 62 s",
+            "WarpFold 1.2 · torch 2.9 · seed 7 · searching 0 s · packing 0 s · training 62 s",
             "Everything on this page is in this folder: summary.json, card.md, split.toml, run/, before/, after/.",
         ],
     )

@@ -143,7 +143,7 @@ def report_page(
         ],
     )
     sections.append(training)
-    seconds = " · ".join(f"{stage} {value:.0f} s" for stage, value in result["seconds"].items() if value >= 0.5)
+    seconds = " · ".join(f"{stage} {value:.0f} s" for stage, value in result["seconds"].items())
     versions = result["versions"]
     return ReportPage(
         title="Fine-tuned",

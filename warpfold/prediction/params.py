@@ -204,7 +204,7 @@ class _Sections:
     data: dict[str, Any] = field(default_factory=dict)
 
 
-def inspect_params(source: Path, check: bool, target: Path | None) -> ParamsFile:
+def inspect_params(source: Path, check: bool = False, target: Path | None = None) -> ParamsFile:
     """Inspect a parameter file, check it, and write it in another format.
 
     source: WarpFold's .safetensors, DeepMind's .npz, OpenFold's .pt (whose code is not executed), or the folder of a

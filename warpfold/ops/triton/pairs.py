@@ -255,12 +255,16 @@ def _atoms(atoms: tl.tensor, radius: tl.tensor, exists: tl.tensor, a: tl.tensor,
 
 @triton.jit
 def _load_ids(
-    index: tl.tensor, order: tl.tensor, chain: tl.tensor, slot: tl.tensor, a: tl.tensor, n: tl.tensor,
+    index: tl.tensor, after: tl.tensor, order: tl.tensor, chain: tl.tensor, slot: tl.tensor, a: tl.tensor, n: tl.tensor,
 ) -> tl.tuple:  # fmt: skip
-    """Load index, order, chain and slot of atoms (ops/pairs.py)."""
+    """Load index, next index, order, chain and slot of atoms (ops/pairs.py).
+
+    The next index is loaded, since a sum of numbers from memory could overflow (tests/ops/triton/test_offsets.py).
+    """
     there = a < n
     i, o = tl.load(index + a, mask=there, other=0), tl.load(order + a, mask=there, other=0)
-    return i, o, tl.load(chain + a, mask=there, other=0), tl.load(slot + a, mask=there, other=0)
+    c, s = tl.load(chain + a, mask=there, other=0), tl.load(slot + a, mask=there, other=0)
+    return i, tl.load(after + a, mask=there, other=0), o, c, s
 
 
 @triton.jit
@@ -271,15 +275,15 @@ def _pairs(atoms: tl.tuple, others: tl.tuple, ids: tl.tuple, other_ids: tl.tuple
     """
     x, y, z, radius, exists = atoms
     other_x, other_y, other_z, other_radius, other_exists = others
-    index, order, chain, slot = ids
-    other_index, other_order, other_chain, other_slot = other_ids
+    index, next_index, order, chain, slot = ids
+    other_index, other_next_index, other_order, other_chain, other_slot = other_ids
     dx, dy, dz = x[:, None] - other_x[None, :], y[:, None] - other_y[None, :], z[:, None] - other_z[None, :]
     distance = tl.sqrt(dx * dx + dy * dy + dz * dz)
     overlap = radius[:, None] + other_radius[None, :] - tolerance - distance
     i, j, s, t = index[:, None], other_index[None, :], slot[:, None], other_slot[None, :]
     ordered = order[:, None] < other_order[None, :]
-    c_before_n = (s == C_SLOT) & (t == N_SLOT) & (i + 1 == j) & ordered
-    n_after_c = (s == N_SLOT) & (t == C_SLOT) & (i == j + 1) & (ordered == 0)
+    c_before_n = (s == C_SLOT) & (t == N_SLOT) & (next_index[:, None] == j) & ordered
+    n_after_c = (s == N_SLOT) & (t == C_SLOT) & (i == other_next_index[None, :]) & (ordered == 0)
     bonded = (c_before_n | n_after_c) & (chain[:, None] == other_chain[None, :])
     exempt = bonded | ((s == SG_SLOT) & (t == SG_SLOT)) | (order[:, None] == other_order[None, :])
     return overlap, distance, tl.where(exempt, 0.0, exists[:, None] * other_exists[None, :])
@@ -287,18 +291,18 @@ def _pairs(atoms: tl.tuple, others: tl.tuple, ids: tl.tuple, other_ids: tl.tuple
 
 @triton.jit
 def overlaps_kernel(
-    atoms: tl.tensor, radius: tl.tensor, exists: tl.tensor, index: tl.tensor, order: tl.tensor,
+    atoms: tl.tensor, radius: tl.tensor, exists: tl.tensor, index: tl.tensor, after: tl.tensor, order: tl.tensor,
     chain: tl.tensor, slot: tl.tensor, out: tl.tensor, n: tl.tensor, tolerance: tl.tensor,
     BLOCK_F: tl.constexpr, BLOCK_P: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store the sum and number of overlaps of BLOCK_F atoms, and the number of compared atoms."""
     a = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
-    own, ids = _atoms(atoms, radius, exists, a, n), _load_ids(index, order, chain, slot, a, n)
+    own, ids = _atoms(atoms, radius, exists, a, n), _load_ids(index, after, order, chain, slot, a, n)
     errors, count = tl.zeros([BLOCK_F], tl.float32), tl.zeros([BLOCK_F], tl.float32)
     pairs = tl.zeros([BLOCK_F], tl.float32)
     for start in range(0, n, BLOCK_P):
         b = start + tl.arange(0, BLOCK_P)
-        others, other_ids = _atoms(atoms, radius, exists, b, n), _load_ids(index, order, chain, slot, b, n)
+        others, other_ids = _atoms(atoms, radius, exists, b, n), _load_ids(index, after, order, chain, slot, b, n)
         overlap, _, compared = _pairs(own, others, ids, other_ids, tolerance)
         errors += tl.sum(tl.maximum(overlap, 0.0) * compared, 1)
         count += tl.sum(tl.where(overlap > 0, compared, 0.0), 1)
@@ -310,20 +314,20 @@ def overlaps_kernel(
 
 @triton.jit
 def overlaps_backward_kernel(
-    grad: tl.tensor, atoms: tl.tensor, radius: tl.tensor, exists: tl.tensor, index: tl.tensor,
+    grad: tl.tensor, atoms: tl.tensor, radius: tl.tensor, exists: tl.tensor, index: tl.tensor, after: tl.tensor,
     order: tl.tensor, chain: tl.tensor, slot: tl.tensor, datoms: tl.tensor, dradius: tl.tensor, n: tl.tensor,
     tolerance: tl.tensor,
     BLOCK_F: tl.constexpr, BLOCK_P: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store the gradients of BLOCK_F atoms and their radii."""
     a = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
-    own, ids = _atoms(atoms, radius, exists, a, n), _load_ids(index, order, chain, slot, a, n)
+    own, ids = _atoms(atoms, radius, exists, a, n), _load_ids(index, after, order, chain, slot, a, n)
     own_grad = _load_fp32(grad + a, a < n)
     zero = tl.zeros([BLOCK_F], tl.float32)
     x, y, z, r = zero, zero, zero, zero
     for start in range(0, n, BLOCK_P):
         b = start + tl.arange(0, BLOCK_P)
-        others, other_ids = _atoms(atoms, radius, exists, b, n), _load_ids(index, order, chain, slot, b, n)
+        others, other_ids = _atoms(atoms, radius, exists, b, n), _load_ids(index, after, order, chain, slot, b, n)
         overlap, distance, compared = _pairs(own, others, ids, other_ids, tolerance)
         other_grad = _load_fp32(grad + b, b < n)
         slope = tl.where(overlap > 0, compared, 0.0) * (own_grad[:, None] + other_grad[None, :])
@@ -374,4 +378,4 @@ def overlaps_backward(t: Operands) -> tuple[Tensor, Tensor]:
 def _atoms_of(t: Operands) -> dict[str, Tensor]:
     """Return the tensors that both kernels of overlaps take, by name."""
     names = "atoms", "radius", "exists", "index", "order", "chain", "slot"
-    return {name: getattr(t, name).contiguous() for name in names}
+    return {name: getattr(t, name).contiguous() for name in names} | {"after": t.index.contiguous() + 1}
