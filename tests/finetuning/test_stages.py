@@ -1,4 +1,4 @@
-"""Test the stages of fine-tuning before training: what training gets, what is logged, and how a folder is reused."""
+"""Test the stages of fine-tuning before training: the arguments of training, the log, and the reuse of a folder."""
 
 import json
 import logging

@@ -277,7 +277,7 @@ def test_groups_are_loaded_prepared_computed_and_written(monkeypatch: pytest.Mon
         *(("model first", 9, 0.2), (1, "place")),
         *(("model second", 9, 0.2), (1, "place")),
     ]
-    # Of the squares 0 to 16: 0-1 are features, 2-3 computing, 3-4 files, and so on; the last wait is 15-16.
+    # The clock returns squares. The features take 0 to 1, computing takes 4 to 9, the files take 9 to 16, and so on.
     assert clock == Clock(computing=5 + 15 + 25, features=1 + 11 + 21, files=7 + 17 + 27 + 31)
 
 

@@ -546,7 +546,7 @@ def test_a_complex_is_saved_with_all_its_files(tmp_path: Path) -> None:
     assert (scores["ptm"], scores["iptm"]) == (0.51, 0.25)
     assert (scores["chain_ptm"], scores["chain_pair_iptm"]) == ([0.12, 0.99], [[0.12, 0.57], [0.2, 0.99]])
     assert scores["pair_scores"] == pair_records(p.pair_scores)
-    # A pass more than this prediction has, and a file that is nobody's.
+    # One more pass than this prediction has, and an unrelated file.
     (tmp_path / "out/dimer_recycle_7.cif").write_text("of an earlier run")
     (tmp_path / "out/dimer_recycle_x.cif").write_text("mine")
     again = replace(p, recycled=p.recycled[:1]).save(

@@ -280,7 +280,7 @@ GROWN: dict[str, tuple[dict[str, int], str, dict[str, float], dict[str, str], di
         {},
         "A-a B-y C-c D-z",
     ),
-    # No candidate of B touches a. The superposition assigns B at the end, although z would fit beside y.
+    # No candidate of B touches a. The superposition assigns B at the end, although z would fit next to y.
     "a chain without candidates": (
         {"AB": 9, "AC": 2, "BC": 4},
         "ay yz",

@@ -195,7 +195,7 @@ def test_a_long_table_is_read_from_its_end(tmp_path: Path) -> None:
 
 
 def test_a_finished_table_is_also_written_as_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace pyarrow, which need not be installed, by a module that writes what it was called with."""
+    """Replace pyarrow, which need not be installed, by a module that writes its arguments."""
     pyarrow, parquet = ModuleType("pyarrow"), ModuleType("pyarrow.parquet")
     names: dict[str, Any] = {"string": "text", "float64": "float", "int64": "integer"}
     for name, value in names.items():

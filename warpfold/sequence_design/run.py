@@ -312,6 +312,6 @@ def _summarise(out: Path, about: Mapping[str, Any], starts: int, problem: Proble
     names = ["name", "loss", "mean_plddt", "ptm", "iptm", *(f"loss.{term}" for term in designs[0]["terms"]), "sequence"]
     rows = (design | {f"loss.{term}": value for term, value in design["terms"].items()} for design in designs)
     write_atomically(out / TABLE, as_csv(names, rows))
-    write_atomically(out / SUMMARY, json.dumps(summary, indent=1) + "\n")
+    write_atomically(out / SUMMARY, json.dumps(summary, indent=1, allow_nan=False) + "\n")
     write_report(out / PAGE, design_page(out, summary, problem.free))
     return summary

@@ -1,5 +1,6 @@
 """The settings of a design (TOML): chains, losses, and the stages from soft to hard sequences."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -76,7 +77,7 @@ class DesignSettings:
     stages: tuple[Stage, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.recycles < 0 or self.spread < 0:
+        if self.recycles < 0 or self.spread < 0 or not math.isfinite(self.spread):
             raise ValueError(f"recycles = {self.recycles}, spread = {self.spread}: must not be negative")
         for name, value in self.chains.items():
             if not value or (isinstance(value, int) and value < 1):

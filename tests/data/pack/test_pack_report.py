@@ -1,4 +1,4 @@
-"""Report what is kept and dropped, and summarise stores: whole texts, tables and numbers."""
+"""Compare whole reports of kept and dropped entries, and summaries of stores."""
 
 import json
 from dataclasses import replace

@@ -400,7 +400,7 @@ def test_numbers_that_fit_the_sequence(numbers: list[int], icodes: str, seq_ids:
 
 
 def rows_of(sequence: str, chain: str = "A", y: float = 0.5, model: int = 1, first: int = 1, **changes: str) -> str:
-    """Return the rows of `lines_of` as mmCIF. changes: of the fields of `Atom`."""
+    """Convert the rows of `lines_of` to mmCIF. changes: values of fields of `Atom`."""
     text = ""
     for line in lines_of(sequence, chain, y, first).splitlines():
         xyz = tuple(float(line[k : k + 8]) for k in (30, 38, 46))

@@ -187,7 +187,7 @@ def read_query_files(sources: Given | Sequence[Given], as_one: bool = False) -> 
         if is_bare[position]:
             # All sequences are read together, in the position of the first one.
             if position == is_bare.index(True):
-                names = ["query"] if len(bare) == 1 else [f"query_{number}" for number, _ in enumerate(bare, 1)]
+                names = ["query"] if len(bare) == 1 else [f"query_{number}" for number in range(1, len(bare) + 1)]
                 if as_one and len(bare) > 1 and not any(":" in sequence for sequence in bare):
                     names = chain_ids(len(bare))
                 text = "".join(f">{name}\n{sequence}\n" for name, sequence in zip(names, bare)).encode()

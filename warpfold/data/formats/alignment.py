@@ -670,7 +670,7 @@ def stockholm_rows(data: bytes, source: str) -> tuple[list[tuple[str, str, bytes
                 raise UserError(f"{source}: line {number} is not a name and a row. Make the file again.")
             name = words[0].decode()
             segments.setdefault((name, occurrences[name]), []).append(words[1])
-            occurrences.update([name])
+            occurrences[name] += 1
     rows = [(name, " ".join(descriptions.get(name, [])), b"".join(parts)) for (name, _), parts in segments.items()]
     return rows, reference
 

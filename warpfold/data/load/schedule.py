@@ -87,8 +87,10 @@ class Schedule:
         remaining = self._after_replay.remaining()
         for _ in range(self.steps - self.repeated):
             indices = list(islice(remaining, self.examples))
-            assigned = deal([self.cost(index) for index in indices], self.ranks)[self.rank]
-            yield from ((Draw(indices[i]), False) for i in assigned)
+            if self.ranks > 1:
+                assigned = deal([self.cost(index) for index in indices], self.ranks)[self.rank]
+                indices = [indices[i] for i in assigned]
+            yield from ((Draw(index), False) for index in indices)
 
     def state(self, steps: int, late: Iterable[int] = (), early: Iterable[int] = ()) -> State:
         """Return the set of examples that all ranks have used after `steps` steps.

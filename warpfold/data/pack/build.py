@@ -184,7 +184,7 @@ def drop_reason(
         return f"{length} residues, more than {options.max_length}"
     if resolved < options.min_length:
         return f"{resolved} residues with a CA, fewer than {options.min_length}"
-    residue, count = Counter(chain.sequence).most_common()[0]
+    residue, count = Counter(chain.sequence).most_common(1)[0]
     if count > options.max_single * length:
         return f"{count / length:.0%} of the sequence is {residue}, over {options.max_single:.0%}"
     if not confidence:

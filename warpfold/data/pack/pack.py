@@ -257,7 +257,7 @@ def _require_entries(report: PackReport, out: Path) -> PackReport:
         return report
     reasons = Counter(entry.reason for entry in report.dropped)
     counted = Counter({cause: count for cause, count in reasons.items() if cause not in (SAME, LATER)}) or reasons
-    reason, _ = counted.most_common()[0]
+    reason, _ = counted.most_common(1)[0]
     raise UserError(f"{out}: all {len(report.entries)} entries are dropped; the most frequent reason: {reason}")
 
 

@@ -207,7 +207,10 @@ class Store:
     def __init__(self, path: Place | str, checked: bool = False) -> None:
         self.path = parse_place(path)
         self.storage = open_storage(self.path)
-        self._checksums, self.index = self._open(checked)
+        with contextlib.ExitStack() as unless_open:
+            unless_open.callback(self.close)
+            self._checksums, self.index = self._open(checked)
+            unless_open.pop_all()
         self.keys = Keys(self.index)  # in writing order
         if not self.keys:
             raise UserError(f"{self.path}: an empty store. Pack it again.")
